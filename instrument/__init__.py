@@ -1,0 +1,1 @@
+"""Instrumentation for inference services, selected by one `profile.yaml`."""

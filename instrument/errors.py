@@ -1,0 +1,86 @@
+"""The errors that `instrument` raises, and the count of its own faults that it does not raise.
+
+Loud at the edges, silent and counted in between: `start`, `check`, `stop`, the export verbs and bad files raise
+an `InstrumentError`; a fault of ours on the service's own path goes to `note_fault`, which never raises there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+
+logger = logging.getLogger("instrument")
+
+
+class InstrumentError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class ProfileError(InstrumentError, ValueError):
+    """A `profile.yaml` that cannot be used.
+
+    `problems` holds every mistake of the file, each a line that starts with `file:line:column`.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[ProfileError], tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)
+
+
+class TraceError(InstrumentError, ValueError):
+    """A trace file that cannot be read or written: what was asked, what was found, what to do."""
+
+
+class StateError(InstrumentError, RuntimeError):
+    """A verb that the session's present state does not allow, such as a second `start`."""
+
+
+class TargetError(InstrumentError, TypeError):
+    """A thing that cannot be instrumented was handed to `profiled` or `scope`."""
+
+
+class ExportError(InstrumentError, RuntimeError):
+    """An export that was asked for by name could not be delivered."""
+
+
+class Faults:
+    """Counts our own faults by place and logs the first of each place.
+
+    Thread-safe. Under pytest the fault is raised again, so that a test cannot pass over it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+
+    def note(self, place: str, fault: BaseException) -> None:
+        """Count one fault at `place` (a short noun phrase such as ``"import hook"``)."""
+        with self._lock:
+            first = place not in self._counts
+            self._counts[place] = self._counts.get(place, 0) + 1
+        if "PYTEST_CURRENT_TEST" in os.environ:
+            raise fault
+        if first:
+            logger.warning(
+                "a fault of instrument itself in the %s; the service is not affected, later ones are only counted",
+                place,
+                exc_info=fault,
+            )
+
+    def counts(self) -> Mapping[str, int]:
+        """How many faults each place has had so far."""
+        with self._lock:
+            return dict(self._counts)
+
+    def clear(self) -> None:
+        """Forget all counts (tests, and a forked child)."""
+        self._lock = threading.Lock()
+        self._counts = {}
+
+
+FAULTS = Faults()

@@ -1,0 +1,250 @@
+"""The span model: what a place, one timed execution and a saved set of them are, and the algebra of intervals.
+
+Everything here is plain data with integer nanoseconds on the monotonic clock. It knows nothing of how spans are
+recorded or shown, so that a trace saved by one process reads in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
+"""Every kind of span."""
+
+AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """One instrumented place: static facts, the same for each of its spans.
+
+    A site is compared by identity, because it is the key of the tally on the hot path; `key` compares by value.
+
+    `name` groups rows (for a layer the class name), `instance` tells apart the sites that share a name (for a
+    layer its path in the module tree). `attributes` are the same for every span of the site.
+    """
+
+    name: str
+    kind: str = "user"
+    module: str = ""
+    qualname: str = ""
+    file: str = ""
+    line: int = 0
+    instance: str = ""
+    device: bool = False
+    attributes: tuple[tuple[str, AttributeValue], ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str, int, str]:
+        """Equal for sites that mean the same place, also across processes."""
+        return (self.name, self.kind, self.module, self.qualname, self.file, self.line, self.instance)
+
+    @property
+    def function(self) -> str:
+        """Fully qualified name of the code, `module.qualname`, or "" for a scope without one."""
+        return f"{self.module}.{self.qualname}" if self.module and self.qualname else self.qualname
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInterval:
+    """One stretch of a device stream on the host clock, with its label and the uncertainty of its place."""
+
+    device: int
+    stream: int
+    start_ns: int
+    end_ns: int
+    label: str = "exclusive"
+    uncertainty_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteParent:
+    """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts."""
+
+    trace_id: int
+    span_id: int
+    flags: int = 1
+
+
+@dataclass(slots=True)
+class Span:
+    """One timed execution.
+
+    `parent_id` 0 means a root. `root_id` is the span id of the tree's root. `task_id` 0 means that no task ran it.
+    `active_ns` differs from the total for generators (time in which the body ran). `self_ns` is what the span spent
+    outside the children of its own thread and task. `clipped` marks a span that was open at the window's edge.
+    """
+
+    site: Site
+    span_id: int
+    parent_id: int
+    root_id: int
+    thread_id: int
+    task_id: int
+    start_ns: int
+    end_ns: int
+    active_ns: int
+    self_ns: int
+    error: str | None = None
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    device: tuple[DeviceInterval, ...] = ()
+    clipped: bool = False
+    remote: RemoteParent | None = None
+
+    @property
+    def total_ns(self) -> int:
+        """The host interval's length."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def device_ns(self) -> int:
+        """Length of the union of the span's device intervals."""
+        return length(union((d.start_ns, d.end_ns) for d in self.device)) if self.device else 0
+
+    @property
+    def elapsed_ns(self) -> int:
+        """Length of the union of the host interval and the device intervals."""
+        if not self.device:
+            return self.end_ns - self.start_ns
+        return length(union([(self.start_ns, self.end_ns), *((d.start_ns, d.end_ns) for d in self.device)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which process the spans come from, and how its monotonic clock reads in wall time."""
+
+    pid: int
+    service: str
+    monotonic_ns: int
+    realtime_ns: int
+    recorder: str = "pure"
+    profile: str = ""
+    host: str = ""
+
+    def realtime_of(self, monotonic_ns: int) -> int:
+        """Wall-clock nanoseconds since 1970 of a monotonic reading."""
+        return self.realtime_ns + (monotonic_ns - self.monotonic_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the instrumentation itself cost: `calls` spans at `per_call_ns` each, in `window_ns` of wall time."""
+
+    calls: int
+    per_call_ns: float
+    window_ns: int
+
+    @property
+    def total_ns(self) -> int:
+        return round(self.calls * self.per_call_ns)
+
+
+@dataclass(slots=True)
+class Trace:
+    """A set of spans as saved or collected, with all that is needed to judge what it can and cannot say.
+
+    `threads` maps native thread ids to names. `losses` counts, by reason, what was not kept. `notes` are sentences
+    on what could not be observed. `window` is the index of the recording window.
+    """
+
+    origin: Origin
+    start_ns: int
+    end_ns: int
+    spans: list[Span]
+    threads: Mapping[int, str] = field(default_factory=dict)
+    losses: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    window: int = 0
+    cost: Cost | None = None
+
+    def trees(self) -> Iterator[list[Span]]:
+        """The spans of each tree, root first and then by start; trees by the start of their first span.
+
+        A child whose parent was not kept stays in the tree of its root.
+        """
+        grouped: dict[int, list[Span]] = {}
+        for span in sorted(self.spans, key=lambda s: (s.start_ns, -s.end_ns, s.span_id)):
+            grouped.setdefault(span.root_id, []).append(span)
+        for spans in grouped.values():
+            spans.sort(key=lambda s: s.span_id != s.root_id)
+            yield spans
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals that overlap or touch; the result is sorted and disjoint.
+
+    An empty interval that touches nothing stays, as in the interval lists of `paddle.profiler`.
+    """
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end < start:
+            raise ValueError(f"an interval ends at {end}, before its start {start}")
+        if merged and start <= merged[-1][1]:
+            if end > merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(disjoint: Iterable[Interval]) -> int:
+    """Summed length of disjoint intervals, as `union` returns them."""
+    return sum(end - start for start, end in disjoint)
+
+
+def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """What two disjoint sorted lists share; empty overlaps are left out."""
+    shared: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            shared.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def subtract(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """What remains of the disjoint sorted list `left` outside `right`."""
+    remaining: list[Interval] = []
+    j = 0
+    for start, end in left:
+        while j < len(right) and right[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(right) and right[k][0] < end:
+            if right[k][0] > start:
+                remaining.append((start, right[k][0]))
+            start = max(start, right[k][1])
+            k += 1
+        if start < end:
+            remaining.append((start, end))
+    return remaining
+
+
+def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
+    """The parts of the intervals that lie inside the window."""
+    first, last = window
+    return [(max(start, first), min(end, last)) for start, end in intervals if start < last and end > first]
+
+
+def assign_self_times(spans: Sequence[Span]) -> None:
+    """Set every span's `self_ns` from the tree: total minus the union of its children, clipped to it.
+
+    For spans that come from elsewhere (another profiler's trace), which carry no self time of their own. A child
+    that ran on another thread or task does not reduce its parent.
+    """
+    by_id = {span.span_id: span for span in spans}
+    children: dict[int, list[Interval]] = {}
+    for span in spans:
+        parent = by_id.get(span.parent_id)
+        if parent is not None and (parent.thread_id, parent.task_id) == (span.thread_id, span.task_id):
+            children.setdefault(parent.span_id, []).append((span.start_ns, span.end_ns))
+    for span in spans:
+        inside = clip(union(children.get(span.span_id, ())), (span.start_ns, span.end_ns))
+        span.self_ns = span.total_ns - length(inside)
