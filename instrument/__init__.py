@@ -1,1 +1,59 @@
-"""Instrumentation for inference services, selected by one `profile.yaml`."""
+"""Instrumentation for inference services, selected by one `profile.yaml`.
+
+In code: `profiled` and `scope` name what the service's authors want to see; `start`, `stop`, `summary` and `dump` run
+a session. Without a change in the service: ``instrument run --profile profile.yaml -- script.py``.
+
+Importing this package starts nothing and changes nothing; what a session needs is imported by `start`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
+from instrument.probes.functions import profiled
+from instrument.probes.scopes import scope, scope_end, scope_start
+
+if TYPE_CHECKING:
+    from instrument.profiler import Session, disable, dump, enable, flush, session, start, stop, summary
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ExportError",
+    "InstrumentError",
+    "ProfileError",
+    "Session",
+    "StateError",
+    "TargetError",
+    "TraceError",
+    "disable",
+    "dump",
+    "enable",
+    "flush",
+    "profiled",
+    "scope",
+    "scope_end",
+    "scope_start",
+    "session",
+    "start",
+    "stop",
+    "summary",
+]
+
+_OF_THE_SESSION = frozenset(
+    {"Session", "disable", "dump", "enable", "flush", "session", "start", "stop", "summary"}
+)
+
+
+def __getattr__(name: str) -> Any:
+    # A service that only decorates its functions does not pay for the exporters.
+    if name in _OF_THE_SESSION:
+        from instrument import profiler
+
+        return getattr(profiler, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

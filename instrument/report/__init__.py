@@ -1,0 +1,9 @@
+"""Text summaries: each view is a function that reads a tally or a trace and returns text.
+
+A view sees finished numbers only, so what was saved yesterday on a server reads on a laptop. Beside the text each
+view offers its numbers as plain objects, from which the text is made.
+"""
+
+from instrument.report.events import EventRow, events, events_rows
+
+__all__ = ["EventRow", "events", "events_rows"]

@@ -1,0 +1,1 @@
+"""The folder that `instrument run` puts on PYTHONPATH, so that each interpreter starts its session by itself."""

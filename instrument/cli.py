@@ -1,0 +1,187 @@
+"""The `instrument` command: run a service under a profile, check a profile, report on a saved trace.
+
+The only place that turns errors into exit codes: 0, 2 for errors of ours (bad profile, bad trace, a rule that matches
+nothing), 1 where a gate said no, else the host's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from instrument.errors import InstrumentError, ProfileError
+from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, Profile, load
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the command. Returns the exit code; `run` does not return, it becomes the host."""
+    parser = _parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options, host = _split(parser, given)
+    try:
+        code: int = options.verb(options, host)
+    except ProfileError as error:
+        for problem in error.problems:
+            print(problem, file=sys.stderr)
+        return 2
+    except InstrumentError as error:
+        print(f"instrument: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; point stdout elsewhere so that the interpreter's last flush does not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="instrument",
+        description="Always-on instrumentation of inference services, selected by one profile.yaml.",
+    )
+    verbs = parser.add_subparsers(required=True, metavar="run | check | report")
+
+    run = verbs.add_parser(
+        "run",
+        help="run a Python service under a profile",
+        usage="instrument run [--profile P] -- script.py [argument ...] | -m module [argument ...]",
+        description="The service runs as it would under `python`, with its own exit code and signals. Child processes "
+        "that inherit the environment are instrumented too.",
+    )
+    run.add_argument("--profile", metavar="P", help="profile.yaml (default: the variable INSTRUMENT_PROFILE)")
+    run.set_defaults(verb=_run, takes_host=True)
+
+    check = verbs.add_parser(
+        "check",
+        help="load a profile, import what it names, show what each rule matches and what it cannot reach",
+    )
+    check.add_argument("profile", metavar="P")
+    check.add_argument("modules", nargs="*", metavar="module", help="modules to import besides those the rules name")
+    check.set_defaults(verb=_check, takes_host=False)
+
+    report = verbs.add_parser("report", help="print the summary of a saved Chrome trace")
+    report.add_argument("trace", metavar="FILE", help=".json or .json.gz, ours or another profiler's")
+    report.add_argument("--tracer-option", choices=TRACER_OPTIONS, default="Default")
+    report.add_argument("--state", choices=STATES, default="All")
+    report.add_argument("--sorted-by", choices=SORT_KEYS, default="default")
+    report.add_argument("--threads", choices=("both", "merged", "apart"), default="both")
+    report.add_argument("--rows", type=int, metavar="N", help="rows of each level (default: all)")
+    report.set_defaults(verb=_report, takes_host=False)
+    return parser
+
+
+def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the host's command line, which begins after `--` or at the first word that is not ours."""
+    if given[:1] != ["run"]:
+        return parser.parse_args(given), []
+    own, host = given, []
+    i = 1
+    while i < len(given):
+        word = given[i]
+        if word == "--":
+            own, host = given[:i], given[i + 1 :]
+            break
+        if word == "--profile":
+            i += 2
+            continue
+        if word in ("-h", "--help") or word.startswith("--profile="):
+            i += 1
+            continue
+        own, host = given[:i], given[i:]
+        break
+    return parser.parse_args(own), host
+
+
+# -------------------------------------------------------------------- verbs
+
+
+def _run(options: argparse.Namespace, host: list[str]) -> int | NoReturn:
+    wanted = options.profile or os.environ.get("INSTRUMENT_PROFILE")
+    if not wanted:
+        raise ProfileError(["instrument run: no profile; give --profile P or set INSTRUMENT_PROFILE"])
+    if not host or host == ["-m"]:
+        raise InstrumentError("run: nothing to run; give `-- script.py [argument ...]` or `-- -m module [argument ...]`")
+    profile = load(wanted)  # a broken profile ends here, not in the service
+    if profile.export.otlp is not None and profile.export.otlp.protocol == "grpc":
+        from instrument import otlp
+
+        otlp.require_grpc()
+    if host[0] != "-m" and not host[0].startswith("-") and not Path(host[0]).exists():
+        raise InstrumentError(f"run: asked to run {host[0]!r}, found no such file in {Path.cwd()}")
+    environ = dict(os.environ)
+    environ["INSTRUMENT_PROFILE"] = os.path.abspath(wanted)  # noqa: PTH100 - resolve() would follow links
+    environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
+    paths = [str(Path(__file__).parent / "autostart"), *filter(None, [environ.get("PYTHONPATH")])]
+    environ["PYTHONPATH"] = os.pathsep.join(paths)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Becoming the host, not calling it: its own __main__, exit code, signals and tracebacks.
+    os.execve(sys.executable, [sys.executable, *_interpreter_flags(), *host], environ)
+
+
+def _interpreter_flags() -> list[str]:
+    """The options that this interpreter was started with and that matter to the host."""
+    flags = [f"-W{option}" for option in sys.warnoptions]
+    flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
+    for letter, value in (("B", sys.dont_write_bytecode), ("u", False), ("O", sys.flags.optimize)):
+        flags += [f"-{letter}"] * int(value)
+    return flags
+
+
+def _check(options: argparse.Namespace, host: list[str]) -> int:
+    profile = load(options.profile)
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
+    from instrument import profiler
+    from instrument.recorder import RECORDER
+
+    verdicts = profiler.check(profile, options.modules)
+    print(f"profile {profile.source}: service {profile.service}")
+    for setting, origin in sorted(profile.origins.items()):
+        print(f"  {setting} = {_setting(profile, setting)} (from {origin})")
+    print(f"recorder: {'native' if RECORDER.native else 'pure Python'}")
+    print(f"rules: {len(profile.functions)} functions, {len(profile.layers)} layers, {len(profile.copies)} copies")
+    for verdict in verdicts:
+        print(f"  {verdict}")
+    missed = [verdict for verdict in verdicts if verdict.state == "nothing" or _never_imported(verdict, profile)]
+    for verdict in missed:
+        print(f"{profile.source}: {verdict}", file=sys.stderr)
+    return 2 if missed else 0
+
+
+def _never_imported(verdict: Any, profile: Profile) -> bool:
+    """A function rule whose module nothing imported, though check imported all that was named."""
+    return verdict.state == "waiting" and any(rule.text == verdict.rule for rule in profile.functions)
+
+
+def _setting(profile: Profile, dotted: str) -> Any:
+    value: Any = profile
+    for part in dotted.split("."):
+        value = getattr(value, part, getattr(value, f"{part}_ns", None))
+    return value
+
+
+def _report(options: argparse.Namespace, host: list[str]) -> int:
+    from instrument import chrome
+    from instrument.report.events import events
+
+    trace, tally = chrome.load(options.trace)
+    sys.stdout.write(
+        events(
+            tally,
+            tracer_option=options.tracer_option,
+            state=options.state,
+            sorted_by=options.sorted_by,
+            rows=options.rows,
+            threads=options.threads,
+            cost=trace.cost,
+            losses=trace.losses,
+            notes=trace.notes,
+            window_ns=trace.end_ns - trace.start_ns,
+            recorder=trace.origin.recorder,
+        )
+    )
+    return 0

@@ -1,0 +1,88 @@
+"""Import hooks: learn that a module has been imported, right after its own code ran and before its importer goes on.
+
+The real finders and loaders do all the work; a module that nobody asked for passes through untouched.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from instrument.errors import FAULTS
+
+Undo = Callable[[], None]
+
+
+class _Loader:
+    """Stands in for a module's loader until the module's code has run, then steps out of its spec again."""
+
+    def __init__(self, loader: Any, imported: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._imported = imported
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        create = getattr(self._loader, "create_module", None)
+        return create(spec) if create is not None else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module's own code may look at its loader (pkgutil.get_data, importlib.resources).
+        if module.__spec__ is not None and module.__spec__.loader is self:
+            module.__spec__.loader = self._loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        try:
+            self._imported(module)
+        except Exception as fault:
+            FAULTS.note("import hook", fault)
+
+
+class Finder:
+    """First on `sys.meta_path`; asks the others and wraps the loader of the modules that are wanted."""
+
+    def __init__(self, wants: Callable[[str], bool], imported: Callable[[ModuleType], None]) -> None:
+        self._wants = wants
+        self._imported = imported
+        self._busy = threading.local()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # Another finder may ask the whole path again; it must not meet us twice for one name.
+        if getattr(self._busy, "name", None) == fullname or not self._wants(fullname):
+            return None
+        before = getattr(self._busy, "name", None)
+        self._busy.name = fullname
+        try:
+            for finder in list(sys.meta_path):
+                find = getattr(finder, "find_spec", None)
+                spec = None if finder is self or find is None else find(fullname, path, target)
+                if spec is not None:
+                    if hasattr(spec.loader, "exec_module"):
+                        spec.loader = _Loader(spec.loader, self._imported)
+                    return spec  # type: ignore[no-any-return]
+            return None
+        finally:
+            self._busy.name = before
+
+
+def install(wants: Callable[[str], bool], imported: Callable[[ModuleType], None]) -> Undo:
+    """Call `imported(module)` after each import of a module for which `wants(name)` is true.
+
+    Both run on the importing thread, under that module's import lock. Returns the way back.
+    """
+    finder = Finder(wants, imported)
+    sys.meta_path.insert(0, finder)
+
+    def undo() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+    return undo

@@ -1,0 +1,161 @@
+"""Copies between host and device: torch's tensor methods, each as a copy span with direction and bytes.
+
+A call that moves nothing (`out is self`, or both ends on the host) is not a copy and leaves no span. Where torch has
+no device at all nothing is replaced. Times are host times of the call: what an asynchronous copy takes on the device
+is the business of device intervals.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from instrument.errors import FAULTS
+from instrument.probes.functions import Undo, replace
+from instrument.profile import CopyRule
+from instrument.recorder import RECORDER, Recorder
+from instrument.spans import Site
+
+CONVERTING = ("to", "cuda", "cpu", "type")
+READING = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__")
+
+
+def direction(source: Any, target: Any) -> str | None:
+    """`h2d d2h d2d p2p` for two torch devices; None where both are the host's memory."""
+    from_host, to_host = source.type == "cpu", target.type == "cpu"
+    if from_host:
+        return None if to_host else "h2d"
+    if to_host:
+        return "d2h"
+    return "d2d" if source == target else "p2p"
+
+
+def has_device(torch: Any) -> bool:
+    """Whether this torch was built for a device. Does not touch the driver, which would spoil forked children."""
+    version = getattr(torch, "version", None)
+    return bool(getattr(version, "cuda", None) or getattr(version, "hip", None) or getattr(version, "xpu", None))
+
+
+class Copies:
+    """The copy rules of one session at work in torch. `hits` counts copies by rule."""
+
+    def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
+        self.rules = tuple(rules)
+        self.hits = [0] * len(self.rules)
+        self._recorder = recorder
+        self._sites: dict[tuple[str, bool, bool], Site] = {}
+
+    def attach(self, torch: Any, *, initialised: Callable[[], bool] | None = None) -> Undo:
+        """Replace the tensor methods; returns the way back.
+
+        `initialised` tells whether the framework has begun to use its device (default `torch.cuda.is_initialized`,
+        about 40 ns); until then each method costs that one call more.
+        """
+        ready = torch.cuda.is_initialized if initialised is None else initialised
+        tensor = torch.Tensor
+        compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None) or (lambda: False)
+        undos = [
+            *self._replace(tensor, CONVERTING, lambda method: self._converting(method, ready, compiling)),
+            *self._replace(tensor, READING, lambda method: self._reading(method, ready, compiling)),
+            *self._replace(tensor, ("copy_",), lambda method: self._copying(method, ready, compiling)),
+        ]
+
+        def undo() -> None:
+            for each in reversed(undos):
+                each()
+
+        return undo
+
+    @staticmethod
+    def _replace(tensor: Any, names: Iterable[str], wrap: Callable[[Any], Any]) -> list[Undo]:
+        undos = []
+        for name in names:
+            method = getattr(tensor, name, None)
+            if method is not None:
+                undos.append(replace(tensor, name, functools.wraps(method)(wrap(method))))
+        return undos
+
+    def _converting(self, method: Any, ready: Callable[[], bool], compiling: Callable[[], bool]) -> Any:
+        """For methods that return a tensor, the very same where there was nothing to do."""
+        recorder, clock = self._recorder, time.monotonic_ns
+
+        def wrapper(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            if compiling() or not recorder.on or not ready():
+                return method(self_, *args, **kwargs)
+            start = clock()
+            out = method(self_, *args, **kwargs)
+            if out is not self_ and hasattr(out, "device"):
+                asynchronous = bool(kwargs.get("non_blocking", False)) or True in args[1:]
+                self._note(self_, self_.device, out.device, start, asynchronous)
+            return out
+
+        return wrapper
+
+    def _reading(self, method: Any, ready: Callable[[], bool], compiling: Callable[[], bool]) -> Any:
+        """For methods that bring values to Python: they wait for the device by themselves."""
+        recorder, clock = self._recorder, time.monotonic_ns
+
+        def wrapper(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            if compiling() or not recorder.on or not ready() or self_.device.type == "cpu":
+                return method(self_, *args, **kwargs)
+            start = clock()
+            out = method(self_, *args, **kwargs)
+            self._note(self_, self_.device, _HOST, start, asynchronous=False)
+            return out
+
+        return wrapper
+
+    def _copying(self, method: Any, ready: Callable[[], bool], compiling: Callable[[], bool]) -> Any:
+        """For `target.copy_(source)`."""
+        recorder, clock = self._recorder, time.monotonic_ns
+
+        def wrapper(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            source = args[0] if args else kwargs.get("src", kwargs.get("other"))
+            if compiling() or not recorder.on or not ready() or not hasattr(source, "device"):
+                return method(self_, *args, **kwargs)
+            start = clock()
+            out = method(self_, *args, **kwargs)
+            asynchronous = bool(kwargs.get("non_blocking", False)) or True in args[1:]
+            self._note(source, source.device, self_.device, start, asynchronous)
+            return out
+
+        return wrapper
+
+    def _note(self, moved: Any, source: Any, target: Any, start_ns: int, asynchronous: bool) -> None:
+        """Record the copy that has just been made if a rule wants it."""
+        try:
+            way = direction(source, target)
+            if way is None:
+                return
+            moved_bytes = moved.numel() * moved.element_size()
+            for index, rule in enumerate(self.rules):
+                if way in rule.directions and moved_bytes >= rule.min_bytes:
+                    break
+            else:
+                return
+            self.hits[index] += 1
+            pinned = way == "h2d" and bool(moved.is_pinned())
+            site = self._site(way, not asynchronous, pinned)
+            self._recorder.record(site, start_ns, {"bytes": moved_bytes})
+        except Exception as fault:
+            FAULTS.note("copy probe", fault)
+
+    def _site(self, way: str, sync: bool, pinned: bool) -> Site:
+        key = (way, sync, pinned)
+        site = self._sites.get(key)
+        if site is None:
+            facts = (("direction", way), ("sync", sync), ("pinned", pinned))
+            # setdefault, because two threads may be first: one site for each key or the tally would split.
+            site = self._sites.setdefault(key, Site(f"memcpy {way}", kind="copy", device=True, attributes=facts))
+        return site
+
+
+class _Host:
+    """Stands for the host's memory where torch does not hand a device over."""
+
+    type = "cpu"
+
+
+_HOST = _Host()

@@ -1,0 +1,249 @@
+"""Functions: how `@profiled` and the profile's function rules make a function record, and the way back.
+
+A rule names `module:qualname`, where `*` stays within a segment and `**` crosses dots. What a pattern with a
+wildcard finds must have been defined in the module itself, so that `text:*` does not reach into what `text` imports;
+a name without wildcards is taken wherever it comes from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from re import Pattern
+from re import compile as compile_pattern
+from re import escape
+from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, ModuleType
+from typing import Any, TypeVar, overload
+
+from instrument.errors import TargetError
+from instrument.probes.scopes import OFF
+from instrument.recorder import RECORDER, Recorder
+from instrument.spans import KINDS, Site
+
+Undo = Callable[[], None]
+T = TypeVar("T")
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, BuiltinMethodType)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A function where it can be replaced: an attribute of a module or class."""
+
+    owner: Any
+    attribute: str
+    raw: Any
+    function: Callable[..., Any]
+    module: str
+    qualname: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.module}:{self.qualname}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """A thing that a rule names and that cannot be observed, with the reason."""
+
+    label: str
+    why: str
+
+
+@lru_cache(maxsize=4096)
+def pattern(text: str) -> Pattern[str]:
+    """The regular expression of a dotted pattern: `*` within a segment, `**` for any number of segments."""
+    segments = text.split(".")
+    last = len(segments) - 1
+    made = ""
+    for i, segment in enumerate(segments):
+        if segment == "**":
+            made += r"(?:[^.]+\.)*" if i < last else r"[^.]+(?:\.[^.]+)*"
+        else:
+            made += escape(segment).replace(r"\*", "[^.]*") + (r"\." if i < last else "")
+    return compile_pattern(made + r"\Z")
+
+
+def matches(text: str, name: str) -> bool:
+    """Whether a dotted name fits a dotted pattern."""
+    return pattern(text).match(name) is not None
+
+
+def site_of(function: Any, *, name: str | None = None, kind: str = "op", device: bool = False) -> Site:
+    """The site of a function: its own names and place, or the name that is given."""
+    inner = inspect.unwrap(function, stop=lambda f: hasattr(f, "__instrument__")) if callable(function) else function
+    code = getattr(inner, "__code__", None)
+    qualname = getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
+    return Site(
+        name=name or qualname.rpartition("<locals>.")[2],
+        kind=kind,
+        module=getattr(function, "__module__", None) or "",
+        qualname=qualname,
+        file=code.co_filename if code is not None else "",
+        line=code.co_firstlineno if code is not None else 0,
+        device=device,
+    )
+
+
+def find(module: ModuleType, match: str) -> Iterator[Target | Unreachable]:
+    """What the qualname part of a pattern names in a module that has been imported."""
+    wanted = match.partition(":")[2]
+    if "*" in wanted:
+        yield from _walk(module, module, "", wanted, set())
+        return
+    owner: Any = module
+    segments = wanted.split(".")
+    for depth, segment in enumerate(segments):
+        found = _raw(owner, segment)
+        if found is None:
+            return
+        if depth < len(segments) - 1:
+            owner = getattr(owner, segment, None)
+            continue
+        label = f"{module.__name__}:{wanted}"
+        thing = getattr(owner, segment, None)
+        if isinstance(thing, type):
+            yield from _walk(module, thing, wanted + ".", wanted + ".*", {id(thing)}, public=True)
+        else:
+            yield _target(module, owner, segment, found, label)
+
+
+def _raw(owner: Any, attribute: str) -> Any:
+    """The attribute as it lies in the namespace, descriptors unbound; None where there is none."""
+    if isinstance(owner, type):
+        for base in owner.__mro__:
+            if attribute in vars(base):
+                return vars(base)[attribute]
+        return None
+    return vars(owner).get(attribute) if hasattr(owner, "__dict__") else None
+
+
+def _walk(
+    module: ModuleType, owner: Any, prefix: str, wanted: str, seen: set[int], *, public: bool = False
+) -> Iterator[Target | Unreachable]:
+    for attribute, raw in list(vars(owner).items()):
+        name = prefix + attribute
+        if isinstance(raw, type):
+            if raw.__module__ == module.__name__ and id(raw) not in seen and not public:
+                seen.add(id(raw))
+                yield from _walk(module, raw, name + ".", wanted, seen)
+            continue
+        if not matches(wanted, name) or (public and attribute.startswith("_") and attribute != "__call__"):
+            continue
+        function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+        if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+            yield _target(module, owner, attribute, raw, f"{module.__name__}:{name}")
+
+
+def _target(module: ModuleType, owner: Any, attribute: str, raw: Any, label: str) -> Target | Unreachable:
+    function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+    qualname = label.partition(":")[2]
+    if not isinstance(function, _FUNCTIONS):
+        return Unreachable(label, f"it is a {type(raw).__name__}, not a function")
+    if isinstance(owner, type) and not isinstance(function, FunctionType):
+        return Unreachable(label, "it is a method made in C")
+    return Target(owner, attribute, raw, function, module.__name__, qualname)
+
+
+def attach(target: Target, site: Site, recorder: Recorder = RECORDER) -> Undo:
+    """Replace the function where it lies by one that records, and return the way back.
+
+    Names that other modules bound by ``from module import name`` before are replaced too, and put back.
+    """
+    wrapped: Any = recorder.wrap(target.function, site)
+    if isinstance(target.raw, (staticmethod, classmethod)):
+        wrapped = type(target.raw)(wrapped)
+    undo = replace(target.owner, target.attribute, wrapped)
+    if not isinstance(target.owner, ModuleType):
+        return undo
+    undos = [undo, *rebind(target.function, wrapped, skip=target.owner)]
+
+    def undo_all() -> None:
+        for each in undos:
+            each()
+
+    return undo_all
+
+
+def replace(owner: Any, attribute: str, new: Any) -> Undo:
+    """Set an attribute of a module or class; the way back leaves alone what somebody else has set since."""
+    own = attribute in vars(owner)
+    before = vars(owner).get(attribute)
+    setattr(owner, attribute, new)
+
+    def undo() -> None:
+        if vars(owner).get(attribute) is not new:
+            return
+        if own:
+            setattr(owner, attribute, before)
+        else:
+            delattr(owner, attribute)
+
+    return undo
+
+
+def rebind(original: Any, new: Any, *, skip: ModuleType) -> list[Undo]:
+    """Replace every module-level name, in all modules imported so far, that is bound to the original."""
+    undos = []
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module is skip or module.__name__.partition(".")[0] == "instrument":
+            continue
+        names = [name for name, value in list(vars(module).items()) if value is original]
+        undos.extend(replace(module, name, new) for name in names)
+    return undos
+
+
+@overload
+def profiled(name: str | None = None, *, kind: str = "op", device: bool = False) -> Callable[[T], T]: ...
+
+
+@overload
+def profiled(name: T, *, kind: str = "op", device: bool = False) -> T: ...
+
+
+def profiled(name: Any = None, *, kind: str = "op", device: bool = False) -> Any:
+    """Record each call of a function: ``@profiled``, ``@profiled("conv_layer")``, ``@profiled(kind="phase")``.
+
+    Works on functions, coroutines, generators, async generators, methods, classmethods, staticmethods (above or below
+    those decorators), and on a class, where it takes the public methods. Without a name the qualified name is used.
+    Returns the very same object when `INSTRUMENT=off`. Raises `TargetError` for anything else.
+    """
+    if kind not in KINDS:
+        raise TargetError(f"profiled: found kind {kind!r}; allowed: {', '.join(KINDS)}")
+    if name is None or isinstance(name, str):
+        return lambda target: _profile(target, name, kind, device)
+    return _profile(name, None, kind, device)
+
+
+def _profile(target: Any, name: str | None, kind: str, device: bool) -> Any:
+    if OFF:
+        return target
+    if isinstance(target, (staticmethod, classmethod)):
+        return type(target)(_profile(target.__func__, name, kind, device))
+    if isinstance(target, type):
+        for attribute, raw in list(vars(target).items()):
+            function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+            public = not attribute.startswith("_") or attribute == "__call__"
+            if public and isinstance(function, FunctionType):
+                label = f"{name}.{attribute}" if name else None
+                setattr(target, attribute, _profile(raw, label, kind, device))
+        return target
+    if not isinstance(target, _FUNCTIONS):
+        raise TargetError(
+            f"profiled takes a function, method or class; found {target!r} of type {type(target).__name__}. "
+            "Put it below decorators that return other objects (property, functools.lru_cache)."
+        )
+    return RECORDER.wrap(target, site_of(target, name=name, kind=kind, device=device))
+
+
+def unmatched(wanted: str, modules: Iterable[ModuleType]) -> list[str]:
+    """Labels of all functions in the modules that a rule could have meant, to name the nearest."""
+    labels = []
+    for module in modules:
+        for found in _walk(module, module, "", "**", set()):
+            if isinstance(found, Target):
+                labels.append(found.label)
+    return labels

@@ -1,0 +1,237 @@
+"""Layers of torch models: selected by path in the module tree or by class, recorded around `forward`.
+
+The class's `forward` is replaced, never an instance's: a closure on an instance would follow `copy.deepcopy` with the
+original's weights and break `pickle`. Which instances record is decided once for each, at its first call, and kept
+beside the module and not in it. A compiled region runs our wrapper's first line only, so graphs do not break.
+
+Paths come from torch's own module registration hook, which costs nothing when a model runs. Modules that no hook
+saw (built before the session started, or made by `copy.deepcopy` or `pickle`) are found by one walk of the heap.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+from instrument.errors import FAULTS
+from instrument.probes.functions import Undo, matches, replace
+from instrument.profile import LayerRule
+from instrument.recorder import RECORDER, Recorder
+from instrument.spans import Site
+
+_NOT_SELECTED = Site("(not selected)")
+
+
+class _Paths:
+    """Where each module sits: its parent and its name there, held weakly."""
+
+    def __init__(self, module_type: type[Any]) -> None:
+        self._module_type = module_type
+        self._places: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._parents: dict[int, weakref.ref[Any]] = {}
+
+    def place(self, parent: Any, name: str, child: Any) -> None:
+        """Note that `parent.name` is `child`; the first place counts."""
+        if id(parent) not in self._parents:
+            key = id(parent)
+            self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
+        child_key = id(child)
+        if child_key not in self._places:
+            weakref.finalize(child, self._places.pop, child_key, None)
+            self._places[child_key] = (weakref.ref(parent), name)
+
+    def of(self, module: Any) -> str:
+        """The dotted path from the module's root; "" for a root."""
+        if id(module) not in self._places and id(module) not in self._parents:
+            self.walk_heap()
+        names: list[str] = []
+        while (place := self._places.get(id(module))) is not None and len(names) < 100:
+            parent = place[0]()
+            if parent is None:
+                break
+            names.append(place[1])
+            module = parent
+        return ".".join(reversed(names))
+
+    def walk_heap(self) -> Iterator[tuple[str, Any]]:
+        """Place every module that is alive now; tells each name and child. Tens of milliseconds on a large heap."""
+        modules = [thing for thing in gc.get_objects() if _is_instance(thing, self._module_type)]
+        edges = []
+        for parent in modules:
+            for name, child in (vars(parent).get("_modules") or {}).items():
+                if child is not None:
+                    self.place(parent, name, child)
+                    edges.append((name, child))
+        return iter(edges)
+
+
+def _is_instance(thing: Any, module_type: type[Any]) -> bool:
+    # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
+    return issubclass(type(thing), module_type)
+
+
+class Layers:
+    """The layer rules of one session at work in torch. `hits` counts the layers that each rule selected."""
+
+    def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
+        self.rules = tuple(rules)
+        self.hits = [0] * len(self.rules)
+        self._recorder = recorder
+        self._sites: dict[int, Site] = {}
+        self._undos: list[Undo] = []
+        self._patched: set[type[Any]] = set()
+        self._types = frozenset(name for rule in self.rules for name in rule.types)
+        self._last_segments = {text.rpartition(".")[2] for rule in self.rules for text in rule.match if not rule.types}
+
+    def attach(self, torch: Any) -> Undo:
+        """Begin to observe; `torch` has been imported. Returns the way back."""
+        module_type = torch.nn.Module
+        self._module_type = module_type
+        self._is_compiling = _compiling_test(torch)
+        self._paths = _Paths(module_type)
+        handle = torch.nn.modules.module.register_module_module_registration_hook(self._registered)
+        self._undos.append(handle.remove)
+        self._undos.append(self._watch_subclasses(module_type))
+        for cls in _subclasses(module_type):
+            self._defined(cls)
+        for name, child in self._paths.walk_heap():
+            self._placed(name, child)
+        return self.undo
+
+    def undo(self) -> None:
+        """Give every class its own `forward` back and stop watching."""
+        while self._undos:
+            self._undos.pop()()
+        self._patched.clear()
+        self._sites.clear()
+
+    def _watch_subclasses(self, module_type: type[Any]) -> Undo:
+        """See each class as it is defined: a model without children is never registered anywhere."""
+        layers = self
+
+        def __init_subclass__(cls: type[Any], **kwargs: Any) -> None:
+            super(module_type, cls).__init_subclass__(**kwargs)
+            layers._defined(cls)
+
+        return replace(module_type, "__init_subclass__", classmethod(__init_subclass__))
+
+    def _defined(self, cls: type[Any]) -> None:
+        if cls.__name__ in self._types:
+            self._patch(cls)
+
+    def _registered(self, parent: Any, name: str, child: Any) -> None:
+        """torch's registration hook. Returns None, which leaves the child as it is."""
+        try:
+            if child is not None:
+                self._paths.place(parent, name, child)
+                self._placed(name, child)
+        except Exception as fault:
+            FAULTS.note("module registration hook", fault)
+
+    def _placed(self, name: str, child: Any) -> None:
+        """Patch the class of a module whose last name a path rule could mean; paths are complete only later."""
+        if type(child) not in self._patched and any(
+            "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
+        ):
+            self._patch(type(child))
+
+    def _patch(self, cls: type[Any]) -> None:
+        """Replace `forward` in the class that defines it for `cls`."""
+        self._patched.add(cls)
+        owner = next((base for base in cls.__mro__ if "forward" in vars(base)), None)
+        if owner is None or owner is self._module_type or owner in self._patched and owner is not cls:
+            return
+        forward = vars(owner)["forward"]
+        if not isinstance(forward, FunctionType) or hasattr(forward, "__instrument_layers__"):
+            return
+        self._patched.add(owner)
+        self._undos.append(replace(owner, "forward", self._wrap(forward)))
+
+    def _wrap(self, forward: FunctionType) -> FunctionType:
+        recorder, sites, decide = self._recorder, self._sites, self._decide
+        open_, close, is_compiling = recorder.open, recorder.close, self._is_compiling
+        not_selected = _NOT_SELECTED
+
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.on:
+                return forward(self, *args, **kwargs)
+            site = sites.get(id(self)) or decide(self)
+            if site is not_selected:
+                return forward(self, *args, **kwargs)
+            frame = open_(site)
+            try:
+                result = forward(self, *args, **kwargs)
+            except BaseException as error:
+                close(frame, error)
+                raise
+            close(frame)
+            return result
+
+        # With the globals of the original (the body needs none of ours), torch.jit.script resolves names as before.
+        same = FunctionType(wrapper.__code__, forward.__globals__, forward.__name__, None, wrapper.__closure__)
+        functools.update_wrapper(same, forward)
+        same.__instrument_layers__ = True  # type: ignore[attr-defined]
+        return same
+
+    def _decide(self, module: Any) -> Site:
+        """Whether a layer records, and as what: once for each instance."""
+        try:
+            site = self._select(module)
+        except Exception as fault:
+            FAULTS.note("layer selection", fault)
+            site = _NOT_SELECTED
+        key = id(module)
+        weakref.finalize(module, self._sites.pop, key, None)
+        self._sites[key] = site
+        return site
+
+    def _select(self, module: Any) -> Site:
+        cls = type(module)
+        path = self._paths.of(module)
+        for index, rule in enumerate(self.rules):
+            if rule.types and cls.__name__ not in rule.types:
+                continue
+            if rule.match and not any(matches(text, path) for text in rule.match):
+                continue
+            if any(matches(text, path) for text in rule.exclude):
+                continue
+            self.hits[index] += 1
+            code = inspect.unwrap(cls.forward).__code__
+            return Site(
+                name=rule.name or cls.__name__,
+                kind="layer",
+                module=cls.__module__,
+                qualname=f"{cls.__qualname__}.forward",
+                file=code.co_filename,
+                line=code.co_firstlineno,
+                instance=path,
+                device=rule.device,
+            )
+        return _NOT_SELECTED
+
+    def known_types(self) -> list[str]:
+        """Names of all module classes defined so far, to name the nearest to a wrong one."""
+        return sorted({cls.__name__ for cls in _subclasses(self._module_type)})
+
+
+def _compiling_test(torch: Any) -> Callable[[], bool]:
+    compiler = getattr(torch, "compiler", None)
+    found = getattr(compiler, "is_compiling", None)
+    return found if found is not None else lambda: False
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    """Every class below `cls`, each once."""
+    seen: set[type[Any]] = set()
+    waiting = [cls]
+    while waiting:
+        for below in type.__subclasses__(waiting.pop()):
+            if below not in seen:
+                seen.add(below)
+                waiting.append(below)
+                yield below

@@ -1,0 +1,535 @@
+"""The session: one profile at work in one process, from `start` to `stop`, across forks, signals and exit.
+
+Only one session runs at a time. Everything that it changes in the process (import hook, patches, threads, exit
+handler) is undone by `stop`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from instrument import chrome, otlp
+from instrument.capture import Trees
+from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
+from instrument.probes.scopes import OFF
+from instrument.probes.selection import Selection, Verdict
+from instrument.profile import Profile, Schedule, Summary, load
+from instrument.recorder import RECORDER, Cursor, measure_cost_ns
+from instrument.report.events import events
+from instrument.spans import Cost, Origin, RemoteParent, Span, Trace
+from instrument.tally import Tally
+
+PUMP_S = 0.2
+"""How often finished spans are looked through; a thread's ring must hold what it records in that time."""
+
+EXIT_LIMIT_NS = 5 * 10**9
+"""The longest that `stop`, interpreter exit and SIGTERM wait for a collector."""
+
+
+class Session:
+    """A running session. Made by `start`; `stop` ends it. All methods may be called from any thread."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.selection = Selection(profile)
+        self._lock = threading.RLock()
+        self._undos: list[Callable[[], None]] = []
+        self._stopping = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._exporter: otlp.Exporter | None = None
+        self._written: deque[tuple[Path, int]] = deque()
+        self._losses: Counter[str] = Counter()
+        self._errors: list[str] = []
+        self._cost_ns: float | None = None
+        self._forked = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.start_ns = time.monotonic_ns()
+        self.end_ns: int | None = None
+        self._cursor = Cursor(RECORDER)
+        self._windows = _Windows(self.profile.schedule, self.start_ns)
+        self._trees = Trees(RECORDER, self.profile.capture, self.profile.limits.spans_per_request, self._keep)
+
+    def _start(self) -> None:
+        RECORDER.reset(self.profile.limits.ring_bytes)
+        self._begin()
+        try:
+            if self.profile.export.otlp is not None:
+                self._exporter = otlp.Exporter(self.profile.export.otlp, self.origin(), RECORDER.threads)
+                self._exporter.start()
+                RECORDER.remote_parent = otlp.current_parent
+            self._undos.append(self.selection.attach())
+        except BaseException:
+            self._undo()
+            raise
+        atexit.register(self._at_exit)
+        self._undos.append(lambda: atexit.unregister(self._at_exit))
+        RECORDER.on = True
+        self._start_thread()
+
+    def _start_thread(self) -> None:
+        if self._exporter is None and self.profile.schedule is None:
+            return  # nothing reads rows while the service runs: no thread
+        self._thread = threading.Thread(target=self._pump_until_stopped, name="instrument", daemon=True)
+        self._thread.start()
+
+    def _undo(self) -> None:
+        RECORDER.on = False
+        RECORDER.remote_parent = None
+        while self._undos:
+            self._undos.pop()()
+
+    # ---------------------------------------------------------------- while it runs
+
+    def _pump_until_stopped(self) -> None:
+        while not self._stopping.wait(PUMP_S):
+            try:
+                self._pump()
+            except Exception as fault:
+                FAULTS.note("export thread", fault)
+
+    def _pump(self) -> None:
+        """Look through the spans that have finished since the last time."""
+        with self._lock:
+            for _, end_ns in self._trees.take(self._cursor.read()):
+                window = self._windows.step(end_ns)
+                if window is not None:
+                    self._write_window(*window)
+
+    def _keep(self, spans: list[Span], remote: RemoteParent | None) -> None:
+        if self._exporter is not None:
+            self._exporter.offer(spans, remote)
+
+    def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
+        """Hand over all that has finished and wait, at most so long, until the collector has it.
+
+        Returns what was delivered and what was not; None where the profile exports to no collector.
+        """
+        self._pump()
+        return self._exporter.flush(round(timeout_s * 1e9)) if self._exporter is not None else None
+
+    # ---------------------------------------------------------------- reading
+
+    def origin(self) -> Origin:
+        """Which process this is, with a fresh pair of monotonic and wall clock."""
+        monotonic_ns, realtime_ns = _clock_pair()
+        return Origin(
+            pid=os.getpid(),
+            service=self.profile.service,
+            monotonic_ns=monotonic_ns,
+            realtime_ns=realtime_ns,
+            recorder="native" if RECORDER.native else "pure",
+            profile=self.profile.source,
+            host=socket.gethostname(),
+        )
+
+    def cost(self) -> Cost:
+        """What the instrumentation has cost so far, from the cost of one probe measured on this machine."""
+        if self._cost_ns is None:
+            self._cost_ns = measure_cost_ns()
+        return Cost(RECORDER.calls, self._cost_ns, (self.end_ns or time.monotonic_ns()) - self.start_ns)
+
+    def losses(self) -> Mapping[str, int]:
+        """Everything that was recorded and not kept, by reason."""
+        counts: Counter[str] = Counter(self._losses)
+        kept = self._trees.counts()
+        counts.update({name: count for name, count in kept.items() if name not in ("requests", "requests kept")})
+        counts.update(RECORDER.losses())
+        if self._exporter is not None:
+            sent = self._exporter.counts()
+            counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
+            counts["spans overwritten before the export read them"] = self._cursor.lost
+        return {name: count for name, count in counts.items() if count}
+
+    def notes(self) -> list[str]:
+        """Everything that could not be observed, and what went wrong, in sentences."""
+        notes = [str(verdict) for verdict in self.selection.verdicts() if verdict.state != "attached"]
+        notes.extend(f"{what}: {count} times" for what, count in RECORDER.counts().items())
+        notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
+        if self.selection.late:
+            notes.append(
+                "started after the import of "
+                + ", ".join(self.selection.late)
+                + ": module-level names were replaced, copies kept elsewhere (in lists, closures, instances) are not seen"
+            )
+        notes.extend(self._errors)
+        return notes
+
+    def tally(self) -> Tally:
+        """Exact totals of all calls up to now."""
+        return RECORDER.tally()
+
+    def trace(self, start_ns: int | None = None, end_ns: int | None = None, window: int = 0) -> Trace:
+        """The newest spans that the rings still hold, as they lie in the window; open ones are clipped and marked."""
+        first = self.start_ns if start_ns is None else start_ns
+        last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
+        return Trace(
+            origin=self.origin(),
+            start_ns=first,
+            end_ns=last,
+            spans=RECORDER.spans(first, last),
+            threads=RECORDER.threads(),
+            losses=self.losses(),
+            notes=self.notes(),
+            window=window,
+            cost=self.cost(),
+        )
+
+    def summary(
+        self,
+        *,
+        tracer_option: str | None = None,
+        state: str | None = None,
+        sorted_by: str | None = None,
+        rows: int | None = None,
+        threads: str | None = None,
+    ) -> str:
+        """The `events` report of everything since the start; what is left out comes from the profile."""
+        wanted = self.profile.export.summary or Summary()
+        cost = self.cost()
+        return events(
+            self.tally(),
+            tracer_option=tracer_option or self.profile.tracer_option,
+            state=state or self.profile.state,
+            sorted_by=sorted_by or wanted.sorted_by,
+            rows=rows if rows is not None else wanted.rows,
+            threads=threads or ("both" if wanted.per_thread else "merged"),
+            cost=cost,
+            losses=self.losses(),
+            notes=self.notes(),
+            window_ns=cost.window_ns,
+            recorder="native" if RECORDER.native else "pure",
+        )
+
+    def dump(self, path: str | os.PathLike[str]) -> Path:
+        """Write what is held now as a Chrome trace; nothing is reset. Raises `TraceError`."""
+        return chrome.dump(path, self.trace(), self.tally())
+
+    # ---------------------------------------------------------------- the end
+
+    def stop(self) -> None:
+        """Undo every change, write what the profile asks for and wait for the collector, at most five seconds.
+
+        A second call does nothing. Raises nothing: what could not be written is logged and stands in `losses`.
+        """
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+        self._undo()
+        self._stopping.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(EXIT_LIMIT_NS / 1e9)
+        self._pump()
+        self.end_ns = time.monotonic_ns()
+        if RECORDER.calls or (_is_main() and not self._forked):
+            window = self._windows.stop(self.end_ns)
+            if self._exporter is not None:
+                self._exporter.stop(EXIT_LIMIT_NS)
+            if window is not None:
+                self._write_window(*window)
+            if self.profile.export.summary is not None:
+                self._print_summary(self.profile.export.summary)
+        elif self._exporter is not None:
+            self._exporter.stop(0)
+        _forget(self)
+
+    def _at_exit(self) -> None:
+        try:
+            self.stop()
+        except Exception as fault:
+            FAULTS.note("exit", fault)
+
+    def _write_window(self, index: int, start_ns: int, end_ns: int) -> None:
+        wanted = self.profile.export.chrome
+        if wanted is None:
+            return
+        name = chrome.file_name(wanted.path, service=self.profile.service, pid=os.getpid(), window=index)
+        try:
+            path = chrome.dump(name, self.trace(start_ns, end_ns, index), self.tally())
+        except TraceError as error:
+            self._complain(str(error))
+            return
+        self._written.append((path, path.stat().st_size))
+        while len(self._written) > 1 and sum(size for _, size in self._written) > self.profile.limits.disk_bytes:
+            oldest, _ = self._written.popleft()
+            oldest.unlink(missing_ok=True)
+            self._losses["trace files removed to stay within limits.disk"] += 1
+
+    def _print_summary(self, wanted: Summary) -> None:
+        text = self.summary()
+        if self._written:
+            text += f"\nChrome trace: {self._written[-1][0]}\n"
+        try:
+            if wanted.to in ("stderr", "stdout"):
+                stream = sys.stderr if wanted.to == "stderr" else sys.stdout
+                if stream is not None:
+                    stream.write(text)
+                    stream.flush()
+            else:
+                name = chrome.file_name(wanted.to, service=self.profile.service, pid=os.getpid(), window=0)
+                Path(name).parent.mkdir(parents=True, exist_ok=True)
+                Path(name).write_text(text, encoding="utf-8")
+        except (OSError, ValueError) as error:
+            self._complain(f"the summary could not be written to {wanted.to}: {error}")
+
+    def _complain(self, message: str) -> None:
+        self._errors.append(message)
+        logger.warning(message)
+
+    def _after_fork_in_child(self) -> None:
+        """The child records on its own: own rings, ids, threads and files."""
+        self._forked = True
+        self._lock = threading.RLock()
+        self._stopping = threading.Event()
+        self._written.clear()
+        self._losses.clear()
+        self.selection.after_fork_in_child()
+        self._begin()
+        if self._exporter is not None:
+            self._exporter.after_fork_in_child()
+            self._exporter.start()
+        self._start_thread()
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None:
+            # A multiprocessing child leaves by os._exit and runs only its own finalisers, which it clears first.
+            util.register_after_fork(self, Session._finish_with_multiprocessing)
+
+    def _finish_with_multiprocessing(self) -> None:
+        util = sys.modules["multiprocessing.util"]
+        util.Finalize(None, self._at_exit, exitpriority=-100)
+
+
+_UNSENT = ("failed", "rejected", "dropped")
+
+
+class _Windows:
+    """Which stretches of time become trace files: the whole session, or what the schedule says, a request a step."""
+
+    def __init__(self, schedule: Schedule | None, start_ns: int) -> None:
+        self._schedule = schedule
+        self._steps = 0
+        self._index = 0
+        self._opened_ns: int | None = start_ns if self._records(0) else None
+
+    def _records(self, step: int) -> bool:
+        schedule = self._schedule
+        if schedule is None:
+            return True
+        cycle = schedule.closed + schedule.ready + schedule.record
+        count, within = divmod(step - schedule.skip_first, cycle)
+        if step < schedule.skip_first or (schedule.repeat and count >= schedule.repeat):
+            return False
+        return within >= schedule.closed + schedule.ready
+
+    def _is_last(self, step: int) -> bool:
+        schedule = self._schedule
+        if schedule is None:
+            return False
+        cycle = schedule.closed + schedule.ready + schedule.record
+        return self._records(step) and (step - schedule.skip_first) % cycle == cycle - 1
+
+    def step(self, end_ns: int) -> tuple[int, int, int] | None:
+        """One step has ended. Returns index, start and end of the window that ended with it."""
+        step, self._steps = self._steps, self._steps + 1
+        window = None
+        if self._opened_ns is not None and self._is_last(step):
+            window = (self._index, self._opened_ns, end_ns)
+            self._index += 1
+            self._opened_ns = None
+        if self._opened_ns is None and self._records(self._steps):
+            self._opened_ns = end_ns
+        return window
+
+    def stop(self, end_ns: int) -> tuple[int, int, int] | None:
+        """The window that is open at the end; partial, but not empty."""
+        if self._opened_ns is None or end_ns <= self._opened_ns:
+            return None
+        window, self._opened_ns = (self._index, self._opened_ns, end_ns), None
+        return window
+
+
+_session: Session | None = None
+_session_lock = threading.RLock()
+_fork_hook_registered = False
+
+
+def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
+    """Begin a session: attach what the profile names and record from now on.
+
+    `profile` is a path, a `Profile`, or None for the file that `INSTRUMENT_PROFILE` names, else for no rules at all
+    (decorators and scopes record, nothing is exported). Returns None, having done nothing, when `INSTRUMENT=off`.
+    Raises `ProfileError` for a bad file and `StateError` when a session runs already.
+    """
+    global _session, _fork_hook_registered
+    if OFF:
+        return None
+    if profile is None:
+        profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
+    wanted = profile if isinstance(profile, Profile) else load(profile)
+    with _session_lock:
+        if _session is not None:
+            raise StateError(
+                f"asked to start a session with {wanted.source}, but one with {_session.profile.source} runs already; "
+                "call instrument.stop() first"
+            )
+        session = Session(wanted)
+        _session = session
+        try:
+            session._start()
+        except BaseException:
+            _session = None
+            raise
+        if not _fork_hook_registered:
+            os.register_at_fork(after_in_child=_after_fork_in_child)
+            _fork_hook_registered = True
+    return session
+
+
+def stop() -> None:
+    """End the session: undo every change, write and print what the profile asks for. Nothing running is nothing."""
+    session = _session
+    if session is not None:
+        session.stop()
+
+
+def session() -> Session:
+    """The session that runs. Raises `StateError` where none does."""
+    if _session is None:
+        raise StateError("no session runs; call instrument.start(profile) or use `instrument run`")
+    return _session
+
+
+def summary(**options: Any) -> str:
+    """The text report of the running session, or a sentence saying that none runs. Options of `Session.summary`."""
+    if OFF:
+        return "instrument is off (INSTRUMENT=off)\n"
+    return session().summary(**options)
+
+
+def dump(path: str | os.PathLike[str]) -> Path:
+    """Write what the running session holds now as a Chrome trace (`.json` or `.json.gz`); nothing is reset."""
+    return session().dump(path)
+
+
+def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
+    """Deliver what has finished to the collector, waiting at most `timeout_s`. See `Session.flush`."""
+    return session().flush(timeout_s)
+
+
+def enable() -> None:
+    """Record again after `disable`."""
+    session()
+    RECORDER.on = True
+
+
+def disable() -> None:
+    """Stop recording without undoing anything: each probe costs one branch from now on."""
+    RECORDER.on = False
+
+
+def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
+    """Import the modules, and those that the rules name in full, and tell what each rule reaches.
+
+    Nothing is recorded and every change is undone. Raises `ProfileError` naming every module that fails to import.
+    """
+    with _session_lock:
+        if _session is not None:
+            raise StateError("check was asked while a session runs; call instrument.stop() first")
+        selection = Selection(profile)
+        undo = selection.attach()
+        named = {text.partition(":")[0] for rule in profile.functions for text in rule.match}
+        problems = []
+        try:
+            for name in [*modules, *sorted(name for name in named if "*" not in name and name not in modules)]:
+                try:
+                    __import__(name)
+                except Exception as error:
+                    problems.append(f"{profile.source}: module {name} fails to import: {type(error).__name__}: {error}")
+            if (profile.layers or profile.copies) and not problems:
+                try:
+                    __import__("torch")
+                except ImportError:
+                    pass  # the verdicts say that it is not there
+            verdicts = selection.verdicts()
+        finally:
+            undo()
+    if problems:
+        raise ProfileError(problems)
+    return verdicts
+
+
+def stop_on_sigterm() -> Callable[[], None]:
+    """Where SIGTERM would end the process at once, stop the session first; the process then ends by the same signal.
+
+    Only a default disposition is replaced, from the main thread; a handler that the service sets later replaces ours.
+    Bounded by `EXIT_LIMIT_NS`. Returns the way back.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return lambda: None
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        # On a thread of its own: the interrupted main thread may hold any lock.
+        ending = threading.Thread(target=stop, name="instrument-exit", daemon=True)
+        ending.start()
+        ending.join(EXIT_LIMIT_NS / 1e9 * 2)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, handle)
+
+    def undo() -> None:
+        if signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    return undo
+
+
+def _forget(session: Session) -> None:
+    global _session
+    with _session_lock:
+        if _session is session:
+            _session = None
+
+
+def _after_fork_in_child() -> None:
+    global _session_lock
+    _session_lock = threading.RLock()
+    FAULTS.clear()
+    RECORDER.after_fork_in_child()
+    if _session is not None:
+        try:
+            _session._after_fork_in_child()
+        except InstrumentError as error:
+            logger.warning("a forked child is not instrumented: %s", error)
+        except Exception as fault:
+            FAULTS.note("fork", fault)
+
+
+def _is_main() -> bool:
+    """Whether this is the process that `instrument run` started, or one that called `start` itself."""
+    main = os.environ.get("INSTRUMENT_RUN_PID")
+    return main is None or main == str(os.getpid())
+
+
+def _clock_pair() -> tuple[int, int]:
+    """One moment on the monotonic and on the wall clock: the tightest of five readings."""
+    pairs = []
+    for _ in range(5):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        pairs.append((after - before, (before + after) // 2, wall))
+    _, monotonic_ns, realtime_ns = min(pairs)
+    return monotonic_ns, realtime_ns

@@ -1,0 +1,85 @@
+"""Text tables: names that cannot break a line, numbers as the field's profilers print them, cells that never touch.
+
+A table is left-justified, each column as wide as its longest cell and a gap. Whatever a user calls a thing is data:
+it is escaped where it would move the cursor and shortened in the middle where it is too long.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+GAP = 2
+"""Blanks between the longest cell of a column and the next column, at least."""
+
+MISSING = "-"
+"""Stands for a value that does not exist: no call, or a ratio whose base is zero."""
+
+
+def safe(text: str) -> str:
+    """The text with everything that is not printable written as an escape, such as `\\n`, `\\x1b` or `\\u202e`."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def columns(text: str) -> int:
+    """Terminal columns of a printable text: wide East Asian characters take two."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if unicodedata.east_asian_width(char) in ("W", "F") else 1 for char in text)
+
+
+def shorten(text: str, limit: int) -> str:
+    """The text in at most `limit` columns, its middle replaced by `...` when it is longer."""
+    if columns(text) <= limit:
+        return text
+    room = limit - 3
+    if room < 1:
+        return "..."[: max(limit, 0)]
+    tail = room // 2
+    return _first_columns(text, room - tail) + "..." + _first_columns(text[::-1], tail)[::-1]
+
+
+def _first_columns(text: str, limit: int) -> str:
+    width = 0
+    for index, char in enumerate(text):
+        width += columns(char)
+        if width > limit:
+            return text[:index]
+    return text
+
+
+def number(value: float | None) -> str:
+    """Six significant digits, as C++ streams print a double."""
+    return MISSING if value is None else f"{value:g}"
+
+
+def ms(value_ns: float | None) -> str:
+    """Nanoseconds as milliseconds."""
+    return MISSING if value_ns is None else number(value_ns / 1e6)
+
+
+def share(part: float, base: float) -> float | None:
+    """The part as a fraction of the base; None when the base is zero."""
+    return part / base if base else None
+
+
+def percent(part: float, base: float) -> str:
+    """The part as a percentage of the base."""
+    fraction = share(part, base)
+    return MISSING if fraction is None else f"{number(100 * fraction)}%"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
+    """The lines of a table, header first; no column is narrower than its entry of `least_widths`."""
+    lines = [header, *rows]
+    widths = [
+        max(least, *(columns(cell) + GAP for cell in column))
+        for least, column in zip(least_widths, zip(*lines, strict=True), strict=True)
+    ]
+    return ["".join(_padded(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _padded(cell: str, width: int) -> str:
+    return cell + " " * (width - columns(cell))

@@ -1,0 +1,72 @@
+"""What every test shares: it must find the process clean, and leave it so."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from instrument.errors import FAULTS
+from instrument.imports import Finder
+from instrument.recorder import RECORDER, Recorder
+
+
+def left_behind() -> list[str]:
+    """Everything of ours that changes this process right now."""
+    found = [f"finder {finder!r}" for finder in sys.meta_path if isinstance(finder, Finder)]
+    found += [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("instrument")]
+    if RECORDER.on:
+        found.append("the recorder is on")
+    if RECORDER._current.get() is not None:
+        found.append("a span is current")
+    profiler = sys.modules.get("instrument.profiler")
+    if profiler is not None and profiler._session is not None:
+        found.append("a session runs")
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        found.append("a SIGTERM handler")
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "nn"):
+        registered = torch.nn.modules.module._global_module_registration_hooks
+        found += [f"registration hook {hook!r}" for hook in registered.values()]
+        if "__init_subclass__" in vars(torch.nn.Module):
+            found.append("Module.__init_subclass__")
+        if hasattr(torch.nn.Linear.forward, "__instrument_layers__"):
+            found.append("Linear.forward")
+        if "to" in vars(torch.Tensor):
+            found.append("Tensor.to")
+    found += [f"fault in the {place}" for place in FAULTS.counts()]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> Iterator[None]:
+    """No session, patch, finder or thread of ours before the test or after it."""
+    assert left_behind() == []
+    RECORDER.reset()
+    yield
+    try:
+        assert left_behind() == []
+    finally:
+        FAULTS.clear()
+        RECORDER.on = False
+        RECORDER._current.set(None)
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    """A recorder of the test's own, switched on."""
+    own = Recorder(ring_bytes=1 << 22)
+    own.on = True
+    yield own
+    own.on = False
+
+
+@pytest.fixture
+def recording() -> Iterator[Recorder]:
+    """The process's recorder, switched on: what decorators and scopes record into."""
+    RECORDER.on = True
+    yield RECORDER
+    RECORDER.on = False

@@ -1,0 +1,610 @@
+"""The recorder: what a call records, under which parent, in bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import gc
+import inspect
+import pickle
+import sys
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from trees import outline, tree
+
+from instrument.recorder import Cursor, Recorder, measure_cost_ns
+from instrument.spans import RemoteParent, Site
+from instrument.tally import OVERFLOW
+
+
+def wrapped(recorder: Recorder, name: str = "", kind: str = "op") -> Any:
+    """A decorator with a recorder of its own."""
+    return lambda function: recorder.wrap(function, Site(name or function.__name__, kind))
+
+
+def spans_by_name(recorder: Recorder) -> dict[str, Any]:
+    return {span.site.name: span for span in recorder.spans()}
+
+
+# -------------------------------------------------------------------- kinds of functions
+
+
+def test_every_kind_of_function_keeps_its_kind_signature_and_names(recorder: Recorder) -> None:
+    def call(a: int, *, b: str = "x") -> str:
+        """Doc."""
+        return b * a
+
+    async def coroutine(a: int) -> int:
+        return a
+
+    def generator(a: int) -> Iterator[int]:
+        yield a
+
+    async def async_generator(a: int) -> AsyncIterator[int]:
+        yield a
+
+    call.extra = 5  # type: ignore[attr-defined]
+    for function in (call, coroutine, generator, async_generator):
+        made = recorder.wrap(function, Site("x"))
+        for test in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
+            assert test(made) == test(function)
+        assert inspect.signature(made) == inspect.signature(function)
+        assert (made.__name__, made.__qualname__, made.__doc__) == (
+            function.__name__,
+            function.__qualname__,
+            function.__doc__,
+        )
+        assert made.__module__ == function.__module__
+        assert made.__wrapped__ is function
+        assert weakref.ref(made)() is made
+    assert recorder.wrap(call, Site("x")).extra == 5
+    assert recorder.wrap(call, Site("x"))(2, b="ab") == "abab"
+
+
+def module_level(value: int) -> int:
+    return value + 1
+
+
+def test_a_wrapped_function_pickles_by_its_name(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recorder.wrap(module_level, Site("x"))
+    monkeypatch.setattr(sys.modules[__name__], "module_level", made)
+    assert pickle.loads(pickle.dumps(made)) is made
+
+
+def test_calls_nest_and_self_times_add_up_to_the_root(recorder: Recorder) -> None:
+    @wrapped(recorder)
+    def leaf() -> None:
+        time.sleep(0.002)
+
+    @wrapped(recorder)
+    def middle() -> None:
+        leaf()
+        leaf()
+
+    @wrapped(recorder)
+    def root() -> None:
+        middle()
+        leaf()
+
+    root()
+    assert tree(recorder) == outline(
+        """
+        root
+          middle
+            leaf
+            leaf
+          leaf
+        """
+    )
+    spans = recorder.spans()
+    assert sum(span.self_ns for span in spans) == spans_by_name(recorder)["root"].total_ns
+
+
+@pytest.mark.parametrize("shape", ["call", "coroutine", "generator", "async generator", "request"])
+def test_exceptions_pass_untouched_and_mark_the_span(recorder: Recorder, shape: str) -> None:
+    error = KeyError("k")
+
+    def call() -> None:
+        raise error
+
+    async def coroutine() -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    def generator() -> Iterator[int]:
+        yield 1
+        raise error
+
+    async def async_generator() -> AsyncIterator[int]:
+        yield 1
+        raise error
+
+    async def drain(make: Any) -> None:
+        async for _ in make():
+            pass
+
+    site = Site(shape, "request" if shape == "request" else "op")
+    run = {
+        "call": lambda: recorder.wrap(call, site)(),
+        "request": lambda: recorder.wrap(call, site)(),
+        "coroutine": lambda: asyncio.run(recorder.wrap(coroutine, site)()),
+        "generator": lambda: list(recorder.wrap(generator, site)()),
+        "async generator": lambda: asyncio.run(drain(recorder.wrap(async_generator, site))),
+    }[shape]
+    with pytest.raises(KeyError) as caught:
+        run()
+    assert caught.value is error
+    (span,) = recorder.spans()
+    assert span.error == "KeyError"
+    (row,) = recorder.tally().rows()
+    assert row.totals.errors == 1
+    assert recorder._current.get() is None
+
+
+def test_a_cancelled_coroutine_is_marked_and_leaves_no_current_span(recorder: Recorder) -> None:
+    @wrapped(recorder)
+    async def waits() -> None:
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        task = asyncio.create_task(waits())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert tree(recorder) == "waits !CancelledError"
+
+
+# -------------------------------------------------------------------- generators
+
+
+def test_a_generator_is_current_only_while_its_body_runs(recorder: Recorder) -> None:
+    inside = wrapped(recorder, "inside")(lambda: None)
+    outside = wrapped(recorder, "outside")(lambda: None)
+
+    @wrapped(recorder)
+    def numbers() -> Iterator[int]:
+        inside()
+        yield 1
+        time.sleep(0.002)
+        inside()
+        yield 2
+
+    @wrapped(recorder)
+    def consumer() -> None:
+        for _ in numbers():
+            outside()
+            time.sleep(0.005)
+
+    consumer()
+    assert tree(recorder) == outline(
+        """
+        consumer
+          numbers
+            inside
+            inside
+          outside
+          outside
+        """
+    )
+    spans = spans_by_name(recorder)
+    generator, caller = spans["numbers"], spans["consumer"]
+    assert 2_000_000 <= generator.active_ns < generator.total_ns - 5_000_000
+    assert sum(span.self_ns for span in recorder.spans()) == caller.total_ns
+
+
+def test_a_generator_behaves_as_without_us_when_sent_to_thrown_into_and_closed(recorder: Recorder) -> None:
+    def plain() -> Any:
+        log = []
+        try:
+            got = yield "first"
+            log.append(got)
+            try:
+                yield "second"
+            except ValueError as error:
+                log.append(str(error))
+            yield log
+        finally:
+            log.append("closed")
+            events.append(list(log))
+        return "result"
+
+    def drive(make: Any) -> list[Any]:
+        generator = make()
+        seen = [next(generator), generator.send("sent"), generator.throw(ValueError("thrown"))]
+        generator.close()
+        generator.close()
+        with pytest.raises(StopIteration):
+            next(generator)
+        full = make()
+        results = []
+        try:
+            results.extend((next(full), full.send(1), next(full), next(full)))
+        except StopIteration as done:
+            results.append(done.value)
+        return [seen, results]
+
+    events: list[Any] = []
+    expected = drive(plain), list(events)
+    events.clear()
+    assert (drive(recorder.wrap(plain, Site("g"))), events) == expected
+    assert [span.error for span in recorder.spans()] == [None, None]
+
+
+def test_an_async_generator_behaves_as_without_us_when_sent_to_thrown_into_and_closed(recorder: Recorder) -> None:
+    async def plain() -> Any:
+        log = []
+        try:
+            log.append((yield "first"))
+            await asyncio.sleep(0)
+            try:
+                yield "second"
+            except ValueError as error:
+                log.append(str(error))
+            yield log
+        finally:
+            await asyncio.sleep(0)
+            log.append("closed")
+            events.append(list(log))
+
+    async def drive(make: Any) -> list[Any]:
+        generator = make()
+        seen = [
+            await generator.__anext__(),
+            await generator.asend("sent"),
+            await generator.athrow(ValueError("thrown")),
+        ]
+        await generator.aclose()
+        await generator.aclose()
+        return seen + [item async for item in make()]
+
+    events: list[Any] = []
+    expected = asyncio.run(drive(plain)), list(events)
+    events.clear()
+    assert (asyncio.run(drive(recorder.wrap(plain, Site("g")))), events) == expected
+    assert [span.error for span in recorder.spans()] == [None, None]
+
+
+def test_a_generator_abandoned_in_the_middle_is_recorded_when_it_is_collected(recorder: Recorder) -> None:
+    @wrapped(recorder)
+    def numbers() -> Iterator[int]:
+        yield 1
+        yield 2
+
+    @wrapped(recorder)
+    def abandons() -> None:
+        next(iter(numbers()))
+
+    abandons()
+    gc.collect()
+    assert tree(recorder) == "abandons\n  numbers"
+    assert not recorder._suspended
+
+
+def test_a_generator_moved_to_another_thread_leaves_both_threads_clean(recorder: Recorder) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+
+    @wrapped(recorder)
+    def numbers() -> Iterator[int]:
+        leaf()
+        yield 1
+        leaf()
+        yield 2
+
+    generator = numbers()
+    next(generator)
+    thread = threading.Thread(target=lambda: list(generator))
+    thread.start()
+    thread.join()
+    assert tree(recorder) == "numbers\n  leaf\n  leaf"
+    assert recorder._current.get() is None
+
+
+# -------------------------------------------------------------------- tasks, threads, executors
+
+
+def test_tasks_of_a_request_are_its_children_and_do_not_shorten_its_self_time(recorder: Recorder) -> None:
+    @wrapped(recorder)
+    async def part(index: int) -> None:
+        await asyncio.sleep(0.01)
+
+    @wrapped(recorder, kind="request")
+    async def request() -> None:
+        await asyncio.gather(part(1), part(2))
+        await part(3)
+
+    async def main() -> None:
+        await asyncio.gather(request(), request())
+
+    asyncio.run(main())
+    expected = "request\n  part\n  part\n  part"
+    assert tree(recorder) == expected + "\n" + expected
+    spans = recorder.spans()
+    for root in (span for span in spans if span.site.name == "request"):
+        parts = [span for span in spans if span.parent_id == root.span_id]
+        assert {span.root_id for span in parts} == {root.span_id}
+        own = [span for span in parts if span.task_id == root.task_id]
+        assert len(own) == 1
+        assert root.self_ns == root.total_ns - own[0].total_ns
+
+
+def test_threads_have_trees_of_their_own_and_copied_contexts_carry_the_parent(recorder: Recorder) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+
+    @wrapped(recorder)
+    def root() -> None:
+        bare = threading.Thread(target=leaf)
+        context = contextvars.copy_context()
+        copied = threading.Thread(target=context.run, args=(leaf,))
+        for thread in (bare, copied):
+            thread.start()
+            thread.join()
+
+    root()
+    assert tree(recorder) == outline(
+        """
+        root
+          leaf
+        leaf
+        """
+    )
+    assert len(recorder.tally().threads) == 3
+    (span,) = [span for span in recorder.spans() if span.site.name == "root"]
+    assert span.self_ns == span.total_ns
+
+
+def test_to_thread_carries_the_parent_and_an_executor_without_a_context_does_not(recorder: Recorder) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+
+    @wrapped(recorder)
+    async def root() -> None:
+        await asyncio.to_thread(leaf)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            await asyncio.get_running_loop().run_in_executor(pool, leaf)
+
+    asyncio.run(root())
+    assert tree(recorder) == "root\n  leaf\nleaf"
+
+
+def test_a_scope_stays_current_across_an_await(recorder: Recorder) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+
+    @wrapped(recorder)
+    async def other() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+            leaf()
+
+    async def main() -> None:
+        rival = asyncio.create_task(other())
+        frame = recorder.open(Site("scope"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            leaf()
+        recorder.close(frame)
+        await rival
+
+    asyncio.run(main())
+    assert sorted(tree(recorder).split("\n")) == sorted(
+        ["scope", "  leaf", "  leaf", "  leaf", "other", "  leaf", "  leaf", "  leaf"]
+    )
+
+
+def test_a_request_inside_other_work_is_the_root_of_its_own_tree(recorder: Recorder) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+    request = wrapped(recorder, "request", "request")(leaf)
+    nested = wrapped(recorder, "nested", "request")(request)
+    wrapped(recorder, "serve")(nested)()
+    spans = spans_by_name(recorder)
+    assert spans["nested"].root_id == spans["nested"].span_id
+    assert spans["request"].root_id == spans["leaf"].root_id == spans["nested"].span_id
+    assert spans["serve"].root_id == spans["serve"].span_id
+
+
+def test_a_request_takes_the_current_span_of_another_tracer_as_its_parent(recorder: Recorder) -> None:
+    remote = RemoteParent(trace_id=7, span_id=9)
+    recorder.remote_parent = lambda: remote
+    wrapped(recorder, "request", "request")(wrapped(recorder, "leaf")(lambda: None))()
+    spans = spans_by_name(recorder)
+    assert spans["request"].remote == remote
+    assert spans["request"].attributes == {}
+    assert spans["leaf"].remote is None
+
+
+# -------------------------------------------------------------------- crossing
+
+
+def test_crossed_scopes_are_recorded_counted_and_never_negative(recorder: Recorder) -> None:
+    root = recorder.open(Site("root"))
+    outer = recorder.open(Site("outer"))
+    inner = recorder.open(Site("inner"))
+    time.sleep(0.002)
+    recorder.close(outer)
+    time.sleep(0.002)
+    recorder.close(inner)
+    recorder.close(root)
+    assert tree(recorder) == "root\n  outer\n    inner"
+    assert recorder.counts() == {"scope closed before a scope inside it": 1}
+    spans = spans_by_name(recorder)
+    assert spans["outer"].self_ns + spans["inner"].self_ns + spans["root"].self_ns >= spans["root"].total_ns
+    assert spans["outer"].self_ns < 1_000_000
+    assert spans["root"].self_ns < 1_000_000
+    assert recorder._current.get() is None
+
+
+def test_closing_twice_and_in_another_context_is_counted(recorder: Recorder) -> None:
+    frame = recorder.open(Site("x"))
+    recorder.close(frame)
+    recorder.close(frame)
+    foreign = recorder.open(Site("y"))
+    mine = contextvars.Context().run(lambda: recorder.open(Site("z")))
+    recorder.close(mine)
+    recorder.close(foreign)
+    assert recorder.counts() == {"scope ended twice": 1, "span ended outside the context that began it": 1}
+    assert sorted(span.site.name for span in recorder.spans()) == ["x", "y", "z"]
+
+
+# -------------------------------------------------------------------- the ring and the tally
+
+
+def test_the_tally_is_exact_when_the_ring_has_wrapped_many_times() -> None:
+    recorder = Recorder(ring_bytes=1)
+    recorder.on = True
+    function = wrapped(recorder, "f")(lambda: None)
+    for _ in range(10_000):
+        function()
+    (row,) = recorder.tally().rows()
+    assert row.totals.calls == sum(row.totals.histogram.values()) == 10_000
+    assert len(recorder.spans()) == recorder.rings()[0].capacity
+    assert recorder.losses() == {"spans overwritten by newer ones": 10_000 - recorder.rings()[0].capacity}
+    newest = sorted(span.span_id for span in recorder.spans())
+    assert newest == list(range(10_001 - len(newest), 10_001))
+
+
+def test_a_cursor_reads_every_row_once_and_counts_what_came_too_late() -> None:
+    recorder = Recorder(ring_bytes=1)
+    recorder.on = True
+    function = wrapped(recorder, "f")(lambda: None)
+    capacity = 64
+    cursor = Cursor(recorder)
+    for _ in range(10):
+        function()
+    assert [len(rows) for _, rows in cursor.read()] == [10]
+    assert cursor.read() == []
+    for _ in range(3 * capacity):
+        function()
+    assert [len(rows) for _, rows in cursor.read()] == [capacity]
+    assert cursor.lost == 2 * capacity
+
+
+def test_rows_read_while_other_threads_write_are_whole_and_come_once() -> None:
+    recorder = Recorder(ring_bytes=1 << 20)
+    recorder.on = True
+    function = wrapped(recorder, "f")(lambda: None)
+    calls = 20_000
+    cursor = Cursor(recorder)
+    threads = [threading.Thread(target=lambda: [function() for _ in range(calls)]) for _ in range(4)]
+    seen: list[int] = []
+
+    def read() -> None:
+        for _, rows in cursor.read():
+            for row in rows:
+                assert row[6] >= row[5] > 0
+                seen.append(row[1])
+
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        read()
+        recorder.tally()
+    read()
+    assert len(seen) == len(set(seen))
+    assert len(seen) + cursor.lost == 4 * calls
+    assert recorder.tally().calls == recorder.calls == 4 * calls
+
+
+def test_many_threads_over_time_stay_within_the_budget_and_lose_no_call() -> None:
+    recorder = Recorder(ring_bytes=1 << 20)
+    recorder.on = True
+    function = wrapped(recorder, "f")(lambda: None)
+    for _ in range(300):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert recorder.tally().calls == recorder.calls == 300
+    assert sum(ring.capacity for ring in recorder.rings()) <= (1 << 20) // 340 + 64 * 64
+    assert len(recorder.rings()) <= 70
+
+
+def test_memory_stays_bounded_when_recursion_and_names_do_not(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instrument.recorder.NODE_LIMIT", 50)
+    monkeypatch.setattr("instrument.recorder.SCOPE_NAME_LIMIT", 20)
+
+    def recurse(depth: int) -> None:
+        if depth:
+            made(depth - 1)
+
+    made = recorder.wrap(recurse, Site("recurse"))
+    made(200)
+    for index in range(100):
+        recorder.close(recorder.open(recorder.scope_site(f"name {index}", "user")))
+    assert len(recorder._nodes) == 50
+    assert len(recorder._scope_sites) == 20
+    tally = recorder.tally()
+    assert tally.calls == 201 + 100
+    assert sum(row.totals.calls for row in tally.rows() if row.path[0] is OVERFLOW) > 200
+
+
+def test_what_is_open_is_shown_clipped_and_marked(recorder: Recorder) -> None:
+    frame = recorder.open(Site("open"))
+    wrapped(recorder, "done")(lambda: None)()
+    shown = spans_by_name(recorder)
+    assert shown["open"].clipped
+    assert not shown["done"].clipped
+    assert shown["open"].end_ns >= shown["done"].end_ns
+    recorder.close(frame)
+    assert not spans_by_name(recorder)["open"].clipped
+
+
+def test_a_suspended_coroutine_is_shown_as_open(recorder: Recorder) -> None:
+    @wrapped(recorder)
+    async def waits() -> None:
+        await asyncio.sleep(0.05)
+
+    async def main() -> list[str]:
+        task = asyncio.create_task(waits())
+        await asyncio.sleep(0.01)
+        shown = [f"{span.site.name} {span.clipped}" for span in recorder.spans()]
+        await task
+        return shown
+
+    assert asyncio.run(main()) == ["waits True"]
+
+
+def test_spans_at_the_edges_of_a_window_are_clipped(recorder: Recorder) -> None:
+    function = wrapped(recorder, "f")(lambda: time.sleep(0.002))
+    function()
+    (whole,) = recorder.spans()
+    middle = (whole.start_ns + whole.end_ns) // 2
+    (first,) = recorder.spans(0, middle)
+    (second,) = recorder.spans(middle)
+    assert (first.start_ns, first.end_ns, first.clipped) == (whole.start_ns, middle, True)
+    assert (second.start_ns, second.end_ns, second.clipped) == (middle, whole.end_ns, True)
+    assert recorder.spans(whole.end_ns + 1, whole.end_ns + 2) == []
+
+
+def test_switching_off_in_the_middle_finishes_what_is_open_and_begins_nothing(recorder: Recorder) -> None:
+    inner = wrapped(recorder, "inner")(lambda: None)
+
+    @wrapped(recorder)
+    def outer() -> None:
+        recorder.on = False
+        inner()
+
+    outer()
+    assert tree(recorder) == "outer"
+
+
+def test_a_signal_handler_that_records_while_its_thread_folds_does_not_deadlock(recorder: Recorder) -> None:
+    function = wrapped(recorder, "f")(lambda: None)
+    function()
+    ring = recorder.rings()[0]
+    with ring.lock:
+        for _ in range(ring.capacity // 4):
+            function()
+    assert recorder.tally().calls == ring.capacity // 4 + 1
+
+
+def test_the_cost_of_a_probe_is_measured_without_a_trace_in_this_thread() -> None:
+    assert 10 < measure_cost_ns() < 1e6

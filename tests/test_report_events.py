@@ -1,0 +1,861 @@
+"""The `events` view: its numbers against Paddle's own report, its layout, and that no tally or name breaks it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instrument.report.events import SORT_KEYS, STATES, THREADS, TRACER_OPTIONS, EventRow, events, events_rows
+from instrument.report.table import columns, safe, shorten, table
+from instrument.spans import Cost, DeviceInterval, Site, Span
+from instrument.tally import Tally, Totals, bucket
+
+GOLDEN = Path(__file__).parent / "golden" / "fluid185_All_OpDetail_total_compiled.txt"
+FLUID_CELLS = ["Calls", "Total", "CPU Time (Ratio)", "GPU Time (Ratio)", "Min.", "Max.", "Ave.", "Ratio."]
+OUR_CELLS = ["p50", "p99"]
+
+Path_ = tuple[Site, ...]
+
+
+def count(
+    tally: Tally,
+    path: Path_,
+    total_ms: float,
+    *,
+    calls: int = 1,
+    device_ms: float = 0.0,
+    elapsed_ms: float | None = None,
+    min_ms: float | None = None,
+    max_ms: float | None = None,
+    first_ns: int | None = None,
+    thread: int = 1,
+) -> None:
+    """Count `calls` spans of one path; each is as long as their mean unless extremes are given."""
+    elapsed = ns(total_ms if elapsed_ms is None else elapsed_ms)
+    mean = elapsed // calls if calls else 0
+    tally.totals(path, thread).merge(
+        Totals(
+            calls=calls,
+            total_ns=ns(total_ms),
+            self_ns=ns(total_ms),
+            device_ns=ns(device_ms),
+            elapsed_ns=elapsed,
+            min_ns=mean if min_ms is None else ns(min_ms),
+            max_ns=mean if max_ms is None else ns(max_ms),
+            first_ns=len(tally) if first_ns is None else first_ns,
+            histogram={bucket(mean): calls},
+        )
+    )
+
+
+def ns(value_ms: float) -> int:
+    return round(value_ms * 1e6)
+
+
+def op(name: str, instance: str = "") -> Site:
+    return Site(name, kind="op", instance=instance)
+
+
+def layer(name: str, path: str) -> Site:
+    return Site(name, kind="layer", instance=path)
+
+
+def phase(name: str) -> Site:
+    return Site(name, kind="phase")
+
+
+def copy(direction: str, *, sync: bool) -> Site:
+    return Site("copy", kind="copy", attributes=(("direction", direction), ("sync", sync)))
+
+
+def screen(text: str) -> str:
+    """A line as a terminal lays it out: a wide character fills two cells."""
+    return "".join(char + "\0" * (columns(char) - 1) for char in text)
+
+
+def table_lines(report: str) -> list[str]:
+    """Header and rows of the Event Summary."""
+    after = report.split("Event Summary", 1)[1].split("\n", 2)[2]
+    return after.split("\n\n", 1)[0].splitlines()
+
+
+def table_rows(report: str) -> list[dict[str, str]]:
+    """The cells of the Event Summary by column; `Event` keeps its indent."""
+    header, *lines = (screen(line) for line in table_lines(report))
+    found = [(m[0], m.start()) for m in re.finditer(r"(?:CPU|GPU) Time \(Ratio\)|\S+", header)]
+    ends = [start for _, start in found[1:]] + [None]
+    return [{name: line[start:end].rstrip() for (name, start), end in zip(found, ends, strict=True)} for line in lines]
+
+
+def reports(text: str) -> list[str]:
+    """The reports of a text, each from its title on."""
+    return re.split(r"-+>     Profiling Report     <-+\n", text)[1:]
+
+
+def depth_of(cell: str) -> int:
+    return (len(cell) - len(cell.lstrip())) // 2
+
+
+# The report that Paddle 1.8.5 printed for three threads of a compiled program.
+
+
+def without_tag(cell: str) -> str:
+    return re.sub(r"^( *)thread\d+::", r"\1", cell)
+
+
+def tally_of_paddle() -> Tally:
+    """The per-thread half of the golden report as a tally; its threads are listed newest first."""
+    tally = Tally({thread: f"worker {thread}" for thread in range(3)})
+    path: Path_ = ()
+    thread = -1
+    for row in table_rows(reports(GOLDEN.read_text())[1]):
+        name, depth = without_tag(row["Event"]).strip(), depth_of(row["Event"])
+        if depth == 0:
+            thread = int(re.match(r"thread(\d+)::", row["Event"])[1])
+        parent = path[:depth]
+        is_phase = depth > 0 and name.startswith(parent[-1].name + "/")
+        path = (*parent, phase(name.split("/")[1]) if is_phase else op(name))
+        count(
+            tally,
+            path,
+            float(row["Total"]),
+            calls=int(row["Calls"]),
+            min_ms=float(row["Min."]),
+            max_ms=float(row["Max."]),
+            thread=thread,
+        )
+    return tally
+
+
+@pytest.mark.parametrize(("index", "rows"), [(0, 43), (1, 83)], ids=["merged", "per thread"])
+def test_every_number_of_paddles_own_report_is_reproduced_in_its_order(index: int, rows: int) -> None:
+    """Ours differs on purpose in two columns more, p50 and p99, and a phase row that does not repeat the thread's tag.
+
+    One average, 0.071905 / 4, lies halfway between two numbers of six digits: their sum of doubles rounds up.
+    """
+    ours = table_rows(reports(events(tally_of_paddle(), tracer_option="OpDetail", sorted_by="total"))[index])
+    theirs = table_rows(reports(GOLDEN.read_text())[index])
+    assert list(ours[0]) == ["Event", *FLUID_CELLS, *OUR_CELLS]
+    assert len(theirs) == rows
+    for our, their in zip(ours, theirs, strict=True):
+        name = their["Event"] if depth_of(their["Event"]) == 0 else without_tag(their["Event"])
+        assert our["Event"] == name
+        expected = {key: their[key].replace("0.0179763", "0.0179762") for key in FLUID_CELLS}
+        assert {key: our[key] for key in FLUID_CELLS} == expected
+
+
+def test_the_sections_of_paddles_own_report_are_reproduced_to_the_letter() -> None:
+    merged, apart = reports(events(tally_of_paddle(), tracer_option="OpDetail", sorted_by="total"))
+    for line in [
+        "Note! This Report merge all thread info into one.",
+        "Place: All",
+        "Time unit: ms",
+        "Total time: 1.95067",
+        "  Computation time       Total: 0.385394    Ratio: 19.757%",
+        "  Framework overhead     Total: 1.56528     Ratio: 80.243%",
+        "-------------------------     GpuMemCpy Summary     -------------------------",
+        "GpuMemcpy                Calls: 0           Total: 0           Ratio: 0%",
+        "-------------------------       Event Summary       -------------------------",
+    ]:
+        assert line in GOLDEN.read_text().splitlines()
+        assert line in merged.splitlines()
+    assert "Sorted by total time in descending order in the same thread" in apart.splitlines()
+    assert "Overhead Summary" not in apart
+    assert "Note!" not in apart
+
+
+# The report that the fluid documentation prints for two threads, with device time.
+
+
+def tally_of_the_fluid_document() -> Tally:
+    """CPU and GPU time as printed, one after the other; the phases it hides carry the computation time it prints."""
+    tally = Tally({10: "main", 11: "worker"})
+    fetch = op("Fetch")
+    for thread, path, cpu, gpu in [
+        (10, (op("FastThreadedSSAGraphExecutorPrepare"),), 6.076904, 0.012608),
+        (10, (copy("h2d", sync=False),), 0.700705, 0.002304),
+        (11, (op("mul"),), 0.211977, 0.007520),
+        (11, (op("mul"), phase("compute")), 0.142480, 0.007520),
+        (11, (op("elementwise_add"),), 0.105905, 0.002112),
+        (11, (op("elementwise_add"), phase("compute")), 0.073046, 0.002112),
+        (11, (fetch,), 0.100142, 0.002495),
+        (11, (fetch, copy("d2h", sync=False)), 0.042086, 0.002495),
+        (11, (op("mean"),), 0.061234, 0.003488),
+        (10, (op("InitLocalVars"),), 0.006395, 0),
+        (11, (op("eager_deletion"),), 0.006166, 0),
+        (10, (op("ScopeBufferedMonitor::post_local_exec_scopes_process"),), 0.005985, 0),
+        (10, (op("ScopeBufferedMonitor::pre_local_exec_scopes_process"),), 0.003467, 0),
+    ]:
+        count(tally, path, cpu, device_ms=gpu, elapsed_ms=cpu + gpu, thread=thread)
+    return tally
+
+
+def test_the_fluid_documents_example_has_its_totals_ratios_and_copies() -> None:
+    merged, apart = reports(events(tally_of_the_fluid_document(), sorted_by="total"))
+    for line in [
+        "Total time: 7.30941",
+        "  Computation time       Total: 0.225158    Ratio: 3.08039%",
+        "  Framework overhead     Total: 7.08425     Ratio: 96.9196%",
+        "GpuMemcpy                Calls: 2           Total: 0.74759     Ratio: 10.2278%",
+        "  GpuMemcpyAsync         Calls: 2           Total: 0.74759     Ratio: 10.2278%",
+    ]:
+        assert line in merged.splitlines()
+    assert "GpuMemcpySync" not in merged
+    printed = [
+        (row["Event"], row["CPU Time (Ratio)"], row["GPU Time (Ratio)"], row["Ratio."]) for row in table_rows(merged)
+    ]
+    assert printed[:7] == [
+        ("FastThreadedSSAGraphExecutorPrepare", "6.076904 (0.997930)", "0.012608 (0.002070)", "0.833106"),
+        ("GpuMemcpyAsync:CPU->GPU", "0.700705 (0.996723)", "0.002304 (0.003277)", "0.0961787"),
+        ("mul", "0.211977 (0.965740)", "0.007520 (0.034260)", "0.0300294"),
+        ("elementwise_add", "0.105905 (0.980448)", "0.002112 (0.019552)", "0.0147778"),
+        ("Fetch", "0.100142 (0.975691)", "0.002495 (0.024309)", "0.0140418"),
+        ("  GpuMemcpyAsync:GPU->CPU", "0.042086 (0.944034)", "0.002495 (0.055966)", "0.00609913"),
+        ("mean", "0.061234 (0.946108)", "0.003488 (0.053892)", "0.00885462"),
+    ]
+    assert [(row["Event"], row["Ratio."]) for row in table_rows(apart)][:4] == [
+        ("thread1::mul", "0.438084"),
+        ("thread1::elementwise_add", "0.215586"),
+        ("thread1::Fetch", "0.204848"),
+        ("  GpuMemcpyAsync:GPU->CPU", "0.0889771"),
+    ]
+    assert "thread1: worker (id 11), Total time: 0.501039" in apart.splitlines()
+
+
+# The shapes that the options give one tree.
+
+
+def tally_of_two_slices() -> Tally:
+    """A request with two instances of slice, each copying in two of its phases, and a block with a nested operator."""
+    tally = Tally({1: "main"})
+    request = Site("request", kind="request")
+    block = op("block", "b")
+    count(tally, (request,), 20)
+    for instance, scale in (("x", 2), ("y", 1)):
+        path = (request, op("slice", instance))
+        count(tally, path, 4 * scale, calls=2)
+        count(tally, (*path, phase("prepare_data")), scale, calls=2)
+        count(tally, (*path, phase("prepare_data"), copy("h2d", sync=True)), scale / 2, calls=2)
+        count(tally, (*path, phase("compute")), 2 * scale, calls=2)
+        count(tally, (*path, phase("compute"), copy("h2d", sync=True)), scale / 4, calls=2)
+    count(tally, (request, block), 3)
+    count(tally, (request, block, op("assign", "a")), 1)
+    return tally
+
+
+SHAPES = {
+    "Default": """
+        thread0::request                 1    20
+          slice                          4    12
+            GpuMemcpySync:CPU->GPU       8    2.25
+          block                          1    3
+            assign                       1    1
+        """,
+    "OpDetail": """
+        thread0::request                 1    20
+          slice                          4    12
+            slice/prepare_data           4    3
+              GpuMemcpySync:CPU->GPU     4    1.5
+            slice/compute                4    6
+              GpuMemcpySync:CPU->GPU     4    0.75
+          block                          1    3
+            assign                       1    1
+        """,
+    "AllOpDetail": """
+        thread0::request                 1    20
+          slice                          4    12
+            slice0 [x]                   2    8
+              slice0/prepare_data        2    2
+                GpuMemcpySync:CPU->GPU   2    1
+              slice0/compute             2    4
+                GpuMemcpySync:CPU->GPU   2    0.5
+            slice1 [y]                   2    4
+              slice1/prepare_data        2    1
+                GpuMemcpySync:CPU->GPU   2    0.5
+              slice1/compute             2    2
+                GpuMemcpySync:CPU->GPU   2    0.25
+          block                          1    3
+            block0 [b]                   1    3
+              assign                     1    1
+                assign0 [a]              1    1
+        """,
+}
+
+
+def outline(report: str) -> str:
+    return "".join(f"{row['Event']:<33}{row['Calls']:<5}{row['Total']}\n" for row in table_rows(report))
+
+
+@pytest.mark.parametrize("tracer_option", SHAPES)
+def test_each_tracer_option_shows_its_levels_of_the_same_tree(tracer_option: str) -> None:
+    report = events(tally_of_two_slices(), tracer_option=tracer_option)
+    assert outline(report) == textwrap.dedent(SHAPES[tracer_option]).lstrip("\n")
+    assert "Total time: 20\n" in report
+    assert "  Computation time       Total: 6           Ratio: 30%\n" in report
+    assert "  GpuMemcpySync          Calls: 8           Total: 2.25        Ratio: 11.25%\n" in report
+
+
+def test_a_whole_report_of_one_thread_reads_like_this() -> None:
+    tally = Tally({7: "MainThread"})
+    count(tally, (layer("Linear", "mlp.up"),), 1.5, calls=3, device_ms=2, elapsed_ms=3, min_ms=0.5, max_ms=2, thread=7)
+    count(tally, (op("tokenize"),), 1, thread=7)
+    report = events(
+        tally,
+        tracer_option="AllOpDetail",
+        cost=Cost(calls=4, per_call_ns=50, window_ns=1_000_000),
+        losses={"ring overwritten": 2, "queue full": 0},
+        notes=["rule 3 matched nothing"],
+        window_ns=1_000_000,
+        recorder="native",
+    )
+    expected = """
+        ------------------------->     Profiling Report     <-------------------------
+
+        Place: All
+        Time unit: ms
+        Sorted by first call in ascending order in the same thread
+        Window: 1
+        Ratio: of the thread's Total time, the sum of the top rows; work that ran side by side is summed, so it may exceed the time on the clock
+        CPU and GPU Time (Ratio): of the row's Total, in which time that host and device shared counts once; together they may exceed 1
+
+        -------------------------     Overhead Summary      -------------------------
+
+        Total time: 4
+          Computation time       Total: 3           Ratio: 75%
+          Framework overhead     Total: 1           Ratio: 25%
+
+        -------------------------     GpuMemCpy Summary     -------------------------
+
+        GpuMemcpy                Calls: 0           Total: 0           Ratio: 0%
+
+        thread0: MainThread (id 7), Total time: 4
+
+        -------------------------       Event Summary       -------------------------
+
+        Event               Calls       Total       CPU Time (Ratio)        GPU Time (Ratio)        Min.        Max.        Ave.        Ratio.      p50         p99
+        thread0::Linear     3           3           1.500000 (0.500000)     2.000000 (0.666667)     0.5         2           1           0.75        1.00352     1.00352
+          Linear0 [mlp.up]  3           3           1.500000 (0.500000)     2.000000 (0.666667)     0.5         2           1           0.75        1.00352     1.00352
+        thread0::tokenize   1           1           1.000000 (1.000000)     0.000000 (0.000000)     1           1           1           0.25        1           1
+          tokenize0         1           1           1.000000 (1.000000)     0.000000 (0.000000)     1           1           1           0.25        1           1
+
+        -------------------------      Instrumentation      -------------------------
+
+        Cost of the instrumentation: 2e-07 s (4 calls x 50 ns), 0.02% of the window of 0.001 s, native recorder
+        Not kept: 2 (ring overwritten)
+        Not observed: rule 3 matched nothing
+
+        GPU times are stretches of a stream between two events, not kernels.
+        """  # noqa: E501
+    assert report == textwrap.dedent(expected)
+
+
+# States, copies, computation.
+
+
+@pytest.mark.parametrize(
+    ("state", "place", "total", "ratio", "parts"),
+    [
+        ("All", "All", "3", "0.75", True),
+        ("CPU", "CPU", "1.5", "0.6", False),
+        ("GPU", "CUDA", "2", "1", False),
+    ],
+)
+def test_the_state_chooses_which_time_is_the_total(state: str, place: str, total: str, ratio: str, parts: bool) -> None:
+    tally = Tally()
+    count(tally, (op("matmul"),), 1.5, device_ms=2, elapsed_ms=3)
+    count(tally, (op("tokenize"),), 1)
+    report = events(tally, state=state)
+    first, second = table_rows(report)
+    assert f"Place: {place}\n" in report
+    assert (first["Total"], first["Ratio."], first["Min."], first["Ave."]) == (total, ratio, "3", "3")
+    assert ("CPU Time (Ratio)" in first) is parts
+    assert ("of host and device time together" in report) is (not parts)
+    assert second["Total"] == ("0" if state == "GPU" else "1")
+
+
+@pytest.mark.parametrize(
+    ("direction", "sync", "name"),
+    [
+        ("h2d", True, "GpuMemcpySync:CPU->GPU"),
+        ("h2d", False, "GpuMemcpyAsync:CPU->GPU"),
+        ("d2h", True, "GpuMemcpySync:GPU->CPU"),
+        ("d2h", False, "GpuMemcpyAsync:GPU->CPU"),
+        ("d2d", True, "GpuMemcpySync(same_gpu):GPU->GPU"),
+        ("d2d", False, "GpuMemcpyAsync(same_gpu):GPU->GPU"),
+        ("p2p", True, "GpuMemcpyPeerSync:GPU->GPU"),
+        ("p2p", False, "GpuMemcpyPeerAsync:GPU->GPU"),
+        ("sideways", False, "copy"),
+    ],
+)
+def test_a_copy_is_named_and_counted_by_direction_and_synchronicity(direction: str, sync: bool, name: str) -> None:
+    tally = Tally()
+    count(tally, (op("fetch"),), 4)
+    count(tally, (op("fetch"), copy(direction, sync=sync)), 1, calls=2)
+    report = events(tally)
+    assert [row["Event"] for row in table_rows(report)] == ["thread0::fetch", f"  {name}"]
+    assert "GpuMemcpy                Calls: 2           Total: 1           Ratio: 25%\n" in report
+    label = "Sync " if sync else "Async"
+    assert f"  GpuMemcpy{label}         Calls: 2           Total: 1           Ratio: 25%\n" in report
+
+
+COMPUTATIONS: dict[str, tuple[list[tuple[Path_, float]], str, str]] = {
+    "a phase named compute counts whole, and nothing under it again": (
+        [
+            ((op("a"),), 10),
+            ((op("a"), phase("compute")), 4),
+            ((op("a"), phase("compute"), op("b")), 3),
+            ((op("a"), phase("compute"), op("b"), phase("compute")), 2),
+        ],
+        "Total: 4           Ratio: 40%",
+        "Total: 6           Ratio: 60%",
+    ),
+    "of layers the topmost counts": (
+        [
+            ((op("a"),), 10),
+            ((op("a"), layer("Block", "0")), 8),
+            ((op("a"), layer("Block", "0"), layer("Linear", "0.up")), 5),
+        ],
+        "Total: 8           Ratio: 80%",
+        "Total: 2           Ratio: 20%",
+    ),
+    "a scope of the user that is called compute is data": (
+        [((op("a"),), 10), ((op("a"), op("compute")), 4), ((op("a"), phase("compute/x")), 4)],
+        "Total: 0           Ratio: 0%",
+        "Total: 10          Ratio: 100%",
+    ),
+    "work that outran the calls around it leaves the rest unknown": (
+        [((op("a"),), 10), ((op("a"), layer("Block", "0")), 16)],
+        "Total: 16          Ratio: 160%",
+        "Total: -           Ratio: -",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COMPUTATIONS)
+def test_computation_and_overhead_split_the_total_time(case: str) -> None:
+    rows, computation, overhead = COMPUTATIONS[case]
+    tally = Tally()
+    for path, total in rows:
+        count(tally, path, total)
+    report = events(tally, tracer_option="OpDetail")
+    assert f"  Computation time       {computation}\n" in report
+    assert f"  Framework overhead     {overhead}\n" in report
+
+
+# Order and limits.
+
+FIVE = {"a": (1, 5.0, 5.0, 5.0), "b": (4, 8.0, 1.0, 4.0), "c": (2, 6.0, 2.0, 4.5), "d": (8, 4.0, 0.1, 4.0)}
+
+
+@pytest.mark.parametrize("level", ["top", "nested"])
+@pytest.mark.parametrize(
+    ("sorted_by", "order", "heading"),
+    [
+        ("default", "abcd", "first call in ascending order"),
+        ("calls", "dbca", "number of calls in descending order"),
+        ("total", "bcad", "total time in descending order"),
+        ("max", "acbd", "maximum time in descending order"),
+        ("min", "acbd", "minimum time in descending order"),
+        ("ave", "acbd", "average time in descending order"),
+    ],
+)
+def test_the_sort_key_orders_every_level(sorted_by: str, order: str, heading: str, level: str) -> None:
+    tally = Tally()
+    above: Path_ = () if level == "top" else (op("outer"),)
+    if above:
+        count(tally, above, 30)
+    for name, (calls, total, least, most) in FIVE.items():
+        count(tally, (*above, op(name)), total, calls=calls, min_ms=least, max_ms=most)
+    report = events(tally, sorted_by=sorted_by, threads="merged")
+    assert "".join(row["Event"].strip() for row in table_rows(report)[len(above) :]) == order
+    assert f"Sorted by {heading}\n" in report
+
+
+def test_a_limit_keeps_the_heaviest_rows_with_their_parents_and_sums_up_the_rest_of_each_level() -> None:
+    tally = Tally()
+    count(tally, (op("small"),), 1)
+    count(tally, (op("big"),), 9)
+    for name, total in (("x", 1), ("y", 5), ("z", 2)):
+        count(tally, (op("big"), op(name)), total)
+    rows = table_rows(events(tally, rows=2, threads="merged"))
+    assert [(row["Event"], row["Calls"], row["Total"], row["Ratio."], row["Max."]) for row in rows] == [
+        ("big", "1", "9", "0.9", "9"),
+        ("  y", "1", "5", "0.5", "5"),
+        ("  (remaining 2)", "2", "3", "0.3", "2"),
+        ("(remaining 1)", "1", "1", "0.1", "1"),
+    ]
+
+
+def test_an_open_span_is_ranked_and_counted_by_what_has_ended_under_it() -> None:
+    tally = Tally()
+    count(tally, (op("setup"),), 1, first_ns=5)
+    count(tally, (op("serve"), op("step")), 9, first_ns=9)
+    count(tally, (op("idle"),), 0, calls=0)
+    report = events(tally, rows=2, sorted_by="total", threads="merged")
+    assert [(row["Event"], row["Calls"], row["Total"], row["Ratio."]) for row in table_rows(report)] == [
+        ("serve", "0", "-", "-"),
+        ("  step", "1", "9", "0.9"),
+        ("(remaining 1)", "1", "1", "0.1"),
+    ]
+    assert "Calls 0: the span had not ended" in report
+
+
+def test_an_open_span_with_only_hidden_phases_is_still_a_row() -> None:
+    tally = Tally()
+    count(tally, (op("serve"), phase("prepare")), 2)
+    report = events(tally)
+    assert [(row["Event"], row["Total"]) for row in table_rows(report)] == [("thread0::serve", "-")]
+    assert "Total time: 2\n" in report
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ({"tracer_option": "AllDetail"}, "Default, OpDetail, AllOpDetail"),
+        ({"state": "CUDA"}, "All, CPU, GPU"),
+        ({"sorted_by": "avg"}, "default, calls, total, max, min, ave"),
+        ({"threads": "one"}, "both, merged, apart"),
+        ({"rows": 0}, "1 or more, or None for every row"),
+    ],
+    ids=lambda option: next(iter(option)) if isinstance(option, dict) else "",
+)
+@pytest.mark.parametrize("view", [events, events_rows])
+def test_an_unknown_option_is_refused_with_what_is_allowed(
+    view: Callable[..., object], option: dict[str, object], allowed: str
+) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(value))}; allowed: {allowed}$"):
+        view(Tally(), **option)
+
+
+# Instances.
+
+
+def names(tally: Tally, **options: object) -> list[str]:
+    return ["  " * row.depth + row.name for row in events_rows(tally, tracer_option="AllOpDetail", **options)]
+
+
+def test_instances_are_numbered_by_first_call_under_their_own_parent_at_every_depth() -> None:
+    """Fluid numbered nested operators by the order of their types: `fill0` and `assign1` under `block0`."""
+    tally = Tally()
+    first, second = op("block", "first"), op("block", "second")
+    count(tally, (second,), 1, first_ns=20)
+    count(tally, (first,), 1, first_ns=10)
+    for block, start in ((second, 21), (first, 11)):
+        for offset, (name, instance) in enumerate([("fill", "u"), ("assign", "v"), ("fill", "w"), ("assign", "t")]):
+            count(tally, (block, op(name, instance)), 1, first_ns=start + offset)
+    below = ["    fill", "      fill0", "      fill1", "    assign", "      assign0", "      assign1"]
+    assert names(tally, threads="merged") == ["block", "  block0", *below, "  block1", *below]
+
+
+@pytest.mark.parametrize("sorted_by", SORT_KEYS)
+def test_an_instance_keeps_its_number_in_every_order_and_on_every_thread(sorted_by: str) -> None:
+    tally = Tally({1: "one", 2: "two"})
+    count(tally, (layer("Linear", "up"),), 1, calls=2, first_ns=100, thread=1)
+    count(tally, (layer("Linear", "down"),), 3, first_ns=50, thread=2)
+    count(tally, (layer("Linear", "up"),), 9, first_ns=40, thread=2)
+    numbered = {
+        (row.name, row.instance)
+        for row in events_rows(tally, tracer_option="AllOpDetail", sorted_by=sorted_by)
+        if row.depth == 1
+    }
+    assert numbered == {("Linear0", "up"), ("Linear1", "down")}
+
+
+def test_sites_of_one_place_in_two_processes_are_one_instance() -> None:
+    tally = Tally()
+    other = Tally()
+    count(tally, (op("mul", "w"),), 1)
+    count(other, (op("mul", "w"),), 1)
+    tally.merge(other)
+    assert names(tally, threads="merged") == ["mul", "  mul0"]
+
+
+@pytest.mark.parametrize(
+    ("site", "shown"),
+    [
+        (layer("Linear", "model.layers.0.mlp.up"), "  Linear0 [model.layers.0.mlp.up]"),
+        (Site("conv", kind="op", module="chat.model", qualname="Net.conv"), "  conv0 [chat.model.Net.conv]"),
+        (Site("conv", kind="op", file="model.py", line=3), "  conv0 [model.py:3]"),
+        (op("conv"), "  conv0"),
+        (layer("Linear", "a" * 40 + "b" * 40), "  Linear0 [" + "a" * 23 + "..." + "b" * 22 + "]"),
+        (layer("L" * 50, "too.long.to.fit"), "  " + "L" * 50 + "0"),
+    ],
+)
+def test_an_instance_says_which_one_it_is_where_there_is_room(site: Site, shown: str) -> None:
+    tally = Tally()
+    count(tally, (site,), 1)
+    assert table_rows(events(tally, tracer_option="AllOpDetail", threads="merged"))[1]["Event"] == shown
+
+
+# Threads.
+
+
+@pytest.mark.parametrize(
+    ("threads", "recorded", "first_rows"),
+    [
+        ("both", 1, ["thread0::op"]),
+        ("both", 2, ["op", "thread1::op"]),
+        ("merged", 1, ["op"]),
+        ("merged", 2, ["op"]),
+        ("apart", 1, ["thread0::op"]),
+        ("apart", 2, ["thread1::op"]),
+    ],
+)
+def test_the_merged_report_comes_first_when_two_threads_recorded(
+    threads: str, recorded: int, first_rows: list[str]
+) -> None:
+    tally = Tally()
+    for thread in range(recorded):
+        count(tally, (op("op"),), 1, thread=40 + thread)
+    found = reports(events(tally, threads=threads))
+    assert [table_rows(report)[0]["Event"] for report in found] == first_rows
+    assert ["Overhead Summary" in report for report in found] == [len(table_rows(report)) == 1 for report in found]
+
+
+def test_a_part_that_ran_on_another_thread_is_counted_there_under_its_path() -> None:
+    tally = Tally({1: "loop", 2: "worker"})
+    request = Site("request", kind="request")
+    count(tally, (request,), 10, thread=1)
+    count(tally, (request, op("decode")), 6, thread=2)
+    _, apart = reports(events(tally))
+    assert [(row["Event"], row["Total"], row["Ratio."]) for row in table_rows(apart)] == [
+        ("thread1::request", "-", "-"),
+        ("  decode", "6", "1"),
+        ("thread0::request", "10", "1"),
+    ]
+
+
+# Nothing to say.
+
+
+def test_a_report_of_nothing_says_so_and_still_tells_what_was_missed() -> None:
+    report = events(Tally(), losses={"ring overwritten": 3}, notes=["no module `chat`"])
+    assert "No calls were recorded.\n" in report
+    assert "Not kept: 3 (ring overwritten)\n" in report
+    assert "Not observed: no module `chat`\n" in report
+    assert "Event Summary" not in report
+    assert events_rows(Tally()) == []
+
+
+def test_paths_without_calls_alone_are_a_report_of_nothing() -> None:
+    tally = Tally()
+    count(tally, (op("a"),), 0, calls=0)
+    assert "No calls were recorded." in events(tally)
+
+
+@pytest.mark.parametrize(
+    ("state", "device_ms", "line"),
+    [
+        ("All", 0, "No device time was recorded."),
+        ("GPU", 0, "No device time was recorded."),
+        ("CPU", 0, ""),
+        ("All", 1, "GPU times are stretches of a stream between two events, not kernels."),
+    ],
+)
+def test_the_last_line_says_what_device_times_are_or_that_there_are_none(
+    state: str, device_ms: float, line: str
+) -> None:
+    tally = Tally()
+    count(tally, (op("a"),), 1, device_ms=device_ms)
+    last = events(tally, state=state).splitlines()[-1]
+    assert (last == line) if line else ("device" not in last)
+
+
+def test_a_base_of_zero_prints_a_dash_in_place_of_each_ratio() -> None:
+    tally = Tally()
+    count(tally, (op("a"),), 0)
+    report = events(tally, cost=Cost(calls=1, per_call_ns=50, window_ns=0))
+    (row,) = table_rows(report)
+    assert (row["Ratio."], row["CPU Time (Ratio)"], row["Total"]) == ("-", "0.000000 (-)", "0")
+    assert "  Computation time       Total: 0           Ratio: -\n" in report
+    assert ", - of the window of 0 s" in report
+
+
+# Any tally, any name.
+
+HOSTILE = [
+    "",
+    "a/b",
+    "50%",
+    "x::y",
+    "two\nlines",
+    'a "quoted" name',
+    "\x1b[31mred",
+    "\u202eturned",
+    "漢字" * 30,
+    "n" * 500,
+]
+NAMES = st.one_of(st.sampled_from([*HOSTILE, "a", "b", "compute"]), st.text(max_size=8))
+KINDS = ("request", "op", "layer", "phase", "copy", "user")
+SITES = st.builds(
+    Site,
+    name=NAMES,
+    kind=st.sampled_from(KINDS),
+    instance=st.sampled_from(["", "x", "y", "m\n" * 60]),
+    attributes=st.sampled_from([(), (("direction", "h2d"), ("sync", True)), (("direction", "p2p"), ("sync", False))]),
+)
+TIMES = st.integers(0, 10**16)
+
+
+@st.composite
+def spans_of_one_call(draw: st.DrawFn) -> Totals:
+    host, device, calls = draw(TIMES), draw(st.one_of(st.just(0), TIMES)), draw(st.integers(1, 10**6))
+    elapsed = draw(st.integers(max(host, device), host + device))
+    low = elapsed // calls
+    return Totals(calls, draw(st.integers(0, calls)), host, draw(st.integers(0, host)), device, elapsed, low,
+                  low, 0, draw(st.integers(1, 9)), {bucket(low): calls})  # fmt: skip
+
+
+@st.composite
+def tallies(draw: st.DrawFn, *, complete: bool = False) -> Tally:
+    """Any tally; a complete one has calls for every path that leads to another."""
+    sites = draw(st.lists(SITES, min_size=1, max_size=5))
+    tally = Tally()
+    for _ in range(draw(st.integers(0, 8))):
+        path = tuple(draw(st.lists(st.sampled_from(sites), min_size=1, max_size=5)))
+        thread = draw(st.integers(0, 2))
+        for length in range(1 if complete else len(path), len(path) + 1):
+            if complete or draw(st.integers(0, 9)):
+                tally.totals(path[:length], thread).merge(draw(spans_of_one_call()))
+            else:
+                tally.totals(path[:length], thread)
+    return tally
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "tracer_option": st.sampled_from(TRACER_OPTIONS),
+        "state": st.sampled_from(STATES),
+        "sorted_by": st.sampled_from(SORT_KEYS),
+        "rows": st.one_of(st.none(), st.integers(1, 5)),
+        "threads": st.sampled_from(THREADS),
+    }
+)
+
+
+@given(tallies(), OPTIONS, st.lists(NAMES, max_size=2))
+def test_no_tally_and_no_name_breaks_a_line_or_runs_into_the_next_column(
+    tally: Tally, options: dict[str, object], words: list[str]
+) -> None:
+    tally.threads.update(dict(zip(tally.threads, words, strict=False)))
+    text = events(tally, **options, losses=dict.fromkeys(words, 1), notes=words, recorder="pure")
+    assert all(line.isprintable() for line in text.split("\n"))
+    for report in reports(text) if tally.calls else []:
+        header, *lines = (screen(line) for line in table_lines(report))
+        starts = [m.start() for m in re.finditer(r"(?:CPU|GPU) Time \(Ratio\)|\S+", header)]
+        assert starts[1] <= 62
+        for line in lines:
+            for start in starts[1:]:
+                assert line[start - 2 : start] == "  "
+                assert line[start] not in " \0"
+
+
+def subtrees(rows: Sequence[EventRow]) -> Iterable[list[EventRow]]:
+    """The rows of each thread."""
+    for thread in dict.fromkeys(row.thread for row in rows):
+        yield [row for row in rows if row.thread == thread]
+
+
+@given(tallies(), OPTIONS)
+def test_every_row_follows_its_parent(tally: Tally, options: dict[str, object]) -> None:
+    for rows in subtrees(events_rows(tally, **options)):
+        assert rows[0].depth == 0
+        assert all(after.depth <= before.depth + 1 for before, after in itertools.pairwise(rows))
+        assert all(row.name.startswith("(remaining") for row in rows if row.remaining)
+        assert options["rows"] is None or sum(not row.remaining for row in rows) <= options["rows"]
+
+
+@given(tallies(complete=True), OPTIONS)
+def test_the_ratios_of_the_top_rows_of_a_block_add_up_to_one(tally: Tally, options: dict[str, object]) -> None:
+    for rows in subtrees(events_rows(tally, **options)):
+        ratios = [row.ratio for row in rows if row.depth == 0]
+        if any(row.total_ns for row in rows if row.depth == 0):
+            assert sum(ratios) == pytest.approx(1)
+        else:
+            assert set(ratios) == {None}
+
+
+@given(tallies(complete=True), OPTIONS)
+def test_a_limit_changes_no_sum_of_a_level(tally: Tally, options: dict[str, object]) -> None:
+    def top_sums(rows: Sequence[EventRow]) -> list[tuple[int, int]]:
+        tops = [[row for row in block if row.depth == 0] for block in subtrees(rows)]
+        return [(sum(row.total_ns for row in block), sum(row.calls for row in block)) for block in tops]
+
+    assert top_sums(events_rows(tally, **options)) == top_sums(events_rows(tally, **{**options, "rows": None}))
+
+
+@given(tallies(complete=True))
+def test_hiding_phases_moves_self_time_and_loses_none(tally: Tally) -> None:
+    sums = {
+        option: sum(row.self_ns for row in events_rows(tally, tracer_option=option, threads="merged"))
+        for option in ("Default", "OpDetail")
+    }
+    assert sums["Default"] == sums["OpDetail"] == sum(row.totals.self_ns for row in tally.rows())
+
+
+def test_a_call_path_may_be_deeper_than_pythons_stack() -> None:
+    tally = Tally()
+    path = tuple(op("f", str(level)) for level in range(1500))
+    count(tally, path, 1)
+    last = table_rows(events(tally, threads="merged"))[-1]
+    assert last["Event"] == "  " * 12 + "(1499) f"
+
+
+def test_spans_with_device_work_count_shared_time_once() -> None:
+    span = Span(op("matmul"), 1, 0, 1, 9, 0, 1_000_000, 3_000_000, 2_000_000, 2_000_000)
+    span.device = (DeviceInterval(0, 7, 2_000_000, 5_000_000),)
+    (row,) = events_rows(Tally.of_spans([span]))
+    assert (row.total_ns, row.host_ns, row.device_ns) == (4_000_000, 2_000_000, 3_000_000)
+    assert (row.ratio, row.ave_ns, row.p50_ns, row.min_ns) == (1.0, 4_000_000, 4_000_000, 4_000_000)
+
+
+def test_a_row_is_a_frozen_value_that_becomes_plain_data() -> None:
+    tally = Tally()
+    count(tally, (op("a\n"),), 1)
+    (row,) = events_rows(tally)
+    assert dataclasses.asdict(row)["name"] == "a\n"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        row.calls = 2  # type: ignore[misc]
+
+
+# The text table.
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "short"),
+    [
+        ("abcdef", 6, "abcdef"),
+        ("abcdefgh", 7, "ab...gh"),
+        ("abcdefgh", 6, "ab...h"),
+        ("abcdefgh", 4, "a..."),
+        ("abcdefgh", 3, "..."),
+        ("abcdefgh", 0, ""),
+        ("漢字漢字", 8, "漢字漢字"),
+        ("漢字漢字", 7, "漢...字"),
+    ],
+)
+def test_a_long_text_loses_its_middle(text: str, limit: int, short: str) -> None:
+    assert shorten(text, limit) == short
+    assert columns(short) <= limit
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("a b", "a b"), ("a\tb\n", "a\\tb\\n"), ("\x1b[0m", "\\x1b[0m"), ("\ud800", "\\ud800"), ("é漢", "é漢")],
+)
+def test_what_is_not_printable_is_shown_as_an_escape(text: str, shown: str) -> None:
+    assert safe(text) == shown
+
+
+def test_columns_are_as_wide_as_their_longest_cell_and_a_gap_or_wider() -> None:
+    lines = table(["Name", "Calls", "x"], [["漢字", "123456", "1"], ["longer name", "1", "2"]], [4, 8, 4])
+    assert lines == ["Name         Calls   x", "漢字         123456  1", "longer name  1       2"]
