@@ -24,8 +24,8 @@ KEPT_ROOTS = 10_000
 class Trees:
     """Groups rows by tree as they finish and hands the trees that are kept to `keep`. Used by one thread.
 
-    `keep(spans, remote)` gets the spans of one tree, and the parent that another tracer gave its root. Spans of a kept
-    request that end after it are handed over as they come, with the same root.
+    `keep(spans)` gets the spans of one tree. Spans of a kept request that end after it are handed over as they come;
+    they bear the `remote` of their root, so that they still find its trace.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Trees:
         recorder: Recorder,
         capture: Capture,
         spans_per_request: int,
-        keep: Callable[[list[Span], RemoteParent | None], None],
+        keep: Callable[[list[Span]], None],
     ) -> None:
         self._recorder = recorder
         self._capture = capture
@@ -68,7 +68,9 @@ class Trees:
         for row, thread_id in ended:
             self._end_request(row, thread_id)
         for root_id, spans in loose.items():
-            self._keep(spans, self._kept.get(root_id))
+            for span in spans:
+                span.remote = self._kept.get(root_id)
+            self._keep(spans)
         return [(row[5], row[6]) for row, _ in ended]
 
     def _hold(self, row: Row, thread_id: int) -> None:
@@ -120,7 +122,8 @@ class Trees:
         if len(self._kept) > KEPT_ROOTS:
             self._kept.popitem(last=False)
         self._counts["requests kept"] += 1
-        self._keep([self._recorder.span(row, thread_id) for row, thread_id in held], remote)
+        # Root first, the rest in the order in which they ended.
+        self._keep([self._recorder.span(row, thread_id) for row, thread_id in (held[-1], *held[:-1])])
 
     def _pass(self, row: Row, held: list[Held]) -> None:
         """Leave a request to the ring, held a while longer where a later one may want what came before it."""

@@ -2,20 +2,20 @@
 
 How a trace becomes slices and lanes:
 
-* A span that no task ran is a complete event (``X``) on the lane of its thread.
-* Requests, and all that tasks ran, are async slices (``b`` and ``e``), one lane for each task of a tree: tasks
-  interleave on their thread, so they do not nest by time. A request's own lane has category ``request``, other
-  lanes ``task``, and ``args.kind`` says what a slice is, because Perfetto nests async slices of one category only.
-* A device interval is a complete event of the process ``GPU n``, on the lane of its stream.
+* A span that no task ran is a complete event (`X`) on the lane of its thread.
+* Requests, and all that tasks ran, are async slices (`b`, `e`), one lane for each task of a tree: tasks interleave on
+  their thread, so they do not nest by time. The lane of a request has category `request`, others have `task`, and
+  `args.kind` says what a slice is, because Perfetto nests async slices of one category only.
+* A device interval is a complete event of the process `GPU n`, on the lane of its stream.
 * Slices of a lane must nest, or viewers drop them in silence. One that crosses another, or lies deeper than viewers
-  show, goes to a further lane, ``MainThread (2)``, whose number is in its ``args.lane``; nothing is cut or left out.
+  show, goes to a further lane such as `MainThread (2)` and has the lane's number in `args.lane`; nothing is cut.
 * Arrows lead from a span to what it started in another lane, and to its device intervals. One that would point into
-  the past, or that the format has no room for, is left out and counted in ``instrument.arrows_left_out``.
+  the past, or that the format has no room for, is left out and counted in `instrument.arrows_left_out`.
 
-Viewers need nothing but the events. What else a trace knows stands in the top-level key ``instrument``, which they
-ignore, so that `load` gives back what `dump` was given, to the nanosecond. Four things change on the way: lone
-surrogates become replacement characters, infinite and huge numbers in attributes become text, sequences become
-tuples, and an attribute of a type that JSON does not have becomes the type's name in angle brackets.
+Viewers need only the events. What else a trace knows stands in the top-level key `instrument`, which they ignore, so
+that `load` returns what `dump` was given, to the nanosecond. What changes on the way: a lone surrogate becomes the
+replacement character and, in attributes, a sequence becomes a tuple, a number that JSON or int64 does not have becomes
+text, and a value of any other type becomes the type's name in angle brackets.
 """
 
 from __future__ import annotations
@@ -32,25 +32,15 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count, pairwise
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from instrument.errors import TraceError
-from instrument.spans import (
-    KINDS,
-    Cost,
-    DeviceInterval,
-    Origin,
-    RemoteParent,
-    Site,
-    Span,
-    Trace,
-    assign_self_times,
-)
-from instrument.tally import Row, Tally, Totals
+from instrument.spans import KINDS, Cost, DeviceInterval, Origin, RemoteParent, Site, Span, Trace, assign_self_times
+from instrument.tally import Tally, Totals
 
 FORMAT = 1
 """Version of what stands in the key `instrument`."""
@@ -58,34 +48,34 @@ FORMAT = 1
 LIMIT_BYTES = 2 << 30
 """Most bytes of text that `load` reads unless told otherwise; browsers give up far below."""
 
-LIMIT_SPANS = 10_000_000
-LIMIT_PATHS = 20_000_000
-"""Most links of all call paths together, so that a small hostile file cannot ask for endless memory."""
+# What else bounds the memory that a hostile file can ask for: spans, links of all call paths together, parents that
+# start after their children, characters of one value, microseconds that a float holds to the nanosecond.
+LIMIT_SPANS, LIMIT_LINKS, LIMIT_BACKWARD, LIMIT_VALUE, LIMIT_US = 10_000_000, 20_000_000, 1000, 256 << 20, 1 << 42
 
-LIMIT_VALUE = 256 << 20
-"""Most characters that one value of the file may take."""
-
-DEVICE_PIDS = 1 << 31
-"""Process ids from here on are devices: no host process has one."""
-
-SPARE_TIDS = 1 << 31
-"""Thread ids from here on are overflow lanes, and streams and threads whose own id no lane may have."""
-
-DEEPEST = 511
-"""Most slices in one another on a lane; Perfetto puts the 513th at the top, and the 512th cannot be told from it."""
+DEVICE_PIDS = SPARE_TIDS = 1 << 31
+"""No process or thread of a host has an id from here on: devices are processes, further lanes are threads there."""
 
 SPARE_BINDS = 1 << 63
-"""Set in every bind id: Perfetto numbers `s`/`f` arrows from 0 in the same space."""
+"""Set in every bind id, because Perfetto numbers the `s` and `f` arrows from 0 in the same space."""
 
-BATCH = 4096
+DEEPEST = 511
+"""Most slices in one another on a lane. Perfetto draws the 513th at the top, and the 512th looks the same."""
+
 COMPRESSION = 1
-"""zlib level: level 6 takes three times as long for a file that is a seventh smaller."""
+"""zlib level; level 6 takes three times as long for a file that is a seventh smaller."""
 
-FOREVER = 1 << 64
+BATCH, BLOCK_BYTES, FOREVER_NS = 4096, 1 << 20, 1 << 64
 KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, "cpu_op": "op", "kernel": "op", "gpu_memcpy": "copy"}
 
-_MILLI = tuple(f".{part:03d}" for part in range(1000))
+_MILLI = tuple(f".{thousandths:03d}" for thousandths in range(1000))
+_BLANKS = re.compile(r"[ \t\n\r]*")
+_JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 _encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room, or record less"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give a directory that this user may write to"),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "give the name of a file"),
+}
 
 
 # Writing
@@ -104,10 +94,10 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() and not target.is_file():
-            raise FileExistsError(errno.EISDIR, "it exists and is not a regular file")
+            raise FileExistsError(errno.EEXIST, "something that is no file has this name")
         descriptor, part = tempfile.mkstemp(prefix=".trace-", suffix=".part", dir=target.parent)
         with os.fdopen(descriptor, "wb") as file:
-            for block in _packed(_document_text(trace, tally), target.suffix == ".gz"):
+            for block in _packed(_document(trace, tally), target.suffix == ".gz"):
                 file.write(block)
         Path(part).replace(target)
         part = None
@@ -120,57 +110,46 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
     return target
 
 
-_ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room, or record less"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give a directory that this user may write to"),
-    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "give the name of a file in a directory"),
-    errno.ENAMETOOLONG: "give a shorter name",
-}
-
-
 def file_name(template: str, *, service: str, pid: int, window: int) -> str:
     """Fill `{service}`, `{pid}` and `{window}` of a path; the service becomes one safe part of a file name.
 
     Raises `TraceError` for any other name in braces.
     """
-    safe = re.sub(r"[^\w.-]+", "_", _text(service)).encode()[:96].decode(errors="ignore").lstrip(".")
+    safe = re.sub(r"[^\w.-]+", "_", _clean(service)).encode()[:96].decode(errors="ignore").lstrip(".")
     values = {"service": safe or "service", "pid": str(pid), "window": str(window)}
-    unknown = sorted({name for name in re.findall(r"\{([^{}]*)\}", template) if name not in values})
-    if unknown:
-        raise TraceError(f"the path {template!r} asks for {{{unknown[0]}}}; known are {{service}}, {{pid}}, {{window}}")
-    return re.sub(r"\{(\w+)\}", lambda found: values[found[1]], template)
+    for name in re.findall(r"\{(.*?)\}", template):
+        if name not in values:
+            raise TraceError(f"the path {template!r} asks for {{{name}}}; give only {{service}}, {{pid}} and {{window}}")
+    return re.sub(r"\{(.*?)\}", lambda found: values[found[1]], template)
 
 
 def _packed(texts: Iterable[str], gzipped: bool) -> Iterator[bytes]:
-    if not gzipped:
-        yield from (text.encode(errors="replace") for text in texts)
-        return
-    squeeze = zlib.compressobj(COMPRESSION, zlib.DEFLATED, 31)
+    squeeze = zlib.compressobj(COMPRESSION, zlib.DEFLATED, 16 + zlib.MAX_WBITS) if gzipped else None
     for text in texts:
-        yield squeeze.compress(text.encode(errors="replace"))
-    yield squeeze.flush()
+        data = text.encode(errors="replace")
+        yield squeeze.compress(data) if squeeze else data
+    if squeeze:
+        yield squeeze.flush()
 
 
-def _document_text(trace: Trace, tally: Tally | None) -> Iterator[str]:
+def _document(trace: Trace, tally: Tally | None) -> Iterator[str]:
     """The file's text in pieces of some thousand events."""
     spans = _outer_first(trace.spans)
     owners = [span for span in spans if span.device]
-    starts = [trace.start_ns, *(span.start_ns for span in spans[:1])]
-    base_ns = min(starts + [interval.start_ns for span in owners for interval in span.device])
-    arrows = _Arrows()
-    _plan_arrows(arrows, spans, owners)
-    sites = _SiteTable()
-    for site in {span.site: None for span in spans}:
-        sites.index(site)
+    first_ns = [interval.start_ns for owner in owners for interval in owner.device]
+    base_ns = min([trace.start_ns, *(span.start_ns for span in spans[:1]), *first_ns])
+    arrows = _plan_arrows(spans, owners)
+    sites = _Sites({span.site: None for span in spans})
     head = _metadata(trace, base_ns, sites, tally, arrows.left_out)
     board = _Board(trace, base_ns)
-    yield f'{{"displayTimeUnit":"ms","instrument":{head},"traceEvents":[\n{board.process_events(owners)}'
+    names = ",\n".join(_process_names(board.pid, trace.origin.service or f"process {trace.origin.pid}", 0))
+    yield f'{{"displayTimeUnit":"ms","instrument":{head},"traceEvents":[\n{names}'
     for first in range(0, len(spans), BATCH):
-        yield ",\n".join(["", *_host_events(spans[first : first + BATCH], board, sites, arrows)])
-    for events in (board.closing_events(FOREVER), _device_events(owners, board, sites, arrows)):
-        yield from _batches(events)
+        yield ",\n".join(["", *_span_events(spans[first : first + BATCH], board, sites, arrows.binds)])
+    yield from _batches(board.closings(FOREVER_NS))
+    yield from _batches(_device_events(owners, board, sites, arrows))
     yield from _batches(_arrow_events(arrows, board))
-    yield from _batches(board.lane_events())
+    yield from _batches(_lane_names(board, trace.threads))
     yield "\n]}\n"
 
 
@@ -187,46 +166,43 @@ def _batches(events: Iterator[str]) -> Iterator[str]:
 def _outer_first(spans: Sequence[Span]) -> list[Span]:
     """By start, the longer first, and parents before their children where both are equal."""
     ordered = sorted(spans, key=attrgetter("start_ns"))
-    ties = [at for at, (left, right) in enumerate(pairwise(ordered)) if left.start_ns == right.start_ns]
-    done = -1
-    for first in ties:
-        if first < done:
-            continue
-        last = first + 1
-        while last < len(ordered) and ordered[last].start_ns == ordered[first].start_ns:
-            last += 1
-        ordered[first:last] = _parents_first(sorted(ordered[first:last], key=lambda s: (-s.end_ns, s.span_id)))
-        done = last
+    last = 0
+    for first in [at for at, (one, next_one) in enumerate(pairwise(ordered)) if one.start_ns == next_one.start_ns]:
+        if first >= last:
+            last = first + 2
+            while last < len(ordered) and ordered[last].start_ns == ordered[first].start_ns:
+                last += 1
+            ordered[first:last] = _parents_first(sorted(ordered[first:last], key=lambda s: (-s.end_ns, s.span_id)))
     return ordered
 
 
-def _parents_first(ordered: list[Span]) -> list[Span]:
-    """Spans of one start by falling end, in which a parent comes before a child of the same end."""
+def _parents_first(ordered: list[Span]) -> Iterable[Span]:
+    """Spans of one start by falling end; where ends are equal too, a parent comes before its children."""
     by_id = {span.span_id: span for span in ordered}
     placed: dict[int, Span] = {}
     for span in ordered:
         chain: dict[int, Span] = {}
         link: Span | None = span
-        while link is not None and link.end_ns == span.end_ns and link.span_id not in placed | chain:
+        while link and link.end_ns == span.end_ns and link.span_id not in placed and link.span_id not in chain:
             chain[link.span_id] = link
             link = by_id.get(link.parent_id)
         placed.update(reversed(chain.items()))
-    return list(placed.values())
+    return placed.values()
 
 
-# Text
+# Text of what a file says besides slices
 
 
-def _text(text: str) -> str:
-    """The text with lone surrogates, which UTF-8 does not have, replaced."""
+def _clean(text: str) -> str:
+    """The text without lone surrogates, which UTF-8 does not have."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _safe(value: object, depth: int = 0) -> Any:
-    """The value as strict JSON and viewers take it. Never fails, and runs no code of the value: a tensor's own
-    text would wait for the device, and could hold what must not leave."""
+    """The value as strict JSON and viewers take it. It never fails and runs no code of a foreign type: a tensor
+    asked for its text would wait for the device and show what must not leave."""
     if isinstance(value, str):
-        return _text(value)
+        return _clean(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, numbers.Integral):
@@ -239,17 +215,18 @@ def _safe(value: object, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)) and depth < 4:
         return [_safe(item, depth + 1) for item in value]
     if isinstance(value, dict) and depth < 4:
-        return {_text(key): _safe(item, depth + 1) for key, item in value.items() if isinstance(key, str)}
-    return f"<{_text(type(value).__name__)}>"
+        return {_clean(key): _safe(item, depth + 1) for key, item in value.items() if isinstance(key, str)}
+    return f"<{_clean(type(value).__name__)}>"
 
 
-def _us(time_ns: int) -> str:
-    """Nanoseconds as microseconds with three decimals, exactly."""
-    return f"{time_ns // 1000}{_MILLI[time_ns % 1000]}"
+def _facts(thing: Any) -> dict[str, Any]:
+    """The fields of a flat dataclass that are not at their default; `_made` is the way back."""
+    values = {known.name: (getattr(thing, known.name), known.default) for known in fields(thing)}
+    return {name: _safe(value) for name, (value, default) in values.items() if value != default}
 
 
 class _SiteText(NamedTuple):
-    """What every event of a site shares: its start, the last part of `args`, the name and the kind."""
+    """What the events of a site share: the start, the end of `args`, the name to show, the kind."""
 
     head: str
     tail: str
@@ -257,80 +234,274 @@ class _SiteText(NamedTuple):
     kind: str
 
 
-class _SiteTable:
-    """The sites of a file in order of first sight, each once, and the constant text of their events."""
+class _Sites:
+    """The sites of a file, each once, by order of first sight; `texts` is what their events share."""
 
-    def __init__(self) -> None:
+    def __init__(self, sites: Iterable[Site]) -> None:
         self.entries: dict[str, int] = {}
         self.texts: dict[Site, _SiteText] = {}
+        for site in sites:
+            index = self.index(site)
+            code = f',"code":{_encode(_clean(site.function))}' if site.function else ""
+            name = _encode(_clean(site.instance if site.kind == "layer" and site.instance else site.name))
+            kind = _encode(_clean(site.kind))
+            head = f'{{"ph":"X","name":{name},"cat":{kind},"ts":'
+            self.texts[site] = _SiteText(head, f',"site":{index}{code}}}', name, kind)
 
     def index(self, site: Site) -> int:
-        facts = {
-            "kind": site.kind,
-            "module": site.module,
-            "qualname": site.qualname,
-            "file": site.file,
-            "line": site.line,
-            "instance": site.instance,
-            "device": site.device,
-            "attributes": [[key, value] for key, value in site.attributes],
-        }
-        entry = _encode(_safe({"name": site.name} | {key: value for key, value in facts.items() if value}))
-        index = self.entries.setdefault(entry, len(self.entries))
-        name = _encode(_text(site.instance if site.kind == "layer" and site.instance else site.name))
-        kind = _encode(_text(site.kind))
-        code = f',"code":{_encode(_text(site.function))}' if site.function else ""
-        head = f'{{"ph":"X","name":{name},"cat":{kind},"ts":'
-        self.texts[site] = _SiteText(head, f',"site":{index}{code}}}', name, kind)
-        return index
+        return self.entries.setdefault(_encode(_facts(site)), len(self.entries))
 
 
-def _metadata(trace: Trace, base_ns: int, sites: _SiteTable, tally: Tally | None, arrows_left_out: int) -> str:
+def _metadata(trace: Trace, base_ns: int, sites: _Sites, tally: Tally | None, arrows_left_out: int) -> str:
     """The value of the key `instrument`."""
-    origin, cost = trace.origin, trace.cost
-    counted = None if tally is None else _tally_parts(tally, base_ns, sites)
+    counted = "null" if tally is None else _tally_text(tally, base_ns, sites)
     facts = {
         "format": FORMAT,
-        "about": "A device slice is the stretch of a stream between two events, not a kernel. Times in ns.",
-        "origin": {
-            "pid": origin.pid,
-            "service": _text(origin.service),
-            "recorder": _text(origin.recorder),
-            "profile": _text(origin.profile),
-            "host": _text(origin.host),
-            "monotonic_ns": origin.monotonic_ns,
-            "realtime_ns": origin.realtime_ns,
-        },
+        "about": "Times in ns. A device slice is the stretch of a stream between two events, not a kernel.",
+        "origin": _facts(trace.origin),
         "window": trace.window,
         "base_ns": base_ns,
-        "base_epoch_ns": origin.realtime_of(base_ns),
+        "base_epoch_ns": trace.origin.realtime_of(base_ns),
         "start_ns": trace.start_ns,
         "end_ns": trace.end_ns,
-        "threads": [[thread_id, _text(name)] for thread_id, name in trace.threads.items()],
-        "losses": {_text(reason): lost for reason, lost in trace.losses.items()},
-        "notes": [_text(note) for note in trace.notes],
-        "cost": cost and {"calls": cost.calls, "per_call_ns": _safe(cost.per_call_ns), "window_ns": cost.window_ns},
+        "threads": _safe(list(trace.threads.items())),
+        "losses": _safe(dict(trace.losses)),
+        "notes": _safe(list(trace.notes)),
+        "cost": trace.cost and _facts(trace.cost),
         "arrows_left_out": arrows_left_out,
     }
-    text = _encode(facts)[:-1] + ',\n"sites":[\n' + ",\n".join(sites.entries) + "]"
-    return f'{text},\n"tally":{counted}}}' if counted else text + "}"
+    return _encode(facts)[:-1] + ',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}'
 
 
-def _tally_parts(tally: Tally, base_ns: int, sites: _SiteTable) -> str:
-    """The tally: nodes as [parent, site], -1 for none, and rows whose `first_ns` counts from the base."""
+def _tally_text(tally: Tally, base_ns: int, sites: _Sites) -> str:
+    """A tally: its nodes as [parent or -1, site], and its rows, whose `first_ns` counts from the base."""
+    places = {site: sites.index(site) for row in tally.rows() for site in row.path}
     nodes: dict[tuple[int, int], int] = {}
-    known = {site: sites.index(site) for row in tally.rows() for site in row.path}
-    rows: list[str] = []
+    rows = []
     for row in tally.rows():
         node = -1
         for site in row.path:
-            node = nodes.setdefault((node, known[site]), len(nodes))
+            node = nodes.setdefault((node, places[site]), len(nodes))
         t = row.totals
-        counts = [t.calls, t.errors, t.total_ns, t.self_ns, t.device_ns, t.elapsed_ns, t.min_ns, t.max_ns]
-        histogram = [part for pair in sorted(t.histogram.items()) for part in pair]
-        rows.append(_encode([node, row.thread_id, *counts, t.moved_bytes, t.first_ns - base_ns, histogram]))
-    threads = _encode([[thread_id, _text(name)] for thread_id, name in tally.threads.items()])
+        sums = [t.calls, t.errors, t.total_ns, t.self_ns, t.device_ns, t.elapsed_ns, t.min_ns, t.max_ns, t.moved_bytes]
+        histogram = [number for bucket in sorted(t.histogram.items()) for number in bucket]
+        rows.append(_encode([node, row.thread_id, *sums, t.first_ns - base_ns, histogram]))
+    threads = _encode(_safe(list(tally.threads.items())))
     return f'{{"threads":{threads},"nodes":{_encode(list(nodes))},"rows":[\n' + ",\n".join(rows) + "]}"
+
+
+# Lanes
+
+
+class _Lane:
+    """One row of the viewer, in which slices nest: `ends` are the ends of those now open, outermost first.
+
+    `address` is the text that puts an event there, `mark` the arguments that its place needs. `number` counts the
+    lanes of one thread, stream or task. `closings` are the events that will end the open slices of an async lane.
+    """
+
+    __slots__ = ("address", "closings", "ends", "mark", "number", "tid")
+
+    def __init__(self, address: str, number: int, mark: str, tid: int = 0) -> None:
+        self.address = address
+        self.number = number
+        self.mark = mark if number == 1 else f'{mark}"lane":{number},'
+        self.tid = tid
+        self.ends: list[int] = []
+        self.closings: list[str] = []
+
+    def takes(self, start_ns: int, end_ns: int) -> bool:
+        """Whether a slice nests here, after those over by its start are closed. Starts must not fall."""
+        ends = self.ends
+        while ends and ends[-1] <= start_ns:
+            ends.pop()
+        return len(ends) < DEEPEST and (not ends or ends[-1] >= end_ns)
+
+    def close(self, until_ns: int) -> Iterator[str]:
+        """The events that end the async slices which are over by then, innermost first."""
+        while self.ends and self.ends[-1] <= until_ns:
+            self.ends.pop()
+            yield self.closings.pop()
+
+
+class _Board:
+    """The lanes of a file, made as slices need them: `rows` by process and thread or stream, `tasks` by tree and
+    task. `moved` are the lanes of spans that the first lane of their thread did not take."""
+
+    def __init__(self, trace: Trace, base_ns: int) -> None:
+        self.base_ns = base_ns
+        self.pid = trace.origin.pid if 0 <= trace.origin.pid < DEVICE_PIDS else 0
+        self.rows: dict[tuple[int, int], list[_Lane]] = {}
+        self.tasks: dict[tuple[int, int], list[_Lane]] = {}
+        self.moved: dict[int, _Lane] = {}
+        self._spare_tids = count(SPARE_TIDS)
+
+    def time(self, time_ns: int) -> str:
+        """A time as microseconds since the base, with three decimals, exactly."""
+        since_ns = time_ns - self.base_ns
+        return f'"ts":{since_ns // 1000}{_MILLI[since_ns % 1000]}'
+
+    def thread(self, thread_id: int) -> _Lane:
+        """The first lane of a thread."""
+        lanes = self.rows.get((self.pid, thread_id))
+        return lanes[0] if lanes else self.lane(self.pid, thread_id, 0, 0)
+
+    def lane(self, pid: int, thread_or_stream: int, start_ns: int, end_ns: int) -> _Lane:
+        """The first lane of a thread or stream that takes a slice."""
+        lanes = self.rows.setdefault((pid, thread_or_stream), [])
+        for lane in lanes:
+            if lane.takes(start_ns, end_ns):
+                return lane
+        # Perfetto folds tid 0 into the main thread, and takes none beyond 32 bits.
+        own = not lanes and 0 < thread_or_stream < SPARE_TIDS
+        tid = thread_or_stream if own else next(self._spare_tids)
+        mark = "" if own else f'"thread":{thread_or_stream},'
+        lanes.append(_Lane(f',"pid":{pid},"tid":{tid}', len(lanes) + 1, mark, tid))
+        return lanes[-1]
+
+    def task_lane(self, span: Span, events: list[str]) -> _Lane:
+        """The first lane of a span's task that takes it; what ended there by now is added to the events."""
+        lanes = self.tasks.setdefault((span.root_id, span.task_id), [])
+        for lane in lanes:
+            events += lane.close(span.start_ns)
+            if lane.takes(span.start_ns, span.end_ns):
+                return lane
+        category = "request" if span.site.kind == "request" else "task"
+        lanes.append(_Lane(f'"cat":"{category}","id2":{{"local":"{span.span_id:#x}"}},"name":', len(lanes) + 1, ""))
+        return lanes[-1]
+
+    def closings(self, until_ns: int) -> Iterator[str]:
+        """The ends of the async slices that are over by then. Lanes left empty are forgotten, to save memory."""
+        for key, lanes in list(self.tasks.items()):
+            for lane in lanes:
+                yield from lane.close(until_ns)
+            if not any(lane.ends for lane in lanes):
+                del self.tasks[key]
+
+    def address(self, span: Span) -> str:
+        """Where the complete event of a span lies."""
+        return (self.moved.get(span.span_id) or self.thread(span.thread_id)).address
+
+
+def _device_pid(device: int) -> int:
+    return DEVICE_PIDS + device % DEVICE_PIDS
+
+
+def _name_event(what: str, value: str | int, place: str) -> str:
+    key = "sort_index" if isinstance(value, int) else "name"
+    return f'{{"ph":"M","name":"{what}","pid":{place},"args":{{"{key}":{_encode(_safe(value))}}}}}'
+
+
+def _process_names(pid: int, name: str, position: int) -> list[str]:
+    return [_name_event("process_name", name, f"{pid}"), _name_event("process_sort_index", position, f"{pid}")]
+
+
+def _lane_names(board: _Board, threads: Mapping[int, str]) -> Iterator[str]:
+    """The names of all lanes, threads in the order in which they are known, and of the devices."""
+    known = {thread_id: position for position, thread_id in enumerate(threads)}
+    positions = count()
+    seen = {board.pid}
+    for pid, own_id in sorted(board.rows, key=lambda row: (row[0], known.get(row[1], len(known)), row[1])):
+        if pid not in seen:
+            seen.add(pid)
+            yield from _process_names(pid, f"GPU {pid - DEVICE_PIDS}", 1 + pid - DEVICE_PIDS)
+        name = f"stream {own_id}" if pid != board.pid else threads.get(own_id) or f"thread {own_id}"
+        for lane in board.rows[pid, own_id]:
+            place = f'{pid},"tid":{lane.tid}'
+            yield _name_event("thread_name", name if lane.number == 1 else f"{name} ({lane.number})", place)
+            yield _name_event("thread_sort_index", next(positions), place)
+
+
+# Slices
+
+
+def _is_async(span: Span) -> bool:
+    return span.task_id != 0 or span.site.kind == "request"
+
+
+def _span_events(spans: Sequence[Span], board: _Board, sites: _Sites, binds: Mapping[int, str]) -> list[str]:
+    """The slices of spans that come by start. This loop is the cost of writing: about a microsecond a span."""
+    events: list[str] = []
+    append, texts, base_ns, firsts = events.append, sites.texts, board.base_ns, dict[int, _Lane]()
+    for span in spans:
+        start_ns, end_ns, site, thread_id = span.start_ns, span.end_ns, span.site, span.thread_id
+        if span.task_id or site.kind == "request":
+            _add_task_events(span, texts[site], board, binds, events)
+            continue
+        lane = firsts.get(thread_id) or firsts.setdefault(thread_id, board.thread(thread_id))
+        ends = lane.ends
+        while ends and ends[-1] <= start_ns:
+            ends.pop()
+        if ends and (ends[-1] < end_ns or len(ends) >= DEEPEST):
+            lane = board.moved[span.span_id] = board.lane(board.pid, thread_id, start_ns, end_ns)
+            ends = lane.ends
+        ends.append(end_ns)
+        head, tail, _, _ = texts[site]
+        since_ns, total_ns = start_ns - base_ns, end_ns - start_ns
+        more = ""
+        if span.active_ns != total_ns or span.error is not None or span.attributes or span.clipped or span.remote:
+            more = _more_args(span)
+        append(
+            f'{head}{since_ns // 1000}{_MILLI[since_ns % 1000]},"dur":{total_ns // 1000}{_MILLI[total_ns % 1000]}'
+            f'{lane.address},"args":{{{lane.mark}"id":{span.span_id},"parent":{span.parent_id},"root":{span.root_id}'
+            f',"self_ns":{span.self_ns}{more}{tail}{binds.get(span.span_id, "") if binds else ""}}}'
+        )
+    events += board.closings(spans[-1].start_ns)
+    return events
+
+
+def _add_task_events(span: Span, text: _SiteText, board: _Board, binds: Mapping[int, str], events: list[str]) -> None:
+    """The async slice of a span. Its end is written when its lane is next used, so that ends come innermost first."""
+    lane, thread = board.task_lane(span, events), board.thread(span.thread_id)
+    slice_text = f"{lane.address}{text.name}{thread.address}"
+    lane.ends.append(span.end_ns)
+    lane.closings.append(f'{{"ph":"e",{slice_text},{board.time(span.end_ns)}}}')
+    events.append(
+        f'{{"ph":"b",{slice_text},{board.time(span.start_ns)},"args":{{{thread.mark}{lane.mark}"kind":{text.kind}'
+        f',"id":{span.span_id},"parent":{span.parent_id},"root":{span.root_id},"total_ns":{span.total_ns}'
+        f',"self_ns":{span.self_ns}{_more_args(span)}{text.tail}{binds.get(span.span_id, "")}}}'
+    )
+
+
+def _more_args(span: Span) -> str:
+    """The arguments that only some spans have."""
+    more: dict[str, Any] = {"task": span.task_id} if span.task_id else {}
+    if span.active_ns != span.total_ns:
+        more["active_ns"] = span.active_ns
+    if span.error is not None:
+        more["error"] = _safe(span.error)
+    if span.clipped:
+        more["clipped"] = True
+    if span.remote is not None:
+        trace_id, span_id = f"{span.remote.trace_id:032x}", f"{span.remote.span_id:016x}"
+        more["remote"] = {"trace_id": trace_id, "span_id": span_id, "flags": span.remote.flags}
+    if span.attributes:
+        more["attributes"] = _safe(dict(span.attributes))
+    return "," + _encode(more)[1:-1] if more else ""
+
+
+def _device_events(owners: Sequence[Span], board: _Board, sites: _Sites, arrows: _Arrows) -> Iterator[str]:
+    """The device intervals of the spans. Only those that enclose no other have the argument `stream`, because
+    HolisticTraceAnalysis takes what has it for a kernel and adds all kernels up."""
+    found = [(interval, place, owner) for owner in owners for place, interval in enumerate(owner.device)]
+    found.sort(key=lambda item: (item[0].start_ns, -item[0].end_ns))
+    next_ns: dict[tuple[int, int], int] = {}
+    keys = []
+    for interval, _, _ in reversed(found):
+        stream = interval.device, interval.stream
+        keys.append("enclosing_stream" if next_ns.get(stream, FOREVER_NS) < interval.end_ns else "stream")
+        next_ns[stream] = interval.start_ns
+    for (interval, place, owner), key in zip(found, reversed(keys), strict=True):
+        lane = board.lane(_device_pid(interval.device), interval.stream, interval.start_ns, interval.end_ns)
+        lane.ends.append(interval.end_ns)
+        bind = arrows.launch(owner, interval, lane.address)
+        total_ns = interval.end_ns - interval.start_ns
+        yield (
+            f'{{"ph":"X","name":{sites.texts[owner.site].name},"cat":"device",{board.time(interval.start_ns)}'
+            f',"dur":{total_ns // 1000}{_MILLI[total_ns % 1000]}{lane.address},"args":{{{lane.mark}'
+            f'"owner":{owner.span_id},"place":{place},"device":{interval.device},"{key}":{interval.stream}'
+            f',"label":{_encode(_clean(interval.label))},"uncertainty_ns":{interval.uncertainty_ns}}}{bind}}}'
+        )
 
 
 # Arrows
@@ -340,288 +511,124 @@ def _tally_parts(tally: Tally, base_ns: int, sites: _SiteTable) -> str:
 class _Arrows:
     """The arrows of a file.
 
-    `binds` holds, by span id, the text that ties a slice to an arrow by itself, the only way that async slices
-    have; it has room for one tie, so a span cannot be bound as a start and as an end. Between complete events arrows
-    are events of their own: `starts` are their sources by (name, span id), `ends` lie on (thread or pid, lane, time).
+    Async slices can only be tied by a bind id, of which a slice has room for one: `binds` are those texts by span
+    id. Complete events have arrows of their own: `flows` are their name, source span, target's lane and time.
     """
 
     binds: dict[int, str] = field(default_factory=dict)
-    calls: list[tuple[Span, Span]] = field(default_factory=list)
-    launches: list[tuple[Span, DeviceInterval, _Lane]] = field(default_factory=list)
+    flows: list[tuple[str, Span, Span | str, int]] = field(default_factory=list)
     left_out: int = 0
 
+    def launch(self, owner: Span, interval: DeviceInterval, address: str) -> str:
+        """Add the arrow to a device interval; returns the text that ties the interval, if a bind does it."""
+        if not _may_lead(owner, interval.start_ns):
+            return ""
+        if _is_async(owner):
+            return _bind(owner.span_id, "in")
+        self.flows.append(("ac2g", owner, address, interval.start_ns))
+        return ""
 
-def _is_async(span: Span) -> bool:
-    return span.task_id != 0 or span.site.kind == "request"
+
+def _may_lead(source: Span, target_ns: int, bound: bool = False) -> bool:
+    """Whether an arrow can lead to what starts then. The end of a bind must start later than its source: at the
+    same time Perfetto sees complete events before async ones, and what it sees first cannot be an end."""
+    return source.start_ns < target_ns or (source.start_ns == target_ns and not (bound or _is_async(source)))
 
 
-def _plan_arrows(arrows: _Arrows, spans: Sequence[Span], owners: Sequence[Span]) -> None:
-    """Decide which arrows the file can have. A bind's end must begin later than its start: at one and the same
-    time Perfetto sees complete events before async ones, and an end before its start is no arrow."""
+def _bind(source_id: int, direction: str) -> str:
+    return f',"bind_id":"{SPARE_BINDS | source_id:#x}","flow_{direction}":true'
+
+
+def _plan_arrows(spans: Sequence[Span], owners: Sequence[Span]) -> _Arrows:
+    """Decide which arrows the file can have. Where a span would need two binds, its own targets win."""
+    arrows = _Arrows()
     by_id = {span.span_id: span for span in spans}
     ties: list[tuple[Span, Span]] = []
     for span in spans:
         parent = by_id.get(span.parent_id)
         if parent is None:
             continue
-        if not (parent.task_id or span.task_id) and parent.site.kind != "request" != span.site.kind:
-            if parent.thread_id != span.thread_id:
-                if parent.start_ns <= span.start_ns:
-                    arrows.calls.append((parent, span))
-                else:
-                    arrows.left_out += 1
-        elif _lane_key(parent) != _lane_key(span):
-            ties.append((parent, span))
-    tied = {o.span_id: o.span_id for o in owners if _is_async(o) and any(d.start_ns > o.start_ns for d in o.device)}
+        if span.task_id or parent.task_id or span.site.kind == "request" or parent.site.kind == "request":
+            if _lane_key(parent) != _lane_key(span):
+                ties.append((parent, span))
+        elif parent.thread_id != span.thread_id:
+            if _may_lead(parent, span.start_ns):
+                arrows.flows.append(("call", parent, span, span.start_ns))
+            else:
+                arrows.left_out += 1
+    bound: dict[int, int] = {}
+    for owner in owners:
+        legal = [_may_lead(owner, interval.start_ns) for interval in owner.device]
+        arrows.left_out += legal.count(False)
+        if _is_async(owner) and any(legal):
+            bound[owner.span_id] = owner.span_id
     for parent, span in reversed(ties):
-        free = span.span_id not in tied and tied.get(parent.span_id, parent.span_id) == parent.span_id
-        if free and parent.start_ns < span.start_ns:
-            tied[span.span_id] = tied[parent.span_id] = parent.span_id
+        room = span.span_id not in bound and bound.get(parent.span_id, parent.span_id) == parent.span_id
+        if room and _may_lead(parent, span.start_ns, bound=True):
+            bound[span.span_id] = bound[parent.span_id] = parent.span_id
         else:
             arrows.left_out += 1
-    for owner in owners:
-        earliest_ns = owner.start_ns + _is_async(owner)
-        arrows.left_out += sum(interval.start_ns < earliest_ns for interval in owner.device)
-    arrows.binds = {span_id: _bind(source, span_id == source) for span_id, source in tied.items()}
+    arrows.binds = {i: _bind(source_id, "out" if i == source_id else "in") for i, source_id in bound.items()}
+    return arrows
 
 
 def _lane_key(span: Span) -> tuple[int, int] | int:
-    """What the spans of one lane share: their tree and task, or their thread."""
+    """What the spans of one lane share: tree and task, or thread."""
     return (span.root_id, span.task_id) if _is_async(span) else span.thread_id
 
 
-def _bind(source_id: int, is_start: bool) -> str:
-    return f',"bind_id":"{SPARE_BINDS | source_id:#x}","flow_{"out" if is_start else "in"}":true'
-
-
 def _arrow_events(arrows: _Arrows, board: _Board) -> Iterator[str]:
-    """The arrows between complete events. A start and an end attach to the innermost slice at their time."""
+    """The arrows between complete events. Both ends attach to the innermost slice at their time."""
     started: set[tuple[str, int]] = set()
-    ends = [
-        *(("call", parent, board.address(span), span.start_ns) for parent, span in arrows.calls),
-        *(("ac2g", owner, lane.address, interval.start_ns) for owner, interval, lane in arrows.launches),
-    ]
-    for name, source, address, end_ns in ends:
-        arrow = f'"name":"{name}","cat":"{name}","id":{source.span_id},"ts":'
+    for name, source, target, target_ns in arrows.flows:
+        arrow = f'"name":"{name}","cat":"{name}","id":{source.span_id}'
         if (name, source.span_id) not in started:
             started.add((name, source.span_id))
-            yield f'{{"ph":"s",{arrow}{_us(source.start_ns - board.base_ns)}{board.address(source)}}}'
-        yield f'{{"ph":"f","bp":"e",{arrow}{_us(end_ns - board.base_ns)}{address}}}'
+            yield f'{{"ph":"s",{arrow},{board.time(source.start_ns)}{board.address(source)}}}'
+        address = target if isinstance(target, str) else board.address(target)
+        yield f'{{"ph":"f","bp":"e",{arrow},{board.time(target_ns)}{address}}}'
 
 
-# Lanes
+# Reading
 
 
-class _Lane:
-    """One row of the viewer, in which slices nest: `ends` are the ends of those now open, outermost first.
+def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
+    """Read a trace and its tally from Chrome JSON, plain or packed with gzip.
 
-    `address` is the constant text that puts an event on it, `number` its place among the lanes of one thread,
-    stream or task. `closings` are the events that will end the open slices of an async lane.
+    What `dump` wrote comes back exactly, spans by start. Other profilers' traces are read by their slices: lanes
+    become threads, containment makes the trees, and self times follow from these. A file without a tally has it
+    counted from its spans. At most `limit_bytes` of unpacked text are read, one event at a time.
+
+    Raises `TraceError` for whatever cannot be read.
     """
-
-    __slots__ = ("address", "closings", "ends", "mark", "number", "tid")
-
-    def __init__(self, address: str, number: int, mark: str, tid: int = 0) -> None:
-        self.address = address
-        self.number = number
-        self.mark = mark
-        self.tid = tid
-        self.ends: list[int] = []
-        self.closings: list[str] = []
-
-    def takes(self, start_ns: int, end_ns: int) -> bool:
-        """Whether a slice nests here, after those that end by its start are closed. Starts must not fall."""
-        ends = self.ends
-        while ends and ends[-1] <= start_ns:
-            ends.pop()
-        return len(ends) < DEEPEST and (not ends or ends[-1] >= end_ns)
-
-    def close(self, until_ns: int) -> Iterator[str]:
-        """The events that end the async slices which end by then, innermost first."""
-        while self.ends and self.ends[-1] <= until_ns:
-            self.ends.pop()
-            yield self.closings.pop()
+    source = Path(path)
+    try:
+        return _load(source, limit_bytes)
+    except RecursionError as problem:
+        why, cause = "it nests deeper than any trace; give a Chrome trace in JSON", problem
+    except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
+        why, cause = "its gzip data is cut off or damaged; write or copy it again", problem
+    except OSError as problem:
+        why, cause = f"{problem.strerror or problem}; give a trace file that may be read", problem
+    except UnicodeDecodeError as problem:
+        why, cause = "it is not UTF-8 text; give a Chrome trace in JSON", problem
+    except ValueError as problem:
+        why, cause = str(problem), problem
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as problem:
+        why, cause = f"a part is missing or of a wrong type ({problem!r:.80}); write or copy it again", problem
+    raise TraceError(f"cannot read the trace {source}: {why}") from cause
 
 
-class _Board:
-    """The lanes of a file, made when the first slice needs them."""
-
-    def __init__(self, trace: Trace, base_ns: int) -> None:
-        self.trace = trace
-        self.base_ns = base_ns
-        pid = trace.origin.pid
-        self.pid = pid if 0 <= pid < DEVICE_PIDS else 0
-        self.threads: dict[int, list[_Lane]] = {}
-        self.streams: dict[tuple[int, int], list[_Lane]] = {}
-        self.tasks: dict[tuple[int, int], list[_Lane]] = {}
-        self.moved: dict[int, _Lane] = {}
-        self._spare_tids = count(SPARE_TIDS)
-
-    def thread(self, thread_id: int) -> list[_Lane]:
-        """The lanes of a thread."""
-        lanes = self.threads.get(thread_id)
-        if lanes is None:
-            lanes = self.threads[thread_id] = []
-            self._add(lanes, self.pid, thread_id, f'"thread":{thread_id},')
-        return lanes
-
-    def thread_lane(self, thread_id: int, span: Span) -> _Lane:
-        """The lane of a thread for a span that the first lane does not take."""
-        lanes = self.thread(thread_id)
-        lane = next((lane for lane in lanes if lane.takes(span.start_ns, span.end_ns)), None)
-        if lane is None:
-            lane = self._add(lanes, self.pid, None, f'"thread":{thread_id},')
-        if lane.number > 1:
-            self.moved[span.span_id] = lane
-        return lane
-
-    def stream_lane(self, interval: DeviceInterval) -> _Lane:
-        """The lane of a stream that takes an interval."""
-        lanes = self.streams.setdefault((interval.device, interval.stream), [])
-        lane = next((lane for lane in lanes if lane.takes(interval.start_ns, interval.end_ns)), None)
-        return lane or self._add(lanes, _device_pid(interval.device), None if lanes else interval.stream, "")
-
-    def _add(self, lanes: list[_Lane], pid: int, tid: int | None, mark: str) -> _Lane:
-        """Add a lane; without an id, or with one that viewers fold into another lane, it gets a spare id."""
-        if tid is not None and 0 < tid < SPARE_TIDS:
-            own_tid, mark = tid, ""
-        else:
-            own_tid = next(self._spare_tids)
-        number = len(lanes) + 1
-        mark += f'"lane":{number},' if number > 1 else ""
-        lane = _Lane(f',"pid":{pid},"tid":{own_tid}', number, f',"args":{{{mark}"id":', own_tid)
-        lanes.append(lane)
-        return lane
-
-    def task_lane(self, span: Span) -> tuple[_Lane, list[str]]:
-        """The async lane that takes a span, and the events that ended there before."""
-        lanes = self.tasks.setdefault((span.root_id, span.task_id), [])
-        ended: list[str] = []
-        for lane in lanes:
-            ended += lane.close(span.start_ns)
-            if lane.takes(span.start_ns, span.end_ns):
-                return lane, ended
-        category = "request" if span.site.kind == "request" else "task"
-        number = len(lanes) + 1
-        mark = f'"lane":{number},' if number > 1 else ""
-        lane = _Lane(f'"cat":"{category}","id2":{{"local":"{span.span_id:#x}"}},"name":', number, mark)
-        lanes.append(lane)
-        return lane, ended
-
-    def closing_events(self, until_ns: int) -> Iterator[str]:
-        """End the async slices that are over by then, and forget the lanes that are empty."""
-        for key, lanes in list(self.tasks.items()):
-            for lane in lanes:
-                yield from lane.close(until_ns)
-            if not any(lane.ends for lane in lanes):
-                del self.tasks[key]
-
-    def address(self, span: Span) -> str:
-        """Where the complete event of a span lies."""
-        return (self.moved.get(span.span_id) or self.thread(span.thread_id)[0]).address
-
-    def process_events(self, owners: Sequence[Span]) -> str:
-        """The names of the host's process and of the devices."""
-        origin = self.trace.origin
-        names = [(self.pid, _text(origin.service) or f"process {origin.pid}", _text(origin.host), 0)]
-        for device in sorted({interval.device for owner in owners for interval in owner.device}):
-            names.append((_device_pid(device), f"GPU {device}", "", 1 + device % DEVICE_PIDS))
-        events = []
-        for pid, name, labels, place in names:
-            events += [_name_event("process_name", "name", name, pid), _name_event("process_sort_index", "sort_index", place, pid)]
-            if labels:
-                events.append(_name_event("process_labels", "labels", labels, pid))
-        return ",\n".join(events)
-
-    def lane_events(self) -> Iterator[str]:
-        """The names of the lanes, in the order in which the threads are known."""
-        threads = self.trace.threads
-        known = [*threads, *(thread_id for thread_id in self.threads if thread_id not in threads)]
-        named = [(self.pid, threads.get(i) or f"thread {i}", self.threads[i]) for i in known if i in self.threads]
-        for (device, stream), lanes in sorted(self.streams.items()):
-            named.append((_device_pid(device), f"stream {stream}", lanes))
-        places = count()
-        for pid, name, lanes in named:
-            for lane in lanes:
-                full = _text(name) if lane.number == 1 else f"{_text(name)} ({lane.number})"
-                yield _name_event("thread_name", "name", full, pid, lane.tid)
-                yield _name_event("thread_sort_index", "sort_index", next(places), pid, lane.tid)
-
-
-def _device_pid(device: int) -> int:
-    return DEVICE_PIDS + device % DEVICE_PIDS
-
-
-def _name_event(what: str, key: str, value: str | int, pid: int, tid: int | None = None) -> str:
-    place = f'"pid":{pid}' if tid is None else f'"pid":{pid},"tid":{tid}'
-    return f'{{"ph":"M","name":"{what}",{place},"args":{{"{key}":{_encode(value)}}}}}'
-
-
-# Slices
-
-
-def _host_events(spans: Sequence[Span], board: _Board, sites: _SiteTable, arrows: _Arrows) -> list[str]:
-    """The slices of spans, which come by start. The hot loop of writing: about a microsecond a span."""
-    lines: list[str] = []
-    append, texts, threads, binds, base_ns = lines.append, sites.texts, board.threads, arrows.binds, board.base_ns
-    for span in spans:
-        start_ns, end_ns, site, thread_id = span.start_ns, span.end_ns, span.site, span.thread_id
-        head, tail, _, kind = texts[site]
-        if span.task_id or site.kind == "request":
-            _task_events(span, texts[site], board, binds, lines)
-            continue
-        lane = threads[thread_id][0] if thread_id in threads else board.thread(thread_id)[0]
-        ends = lane.ends
-        while ends and ends[-1] <= start_ns:
-            ends.pop()
-        if ends and (ends[-1] < end_ns or len(ends) >= DEEPEST):
-            lane = board.thread_lane(thread_id, span)
-            ends = lane.ends
-        ends.append(end_ns)
-        at_ns, total_ns = start_ns - base_ns, end_ns - start_ns
-        more = bind = ""
-        if span.active_ns != total_ns or span.error is not None or span.attributes or span.clipped or span.remote:
-            more = _more_args(span)
-        if binds:
-            bind = binds.get(span.span_id, "")
-        append(
-            f'{head}{at_ns // 1000}{_MILLI[at_ns % 1000]},"dur":{total_ns // 1000}{_MILLI[total_ns % 1000]}'
-            f'{lane.address}{lane.mark}{span.span_id},"parent":{span.parent_id},"root":{span.root_id}'
-            f',"self_ns":{span.self_ns}{more}{tail}{bind}}}'
-        )
-    if board.tasks:
-        lines += board.closing_events(spans[-1].start_ns)
-    return lines
-
-
-def _task_events(span: Span, text: _SiteText, board: _Board, binds: Mapping[int, str], lines: list[str]) -> None:
-    """The async slice of a span. Its end is written when the lane is next used, so that ends come innermost first."""
-    lane, ended = board.task_lane(span)
-    lines += ended
-    first = board.thread(span.thread_id)[0]
-    thread = "" if first.tid == span.thread_id else f'"thread":{span.thread_id},'
-    where = f"{lane.address}{text.name}{first.address}"
-    lane.ends.append(span.end_ns)
-    lane.closings.append(f'{{"ph":"e",{where},"ts":{_us(span.end_ns - board.base_ns)}}}')
-    lines.append(
-        f'{{"ph":"b",{where},"ts":{_us(span.start_ns - board.base_ns)},"args":{{{thread}{lane.mark}'
-        f'"id":{span.span_id},"parent":{span.parent_id},"root":{span.root_id},"self_ns":{span.self_ns}'
-        f'{_more_args(span)},"kind":{text.kind}{text.tail}{binds.get(span.span_id, "")}}}'
-    )
-
-
-def _more_args(span: Span) -> str:
-    """The arguments that only some spans have."""
-    more = f',"task":{span.task_id}' if span.task_id else ""
-    if span.active_ns != span.end_ns - span.start_ns:
-        more += f',"active_ns":{span.active_ns}'
-    if span.error is not None:
-        more += f',"error":{_encode(_text(span.error))}'
-    if span.clipped:
-        more += ',"clipped":true'
-    if span.remote is not None:
-        remote = span.remote
-        more += f',"remote":{{"trace_id":"{remote.trace_id:032x}","span_id":"{remote.span_id:016x}","flags":{remote.flags}}}'
-    if span.attributes:
-        more += f',"attributes":{_encode(_safe(dict(span.attributes)))}'
-    return more
+def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally]:
+    facts = source.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise ValueError("it is not a regular file; give a trace file")
+    if not facts.st_size:
+        raise ValueError("it is empty; write it again")
+    with source.open("rb") as file:
+        gzipped = file.read(2) == b"\x1f\x8b"
+    with gzip.open(source) if gzipped else source.open("rb") as text:
+        json_text = _JsonText(text.read, limit_bytes)
+        if not gzipped:
+            json_text.refuse_beyond_limit(facts.st_size)
+        return _content(_members(json_text))

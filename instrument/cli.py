@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--state", choices=STATES, default="All")
     report.add_argument("--sorted-by", choices=SORT_KEYS, default="default")
     report.add_argument("--threads", choices=("both", "merged", "apart"), default="both")
-    report.add_argument("--rows", type=int, metavar="N", help="rows of each level (default: all)")
+    report.add_argument("--rows", type=int, metavar="N", help="the N heaviest rows of each block (default: all)")
     report.set_defaults(verb=_report, takes_host=False)
     return parser
 

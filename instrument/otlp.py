@@ -14,6 +14,7 @@ import io
 import itertools
 import numbers
 import os
+import re
 import socket
 import struct
 import sys
@@ -22,10 +23,10 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.errors import FAULTS, ExportError, logger
 from instrument.spans import DeviceInterval, Origin, RemoteParent, Site, Span
@@ -33,6 +34,10 @@ from instrument.spans import DeviceInterval, Origin, RemoteParent, Site, Span
 if TYPE_CHECKING:
     import logging
     import ssl
+    from http.client import HTTPResponse
+
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import ReadableSpan
 
     from instrument.profile import Otlp
 
@@ -40,12 +45,15 @@ QUEUE_SPANS = 65_536
 """Spans that may wait for delivery; beyond it the oldest whole trees go."""
 REQUEST_SPANS = 4_000
 REQUEST_BYTES = 512 << 10
-"""A request's limits, before compression: common receivers answer 413 above 1 MiB, some drop what is above 8,192 spans."""
+"""A request's limits, before compression: there are receivers that refuse 1 MiB, and that drop beyond 8,192 spans."""
 
 _BATCH_SPANS = 2_000
 _BATCH_DELAY_S = 1.0
 _FIRST_BACK_OFF_S = 0.25
-_QUIET_S = 60.0
+_QUIET_NS = 60 * 10**9
+_PATIENCE_S = 0.1
+_LEAST_REQUEST_BYTES = 64 << 10
+_THREAD_NAME = "instrument-otlp"
 _GRPC_REQUEST_SPANS = 1_000  # receivers stop at 4 MiB; the official exporter says no sizes
 _MASK = (1 << 64) - 1
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
@@ -55,6 +63,7 @@ _OUTCOMES = ("exported", "rejected", "failed", "dropped")  # of a tree in severa
 _EXPORTED, _REJECTED, _FAILED, _DROPPED = range(4)
 _HAS_IS_REMOTE, _IS_REMOTE = 0x100, 0x200  # opentelemetry-proto, SpanFlags
 _INTERNAL_KIND, _SERVER_KIND = b"\x30\x01", b"\x30\x02"
+_pack_double = struct.Struct("<cd").pack
 _pack_times = struct.Struct("<BQBQ").pack  # each number after its tag: 0x39 start, 0x41 end
 
 _MEMCPY_KINDS = {
@@ -64,8 +73,14 @@ _MEMCPY_KINDS = {
     "p2p": "MemcpyDeviceToDevice",
 }
 _FILLED = frozenset(
-    "code.file.path code.function.name code.line.number error.type instrument.active_ns instrument.clipped "
-    "instrument.instance instrument.kind instrument.self_ns instrument.task_id thread.id thread.name".split()
+    (
+        *("code.file.path", "code.function.name", "code.line.number", "error.type", "thread.id", "thread.name"),
+        *(f"instrument.{name}" for name in ("active_ns", "clipped", "instance", "kind", "self_ns", "task_id")),
+    )
+)
+# ExportTraceServiceResponse.partial_success {rejected_spans, error_message}; serialisers write fields in this order
+_PARTIAL_SUCCESS = re.compile(
+    rb"\x0a[\x80-\xff]*[\x00-\x7f](?:\x08([\x80-\xff]*[\x00-\x7f]))?(?:\x12[\x80-\xff]*[\x00-\x7f](.*))?", re.DOTALL
 )
 
 
@@ -183,8 +198,9 @@ def _given(kind: str, attributes: Iterable[tuple[str, object]]) -> dict[str, obj
     found = {key: value for key, value in attributes if key not in _FILLED}
     if kind == "copy":
         memcpy_kind = _MEMCPY_KINDS.get(str(found.get("direction")))
-        for key in found.keys() & {"direction", "bytes", "pinned", "sync"}:
-            found[f"instrument.{key}"] = found.pop(key)
+        for key in ("direction", "bytes", "pinned", "sync"):
+            if key in found:
+                found[f"instrument.{key}"] = found.pop(key)
         if memcpy_kind is not None:
             found["cuda.memcpy.kind"] = memcpy_kind
     return found
@@ -225,22 +241,27 @@ def _text(tag: bytes, text: str) -> bytes:
 
 
 def _any_value(value: object) -> bytes:
-    if isinstance(value, str):
+    if type(value) is str:
         return _text(b"\x0a", value)
-    if isinstance(value, bool):
+    if type(value) is bool:
         return b"\x10\x01" if value else b"\x10\x00"
-    if isinstance(value, int):
+    if type(value) is int and -1 << 63 <= value < 1 << 63:
         return b"\x18" + _varint(value & _MASK)
-    if isinstance(value, float):
-        return b"\x21" + struct.pack("<d", value)
-    if isinstance(value, list):
+    if type(value) is float:
+        return _pack_double(b"\x21", value)
+    if type(value) is list:
         return _field(b"\x2a", b"".join([_field(b"\x0a", _any_value(item)) for item in value]))
-    raise TypeError(f"{type(value).__name__} is not a plain value")
+    return _any_value(_plain(value))
+
+
+@lru_cache(maxsize=1024)
+def _key(key: str) -> bytes:
+    return _text(b"\x0a", key)
 
 
 @lru_cache(maxsize=1024)
 def _int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
-    named = _text(b"\x0a", key) + b"\x12" + _varint(varint_bytes + 1) + b"\x18"
+    named = _key(key) + b"\x12" + _varint(varint_bytes + 1) + b"\x18"
     return tag + _varint(len(named) + varint_bytes) + named
 
 
@@ -249,7 +270,7 @@ def _attribute(key: str, value: object, tag: bytes = b"\x4a") -> bytes:
     if type(value) is int and 0 <= value < 1 << 63:
         number = _varint(value)
         return _int_head(tag, key, len(number)) + number
-    return _field(tag, _text(b"\x0a", key) + _field(b"\x12", _any_value(_plain(value))))
+    return _field(tag, _key(key) + _field(b"\x12", _any_value(value)))
 
 
 def _attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> bytes:
@@ -295,11 +316,9 @@ def _pack_device_facts(span: Span, interval: DeviceInterval) -> bytes:
     return _text(b"\x2a", _device_name(span.site)) + _INTERNAL_KIND + _attributes(_device_attributes(span, interval))
 
 
-def _identify(
-    spans: Sequence[Span], ids: Ids
-) -> Iterator[tuple[int, int, int, int, Span, DeviceInterval | None]]:
+def _identify(spans: Sequence[Span], ids: Ids) -> Iterator[tuple[int, int, int, int, Span, DeviceInterval | None]]:
     """Trace id, span id, parent id (0: none) and OTLP flags of each span and, right after it, its device intervals."""
-    remotes = {span.root_id: span.remote for span in spans if span.remote is not None and not span.parent_id}
+    remotes = {span.root_id: span.remote for span in spans if span.remote is not None}
     known: dict[int, int] = {}
     root_id = -1
     for span in spans:
@@ -395,7 +414,7 @@ def _suppress_instrumentation() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What became of one request: whether it was taken, how many spans were rejected all the same, and why."""
+    """What became of one request: whether it was taken, how many of its spans were rejected all the same, and why."""
 
     taken: bool
     rejected: int = 0
@@ -427,62 +446,49 @@ def _positive(seconds: float) -> float:
     return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    status: int
-    phrase: str
-    headers: Mapping[str, str]
-    body: bytes
-
-
 class _Http:
-    """OTLP over HTTP/1.1, one connection kept alive.
+    """OTLP over HTTP/1.1 on one connection that is kept alive. The export thread's, except `abort` and `forked`.
 
     It speaks over its own socket, and only parses with `http.client`, because other instrumentations replace the
     methods of `http.client.HTTPConnection` and would make spans of these calls. Proxy variables are not read.
     """
 
     request_spans = REQUEST_SPANS
+    encode = staticmethod(pack)
 
     def __init__(self, settings: Otlp) -> None:
         from urllib.parse import urlsplit
 
         url = urlsplit(settings.endpoint)
-        path = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        lines = [f"POST {path} HTTP/1.1", f"Host: {url.netloc.rpartition('@')[2]}", "User-Agent: instrument-sdk"]
-        lines += [f"{name}: {value}" for name, value in settings.headers]
-        if url.scheme not in ("http", "https") or not url.hostname or " " in path or not url.netloc.isprintable():
+        if url.scheme not in ("http", "https") or not url.hostname:
             raise ExportError(f"asked to export spans to {settings.endpoint!r}, which is no http:// or https:// URL")
-        if not all(line.isprintable() and line.isascii() for line in lines):
-            raise ExportError("a header or the path of the OTLP endpoint holds characters that HTTP does not allow")
-        self._address = (url.hostname, url.port or (443 if url.scheme == "https" else 80))
-        self._tls = url.scheme == "https"
+        path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        lines = [f"POST {path} HTTP/1.1", f"Host: {url.netloc.rpartition('@')[2]}"]
+        lines += [f"{name}: {value}" for name, value in settings.headers]
+        if " " in path or not all(line.isascii() and line.isprintable() for line in lines):
+            raise ExportError("a header or the path of the OTLP endpoint holds characters that are not allowed there")
+        lines += [f"User-Agent: instrument-sdk/{_version()}", "Content-Type: application/x-protobuf"]
         self._gzip = settings.compression == "gzip"
-        lines += ["Content-Type: application/x-protobuf", *(["Content-Encoding: gzip"] if self._gzip else [])]
-        self._head = "\r\n".join(lines).encode() + b"\r\nContent-Length: "
+        lines += ["Content-Encoding: gzip"] if self._gzip else []
+        self._head = "\r\n".join([*lines, "Content-Length: "]).encode()
+        self._tls = url.scheme == "https"
+        self._address = (url.hostname, url.port or (443 if self._tls else 80))
         self._socket: socket.socket | None = None
-        self._packer = _Packer()
-        self._batch: tuple[Ids, Origin, Mapping[int, str]] | None = None
-        self._envelope: _Envelope | None = None
-        self._envelope_key: tuple[object, ...] = ()
+        self._resource = b""
 
-    def prepare(self, ids: Ids, origin: Origin, threads: Mapping[int, str]) -> None:
-        provider = _provider_resource()
-        if self._envelope is None or self._envelope_key != (ids, origin, provider):
-            self._envelope = _Envelope.of(_resource_attributes(origin, ids, provider))
-            self._envelope_key = (ids, origin, provider)
-        self._batch = (ids, origin, threads)
-
-    def encode(self, spans: Sequence[Span]) -> Iterator[bytes]:
-        assert self._batch is not None  # noqa: S101  prepare came first
-        return self._packer.pack(spans, *self._batch)
+    def speak_for(self, resource: Mapping[str, object]) -> None:
+        """Send under this resource from now on."""
+        self._resource = _field(b"\x0a", _attributes(resource, b"\x0a"))
 
     def size(self, piece: bytes) -> int:
+        """Bytes that a piece adds to a request."""
         return len(piece)
 
     def send(self, pieces: Sequence[bytes], left_s: Callable[[], float], pause: Callable[[float], None]) -> _Verdict:
-        assert self._envelope is not None  # noqa: S101  prepare came first
-        body = self._envelope.around(pieces)
+        """Deliver one request, trying again while there is time and hope."""
+        from http.client import HTTPException
+
+        body = request_of(self._resource, pieces)
         if self._gzip:
             press = zlib.compressobj(1, zlib.DEFLATED, 31)
             body = press.compress(body) + press.flush()
@@ -491,27 +497,25 @@ class _Http:
             reused = self._socket is not None
             wait_s = back_off_s * (0.8 + os.urandom(1)[0] / 640)
             try:
-                reply = self._post(body, left_s)
-            except TimeoutError as fault:
-                return _Verdict(False, reason=str(fault) or "no answer in time")
+                response, content = self._post(body, left_s)
             except OSError as fault:
                 if reused:  # the collector may have closed an idle connection
                     continue
                 reason = f"{type(fault).__name__}: {fault}"
-            except _http_exception() as fault:
+            except HTTPException as fault:
                 return _Verdict(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")
             else:
-                if reply.status not in (429, 502, 503, 504):
-                    return _judge(reply, len(pieces))
-                reason = f"HTTP {reply.status} {reply.phrase}"
-                asked_s = _retry_after_s(reply.headers.get("Retry-After"))
+                if response.status not in (429, 502, 503, 504):
+                    return _judge(response, content, len(pieces))
+                reason = f"HTTP {response.status} {response.reason[:100]}"
+                asked_s = _retry_after_s(response.getheader("Retry-After"))
                 wait_s = wait_s if asked_s is None else asked_s
             if wait_s >= left_s():
                 return _Verdict(False, reason=reason)
             pause(wait_s)
             back_off_s *= 2
 
-    def _post(self, body: bytes, left_s: Callable[[], float]) -> _Reply:
+    def _post(self, body: bytes, left_s: Callable[[], float]) -> tuple[HTTPResponse, bytes]:
         from http.client import HTTPException, HTTPResponse
 
         try:
@@ -526,95 +530,60 @@ class _Http:
             try:
                 content = response.read(1 << 16)
             except (HTTPException, OSError):
-                content = b""  # the status has been said; the rest of the answer is not worth a second delivery
+                content = b""  # the status has been said; the rest is not worth a second delivery
             if response.will_close or not response.isclosed():
                 self.close()
-            return _Reply(response.status, response.reason[:100], response.headers, content)
+            return response, content
         except BaseException:
             self.close()
             raise
 
     def _connect(self, left_s: Callable[[], float]) -> socket.socket:
         sock = socket.create_connection(self._address, timeout=_positive(left_s()))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not self._tls:
-            return sock
         try:
-            return _tls_context().wrap_socket(sock, server_hostname=self._address[0])
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return _tls_context().wrap_socket(sock, server_hostname=self._address[0]) if self._tls else sock
         except BaseException:
             sock.close()
             raise
 
     def close(self) -> None:
+        """Close the connection; the next request opens another."""
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.close()
 
+    forked = close
+
     def abort(self) -> None:
+        """From another thread: wake the one that waits in the socket."""
         sock = self._socket
         if sock is not None:
             try:
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # wakes the thread that waits in it; not TLS's own
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # the plain one: TLS's own would drop its state
             except OSError:
-                pass  # already closed by the other side
-
-    def forked(self) -> None:
-        self.close()
+                pass  # the other side was quicker
 
 
-def _http_exception() -> type[Exception]:
-    from http.client import HTTPException
-
-    return HTTPException
-
-
-def _judge(reply: _Reply, spans: int) -> _Verdict:
-    if 200 <= reply.status < 300:
-        is_json = "json" in reply.headers.get("Content-Type", "")
-        rejected, message = (0, "") if is_json else _partial_success(reply.body)
-        return _Verdict(True, rejected=max(0, min(rejected, spans)), reason=message)
-    location = reply.headers.get("Location")
-    reason = f"HTTP {reply.status} {reply.phrase}" + (f", redirected to {location[:200]}" if location else "")
-    return _Verdict(False, too_large=reply.status == 413, reason=reason)
+def _judge(response: HTTPResponse, content: bytes, spans: int) -> _Verdict:
+    if 200 <= response.status < 300:
+        rejected, message = _partial_success(content)
+        return _Verdict(True, rejected=min(rejected, spans), reason=message)
+    reason = f"HTTP {response.status} {response.reason[:100]}"
+    location = response.getheader("Location")
+    if location:
+        reason += f", redirected to {location[:200]}"
+    return _Verdict(False, too_large=response.status == 413, reason=reason)
 
 
-def _partial_success(body: bytes) -> tuple[int, str]:
-    """`rejected_spans` and `error_message` of an ExportTraceServiceResponse; what does not parse rejects nothing."""
-    try:
-        inner = dict(_fields(body)).get(1, b"")
-        fields = dict(_fields(inner)) if isinstance(inner, bytes) else {}
-    except (IndexError, struct.error):
+def _partial_success(answer: bytes) -> tuple[int, str]:
+    """How many spans the collector rejected in an answer that says success, and why; 0 when it does not parse."""
+    found = _PARTIAL_SUCCESS.match(answer)
+    if found is None:
         return 0, ""
-    rejected, message = fields.get(1, 0), fields.get(2, b"")
-    return (
-        rejected - (rejected >> 63 << 64) if isinstance(rejected, int) else 0,
-        message.decode("utf-8", "replace")[:500] if isinstance(message, bytes) else "",
-    )
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    position = 0
-    while position < len(message):
-        tag, position = _read_varint(message, position)
-        value: int | bytes
-        if tag & 7 == 0:
-            value, position = _read_varint(message, position)
-        elif tag & 7 == 2:
-            size, position = _read_varint(message, position)
-            value, position = message[position : position + size], position + size
-        else:
-            raise IndexError("a wire type that the answer does not use")
-        yield tag >> 3, value
-
-
-def _read_varint(message: bytes, position: int) -> tuple[int, int]:
-    number = shift = 0
-    while True:
-        byte = message[position]
-        number |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-        if byte < 0x80:
-            return number & _MASK, position
+    varint, message = found.group(1) or b"", found.group(2) or b""
+    rejected = sum((byte & 0x7F) << 7 * place for place, byte in enumerate(varint))
+    return rejected if rejected < 1 << 63 else 0, message.decode("utf-8", "replace")[:500]
 
 
 def _retry_after_s(text: str | None) -> float | None:
@@ -624,18 +593,18 @@ def _retry_after_s(text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        return float(text) if text.strip().isdigit() else parsedate_to_datetime(text).timestamp() - time.time()
+        return float(text) if text.strip().isdigit() else max(0, parsedate_to_datetime(text).timestamp() - time.time())
     except (TypeError, ValueError, OverflowError):
         return None
 
 
 def _tls_context() -> ssl.SSLContext:
-    """The system's trust, or what OpenTelemetry's variables name instead."""
+    """The system's trust, or the certificates that OpenTelemetry's variables name."""
     import ssl
 
     def named(setting: str) -> str | None:
-        prefixes = ("OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_")
-        return next(filter(None, (os.environ.get(prefix + setting) for prefix in prefixes)), None)
+        signal = os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{setting}")
+        return signal or os.environ.get(f"OTEL_EXPORTER_OTLP_{setting}") or None
 
     context = ssl.create_default_context(cafile=named("CERTIFICATE"))
     certificate = named("CLIENT_CERTIFICATE")
@@ -644,92 +613,75 @@ def _tls_context() -> ssl.SSLContext:
     return context
 
 
-class _Grpc:
-    """OTLP over gRPC by the official exporter, with its own retries.
+def require_grpc() -> None:
+    """Raise ExportError when the official gRPC exporter is not installed. Imports no more than its parent packages."""
+    from importlib.util import find_spec
 
-    That exporter does not tell how many spans the collector rejected, so here a rejected span counts as exported.
+    try:
+        installed = find_spec("opentelemetry.exporter.otlp.proto.grpc") and find_spec("grpc")
+    except ModuleNotFoundError:
+        installed = None
+    if installed is None:
+        raise ExportError(
+            "asked to export spans by grpc, but the official exporter is not installed; "
+            "install instrument-sdk[grpc], or set the protocol to http/protobuf"
+        )
+
+
+class _Grpc:
+    """OTLP over gRPC by the official exporter, with its own retries. The export thread's, except `abort` and `forked`.
+
+    The official exporter does not tell how many spans the collector rejected: here those count as exported.
     """
 
     request_spans = _GRPC_REQUEST_SPANS
+    _of_parents: ClassVar[list[Any]] = []
 
     def __init__(self, settings: Otlp) -> None:
-        from importlib.util import find_spec
-
-        try:
-            installed = find_spec("opentelemetry.exporter.otlp.proto.grpc") and find_spec("grpc")
-        except ModuleNotFoundError:
-            installed = None
-        if installed is None:
-            raise ExportError(
-                f"asked to export spans to {settings.endpoint!r} by grpc, but the official exporter is not installed; "
-                "install instrument-sdk[grpc], or set the protocol to http/protobuf"
-            )
+        require_grpc()
         self._settings = settings
         self._exporter: Any = None
-        self._left_to_the_parent: list[Any] = []
-        self._said = ""
         self._resource: Any = None
-        self._resource_key: tuple[object, ...] = ()
-        self._batch: tuple[Ids, Origin, Mapping[int, str]] | None = None
+        self._said = ""
 
-    def prepare(self, ids: Ids, origin: Origin, threads: Mapping[int, str]) -> None:
+    def speak_for(self, resource: Mapping[str, object]) -> None:
+        """Send under this resource from now on."""
         from opentelemetry.sdk.resources import Resource
 
-        provider = _provider_resource()
-        if self._resource_key != (ids, origin, provider):
-            attributes = _resource_attributes(origin, ids, provider)
-            self._resource = Resource({key: _plain(value) for key, value in attributes.items()})  # type: ignore[misc]
-            self._resource_key = (ids, origin, provider)
-        self._batch = (ids, origin, threads)
+        self._resource = Resource(_official(resource))
 
-    def encode(self, spans: Sequence[Span]) -> Iterator[Any]:
+    def encode(
+        self, spans: Sequence[Span], ids: Ids, origin: Origin, threads: Mapping[int, str]
+    ) -> Iterator[ReadableSpan]:
+        """Each span and device interval as the SDK's own, with our ids and times."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-        assert self._batch is not None  # noqa: S101  prepare came first
-        ids, origin, threads = self._batch
-        remotes = _remotes(spans)
         scope = InstrumentationScope("instrument", _version(), _SCHEMA_URL)
-        for span in spans:
-            remote = remotes.get(span.root_id)
-            trace_id = ids.trace_id(span.root_id) if remote is None else remote.trace_id
-            flags = TraceFlags(1 if remote is None else remote.flags & 0xFF)
-            context = SpanContext(trace_id, ids.span_id(span.span_id), False, flags)
-            parent = None
-            if span.parent_id:
-                parent = SpanContext(trace_id, ids.span_id(span.parent_id), False, flags)
-            elif remote is not None:
-                parent = SpanContext(trace_id, remote.span_id, True, flags)
-            error = None if span.error is None else Status(StatusCode.ERROR, str(_plain(span.error)))
+        for trace_id, own, parent, flags, span, interval in _identify(spans, ids):
+            times, site, w3c_flags = interval or span, span.site, TraceFlags(flags & 0xFF)
+            failed = interval is None and span.error is not None
+            facts = attributes_of(span, threads) if interval is None else _device_attributes(span, interval)
             yield ReadableSpan(
-                str(_plain(span.site.name)),
-                context,
-                parent,
-                self._resource,
-                _plain_attributes(attributes_of(span, threads)),
-                kind=SpanKind.SERVER if span.site.kind == "request" else SpanKind.INTERNAL,
-                status=error or Status(StatusCode.UNSET),
-                start_time=origin.realtime_of(span.start_ns),
-                end_time=origin.realtime_of(span.end_ns),
+                str(_plain(site.name if interval is None else _device_name(site))),
+                context=SpanContext(trace_id, own, False, w3c_flags),
+                parent=SpanContext(trace_id, parent, bool(flags & _IS_REMOTE), w3c_flags) if parent else None,
+                resource=self._resource,
+                attributes=_official(facts),
+                kind=SpanKind.SERVER if interval is None and site.kind == "request" else SpanKind.INTERNAL,
+                status=Status(StatusCode.ERROR, str(_plain(span.error))) if failed else Status(StatusCode.UNSET),
+                start_time=origin.realtime_of(times.start_ns),
+                end_time=origin.realtime_of(times.end_ns),
                 instrumentation_scope=scope,
             )
-            for interval in span.device:
-                yield ReadableSpan(
-                    str(_plain(_device_name(span.site))),
-                    SpanContext(trace_id, ids.device_span_id(), False, flags),
-                    context,
-                    self._resource,
-                    _plain_attributes(_device_attributes(span, interval)),
-                    start_time=origin.realtime_of(interval.start_ns),
-                    end_time=origin.realtime_of(interval.end_ns),
-                    instrumentation_scope=scope,
-                )
 
-    def size(self, piece: Any) -> int:
+    def size(self, _piece: ReadableSpan) -> int:
+        """Nothing: the official exporter packs, so only the number of spans is known."""
         return 0
 
-    def send(self, pieces: Sequence[Any], left_s: Callable[[], float], pause: Callable[[float], None]) -> _Verdict:
+    def send(self, pieces: Sequence[ReadableSpan], _left_s: object, _pause: object) -> _Verdict:
+        """Deliver one request, within the time that the official exporter was given."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         self._said = ""
@@ -738,36 +690,379 @@ class _Grpc:
             return _Verdict(True)
         return _Verdict(False, reason=self._said or "the official gRPC exporter reported a failure")
 
-    def _open(self) -> Any:
+    def _open(self) -> OTLPSpanExporter:
         import logging
+        from importlib import import_module
 
-        from grpc import Compression
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        thread_id = threading.get_ident()
-
-        def listen(record: logging.LogRecord) -> bool:
-            if record.thread != thread_id:
-                return True
-            self._said = record.getMessage()  # said once by us, not once a request by it
-            return False
-
-        logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").addFilter(listen)
+        compression = import_module("grpc").Compression
+        logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").addFilter(self._listen)
         return OTLPSpanExporter(
             endpoint=self._settings.endpoint,
             headers=tuple((name.lower(), value) for name, value in self._settings.headers),
             timeout=self._settings.timeout_ns / 1e9,
-            compression=Compression.Gzip if self._settings.compression == "gzip" else Compression.NoCompression,
+            compression=compression.Gzip if self._settings.compression == "gzip" else compression.NoCompression,
         )
 
+    def _listen(self, record: logging.LogRecord) -> bool:
+        """Keep what the official exporter logs of our requests for the report; we say it once, it says it each time."""
+        if record.threadName != _THREAD_NAME:
+            return True
+        self._said = record.getMessage()
+        return False
+
     def close(self) -> None:
+        """Close the channel; the next request opens another."""
         exporter, self._exporter = self._exporter, None
         if exporter is not None:
             exporter.shutdown(timeout_millis=0)
 
-    def abort(self) -> None:
-        self.close()
+    abort = close
 
     def forked(self) -> None:
-        self._left_to_the_parent.append(self._exporter)  # closing the parent's channel in a child can hang it
+        """Leave the channel alone: closing or collecting the parent's in a child can hang it."""
+        self._of_parents.append(self._exporter)
         self._exporter = None
+
+
+def _official(attributes: Mapping[str, object]) -> Any:
+    return {str(_plain(key)): _plain(value) for key, value in attributes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What became of the spans offered since the exporter was made.
+
+    `settled` says whether the fate of everything offered before the flush was known in time, `reason` why the last
+    spans that were lost were lost.
+    """
+
+    offered: int
+    exported: int
+    rejected: int
+    failed: int
+    dropped: int
+    pending: int
+    settled: bool
+    reason: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it was delivered: settled in time, and nothing ever lost."""
+        return self.settled and not (self.rejected or self.failed or self.dropped)
+
+
+@dataclass(slots=True, eq=False)
+class _Tree:
+    """One kept tree on its way. `size` counts its spans on the wire, `left` those of unknown fate."""
+
+    spans: Sequence[Span]
+    size: int
+    left: int
+    outcome: int = _EXPORTED
+
+
+class Exporter:
+    """Delivers kept trees to a collector from one daemon thread, and counts the fate of every span.
+
+    Every method but `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser.
+    `threads` gives the names of threads by native id. `origin` and `ids` may be read, and `origin` replaced by a
+    renewed one, at any time.
+
+    Raises ExportError for settings that cannot work, among them grpc without its extra.
+    """
+
+    def __init__(self, settings: Otlp, origin: Origin, threads: Callable[[], Mapping[int, str]]) -> None:
+        self._settings = settings
+        self._threads = threads
+        self.origin = origin
+        self._sender = self._make_sender()
+        self._begin_anew()
+
+    def _make_sender(self) -> _Http | _Grpc:
+        if self._settings.protocol == "grpc":
+            return _Grpc(self._settings)
+        if self._settings.protocol == "http/protobuf":
+            return _Http(self._settings)
+        raise ExportError(f"asked to export spans by {self._settings.protocol!r}; there are http/protobuf and grpc")
+
+    def _begin_anew(self) -> None:
+        fates = ("offered", *_OUTCOMES, "pending")
+        self.ids = Ids()
+        self._lock = threading.Lock()
+        self._inbox: deque[_Tree] = deque()
+        self._queue: deque[_Tree] = deque()
+        self._queued_spans = 0
+        self._in_flight: set[_Tree] = set()
+        self._counts = dict.fromkeys((*fates, *(f"{fate}_trees" for fate in fates), "requests"), 0)
+        self._wake: SimpleQueue[SimpleQueue[None] | None] = SimpleQueue()
+        self._halt: SimpleQueue[None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stop_at_ns = _NEVER_NS
+        self._closed = False
+        self._request_bytes = REQUEST_BYTES
+        self._resource_key: tuple[object, ...] = ()
+        self._reason = ""
+        self._failing = False
+        self._quiet_until_ns = 0
+
+    def start(self) -> None:
+        """Start the thread; nothing happens when it runs already. What was offered before is sent too."""
+        with self._lock:
+            if self._thread is not None:
+                return
+            self._closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
+            self._sender, self._resource_key = self._make_sender(), ()
+            thread = threading.Thread(target=self._run, args=(self._sender,), name=_THREAD_NAME, daemon=True)
+            self._thread = thread
+        thread.start()
+
+    def offer(self, spans: Sequence[Span]) -> bool:
+        """Hand over one kept tree; True if it will be sent unless newer ones push it out.
+
+        Never blocks and never raises; about 40 ns a span. When the queue is full the oldest trees go. A later part of
+        the same tree may be offered by itself; any one span with the root's `remote` gives the part its trace.
+        """
+        if not spans:
+            return False
+        try:
+            size = len(spans) + sum([len(span.device) for span in spans])
+            self._inbox.append(_Tree(spans, size, size))
+            if self._lock.acquire(blocking=False):  # whoever holds it, or the thread's next round, takes it in instead
+                try:
+                    self._take_in()
+                finally:
+                    self._lock.release()
+            if self._queued_spans >= _BATCH_SPANS and self._wake.empty():
+                self._wake.put(None)
+        except Exception as fault:  # noqa: BLE001  our own fault is counted, not raised into the service
+            FAULTS.note("offer of spans to the OTLP exporter", fault)
+            return False
+        return size <= QUEUE_SPANS and not self._closed
+
+    def flush(self, timeout_ns: int) -> Delivery:
+        """Send what was offered so far, wait for its fate up to the time given, and tell the truth about it."""
+        thread = self._thread
+        settled = not self.counts()["pending"]
+        if not settled and thread is not None and thread.is_alive():
+            reply: SimpleQueue[None] = SimpleQueue()
+            self._wake.put(reply)
+            try:
+                reply.get(timeout=min(max(0, timeout_ns) / 1e9, threading.TIMEOUT_MAX))
+                settled = True
+            except Empty:
+                pass  # the time is up; the counts say how far it came
+        counts = self.counts()
+        fates = {fate: counts[fate] for fate in ("offered", *_OUTCOMES, "pending")}
+        return Delivery(**fates, settled=settled, reason=self._reason)
+
+    def stop(self, timeout_ns: int) -> Delivery:
+        """Flush within the time given and end the thread, whatever the collector does.
+
+        What still waits then counts as dropped, what was under way as failed. `start` begins again.
+        """
+        self._stop_at_ns = time.monotonic_ns() + timeout_ns
+        self._halt.put(None)
+        settled = self.flush(timeout_ns).settled
+        sender, thread = self._sender, self._thread
+        held = self._lock.acquire(timeout=_PATIENCE_S)
+        try:
+            self._closed, self._thread = True, None
+            self._give_up("stopped before the collector had answered")
+        finally:
+            if held:
+                self._lock.release()
+        self._wake.put(None)
+        if thread is not None:
+            sender.abort()
+            thread.join(_PATIENCE_S)
+        return replace(self.flush(0), settled=settled)
+
+    def counts(self) -> Mapping[str, int]:
+        """Spans by fate (``exported``), trees by fate (``exported_trees``) and settled ``requests``, since it was made.
+
+        offered = exported + rejected + failed + dropped + pending, in both units. A device interval counts as a span,
+        an offer as a tree, and a tree as exported only if all its spans surely were.
+        """
+        held = self._lock.acquire(timeout=_PATIENCE_S)  # not for ever: a signal handler may have interrupted the holder
+        try:
+            if held:
+                self._take_in()
+            return dict(self._counts)
+        finally:
+            if held:
+                self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
+        self._sender.forked()
+        self._begin_anew()
+
+    def _take_in(self) -> None:
+        """With the lock: move what was offered to the queue, and keep the queue within its bound."""
+        counts = self._counts
+        while self._inbox:
+            tree = self._inbox.popleft()
+            for fate in ("offered", "pending"):
+                counts[fate] += tree.size
+                counts[f"{fate}_trees"] += 1
+            if self._closed or tree.size > QUEUE_SPANS:
+                self._settle(tree, tree.size, _DROPPED)
+                continue
+            self._queue.append(tree)
+            self._queued_spans += tree.size
+            while self._queued_spans > QUEUE_SPANS:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        tree = self._queue.popleft()
+        self._queued_spans -= tree.size
+        self._settle(tree, tree.size, _DROPPED)
+
+    def _settle(self, tree: _Tree, spans: int, outcome: int) -> None:
+        """With the lock: some spans of a tree have met their fate."""
+        tree.left -= spans
+        tree.outcome = max(tree.outcome, outcome)
+        self._counts[_OUTCOMES[outcome]] += spans
+        self._counts["pending"] -= spans
+        if not tree.left:
+            self._counts[f"{_OUTCOMES[tree.outcome]}_trees"] += 1
+            self._counts["pending_trees"] -= 1
+            self._in_flight.discard(tree)
+
+    def _give_up(self, reason: str) -> None:
+        """With the lock: settle what is under way as failed and, once closed, what waits as dropped."""
+        if self._in_flight or (self._closed and self._queue):
+            self._reason = reason
+        for tree in list(self._in_flight):
+            self._settle(tree, tree.left, _FAILED)
+        self._take_in()
+        while self._closed and self._queue:
+            self._drop_oldest()
+
+    def _run(self, sender: _Http | _Grpc) -> None:
+        """The export thread: every second, or when enough waits or somebody asks, send all that waits."""
+        me = threading.current_thread()
+        while self._thread is me:
+            try:
+                reply = self._wake.get(timeout=_BATCH_DELAY_S)
+            except Empty:
+                reply = None
+            try:
+                self._send_queue(sender)
+            except Exception as fault:  # noqa: BLE001  the thread has to outlive what it did not expect
+                with self._lock:
+                    if self._thread is me:
+                        self._give_up(f"{type(fault).__name__}: {fault}")
+                FAULTS.note("OTLP export", fault)
+            if reply is not None:
+                reply.put(None)
+        sender.close()
+
+    def _send_queue(self, sender: _Http | _Grpc) -> None:
+        with self._lock:
+            self._take_in()
+            waiting = len(self._queue)
+        if not waiting:
+            return
+        origin, threads = self.origin, self._threads()
+        self._renew_resource(sender, origin)
+        pieces: list[Any] = []
+        owners: list[_Tree] = []
+        size = 0
+        for _ in range(waiting):
+            tree = self._next_tree()
+            if tree is None:
+                break
+            encoded = self._encode(sender, tree, origin, threads)
+            for piece in encoded:
+                added = sender.size(piece)
+                if pieces and (len(pieces) >= sender.request_spans or size + added > self._request_bytes):
+                    self._deliver(sender, pieces, owners)
+                    pieces, owners, size = [], [], 0
+                pieces.append(piece)
+                owners.append(tree)
+                size += added
+        if pieces:
+            self._deliver(sender, pieces, owners)
+
+    def _renew_resource(self, sender: _Http | _Grpc, origin: Origin) -> None:
+        provider = _provider_resource()
+        key = (self.ids, origin, provider)
+        if key != self._resource_key:
+            sender.speak_for(_resource_attributes(origin, self.ids, provider))
+            self._resource_key = key
+            _suppress_instrumentation()
+
+    def _next_tree(self) -> _Tree | None:
+        with self._lock:
+            if self._thread is not threading.current_thread() or not self._queue:
+                return None
+            tree = self._queue.popleft()
+            self._queued_spans -= tree.size
+            self._in_flight.add(tree)
+            return tree
+
+    def _encode(self, sender: _Http | _Grpc, tree: _Tree, origin: Origin, threads: Mapping[int, str]) -> list[Any]:
+        spans, tree.spans = tree.spans, ()
+        try:
+            return list(sender.encode(spans, self.ids, origin, threads))
+        except Exception as fault:  # noqa: BLE001  one tree that cannot be said does not stop the others
+            with self._lock:
+                if tree in self._in_flight:
+                    self._reason = f"{type(fault).__name__}: {fault}"
+                    self._settle(tree, tree.left, _FAILED)
+            FAULTS.note("encoding of spans", fault)
+            return []
+
+    def _deliver(self, sender: _Http | _Grpc, pieces: list[Any], owners: list[_Tree]) -> None:
+        """Send one request, in halves when the collector finds it too large, and settle its spans."""
+        me = threading.current_thread()
+        deadline_ns = time.monotonic_ns() + self._settings.timeout_ns
+
+        def left_s() -> float:
+            """Nothing once another thread has taken over or the exporter has stopped."""
+            return (min(deadline_ns, self._stop_at_ns) - time.monotonic_ns()) / 1e9 if self._thread is me else 0.0
+
+        verdict = sender.send(pieces, left_s, self._pause)
+        if verdict.too_large and len(pieces) > 1:
+            self._request_bytes = max(_LEAST_REQUEST_BYTES, sum(map(sender.size, pieces)) // 2)
+            middle = len(pieces) // 2
+            self._deliver(sender, pieces[:middle], owners[:middle])
+            self._deliver(sender, pieces[middle:], owners[middle:])
+            return
+        with self._lock:
+            if self._thread is not me:
+                return
+            outcome = _FAILED if not verdict.taken else _REJECTED if verdict.rejected else _EXPORTED
+            for tree, spans in Counter(owners).items():
+                self._settle(tree, spans, outcome)
+            if outcome == _REJECTED:
+                self._counts["rejected"] -= len(owners) - verdict.rejected
+                self._counts["exported"] += len(owners) - verdict.rejected
+            self._counts["requests"] += 1
+        self._say(verdict)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before another try; `stop` cuts it short."""
+        try:
+            self._halt.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        except Empty:
+            pass  # waited in full
+
+    def _say(self, verdict: _Verdict) -> None:
+        """Log the first failure and the recovery from it, each at most once in a while."""
+        if verdict.reason:
+            self._reason = verdict.reason
+        lost = not verdict.taken or verdict.rejected > 0
+        if lost and not self._failing and time.monotonic_ns() >= self._quiet_until_ns:
+            self._failing = True
+            logger.warning(
+                "spans do not reach the OpenTelemetry collector (%s); the service is not affected, losses are counted",
+                verdict.reason or f"{verdict.rejected} rejected",
+            )
+        elif self._failing and not lost:
+            self._failing = False
+            self._quiet_until_ns = time.monotonic_ns() + _QUIET_NS
+            logger.warning("spans reach the OpenTelemetry collector again")

@@ -296,7 +296,8 @@ class _Reading:
     def note(self, at: _Node, where: str, found: str, allowed: str, near: str = "") -> None:
         """Note one problem; `near` is what was perhaps meant."""
         self.faults += 1
-        place = f"{self.name}:{at.line}:{at.column}: {where or 'profile'}"
+        where = _clip(where or "profile") if where.isprintable() else ascii(_clip(where))
+        place = f"{self.name}:{at.line}:{at.column}: {where}"
         meant = f"; did you mean '{near}'?" if near else ""
         self.problems.append((at.line, at.column, f"{place}: found {found}; allowed: {allowed}{meant}"))
 
@@ -358,9 +359,8 @@ def _compose(reading: _Reading, text: str) -> _Node:
         line = text.splitlines()[at.line - 1 : at.line]
         hint = " (inside [] and {} a ${...} needs quotes)" if "${" in "".join(line) else ""
         reading.refuse(at, "YAML", f"broken YAML ({found})", f"one document of valid YAML{hint}")
-    if root is None:
-        return _Node("mapping", 1, 1)
-    return _Tree(reading, loader.resolve).node(root, "")
+    node = _Tree(reading, loader.resolve).node(root, "") if root else None
+    return _Node("mapping", 1, 1) if node is None or node.kind == "null" else node
 
 
 def _place(mark: Any) -> _Node:
@@ -462,7 +462,9 @@ def _join(where: str, name: str) -> str:
 
 def _clip(text: str) -> str:
     """Text fit for a message: short, and without the credentials of a URL."""
-    text = re.sub(r"//[^/@]*@", "//***@", text)
+    before, at, after = text.rpartition("@")
+    if at and "//" in before:
+        text = f"{before.partition('//')[0]}//***@{after}"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -476,7 +478,7 @@ def _nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     from difflib import get_close_matches
 
     folded = {name.lower(): name for name in known}
-    close = get_close_matches(word.lower(), folded, n=1, cutoff=cutoff)
+    close = get_close_matches(word[:80].lower(), folded, n=1, cutoff=cutoff)
     return folded[close[0]] if close else ""
 
 
@@ -737,7 +739,7 @@ def _one_or_more(read_item: Read) -> Read:
 def _fields(reading: _Reading, node: _Node, where: str, section: str) -> dict[str, Any]:
     """The fields that one mapping gives to its type, once all its keys are read and none was refused."""
     keys = KEYS[section]
-    if node.kind not in ("mapping", "null"):
+    if node.kind != "mapping":
         reading.refuse(node, where, _show(node), f"a mapping of {', '.join(keys)}")
     faults = reading.faults
     for name, (place, _) in node.pairs.items():
@@ -748,7 +750,9 @@ def _fields(reading: _Reading, node: _Node, where: str, section: str) -> dict[st
         path = _join(where, name)
         source, child = "profile", node.pairs[name][1] if name in node.pairs else None
         read, label = key.read, path
-        if child is None or (child.kind == "null" and not key.blank):
+        if child and child.kind == "null" and key.blank:
+            child = _Node("mapping", child.line, child.column)
+        elif child is None or child.kind == "null":
             source, read, child = _variable(reading, path, node)
             label = f"{path} (from {source})"
         if path in VARIABLES:

@@ -27,7 +27,7 @@ from instrument.probes.selection import Selection, Verdict
 from instrument.profile import Profile, Schedule, Summary, load
 from instrument.recorder import RECORDER, Cursor, measure_cost_ns
 from instrument.report.events import events
-from instrument.spans import Cost, Origin, RemoteParent, Span, Trace
+from instrument.spans import Cost, Origin, Span, Trace
 from instrument.tally import Tally
 
 PUMP_S = 0.2
@@ -109,9 +109,9 @@ class Session:
                 if window is not None:
                     self._write_window(*window)
 
-    def _keep(self, spans: list[Span], remote: RemoteParent | None) -> None:
+    def _keep(self, spans: list[Span]) -> None:
         if self._exporter is not None:
-            self._exporter.offer(spans, remote)
+            self._exporter.offer(spans)
 
     def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
         """Hand over all that has finished and wait, at most so long, until the collector has it.

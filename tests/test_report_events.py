@@ -22,12 +22,12 @@ GOLDEN = Path(__file__).parent / "golden" / "fluid185_All_OpDetail_total_compile
 FLUID_CELLS = ["Calls", "Total", "CPU Time (Ratio)", "GPU Time (Ratio)", "Min.", "Max.", "Ave.", "Ratio."]
 OUR_CELLS = ["p50", "p99"]
 
-Path_ = tuple[Site, ...]
+CallPath = tuple[Site, ...]
 
 
 def count(
     tally: Tally,
-    path: Path_,
+    path: CallPath,
     total_ms: float,
     *,
     calls: int = 1,
@@ -114,7 +114,7 @@ def without_tag(cell: str) -> str:
 def tally_of_paddle() -> Tally:
     """The per-thread half of the golden report as a tally; its threads are listed newest first."""
     tally = Tally({thread: f"worker {thread}" for thread in range(3)})
-    path: Path_ = ()
+    path: CallPath = ()
     thread = -1
     for row in table_rows(reports(GOLDEN.read_text())[1]):
         name, depth = without_tag(row["Event"]).strip(), depth_of(row["Event"])
@@ -406,7 +406,7 @@ def test_a_copy_is_named_and_counted_by_direction_and_synchronicity(direction: s
     assert f"  GpuMemcpy{label}         Calls: 2           Total: 1           Ratio: 25%\n" in report
 
 
-COMPUTATIONS: dict[str, tuple[list[tuple[Path_, float]], str, str]] = {
+COMPUTATIONS: dict[str, tuple[list[tuple[CallPath, float]], str, str]] = {
     "a phase named compute counts whole, and nothing under it again": (
         [
             ((op("a"),), 10),
@@ -469,7 +469,7 @@ FIVE = {"a": (1, 5.0, 5.0, 5.0), "b": (4, 8.0, 1.0, 4.0), "c": (2, 6.0, 2.0, 4.5
 )
 def test_the_sort_key_orders_every_level(sorted_by: str, order: str, heading: str, level: str) -> None:
     tally = Tally()
-    above: Path_ = () if level == "top" else (op("outer"),)
+    above: CallPath = () if level == "top" else (op("outer"),)
     if above:
         count(tally, above, 30)
     for name, (calls, total, least, most) in FIVE.items():
@@ -586,8 +586,8 @@ def test_sites_of_one_place_in_two_processes_are_one_instance() -> None:
         (Site("conv", kind="op", module="chat.model", qualname="Net.conv"), "  conv0 [chat.model.Net.conv]"),
         (Site("conv", kind="op", file="model.py", line=3), "  conv0 [model.py:3]"),
         (op("conv"), "  conv0"),
-        (layer("Linear", "a" * 40 + "b" * 40), "  Linear0 [" + "a" * 23 + "..." + "b" * 22 + "]"),
-        (layer("L" * 50, "too.long.to.fit"), "  " + "L" * 50 + "0"),
+        (layer("Linear", "a" * 40 + "b" * 40), "  Linear0 [" + "a" * 25 + "..." + "b" * 24 + "]"),
+        (layer("L" * 54, "too.long.to.fit"), "  " + "L" * 54 + "0"),
     ],
 )
 def test_an_instance_says_which_one_it_is_where_there_is_room(site: Site, shown: str) -> None:
@@ -707,7 +707,7 @@ TIMES = st.integers(0, 10**16)
 
 
 @st.composite
-def spans_of_one_call(draw: st.DrawFn) -> Totals:
+def any_totals(draw: st.DrawFn) -> Totals:
     host, device, calls = draw(TIMES), draw(st.one_of(st.just(0), TIMES)), draw(st.integers(1, 10**6))
     elapsed = draw(st.integers(max(host, device), host + device))
     low = elapsed // calls
@@ -725,7 +725,7 @@ def tallies(draw: st.DrawFn, *, complete: bool = False) -> Tally:
         thread = draw(st.integers(0, 2))
         for length in range(1 if complete else len(path), len(path) + 1):
             if complete or draw(st.integers(0, 9)):
-                tally.totals(path[:length], thread).merge(draw(spans_of_one_call()))
+                tally.totals(path[:length], thread).merge(draw(any_totals()))
             else:
                 tally.totals(path[:length], thread)
     return tally
@@ -752,14 +752,14 @@ def test_no_tally_and_no_name_breaks_a_line_or_runs_into_the_next_column(
     for report in reports(text) if tally.calls else []:
         header, *lines = (screen(line) for line in table_lines(report))
         starts = [m.start() for m in re.finditer(r"(?:CPU|GPU) Time \(Ratio\)|\S+", header)]
-        assert starts[1] <= 62
+        assert starts[1] <= 66
         for line in lines:
             for start in starts[1:]:
                 assert line[start - 2 : start] == "  "
                 assert line[start] not in " \0"
 
 
-def subtrees(rows: Sequence[EventRow]) -> Iterable[list[EventRow]]:
+def blocks(rows: Sequence[EventRow]) -> Iterable[list[EventRow]]:
     """The rows of each thread."""
     for thread in dict.fromkeys(row.thread for row in rows):
         yield [row for row in rows if row.thread == thread]
@@ -767,7 +767,7 @@ def subtrees(rows: Sequence[EventRow]) -> Iterable[list[EventRow]]:
 
 @given(tallies(), OPTIONS)
 def test_every_row_follows_its_parent(tally: Tally, options: dict[str, object]) -> None:
-    for rows in subtrees(events_rows(tally, **options)):
+    for rows in blocks(events_rows(tally, **options)):
         assert rows[0].depth == 0
         assert all(after.depth <= before.depth + 1 for before, after in itertools.pairwise(rows))
         assert all(row.name.startswith("(remaining") for row in rows if row.remaining)
@@ -776,7 +776,7 @@ def test_every_row_follows_its_parent(tally: Tally, options: dict[str, object]) 
 
 @given(tallies(complete=True), OPTIONS)
 def test_the_ratios_of_the_top_rows_of_a_block_add_up_to_one(tally: Tally, options: dict[str, object]) -> None:
-    for rows in subtrees(events_rows(tally, **options)):
+    for rows in blocks(events_rows(tally, **options)):
         ratios = [row.ratio for row in rows if row.depth == 0]
         if any(row.total_ns for row in rows if row.depth == 0):
             assert sum(ratios) == pytest.approx(1)
@@ -787,7 +787,7 @@ def test_the_ratios_of_the_top_rows_of_a_block_add_up_to_one(tally: Tally, optio
 @given(tallies(complete=True), OPTIONS)
 def test_a_limit_changes_no_sum_of_a_level(tally: Tally, options: dict[str, object]) -> None:
     def top_sums(rows: Sequence[EventRow]) -> list[tuple[int, int]]:
-        tops = [[row for row in block if row.depth == 0] for block in subtrees(rows)]
+        tops = [[row for row in block if row.depth == 0] for block in blocks(rows)]
         return [(sum(row.total_ns for row in block), sum(row.calls for row in block)) for block in tops]
 
     assert top_sums(events_rows(tally, **options)) == top_sums(events_rows(tally, **{**options, "rows": None}))

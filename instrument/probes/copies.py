@@ -8,6 +8,7 @@ is the business of device intervals.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -46,6 +47,7 @@ class Copies:
         self.hits = [0] * len(self.rules)
         self._recorder = recorder
         self._sites: dict[tuple[str, bool, bool], Site] = {}
+        self._inside = threading.local()
 
     def attach(self, torch: Any, *, initialised: Callable[[], bool] | None = None) -> Undo:
         """Replace the tensor methods; returns the way back.
@@ -79,49 +81,60 @@ class Copies:
 
     def _converting(self, method: Any, ready: Callable[[], bool], compiling: Callable[[], bool]) -> Any:
         """For methods that return a tensor, the very same where there was nothing to do."""
-        recorder, clock = self._recorder, time.monotonic_ns
+        recorder = self._recorder
 
         def wrapper(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if compiling() or not recorder.on or not ready():
                 return method(self_, *args, **kwargs)
-            start = clock()
-            out = method(self_, *args, **kwargs)
-            if out is not self_ and hasattr(out, "device"):
-                asynchronous = bool(kwargs.get("non_blocking", False)) or True in args[1:]
-                self._note(self_, self_.device, out.device, start, asynchronous)
+            out, start_ns = self._timed(method, self_, args, kwargs)
+            if start_ns and out is not self_ and hasattr(out, "device"):
+                self._note(self_, self_.device, out.device, start_ns, _is_asynchronous(args, kwargs))
             return out
 
         return wrapper
 
     def _reading(self, method: Any, ready: Callable[[], bool], compiling: Callable[[], bool]) -> Any:
         """For methods that bring values to Python: they wait for the device by themselves."""
-        recorder, clock = self._recorder, time.monotonic_ns
+        recorder = self._recorder
 
         def wrapper(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if compiling() or not recorder.on or not ready() or self_.device.type == "cpu":
                 return method(self_, *args, **kwargs)
-            start = clock()
-            out = method(self_, *args, **kwargs)
-            self._note(self_, self_.device, _HOST, start, asynchronous=False)
+            out, start_ns = self._timed(method, self_, args, kwargs)
+            if start_ns:
+                self._note(self_, self_.device, _HOST, start_ns, asynchronous=False)
             return out
 
         return wrapper
 
     def _copying(self, method: Any, ready: Callable[[], bool], compiling: Callable[[], bool]) -> Any:
         """For `target.copy_(source)`."""
-        recorder, clock = self._recorder, time.monotonic_ns
+        recorder = self._recorder
 
         def wrapper(self_: Any, *args: Any, **kwargs: Any) -> Any:
             source = args[0] if args else kwargs.get("src", kwargs.get("other"))
             if compiling() or not recorder.on or not ready() or not hasattr(source, "device"):
                 return method(self_, *args, **kwargs)
-            start = clock()
-            out = method(self_, *args, **kwargs)
-            asynchronous = bool(kwargs.get("non_blocking", False)) or True in args[1:]
-            self._note(source, source.device, self_.device, start, asynchronous)
+            out, start_ns = self._timed(method, self_, args, kwargs)
+            if start_ns:
+                self._note(source, source.device, self_.device, start_ns, _is_asynchronous(args, kwargs))
             return out
 
         return wrapper
+
+    def _timed(self, method: Any, tensor: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
+        """The method's result and when it began; 0 inside another of these methods, which times the same copy.
+
+        A tensor subclass's `__torch_function__` comes back to the methods of `torch.Tensor`.
+        """
+        if getattr(self._inside, "busy", False):
+            return method(tensor, *args, **kwargs), 0
+        self._inside.busy = True
+        try:
+            start_ns = time.monotonic_ns()
+            return method(tensor, *args, **kwargs), start_ns
+        finally:
+            self._inside.busy = False
 
     def _note(self, moved: Any, source: Any, target: Any, start_ns: int, asynchronous: bool) -> None:
         """Record the copy that has just been made if a rule wants it."""
@@ -150,6 +163,11 @@ class Copies:
             # setdefault, because two threads may be first: one site for each key or the tally would split.
             site = self._sites.setdefault(key, Site(f"memcpy {way}", kind="copy", device=True, attributes=facts))
         return site
+
+
+def _is_asynchronous(args: Any, kwargs: Any) -> bool:
+    """Whether the call asked for `non_blocking`: by name, or as the first truth value, which comes before `copy`."""
+    return bool(kwargs.get("non_blocking", next((argument for argument in args if isinstance(argument, bool)), False)))
 
 
 class _Host:

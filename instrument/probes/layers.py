@@ -26,6 +26,12 @@ from instrument.spans import Site
 
 _NOT_SELECTED = Site("(not selected)")
 
+_WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Names under which torch.compile, FSDP and checkpointing put the module that they wrap: no part of a path."""
+
+_REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
+"""Classes that put the module that they wrap under the name `module`."""
+
 
 class _Paths:
     """Where each module sits: its parent and its name there, held weakly."""
@@ -54,7 +60,8 @@ class _Paths:
             parent = place[0]()
             if parent is None:
                 break
-            names.append(place[1])
+            wraps = place[1] in _WRAPPING or (place[1] == "module" and type(parent).__name__ in _REPLICATING)
+            names.extend([] if wraps else [place[1]])
             module = parent
         return ".".join(reversed(names))
 

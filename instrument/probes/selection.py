@@ -166,8 +166,6 @@ class Selection:
             close = difflib.get_close_matches(text, known, n=1, cutoff=0.6)
             if close:
                 return close[0]
-            if "<locals>" in text:
-                return "none, because functions made inside a function cannot be reached from outside"
         return None
 
     def _layer_verdicts(self) -> list[Verdict]:

@@ -41,10 +41,14 @@ ORDERS = {
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
+"""Kinds of which `AllOpDetail` shows each instance."""
 
-NAME_LIMIT = 60
+NAME_LIMIT = 64
+"""Columns of a name, indent and thread tag included; fluid's longest names fit."""
 DETAIL_LEAST = 12
+"""Columns below which an instance's detail is left out rather than shortened."""
 INDENT_LIMIT = 12
+"""Levels that are indented; deeper ones are numbered."""
 LABEL_WIDTH = 25
 NUMBER_WIDTH = 12
 PART_WIDTH = 24
@@ -192,7 +196,7 @@ def _tree(tally: Tally, tracer_option: str) -> list[_Entry]:
     root = _Entry(role="root", name="", site=Site(""), parent=None, depth=-1)
     entries = [root]
     for row in tally.rows():
-        above, counted = root, [root]
+        above, counted = root, list[_Entry]()
         for site in row.path:
             counted = []
             for level in _levels(site, above is root, tracer_option):

@@ -1,0 +1,182 @@
+"""Which requests are kept in full, and that everything else is counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from trees import outline, tree_of
+
+from instrument.capture import Trees
+from instrument.profile import Capture, Rate
+from instrument.recorder import Cursor, Recorder
+from instrument.spans import RemoteParent, Site, Span
+
+REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
+
+
+class Kept:
+    """A reader of a recorder with a capture rule; `read` tells what was kept since the last time."""
+
+    def __init__(self, recorder: Recorder, capture: Capture, spans_per_request: int = 100) -> None:
+        self.trees: list[list[Span]] = []
+        self.cursor = Cursor(recorder)
+        self.of = Trees(recorder, capture, spans_per_request, self.trees.append)
+
+    def read(self) -> list[list[Span]]:
+        self.of.take(self.cursor.read())
+        kept, self.trees[:] = list(self.trees), []
+        return kept
+
+
+def serve(recorder: Recorder, leaves: int = 1, *, error: bool = False, sleep_s: float = 0.0) -> int:
+    """One request; returns its span id."""
+    frame = recorder.open(REQUEST)
+    for _ in range(leaves):
+        recorder.close(recorder.open(LEAF))
+    time.sleep(sleep_s)
+    recorder.close(frame, ValueError() if error else None)
+    return int(frame[1])
+
+
+NOTHING = {"sample": 0.0, "errors": False}
+
+
+def test_a_kept_request_comes_whole_and_root_first(recorder: Recorder) -> None:
+    kept = Kept(recorder, Capture(sample=1.0))
+    serve(recorder, 2)
+    (spans,) = kept.read()
+    assert [span.site.name for span in spans] == ["request", "leaf", "leaf"]
+    assert tree_of(spans) == outline(
+        """
+        request
+          leaf
+          leaf
+        """
+    )
+    assert kept.of.counts() == {"requests": 1, "requests kept": 1}
+
+
+@pytest.mark.parametrize(
+    ("capture", "how", "is_kept"),
+    [
+        (Capture(**NOTHING), {}, False),
+        (Capture(sample=0.0, errors=True), {"error": True}, True),
+        (Capture(sample=0.0, errors=True), {}, False),
+        (Capture(**NOTHING), {"error": True}, False),
+        (Capture(**NOTHING, slow_ns=5_000_000), {"sleep_s": 0.006}, True),
+        (Capture(**NOTHING, slow_ns=500_000_000), {"sleep_s": 0.001}, False),
+    ],
+)
+def test_a_request_is_kept_when_it_is_slow_or_failed(
+    recorder: Recorder, capture: Capture, how: dict[str, Any], is_kept: bool
+) -> None:
+    kept = Kept(recorder, capture)
+    serve(recorder, **how)
+    assert len(kept.read()) == is_kept
+    assert recorder.tally().calls == 2
+
+
+def test_the_sample_is_a_share_of_all_trees_and_the_same_for_all_their_spans(recorder: Recorder) -> None:
+    kept = Kept(recorder, Capture(sample=0.25, errors=False))
+    trees = []
+    for _ in range(20):
+        for _ in range(100):
+            serve(recorder)
+        trees += kept.read()
+    assert 400 < len(trees) < 600
+    assert all(len(spans) == 2 for spans in trees)
+
+
+@pytest.mark.parametrize(("flags", "is_kept"), [(1, True), (0, False)])
+def test_a_caller_that_traces_has_decided_already(recorder: Recorder, flags: int, is_kept: bool) -> None:
+    recorder.remote_parent = lambda: RemoteParent(5, 6, flags)
+    kept = Kept(recorder, Capture(sample=0.0 if flags else 1.0, errors=False))
+    serve(recorder)
+    assert len(kept.read()) == is_kept
+
+
+def test_spans_that_end_after_their_request_follow_it(recorder: Recorder) -> None:
+    remote = RemoteParent(5, 6)
+    recorder.remote_parent = lambda: remote
+    kept = Kept(recorder, Capture(sample=1.0))
+    request = recorder.open(REQUEST)
+    late = recorder.open(LEAF)
+    recorder.close(request)
+    assert [span.site.name for spans in kept.read() for span in spans] == ["request"]
+    recorder.close(late)
+    ((span,),) = kept.read()
+    assert (span.site.name, span.root_id, span.remote) == ("leaf", request[1], remote)
+
+
+def test_spans_that_end_after_a_request_that_was_not_kept_are_let_go(recorder: Recorder) -> None:
+    kept = Kept(recorder, Capture(**NOTHING))
+    request = recorder.open(REQUEST)
+    late = recorder.open(LEAF)
+    recorder.close(request)
+    kept.read()
+    recorder.close(late)
+    assert kept.read() == []
+    assert not kept.of._requests
+
+
+def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Recorder) -> None:
+    kept = Kept(recorder, Capture(sample=1.0), spans_per_request=3)
+    serve(recorder, 10)
+    (spans,) = kept.read()
+    assert len(spans) == 4
+    assert kept.of.counts()["spans beyond spans_per_request"] == 7
+
+
+def test_requests_that_never_end_do_not_grow_without_bound(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instrument.capture.HELD_ROWS", 20)
+    kept = Kept(recorder, Capture(sample=1.0))
+    open_requests = []
+    for _ in range(10):
+        open_requests.append(recorder.open(REQUEST))
+        for _ in range(5):
+            recorder.close(recorder.open(LEAF))
+        recorder._current.set(None)
+    kept.read()
+    assert kept.of._held_rows <= 20
+    assert kept.of.counts()["spans of requests that stayed open too long"] == 30
+
+
+def test_trees_without_a_request_come_at_once_though_their_root_stays_open(recorder: Recorder) -> None:
+    kept = Kept(recorder, Capture(sample=1.0))
+    serving = recorder.open(Site("serve"))
+    recorder.close(recorder.open(STEP))
+    ((step,),) = kept.read()
+    assert (step.site.name, step.root_id) == ("step", serving[1])
+    recorder.close(serving)
+    assert [span.site.name for spans in kept.read() for span in spans] == ["serve"]
+
+
+def test_the_limit_bounds_what_stands_out_and_refills_with_time(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(recorder, Capture(sample=0.0, errors=True, limit=Rate(2, 60 * 10**9)))
+    for _ in range(5):
+        serve(recorder, error=True)
+    assert len(kept.read()) == 2
+    assert kept.of.counts()["requests beyond the capture limit"] == 3
+    real: Callable[[], int] = time.monotonic_ns
+    monkeypatch.setattr("instrument.recorder._clock", lambda: real() + 30 * 10**9)
+    serve(recorder, error=True)
+    serve(recorder, error=True)
+    assert len(kept.read()) == 1
+
+
+def test_what_came_shortly_before_a_failure_is_kept_with_it(recorder: Recorder) -> None:
+    kept = Kept(recorder, Capture(sample=0.0, errors=True, before_ns=20_000_000))
+    long_ago = serve(recorder)
+    time.sleep(0.03)
+    just_before = serve(recorder)
+    failed = serve(recorder, error=True)
+    roots = [spans[0].span_id for spans in kept.read()]
+    assert roots == [just_before, failed]
+    assert long_ago not in roots

@@ -1,0 +1,229 @@
+"""Layers of real torch models: which record, under which path, and that torch notices nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from trees import outline, tree
+
+torch = pytest.importorskip("torch")
+
+from instrument.probes.layers import Layers  # noqa: E402 - after the skip
+from instrument.profile import LayerRule  # noqa: E402
+from instrument.recorder import Recorder  # noqa: E402
+
+nn = torch.nn
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([MLP() for _ in range(depth)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def path(span: Any) -> str:
+    return f"{span.site.name} {span.site.instance}"
+
+
+@pytest.fixture
+def attached(recorder: Recorder) -> Iterator[Any]:
+    """Attach layer rules; every one is taken off after the test."""
+    made: list[Layers] = []
+
+    def attach(*rules: LayerRule) -> Layers:
+        layers = Layers(rules, recorder)
+        made.append(layers)
+        layers.attach(torch)
+        return layers
+
+    yield attach
+    for layers in made:
+        layers.undo()
+
+
+def test_layers_by_path_record_with_class_and_path(recorder: Recorder, attached: Any) -> None:
+    layers = attached(LayerRule(match=("layers.*",), text="layers[0]"))
+    model = Model()
+    model(torch.zeros(1, 4))
+    assert tree(recorder, path) == "MLP layers.0\nMLP layers.1"
+    assert layers.hits == [2]
+    site = recorder.spans()[0].site
+    assert (site.kind, site.qualname, site.file) == ("layer", "MLP.forward", __file__)
+
+
+@pytest.mark.parametrize("built", ["before", "after"])
+def test_layers_by_type_and_by_both_whether_built_before_or_after(
+    recorder: Recorder, attached: Any, built: str
+) -> None:
+    rules = (
+        LayerRule(match=("**.up",), types=("Linear",)),
+        LayerRule(types=("MLP",), name="mlp"),
+        LayerRule(match=("head",)),
+    )
+    model = Model(1) if built == "before" else None
+    attached(*rules)
+    model = model or Model(1)
+    model(torch.zeros(1, 4))
+    assert tree(recorder, path) == outline(
+        """
+        mlp layers.0
+          Linear layers.0.up
+        Linear head
+        """
+    )
+
+
+def test_excluded_paths_do_not_record(recorder: Recorder, attached: Any) -> None:
+    attached(LayerRule(match=("**",), exclude=("layers.*.**",), types=("Linear",)))
+    Model()(torch.zeros(1, 4))
+    assert tree(recorder, path) == "Linear head"
+
+
+def test_a_model_without_children_defined_later_is_seen_by_type(recorder: Recorder, attached: Any) -> None:
+    attached(LayerRule(types=("Alone",)))
+
+    class Alone(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x + 1
+
+    class Derived(Alone):
+        pass
+
+    Alone()(torch.zeros(1))
+    Derived()(torch.zeros(1))
+    assert tree(recorder, path) == "Alone "
+
+
+def test_a_class_that_inherits_its_forward_is_seen_by_its_own_name(recorder: Recorder, attached: Any) -> None:
+    class Inheriting(MLP):
+        pass
+
+    attached(LayerRule(types=("Inheriting",)))
+    Inheriting()(torch.zeros(1, 4))
+    MLP()(torch.zeros(1, 4))
+    assert tree(recorder, path) == "Inheriting "
+
+
+def test_copies_and_pickles_of_a_model_run_their_own_weights_and_record(recorder: Recorder, attached: Any) -> None:
+    attached(LayerRule(match=("layers.*",)))
+    model = Model(1)
+    with torch.no_grad():
+        model(torch.zeros(1, 4))
+        twin = copy.deepcopy(model)
+        loaded = pickle.loads(pickle.dumps(model))
+        for parameter in twin.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(torch.ones(1, 4)), torch.zeros(1, 2))
+        assert torch.equal(loaded(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    assert tree(recorder, path) == "\n".join(["MLP layers.0"] * 4)
+    assert "instrument" not in repr(vars(model)) + repr(vars(twin))
+
+
+def test_nothing_of_ours_is_in_a_saved_model(attached: Any) -> None:
+    untouched = sorted(vars(Model(1).layers[0]))
+    attached(LayerRule(match=("**",)))
+    model = Model(1)
+    model(torch.zeros(1, 4))
+    assert sorted(vars(model.layers[0])) == untouched
+    assert b"instrument" not in pickle.dumps(model)
+
+
+def test_torch_compile_keeps_one_full_graph_and_a_compiled_region_records_nothing_inside(
+    recorder: Recorder, attached: Any
+) -> None:
+    attached(LayerRule(types=("Linear",)))
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = Model(1)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x = torch.ones(1, 4)
+    for _ in range(3):
+        assert torch.allclose(compiled(x), model(x))
+    assert len(graphs) == 1
+    assert tree(recorder, path).split("\n") == ["Linear layers.0.up", "Linear layers.0.down", "Linear head"] * 3
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_scripted_traced_and_exported_modules_work_as_before(attached: Any) -> None:
+    attached(LayerRule(types=("Linear", "Scriptable")))
+
+    class Scriptable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.inner(x)).clamp(max=3.0)
+
+    model, x = Scriptable(), torch.ones(1, 4)
+    expected = model(x)
+    scripted = torch.jit.script(model)
+    assert torch.equal(scripted(x), expected)
+    assert torch.equal(torch.jit.trace(model, x)(x), expected)
+    buffer = io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+
+
+def test_an_exception_in_a_layer_passes_and_marks_it(recorder: Recorder, attached: Any) -> None:
+    attached(LayerRule(types=("MLP", "Linear")))
+    with pytest.raises(RuntimeError, match="shape"):
+        MLP()(torch.zeros(1, 5))
+    assert tree(recorder) == "MLP !RuntimeError\n  Linear !RuntimeError"
+
+
+def test_undo_restores_every_class_and_models_built_before_stay_usable(recorder: Recorder, attached: Any) -> None:
+    before = nn.Linear.forward, MLP.forward, Model.forward
+    layers = attached(LayerRule(match=("**",)))
+    model = Model()
+    assert nn.Linear.forward is not before[0]
+    layers.undo()
+    assert (nn.Linear.forward, MLP.forward, Model.forward) == before
+    model(torch.zeros(1, 4))
+    assert recorder.spans() == []
+
+
+def test_a_module_that_has_gone_gives_its_identity_back(recorder: Recorder, attached: Any) -> None:
+    layers = attached(LayerRule(types=("Linear",)))
+    for _ in range(50):
+        nn.Sequential(nn.Linear(1, 1))(torch.zeros(1))
+    gc.collect()
+    assert not layers._sites
+    assert not layers._paths._places
+    assert len(recorder.spans()) == 50
+
+
+def test_switched_off_layers_record_nothing(recorder: Recorder, attached: Any) -> None:
+    attached(LayerRule(types=("Linear",)))
+    recorder.on = False
+    Model()(torch.zeros(1, 4))
+    assert recorder.spans() == []

@@ -1,0 +1,322 @@
+"""The session in this process: start, stop, windows, files, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chrome_rules
+import pytest
+from trees import outline, tree_of
+
+import instrument
+from instrument import StateError, chrome, profiled, scope
+from instrument.errors import ProfileError
+from instrument.profile import Schedule, loads
+from instrument.profiler import Session, _Windows
+from instrument.recorder import RECORDER
+
+
+@pytest.fixture(autouse=True)
+def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Each test works in a folder of its own; a session that a failing test left running is stopped."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("INSTRUMENT_PROFILE", raising=False)
+    yield
+    instrument.stop()
+
+
+def begin(text: str = "") -> Session:
+    session = instrument.start(loads(text, environ={}))
+    assert session is not None
+    return session
+
+
+@profiled("work")
+def work() -> None: ...
+
+
+def request(count: int = 1) -> None:
+    for _ in range(count):
+        with scope("request", kind="request"):
+            work()
+
+
+CHROME = "export: {chrome: {path: 'traces/{service}-{pid}-{window}.json'}}\nservice: shop"
+
+
+def test_a_session_without_a_profile_records_decorators_and_scopes() -> None:
+    instrument.start()
+    request(3)
+    text = instrument.summary()
+    assert "request" in text
+    assert "work" in text
+    instrument.stop()
+    work()
+    assert RECORDER.tally().calls == 6
+
+
+def test_the_profile_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.yaml").write_text("service: from-environment")
+    monkeypatch.setenv("INSTRUMENT_PROFILE", str(tmp_path / "p.yaml"))
+    session = instrument.start()
+    assert session is not None
+    assert session.profile.service == "from-environment"
+
+
+def test_a_second_start_is_refused_and_says_what_runs(tmp_path: Path) -> None:
+    begin()
+    with pytest.raises(StateError, match="runs already"):
+        instrument.start()
+
+
+def test_a_bad_profile_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("servce: x")
+    with pytest.raises(ProfileError, match="did you mean 'service'"):
+        instrument.start(tmp_path / "p.yaml")
+    with pytest.raises(StateError, match="no session runs"):
+        instrument.session()
+
+
+def test_stop_twice_and_without_a_session_is_nothing() -> None:
+    instrument.stop()
+    session = begin()
+    session.stop()
+    session.stop()
+    instrument.stop()
+
+
+def test_recording_can_be_switched_off_and_on_at_run_time() -> None:
+    begin()
+    work()
+    instrument.disable()
+    work()
+    instrument.enable()
+    work()
+    assert instrument.session().tally().calls == 2
+
+
+def test_a_session_without_an_export_or_a_schedule_has_no_thread() -> None:
+    before = threading.active_count()
+    begin(CHROME)
+    assert threading.active_count() == before
+
+
+def test_stop_writes_one_trace_of_the_whole_session_for_its_owner_only() -> None:
+    begin(CHROME)
+    request(2)
+    instrument.stop()
+    path = Path(f"traces/shop-{os.getpid()}-0.json")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert chrome_rules.problems(json.loads(path.read_text())) == []
+    trace, tally = chrome.load(path)
+    assert tree_of(trace.spans) == outline(
+        """
+        request
+          work
+        request
+          work
+        """
+    )
+    assert tally.calls == 4
+    assert trace.cost is not None
+    assert trace.cost.calls == 4
+
+
+def test_dump_writes_what_is_held_at_any_time_and_resets_nothing(tmp_path: Path) -> None:
+    begin()
+    request()
+    first, _ = chrome.load(instrument.dump(tmp_path / "a.json.gz"))
+    request()
+    second, _ = chrome.load(instrument.dump(tmp_path / "b.json.gz"))
+    assert (len(first.spans), len(second.spans)) == (2, 4)
+
+
+def test_the_summary_goes_where_the_profile_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for to in ("stderr", "stdout", "summary.txt"):
+        begin(f"export: {{summary: {{to: {to}}}}}")
+        request()
+        instrument.stop()
+    captured = capsys.readouterr()
+    for text in (captured.err, captured.out, Path("summary.txt").read_text()):
+        assert "Profiling Report" in text
+        assert "request" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "export: {summary: {to: 'blocked/summary.txt'}}",
+        "export: {chrome: {path: 'blocked/trace.json'}}",
+    ],
+)
+def test_a_place_that_cannot_be_written_is_logged_and_harmless(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    Path("blocked").write_text("a file where a folder should be")
+    begin(text)
+    request()
+    instrument.stop()
+    assert "blocked" in caplog.text
+    assert Path("blocked").read_text().startswith("a file")
+
+
+def test_what_was_not_observed_is_named_in_the_summary_and_in_the_trace(tmp_path: Path) -> None:
+    begin('functions: [{match: "no.such.module:f"}]\nexport: {chrome: {path: t.json}}')
+    instrument.scope_end()
+    request()
+    assert "no.such.module not imported" in instrument.summary()
+    assert "scope_end without an open scope" in instrument.summary()
+    instrument.stop()
+    trace, _ = chrome.load("t.json")
+    assert any("no.such.module" in note for note in trace.notes)
+
+
+def test_every_report_states_its_own_cost_and_the_recorder() -> None:
+    begin()
+    request(10)
+    text = instrument.summary()
+    assert "Cost of the instrumentation" in text
+    assert "pure" in text
+
+
+def test_old_trace_files_go_when_the_disk_limit_is_reached(tmp_path: Path) -> None:
+    begin("limits: {disk: 1B}\nschedule: {record: 1}\n" + CHROME)
+    for _ in range(3):
+        request()
+        instrument.flush()
+    losses = instrument.session().losses()
+    instrument.stop()
+    assert len(list(Path("traces").iterdir())) == 1
+    assert losses["trace files removed to stay within limits.disk"] == 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "windows"),
+    [
+        (Schedule(record=2), [(0, 0, 2), (1, 2, 4), (2, 4, 6)]),
+        (Schedule(record=1, skip_first=2, repeat=1), [(0, 2, 3)]),
+        (Schedule(record=2, closed=1, ready=1, repeat=1), [(0, 2, 4)]),
+        (Schedule(record=1, closed=1, skip_first=1, repeat=2), [(0, 2, 3), (1, 4, 5)]),
+        (Schedule(record=8, skip_first=2, repeat=1), []),
+        (None, []),
+    ],
+)
+def test_a_schedule_cuts_windows_at_the_ends_of_steps(schedule: Any, windows: list[tuple[int, int, int]]) -> None:
+    cuts = _Windows(schedule, 0)
+    found = [window for end in range(1, 8) if (window := cuts.step(end)) is not None]
+    assert found[: len(windows)] == windows
+    if schedule is not None and schedule.repeat and windows:
+        assert found == windows
+
+
+def test_a_partial_window_is_delivered_at_stop_and_an_empty_one_is_not() -> None:
+    cuts = _Windows(Schedule(record=4, skip_first=1, repeat=1), 0)
+    assert cuts.step(5) is None
+    assert cuts.step(8) is None
+    assert cuts.stop(9) == (0, 5, 9)
+    assert _Windows(Schedule(record=1, skip_first=1), 0).stop(9) is None
+
+
+def test_a_schedule_writes_one_file_a_window_while_the_service_runs() -> None:
+    begin("schedule: {skip_first: 1, record: 2, repeat: 1}\n" + CHROME)
+    for _ in range(5):
+        request()
+    instrument.flush()
+    path = Path(f"traces/shop-{os.getpid()}-0.json")
+    assert path.exists()
+    instrument.stop()
+    trace, _ = chrome.load(path)
+    assert [span.site.name for span in trace.spans if not span.clipped].count("request") == 2
+    assert len(list(Path("traces").iterdir())) == 1
+
+
+def test_a_forked_child_starts_clean_and_writes_a_file_of_its_own() -> None:
+    begin(CHROME)
+    request(2)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            calls = RECORDER.tally().calls
+            request()
+            instrument.stop()
+            code = 0 if calls == 0 else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    request()
+    instrument.stop()
+    mine, _ = chrome.load(f"traces/shop-{os.getpid()}-0.json")
+    theirs, _ = chrome.load(f"traces/shop-{child}-0.json")
+    assert (len(mine.spans), len(theirs.spans)) == (6, 2)
+    assert theirs.origin.pid == child
+
+
+def test_a_child_that_records_nothing_writes_nothing() -> None:
+    begin(CHROME + "\n")
+    child = os.fork()
+    if child == 0:
+        instrument.stop()
+        os._exit(0)
+    os.waitpid(child, 0)
+    instrument.stop()
+    assert [path.name for path in Path("traces").iterdir()] == [f"shop-{os.getpid()}-0.json"]
+
+
+def test_a_fork_while_threads_record_does_not_deadlock_the_child() -> None:
+    begin("schedule: {record: 1000}\n" + CHROME)
+    going = threading.Event()
+    going.set()
+
+    def busy() -> None:
+        while going.is_set():
+            request(50)
+
+    threads = [threading.Thread(target=busy) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    codes = []
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            request()
+            os._exit(0 if RECORDER.tally().calls == 2 else 1)
+        deadline = time.monotonic() + 20
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            assert time.monotonic() < deadline, "the child hangs"
+            time.sleep(0.005)
+        codes.append(0)
+    going.clear()
+    for thread in threads:
+        thread.join()
+    assert codes == [0] * 10
+
+
+def test_a_compressed_trace_is_compressed(tmp_path: Path) -> None:
+    begin()
+    request(100)
+    path = instrument.dump(tmp_path / "t.json.gz")
+    assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def test_check_imports_what_the_rules_name_and_undoes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from instrument.profiler import check
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "checked_ok.py").write_text("def f(): return 1")
+    (tmp_path / "checked_bad.py").write_text("raise RuntimeError('at import')")
+    verdicts = check(loads('functions: [{match: "checked_ok:f"}, {match: "checked_ok:g"}]'))
+    assert [verdict.state for verdict in verdicts] == ["attached", "nothing"]
+    assert not hasattr(sys.modules["checked_ok"].f, "__instrument__")
+    with pytest.raises(ProfileError, match="checked_bad fails to import: RuntimeError: at import"):
+        check(loads('functions: [{match: "checked_bad:f"}]'))
+    with pytest.raises(ProfileError, match="checked_missing fails to import"):
+        check(loads(""), ["checked_missing"])

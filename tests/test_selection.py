@@ -1,0 +1,188 @@
+"""The rules of a profile at work: attached at import, attached late, and named where they miss."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trees import tree
+
+from instrument.probes.selection import Selection
+from instrument.profile import loads
+from instrument.recorder import Recorder
+
+SERVICE = """
+from served_text import encode
+
+class Engine:
+    def step(self, text): return encode(text)
+    def _inner(self): return 1
+
+def handle(text): return Engine().step(text)
+
+def outer():
+    def nested(): return 1
+    return nested()
+"""
+TEXT = """
+def encode(text): return [ord(c) for c in text]
+def _split(text): return text.split()
+"""
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """Two modules on the path; calling the fixture imports them."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "served.py").write_text(SERVICE)
+    (tmp_path / "served_text.py").write_text(TEXT)
+    importlib.invalidate_caches()
+    yield lambda: importlib.import_module("served")
+    for name in ("served", "served_text"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def select(recorder: Recorder) -> Iterator[Callable[[str], Selection]]:
+    """A selection of a profile's text, attached; undone after the test."""
+    made: list[Selection] = []
+
+    def attach(text: str) -> Selection:
+        made.append(Selection(loads(text, environ={}), recorder))
+        made[-1].attach()
+        return made[-1]
+
+    yield attach
+    for selection in made:
+        selection.undo()
+
+
+PROFILE = """
+functions:
+  - {match: "served:handle", kind: request, name: handle it}
+  - {match: "served:Engine.*"}
+  - {match: ["served_text:*", "!served_text:_*"], kind: phase}
+"""
+
+
+def states(selection: Selection) -> list[str]:
+    return [f"{verdict.target or '-'} {verdict.state}" for verdict in selection.verdicts()]
+
+
+def test_rules_attach_as_their_modules_are_imported(
+    service: Callable[[], Any], select: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    selection = select(PROFILE)
+    assert states(selection) == ["- waiting", "- waiting", "- waiting"]
+    assert service().handle("ab") == [97, 98]
+    assert tree(recorder) == "handle it\n  Engine.step\n    encode"
+    assert states(selection) == [
+        "served:handle attached",
+        "served:Engine.step attached",
+        "served:Engine._inner attached",
+        "served_text:encode attached",
+    ]
+    assert selection.late == []
+
+
+def test_late_start_attaches_and_names_the_modules_already_imported(
+    service: Callable[[], Any], select: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    module = service()
+    selection = select(PROFILE)
+    assert module.handle("a") == [97]
+    assert tree(recorder) == "handle it\n  Engine.step\n    encode"
+    assert selection.late == ["served", "served_text"] or selection.late == ["served_text", "served"]
+
+
+def test_undo_leaves_every_module_as_it_was(service: Callable[[], Any], select: Callable[[str], Selection]) -> None:
+    module = service()
+    before = dict(vars(module)), dict(vars(module.Engine)), dict(vars(sys.modules["served_text"]))
+    select(PROFILE).undo()
+    assert (dict(vars(module)), dict(vars(module.Engine)), dict(vars(sys.modules["served_text"]))) == before
+
+
+@pytest.mark.parametrize(
+    ("rule", "verdict"),
+    [
+        ("served:handel", "nothing (matched no function; nearest is served:handle)"),
+        ("served:Engine.stp", "nothing (matched no function; nearest is served:Engine.step)"),
+        ("served:qqqqqqq", "nothing (matched no function)"),
+        ("nowhere_at_all:f", "waiting (nowhere_at_all not imported)"),
+        ("served:Engine", "attached"),
+    ],
+)
+def test_a_rule_that_misses_says_why_and_names_the_nearest(
+    service: Callable[[], Any], select: Callable[[str], Selection], rule: str, verdict: str
+) -> None:
+    selection = select(f'functions: [{{match: "{rule}"}}]')
+    service()
+    assert str(selection.verdicts()[0]).endswith(verdict)
+
+
+def test_the_first_rule_that_matches_has_the_target(
+    service: Callable[[], Any], select: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    selection = select('functions: [{match: "served_text:encode", name: first}, {match: "served_text:*", name: rest}]')
+    service().handle("a")
+    assert tree(recorder) == "first"
+    assert [verdict.why for verdict in selection.verdicts()][1].endswith("has it")
+
+
+def test_a_decorated_function_keeps_its_own_span_and_is_recorded_once(
+    tmp_path: Path, service: Callable[[], Any], select: Callable[[str], Selection], recording: Recorder
+) -> None:
+    (tmp_path / "served_text.py").write_text(
+        "from instrument import profiled\n@profiled('own')\ndef encode(t): return t"
+    )
+    selection = select('functions: [{match: "served_text:encode", name: rule}]')
+    service().handle("a")
+    assert tree(recording) == "own"
+    assert "its own decorator names it 'own'" in str(selection.verdicts()[0])
+
+
+def test_a_reloaded_module_is_attached_again(
+    service: Callable[[], Any], select: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    select('functions: [{match: "served_text:encode"}]')
+    service()
+    importlib.reload(sys.modules["served_text"]).encode("a")
+    assert tree(recorder) == "encode"
+
+
+def test_a_module_that_runs_as_main_is_named_as_out_of_reach(
+    select: Callable[[str], Selection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib.machinery import ModuleSpec
+
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("service.main", None))
+    selection = select('functions: [{match: "service.main:handle"}]')
+    (verdict,) = selection.verdicts()
+    assert (verdict.state, "runs as __main__" in verdict.why) == ("unreachable", True)
+
+
+def test_layers_and_copies_wait_for_torch_and_say_what_became_of_them(
+    select: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    torch = pytest.importorskip("torch")
+    selection = select(
+        """
+        layers:
+          - {type: Linear}
+          - {type: Liner}
+          - {match: "no.such.path"}
+        copies: [{directions: [h2d]}]
+        """
+    )
+    torch.nn.Linear(2, 2)(torch.zeros(2))
+    texts = [str(verdict) for verdict in selection.verdicts()]
+    assert "attached" in texts[0]
+    assert "no class of that name is defined: Liner; nearest is Linear" in texts[1]
+    assert "no layer that it selects has run" in texts[2]
+    if torch.version.cuda is None:
+        assert "no copy to or from one can happen" in texts[3]

@@ -1,0 +1,100 @@
+"""The tally: percentiles within their stated error, merging that is exact in any order."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instrument.spans import Site, Span
+from instrument.tally import Tally, Totals, bucket, bucket_middle
+
+SITES = [Site("a"), Site("b", instance="0"), Site("b", instance="1"), Site("copy", "copy")]
+
+durations = st.integers(0, 10**13)
+
+
+@st.composite
+def span_lists(draw: st.DrawFn) -> list[Span]:
+    """Spans of one process under random parents, on random threads."""
+    spans: list[Span] = []
+    for span_id in range(1, draw(st.integers(0, 20)) + 1):
+        parent_id = draw(st.integers(0, span_id - 1))
+        total = draw(durations)
+        spans.append(
+            Span(
+                site=draw(st.sampled_from(SITES)),
+                span_id=span_id,
+                parent_id=parent_id,
+                root_id=1,
+                thread_id=draw(st.integers(1, 3)),
+                task_id=0,
+                start_ns=span_id,
+                end_ns=span_id + total,
+                active_ns=total,
+                self_ns=total // 2,
+                error=draw(st.sampled_from([None, None, "ValueError"])),
+                attributes={"bytes": 10},
+            )
+        )
+    return spans
+
+
+def plain(tally: Tally) -> dict[object, Totals]:
+    return {(tuple(site.key for site in row.path), row.thread_id): row.totals for row in tally.rows()}
+
+
+@given(durations)
+def test_a_bucket_stands_for_its_values_within_one_percent(value: int) -> None:
+    assert abs(bucket_middle(bucket(value)) - value) <= value / 128
+    assert bucket(value) <= bucket(value + 1) <= bucket(value) + 1
+
+
+def test_buckets_of_the_longest_times_still_have_an_index() -> None:
+    assert bucket(2**63 - 1) < 4_000
+
+
+@given(st.lists(durations, min_size=1), st.floats(0.001, 1.0))
+def test_percentiles_are_within_one_percent_of_the_exact_ones(values: list[int], fraction: float) -> None:
+    totals = Totals()
+    for value in values:
+        totals.merge(Totals(calls=1, min_ns=value, max_ns=value, histogram={bucket(value): 1}))
+    exact = sorted(values)[max(1, math.ceil(fraction * len(values))) - 1]
+    found = totals.percentile(fraction)
+    assert found is not None
+    assert abs(found - exact) <= exact * 0.01
+    assert min(values) <= found <= max(values)
+
+
+def test_a_percentile_of_nothing_is_none() -> None:
+    assert Totals().percentile(0.5) is None
+
+
+@given(span_lists(), st.randoms(use_true_random=False))
+def test_merging_is_exact_and_its_order_does_not_matter(spans: list[Span], chance: random.Random) -> None:
+    whole = plain(Tally.of_spans(spans))
+    parts = []
+    for span in spans:
+        part = Tally()
+        path: list[Site] = []
+        above: Span | None = span
+        while above is not None:
+            path.insert(0, above.site)
+            above = spans[above.parent_id - 1] if above.parent_id else None
+        part.totals(tuple(path), span.thread_id).add(span)
+        parts.append(part)
+    chance.shuffle(parts)
+    merged = Tally()
+    for part in parts:
+        merged.merge(part)
+    assert plain(merged) == whole
+    assert merged.calls == len(spans)
+
+
+def test_bytes_are_summed_for_copies_only() -> None:
+    copied = Span(SITES[3], 1, 0, 1, 1, 0, 0, 5, 5, 5, attributes={"bytes": 64})
+    other = Span(SITES[0], 2, 0, 2, 1, 0, 0, 5, 5, 5, attributes={"bytes": 64})
+    moved = {row.path[0].name: row.totals.moved_bytes for row in Tally.of_spans([copied, other]).rows()}
+    assert moved == {"copy": 64, "a": 0}
