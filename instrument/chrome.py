@@ -601,9 +601,10 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 
     Raises `TraceError` for whatever cannot be read.
     """
-    source = Path(path)
+    why: str
+    cause: Exception
     try:
-        return _load(source, limit_bytes)
+        return _load(Path(path), limit_bytes)
     except RecursionError as problem:
         why, cause = "it nests deeper than any trace; give a Chrome trace in JSON", problem
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
@@ -616,7 +617,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
         why, cause = str(problem), problem
     except (LookupError, TypeError, AttributeError, ArithmeticError) as problem:
         why, cause = f"a part is missing or of a wrong type ({problem!r:.80}); write or copy it again", problem
-    raise TraceError(f"cannot read the trace {source}: {why}") from cause
+    raise TraceError(f"cannot read the trace {os.fspath(path)}: {why}") from cause
 
 
 def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally]:
@@ -632,3 +633,382 @@ def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally]:
         if not gzipped:
             json_text.refuse_beyond_limit(facts.st_size)
         return _content(_members(json_text))
+
+
+class _JsonText:
+    """JSON text that is taken value by value, so that one value and one block of it are in memory."""
+
+    def __init__(self, read: Callable[[int], bytes], limit_bytes: int) -> None:
+        self._read = read
+        self._limit_bytes = limit_bytes
+        self._seen_bytes = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
+        self._text = ""
+        self._at = 0
+        self._passed = 0
+
+    def refuse_beyond_limit(self, size_bytes: int) -> None:
+        if size_bytes > self._limit_bytes:
+            raise ValueError(f"it holds more than {self._limit_bytes} bytes of text; record less, or raise limit_bytes")
+
+    def _more(self) -> bool:
+        """Read on, the further the longer the value at hand is already; False at the end of the text."""
+        held = len(self._text) - self._at
+        if held > LIMIT_VALUE:
+            raise ValueError("one value in it is longer than in any trace; give a Chrome trace in JSON")
+        block = self._read(max(BLOCK_BYTES, held))
+        self._seen_bytes += len(block)
+        self.refuse_beyond_limit(self._seen_bytes)
+        self._passed += self._at
+        self._text = self._text[self._at :] + self._utf8.decode(block, final=not block)
+        self._at = 0
+        return bool(block)
+
+    def peek(self) -> str:
+        """The next character that is not blank, or "" at the end."""
+        while True:
+            blanks = _BLANKS.match(self._text, self._at)
+            self._at = blanks.end() if blanks else self._at
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def take(self, expected: str) -> str:
+        """Pass over the next character that is not blank, which must be one of those expected."""
+        found = self.peek()
+        if not found or found not in expected:
+            what = f"{found!r} stands" if found else "it ends"
+            raise self._wrong(f"{what} where one of {expected} belongs", 0)
+        self._at += 1
+        return found
+
+    def value(self) -> Any:
+        """The next value."""
+        self.peek()
+        failed_at = -1
+        while True:
+            value, length, problem = self._attempt()
+            if problem is None:
+                # A number at the very end may go on in the next block.
+                if self._at + length < len(self._text) or isinstance(value, (dict, list, str)) or not self._more():
+                    self._at += length
+                    return value
+            else:
+                # Cut off by the block's end, or wrong: with more text the first kind fails elsewhere or not at all.
+                wrong = length == failed_at and not problem.startswith("Unterminated")
+                failed_at = length
+                if wrong or not self._more():
+                    raise self._wrong(problem, length)
+
+    def _attempt(self) -> tuple[Any, int, str | None]:
+        """A value and its length, or how far it is JSON and why not further."""
+        try:
+            value, end = self._decode(self._text, self._at)
+        except json.JSONDecodeError as problem:
+            return None, problem.pos - self._at, problem.msg
+        return value, end - self._at, None
+
+    def _wrong(self, why: str, further: int) -> ValueError:
+        at = self._passed + self._at + further
+        return ValueError(f"it is no JSON, or cut off ({why}, at character {at}); write or copy it again")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it holds {name}, which is not JSON; write it with finite numbers")
+
+
+def _members(text: _JsonText) -> Iterator[tuple[str | None, Any]]:
+    """The file's top-level keys and values; each event by itself, with None for a key."""
+    if text.peek() == "\ufeff":
+        raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
+    if text.take("{[") == "[":
+        yield from _elements(text)
+    else:
+        end = text.take("}") if text.peek() == "}" else ","
+        while end == ",":
+            key = _checked(text.value(), str)
+            text.take(":")
+            if key == "traceEvents":
+                text.take("[")
+                yield from _elements(text)
+            else:
+                yield key, text.value()
+            end = text.take(",}")
+    if text.peek():
+        raise ValueError("something follows its end; write or copy it again")
+
+
+def _elements(text: _JsonText) -> Iterator[tuple[None, dict[str, Any]]]:
+    end = text.take("]") if text.peek() == "]" else ","
+    while end == ",":
+        yield None, _checked(text.value(), dict)
+        end = text.take(",]")
+
+
+def _content(members: Iterator[tuple[str | None, Any]]) -> tuple[Trace, Tally]:
+    foreign = _Foreign()
+    own: _Own | None = None
+    for key, value in members:
+        if key is None:
+            (own or foreign).add(value)
+        elif key == "instrument" and isinstance(value, dict) and "format" in value:
+            if foreign.spans or foreign.marks:
+                raise ValueError("its key 'instrument' comes after its events; put its keys in order (`jq -S .`)")
+            own = _Own(value)
+        elif isinstance(value, (int, str)):
+            foreign.facts[key] = value
+    trace, tally = (own or foreign).content()
+    return trace, _counted(trace) if tally is None else tally
+
+
+def _counted(trace: Trace) -> Tally:
+    """The tally of a trace's spans, unless call paths are so long that it would take endless memory or time."""
+    span_ids = {span.span_id for span in trace.spans}
+    depths: dict[int, int] = {}
+    links = backward = 0
+    for span in trace.spans:
+        depth = depths[span.span_id] = 1 + depths.get(span.parent_id, 0)
+        links += depth
+        backward += depth == 1 and span.parent_id in span_ids
+        if links > LIMIT_LINKS or backward > LIMIT_BACKWARD:
+            raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
+    return Tally.of_spans(trace.spans, trace.threads)
+
+
+def _checked(value: object, *kinds: type) -> Any:
+    """The value, which must be of just one of these types, and no whole number beyond 64 bits."""
+    if type(value) not in kinds or (isinstance(value, int) and not -FOREVER_NS < value < FOREVER_NS):
+        raise ValueError(f"it has {value!r:.40} where {kinds[0].__name__} belongs; give a Chrome trace in JSON")
+    return value
+
+
+def _place(value: object) -> int:
+    """An index, which must not count from the end."""
+    if _checked(value, int) < 0:
+        raise ValueError(f"it has {value} for a place in a list; it is damaged")
+    return int(_checked(value, int))
+
+
+def _ns(time_us: object) -> int:
+    """Microseconds as nanoseconds, exact for three decimals."""
+    if not -LIMIT_US < _checked(time_us, float, int) < LIMIT_US:
+        raise ValueError(f"it has {time_us!r:.40} for a time in microseconds, more than can be right")
+    return round(_checked(time_us, float, int) * 1000)
+
+
+def _attribute(value: Any) -> Any:
+    return tuple(map(_attribute, value)) if isinstance(value, list) else value
+
+
+def _made(kind: type, facts: Mapping[str, Any]) -> Any:
+    """A flat dataclass from its fields, each checked to be of the field's type."""
+    values = {known.name: (facts[known.name], _JSON_TYPES.get(str(known.type))) for known in fields(kind) if known.name in facts}
+    return kind(**{name: _checked(v, *kinds) if kinds else _attribute(v) for name, (v, kinds) in values.items()})
+
+
+def _names(pairs: Any) -> dict[int, str]:
+    return {_checked(thread_id, int): _checked(name, str) for thread_id, name in pairs}
+
+
+class _Own:
+    """Reads what `dump` wrote."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        if facts["format"] != FORMAT:
+            found = f"its format is {facts['format']!r:.20}, and this version reads {FORMAT}"
+            raise ValueError(f"{found}; read it with the version of instrument that wrote it")
+        self.facts = facts
+        self.base_ns: int = _checked(facts["base_ns"], int)
+        self.sites: list[Site] = [_made(Site, entry) for entry in facts["sites"]]
+        self.spans: list[Span] = []
+        self.intervals: dict[int, list[tuple[int, DeviceInterval]]] = {}
+
+    def add(self, event: dict[str, Any]) -> None:
+        phase = event["ph"]
+        if phase != "X" and phase != "b":
+            return
+        args = event["args"]
+        start_ns = self.base_ns + _ns(event["ts"])
+        end_ns = start_ns + (_ns(event["dur"]) if phase == "X" else _checked(args["total_ns"], int))
+        if end_ns < start_ns:
+            raise ValueError("a slice in it ends before it starts; it is damaged")
+        if "owner" in args:
+            stream = args["stream"] if "stream" in args else args["enclosing_stream"]
+            interval = _made(DeviceInterval, {**args, "stream": stream, "start_ns": start_ns, "end_ns": end_ns})
+            self.intervals.setdefault(args["owner"], []).append((_place(args["place"]), interval))
+            return
+        error, remote = args.get("error"), args.get("remote")
+        self.spans.append(
+            Span(
+                site=self.sites[_place(args["site"])],
+                span_id=_checked(args["id"], int),
+                parent_id=_checked(args["parent"], int),
+                root_id=_checked(args["root"], int),
+                thread_id=_checked(args.get("thread", event["tid"]), int),
+                task_id=_checked(args.get("task", 0), int),
+                start_ns=start_ns,
+                end_ns=end_ns,
+                active_ns=_checked(args.get("active_ns", end_ns - start_ns), int),
+                self_ns=_checked(args["self_ns"], int),
+                error=None if error is None else _checked(error, str),
+                attributes={key: _attribute(value) for key, value in args.get("attributes", {}).items()},
+                clipped=_checked(args.get("clipped", False), bool),
+                remote=None if remote is None else _remote(remote),
+            )
+        )
+        if len(self.spans) > LIMIT_SPANS:
+            raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
+
+    def content(self) -> tuple[Trace, Tally | None]:
+        facts = self.facts
+        self.spans.sort(key=lambda s: (s.start_ns, -s.end_ns, s.span_id))
+        for span in self.spans:
+            span.device = tuple(map(itemgetter(1), sorted(self.intervals.get(span.span_id, ()), key=itemgetter(0))))
+        trace = Trace(
+            origin=_made(Origin, facts["origin"]),
+            start_ns=_checked(facts["start_ns"], int),
+            end_ns=_checked(facts["end_ns"], int),
+            spans=self.spans,
+            threads=_names(facts["threads"]),
+            losses={reason: _checked(lost, int) for reason, lost in facts["losses"].items()},
+            notes=tuple(_checked(note, str) for note in facts["notes"]),
+            window=_checked(facts["window"], int),
+            cost=None if facts["cost"] is None else _made(Cost, facts["cost"]),
+        )
+        return trace, None if facts["tally"] is None else self._tally(facts["tally"])
+
+    def _tally(self, saved: dict[str, Any]) -> Tally:
+        tally = Tally(_names(saved["threads"]))
+        paths: list[tuple[Site, ...]] = []
+        links = 0
+        for parent, site in saved["nodes"]:
+            paths.append((*(() if parent == -1 else paths[_place(parent)]), self.sites[_place(site)]))
+            links += len(paths[-1])
+            if links > LIMIT_LINKS:
+                raise ValueError("its call paths are longer than any program's; it is damaged")
+        for node, thread_id, *numbers_of_row, histogram in saved["rows"]:
+            *sums, first_ns = (_checked(number, int) for number in numbers_of_row)
+            pairs = zip(map(_place, histogram[::2]), map(_place, histogram[1::2]), strict=True)
+            totals = Totals(*sums, self.base_ns + first_ns, dict(pairs))
+            path = () if node == -1 else paths[_place(node)]
+            tally.totals(path, _checked(thread_id, int)).merge(totals)
+        return tally
+
+
+def _remote(facts: dict[str, Any]) -> RemoteParent:
+    return RemoteParent(int(facts["trace_id"], 16), int(facts["span_id"], 16), _checked(facts["flags"], int))
+
+
+class _Foreign:
+    """Reads other profilers' traces: slices, whether complete, of begins and ends, or async, and names.
+
+    `marks` are the begins by lane or async key, each a time and a span, and the ends, each a time and None.
+    """
+
+    def __init__(self) -> None:
+        self.facts: dict[str, int | str] = {}
+        self.spans: list[Span] = []
+        self.marks: dict[str, list[tuple[int, Span | None]]] = {}
+        self.sites: dict[tuple[str, str], Site] = {}
+        self.names: dict[tuple[Any, Any], str] = {}
+        self.thread_ids: dict[tuple[Any, Any], int] = {}
+        self._spare_ids = count(SPARE_TIDS)
+        self._count = 0
+
+    def add(self, event: dict[str, Any]) -> None:
+        phase, row = event.get("ph"), (event.get("pid"), event.get("tid"))
+        if phase == "M" and event.get("name") in ("process_name", "thread_name"):
+            self.names[row if event["name"] == "thread_name" else (row[0], None)] = _checked(event["args"]["name"], str)
+        if phase not in ("X", "B", "E", "b", "e"):
+            return
+        self._count += 1
+        if self._count > LIMIT_SPANS:
+            raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
+        start_ns = _ns(event.get("ts"))
+        key = json.dumps([row[0], event.get("cat"), event.get("id"), event.get("id2")] if phase in "be" else row)
+        if phase in "Ee":
+            self.marks.setdefault(key, []).append((start_ns, None))
+            return
+        end_ns = _ns(event["ts"] + event.get("dur")) if phase == "X" else start_ns
+        if end_ns < start_ns:
+            raise ValueError("a slice in it ends before it starts; it is damaged")
+        span = Span(self._site(event), 0, 0, 0, self._thread_id(row), 0, start_ns, end_ns, 0, 0)
+        span.attributes = {k: v for k, v in event.get("args", {}).items() if isinstance(v, (str, int, float))}
+        if phase == "X":
+            self.spans.append(span)
+        else:
+            marks = self.marks.setdefault(key, [])
+            span.task_id = 1 + list(self.marks).index(key) if phase == "b" else 0
+            marks.append((start_ns, span))
+
+    def _thread_id(self, row: tuple[Any, Any]) -> int:
+        if row not in self.thread_ids:
+            usable = type(row[1]) is int and 0 <= row[1] < 1 << 32 and row[1] not in self.thread_ids.values()
+            self.thread_ids[row] = row[1] if usable else next(self._spare_ids)
+        return self.thread_ids[row]
+
+    def _site(self, event: dict[str, Any]) -> Site:
+        name = _checked(event.get("name", "(no name)"), str)
+        kind = KIND_OF_CATEGORY.get(_checked(event.get("cat") or "", str), "user")
+        return self.sites.setdefault((name, kind), Site(name, kind))
+
+    def content(self) -> tuple[Trace, None]:
+        strays = self._close_marks()
+        self._nest()
+        assign_self_times(self.spans)
+        pids = [pid for pid, _ in self.thread_ids]
+        epoch_ns, host = self.facts.get("baseTimeNanoseconds"), self.facts.get("host_name")
+        threads = {}
+        for row, thread_id in self.thread_ids.items():
+            name = self.names.get(row) or (row[1] if isinstance(row[1], str) else f"thread {row[1]}")
+            process = self.names.get((row[0], None), f"process {row[0]}")
+            threads[thread_id] = name if len(set(pids)) == 1 else f"{process}: {name}"
+        origin = Origin(
+            pid=next((pid for pid in pids if isinstance(pid, int)), 0),
+            service=self.names.get((pids[0], None), "") if pids else "",
+            monotonic_ns=0,
+            realtime_ns=epoch_ns if isinstance(epoch_ns, int) else 0,
+            recorder="other",
+            host=host if isinstance(host, str) else "",
+        )
+        first_ns = min((span.start_ns for span in self.spans), default=0)
+        last_ns = max((span.end_ns for span in self.spans), default=0)
+        losses = {"slice ends without a begin": strays} if strays else {}
+        return Trace(origin, first_ns, last_ns, self.spans, threads, losses), None
+
+    def _close_marks(self) -> int:
+        """Make spans of begins and ends, by time like a stack; returns how many ends had no begin."""
+        times = [span.end_ns for span in self.spans] + [at_ns for marks in self.marks.values() for at_ns, _ in marks]
+        last_ns = max(times, default=0)
+        strays = 0
+        for marks in self.marks.values():
+            opened: list[Span] = []
+            for at_ns, span in sorted(marks, key=itemgetter(0)):
+                if span is not None:
+                    opened.append(span)
+                    self.spans.append(span)
+                elif opened:
+                    opened.pop().end_ns = at_ns
+                else:
+                    strays += 1
+            for span in opened:
+                span.end_ns, span.clipped = last_ns, True
+        return strays
+
+    def _nest(self) -> None:
+        """Make each span a child of the innermost of its lane that holds it. One that crosses another holds none."""
+        opened: dict[tuple[int, int], list[Span]] = {}
+        self.spans.sort(key=lambda s: (s.start_ns, -s.end_ns))
+        for span_id, span in enumerate(self.spans, start=1):
+            stack = opened.setdefault((span.thread_id, span.task_id), [])
+            while stack and stack[-1].end_ns <= span.start_ns:
+                stack.pop()
+            parent = next((above for above in reversed(stack) if above.end_ns >= span.end_ns), None)
+            span.span_id = span.root_id = span_id
+            span.active_ns = span.total_ns
+            if parent is not None:
+                span.parent_id, span.root_id = parent.span_id, parent.root_id
+            if not stack or stack[-1] is parent:
+                stack.append(span)
