@@ -41,9 +41,7 @@ __all__ = [
     "summary",
 ]
 
-_OF_THE_SESSION = frozenset(
-    {"Session", "disable", "dump", "enable", "flush", "session", "start", "stop", "summary"}
-)
+_OF_THE_SESSION = frozenset({"Session", "disable", "dump", "enable", "flush", "session", "start", "stop", "summary"})
 
 
 def __getattr__(name: str) -> Any:

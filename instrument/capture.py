@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from instrument.profile import Capture, Rate
-from instrument.recorder import Recorder, Row
+from instrument.recorder import Recorder
+from instrument.ring import Row
 from instrument.spans import RemoteParent, Span
 
 Held = tuple[Row, int]

@@ -9,7 +9,7 @@ How a trace becomes slices and lanes:
 * A device interval is a complete event of the process `GPU n`, on the lane of its stream.
 * Slices of a lane must nest, or viewers drop them in silence. One that crosses another, or lies deeper than viewers
   show, goes to a further lane such as `MainThread (2)` and has the lane's number in `args.lane`; nothing is cut.
-* Arrows lead from a span to what it started in another lane, and to its device intervals. One that would point into
+* Arrows lead from a span to what it started on another thread or task and on the device. One that would point into
   the past, or that the format has no room for, is left out and counted in `instrument.arrows_left_out`.
 
 Viewers need only the events. What else a trace knows stands in the top-level key `instrument`, which they ignore, so
@@ -69,6 +69,7 @@ KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, "cpu_op": "op", "kernel": 
 
 _MILLI = tuple(f".{thousandths:03d}" for thousandths in range(1000))
 _BLANKS = re.compile(r"[ \t\n\r]*")
+_SUMS = tuple(known.name for known in fields(Totals) if known.name != "histogram")
 _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 _encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _ADVICE = {
@@ -119,7 +120,7 @@ def file_name(template: str, *, service: str, pid: int, window: int) -> str:
     values = {"service": safe or "service", "pid": str(pid), "window": str(window)}
     for name in re.findall(r"\{(.*?)\}", template):
         if name not in values:
-            raise TraceError(f"the path {template!r} asks for {{{name}}}; give only {{service}}, {{pid}} and {{window}}")
+            raise TraceError(f"the path {template!r} asks for {{{name}}}; known are {{service}}, {{pid}}, {{window}}")
     return re.sub(r"\{(.*?)\}", lambda found: values[found[1]], template)
 
 
@@ -220,9 +221,9 @@ def _safe(value: object, depth: int = 0) -> Any:
 
 
 def _facts(thing: Any) -> dict[str, Any]:
-    """The fields of a flat dataclass that are not at their default; `_made` is the way back."""
+    """The fields of a flat dataclass, without those that are empty by default; `_made` is the way back."""
     values = {known.name: (getattr(thing, known.name), known.default) for known in fields(thing)}
-    return {name: _safe(value) for name, (value, default) in values.items() if value != default}
+    return {name: _safe(value) for name, (value, default) in values.items() if value or value != default}
 
 
 class _SiteText(NamedTuple):
@@ -282,10 +283,10 @@ def _tally_text(tally: Tally, base_ns: int, sites: _Sites) -> str:
         node = -1
         for site in row.path:
             node = nodes.setdefault((node, places[site]), len(nodes))
-        t = row.totals
-        sums = [t.calls, t.errors, t.total_ns, t.self_ns, t.device_ns, t.elapsed_ns, t.min_ns, t.max_ns, t.moved_bytes]
-        histogram = [number for bucket in sorted(t.histogram.items()) for number in bucket]
-        rows.append(_encode([node, row.thread_id, *sums, t.first_ns - base_ns, histogram]))
+        sums = [getattr(row.totals, name) for name in _SUMS]
+        sums[-1] -= base_ns
+        histogram = [number for bucket in sorted(row.totals.histogram.items()) for number in bucket]
+        rows.append(_encode([node, row.thread_id, *sums, histogram]))
     threads = _encode(_safe(list(tally.threads.items())))
     return f'{{"threads":{threads},"nodes":{_encode(list(nodes))},"rows":[\n' + ",\n".join(rows) + "]}"
 
@@ -454,18 +455,21 @@ def _add_task_events(span: Span, text: _SiteText, board: _Board, binds: Mapping[
     """The async slice of a span. Its end is written when its lane is next used, so that ends come innermost first."""
     lane, thread = board.task_lane(span, events), board.thread(span.thread_id)
     slice_text = f"{lane.address}{text.name}{thread.address}"
+    more = f',"task":{span.task_id}' if span.task_id else ""
+    if span.active_ns != span.total_ns or span.error is not None or span.attributes or span.clipped or span.remote:
+        more += _more_args(span)
     lane.ends.append(span.end_ns)
     lane.closings.append(f'{{"ph":"e",{slice_text},{board.time(span.end_ns)}}}')
     events.append(
         f'{{"ph":"b",{slice_text},{board.time(span.start_ns)},"args":{{{thread.mark}{lane.mark}"kind":{text.kind}'
         f',"id":{span.span_id},"parent":{span.parent_id},"root":{span.root_id},"total_ns":{span.total_ns}'
-        f',"self_ns":{span.self_ns}{_more_args(span)}{text.tail}{binds.get(span.span_id, "")}}}'
+        f',"self_ns":{span.self_ns}{more}{text.tail}{binds.get(span.span_id, "")}}}'
     )
 
 
 def _more_args(span: Span) -> str:
-    """The arguments that only some spans have."""
-    more: dict[str, Any] = {"task": span.task_id} if span.task_id else {}
+    """The arguments that only some spans have, and none of them is usual."""
+    more: dict[str, Any] = {}
     if span.active_ns != span.total_ns:
         more["active_ns"] = span.active_ns
     if span.error is not None:
@@ -546,16 +550,14 @@ def _plan_arrows(spans: Sequence[Span], owners: Sequence[Span]) -> _Arrows:
     ties: list[tuple[Span, Span]] = []
     for span in spans:
         parent = by_id.get(span.parent_id)
-        if parent is None:
+        if parent is None or (parent.thread_id == span.thread_id and parent.task_id == span.task_id):
             continue
-        if span.task_id or parent.task_id or span.site.kind == "request" or parent.site.kind == "request":
-            if _lane_key(parent) != _lane_key(span):
-                ties.append((parent, span))
-        elif parent.thread_id != span.thread_id:
-            if _may_lead(parent, span.start_ns):
-                arrows.flows.append(("call", parent, span, span.start_ns))
-            else:
-                arrows.left_out += 1
+        if _is_async(parent) or _is_async(span):
+            ties.append((parent, span))
+        elif _may_lead(parent, span.start_ns):
+            arrows.flows.append(("call", parent, span, span.start_ns))
+        else:
+            arrows.left_out += 1
     bound: dict[int, int] = {}
     for owner in owners:
         legal = [_may_lead(owner, interval.start_ns) for interval in owner.device]
@@ -570,11 +572,6 @@ def _plan_arrows(spans: Sequence[Span], owners: Sequence[Span]) -> _Arrows:
             arrows.left_out += 1
     arrows.binds = {i: _bind(source_id, "out" if i == source_id else "in") for i, source_id in bound.items()}
     return arrows
-
-
-def _lane_key(span: Span) -> tuple[int, int] | int:
-    """What the spans of one lane share: tree and task, or thread."""
-    return (span.root_id, span.task_id) if _is_async(span) else span.thread_id
 
 
 def _arrow_events(arrows: _Arrows, board: _Board) -> Iterator[str]:
@@ -786,9 +783,10 @@ def _checked(value: object, *kinds: type) -> Any:
 
 def _place(value: object) -> int:
     """An index, which must not count from the end."""
-    if _checked(value, int) < 0:
-        raise ValueError(f"it has {value} for a place in a list; it is damaged")
-    return int(_checked(value, int))
+    place: int = _checked(value, int)
+    if place < 0:
+        raise ValueError(f"it has {place} for a place in a list; it is damaged")
+    return place
 
 
 def _ns(time_us: object) -> int:
@@ -804,8 +802,12 @@ def _attribute(value: Any) -> Any:
 
 def _made(kind: type, facts: Mapping[str, Any]) -> Any:
     """A flat dataclass from its fields, each checked to be of the field's type."""
-    values = {known.name: (facts[known.name], _JSON_TYPES.get(str(known.type))) for known in fields(kind) if known.name in facts}
-    return kind(**{name: _checked(v, *kinds) if kinds else _attribute(v) for name, (v, kinds) in values.items()})
+    values = {}
+    for known in fields(kind):
+        if known.name in facts:
+            types, value = _JSON_TYPES.get(str(known.type)), facts[known.name]
+            values[known.name] = _checked(value, *types) if types else _attribute(value)
+    return kind(**values)
 
 
 def _names(pairs: Any) -> dict[int, str]:
@@ -889,11 +891,11 @@ class _Own:
             if links > LIMIT_LINKS:
                 raise ValueError("its call paths are longer than any program's; it is damaged")
         for node, thread_id, *numbers_of_row, histogram in saved["rows"]:
-            *sums, first_ns = (_checked(number, int) for number in numbers_of_row)
+            sums = dict(zip(_SUMS, (_checked(number, int) for number in numbers_of_row), strict=True))
+            sums["first_ns"] += self.base_ns
             pairs = zip(map(_place, histogram[::2]), map(_place, histogram[1::2]), strict=True)
-            totals = Totals(*sums, self.base_ns + first_ns, dict(pairs))
             path = () if node == -1 else paths[_place(node)]
-            tally.totals(path, _checked(thread_id, int)).merge(totals)
+            tally.totals(path, _checked(thread_id, int)).merge(Totals(**sums, histogram=dict(pairs)))
         return tally
 
 
@@ -910,10 +912,12 @@ class _Foreign:
     def __init__(self) -> None:
         self.facts: dict[str, int | str] = {}
         self.spans: list[Span] = []
-        self.marks: dict[str, list[tuple[int, Span | None]]] = {}
+        self.marks: dict[tuple[Any, ...], list[tuple[int, Span | None]]] = {}
+        self.tasks: dict[tuple[Any, ...], int] = {}
         self.sites: dict[tuple[str, str], Site] = {}
         self.names: dict[tuple[Any, Any], str] = {}
         self.thread_ids: dict[tuple[Any, Any], int] = {}
+        self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
         self._count = 0
 
@@ -927,7 +931,7 @@ class _Foreign:
         if self._count > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
         start_ns = _ns(event.get("ts"))
-        key = json.dumps([row[0], event.get("cat"), event.get("id"), event.get("id2")] if phase in "be" else row)
+        key = (row[0], *(f"{event.get(part)}" for part in ("cat", "id", "id2"))) if phase in "be" else row
         if phase in "Ee":
             self.marks.setdefault(key, []).append((start_ns, None))
             return
@@ -940,13 +944,14 @@ class _Foreign:
             self.spans.append(span)
         else:
             marks = self.marks.setdefault(key, [])
-            span.task_id = 1 + list(self.marks).index(key) if phase == "b" else 0
+            span.task_id = self.tasks.setdefault(key, 1 + len(self.tasks)) if phase == "b" else 0
             marks.append((start_ns, span))
 
     def _thread_id(self, row: tuple[Any, Any]) -> int:
         if row not in self.thread_ids:
-            usable = type(row[1]) is int and 0 <= row[1] < 1 << 32 and row[1] not in self.thread_ids.values()
+            usable = type(row[1]) is int and 0 <= row[1] < SPARE_TIDS and row[1] not in self._taken
             self.thread_ids[row] = row[1] if usable else next(self._spare_ids)
+            self._taken.add(row[1])
         return self.thread_ids[row]
 
     def _site(self, event: dict[str, Any]) -> Site:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from instrument.errors import InstrumentError, ProfileError
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, Profile, load
@@ -99,12 +99,14 @@ def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.
 # -------------------------------------------------------------------- verbs
 
 
-def _run(options: argparse.Namespace, host: list[str]) -> int | NoReturn:
+def _run(options: argparse.Namespace, host: list[str]) -> int:
     wanted = options.profile or os.environ.get("INSTRUMENT_PROFILE")
     if not wanted:
         raise ProfileError(["instrument run: no profile; give --profile P or set INSTRUMENT_PROFILE"])
     if not host or host == ["-m"]:
-        raise InstrumentError("run: nothing to run; give `-- script.py [argument ...]` or `-- -m module [argument ...]`")
+        raise InstrumentError(
+            "run: nothing to run; give `-- script.py [argument ...]` or `-- -m module [argument ...]`"
+        )
     profile = load(wanted)  # a broken profile ends here, not in the service
     if profile.export.otlp is not None and profile.export.otlp.protocol == "grpc":
         from instrument import otlp

@@ -33,8 +33,9 @@ class _Loader:
 
     def exec_module(self, module: ModuleType) -> None:
         # The module's own code may look at its loader (pkgutil.get_data, importlib.resources).
-        if module.__spec__ is not None and module.__spec__.loader is self:
-            module.__spec__.loader = self._loader
+        spec: Any = module.__spec__
+        if spec is not None and spec.loader is self:
+            spec.loader = self._loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self._loader
         self._loader.exec_module(module)

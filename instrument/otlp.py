@@ -697,7 +697,8 @@ class _Grpc:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         compression = import_module("grpc").Compression
-        logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").addFilter(self._listen)
+        self._logger = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
+        self._logger.addFilter(self._listen)
         return OTLPSpanExporter(
             endpoint=self._settings.endpoint,
             headers=tuple((name.lower(), value) for name, value in self._settings.headers),
@@ -717,13 +718,16 @@ class _Grpc:
         exporter, self._exporter = self._exporter, None
         if exporter is not None:
             exporter.shutdown(timeout_millis=0)
+            self._logger.removeFilter(self._listen)
 
     abort = close
 
     def forked(self) -> None:
         """Leave the channel alone: closing or collecting the parent's in a child can hang it."""
-        self._of_parents.append(self._exporter)
-        self._exporter = None
+        if self._exporter is not None:
+            self._of_parents.append(self._exporter)
+            self._exporter = None
+            self._logger.removeFilter(self._listen)
 
 
 def _official(attributes: Mapping[str, object]) -> Any:

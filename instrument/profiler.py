@@ -25,7 +25,7 @@ from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError,
 from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection, Verdict
 from instrument.profile import Profile, Schedule, Summary, load
-from instrument.recorder import RECORDER, Cursor, measure_cost_ns
+from instrument.recorder import RECORDER, measure_cost_ns
 from instrument.report.events import events
 from instrument.spans import Cost, Origin, Span, Trace
 from instrument.tally import Tally
@@ -59,7 +59,7 @@ class Session:
     def _begin(self) -> None:
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
-        self._cursor = Cursor(RECORDER)
+        self._cursor = RECORDER.cursor()
         self._windows = _Windows(self.profile.schedule, self.start_ns)
         self._trees = Trees(RECORDER, self.profile.capture, self.profile.limits.spans_per_request, self._keep)
 

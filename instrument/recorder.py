@@ -1,8 +1,7 @@
 """The recorder: what a call costs. Opens and closes spans, stores rows in per-thread rings, keeps the tally.
 
 This is the pure-Python twin. A call goes: parent from the context, clock, the host's own work, clock, one tuple into
-this thread's ring. The tally is brought up to date from the ring in blocks of rows, by the thread that fills the
-block or by whoever reads first, so that its cost is paid in tight loops instead of once a call.
+this thread's ring.
 
 Parentage lives in one context variable, so it follows threads, asyncio tasks, and executors that copy the context.
 
@@ -11,10 +10,7 @@ An open span is a *frame*, a list that only this module touches:
     0 node   1 span id   2 parent id   3 root id   4 time of the children ns   5 ring   6 frame above
     7 start ns   8 task   9 counted against the frame above from ns   10 attributes or None   11 state
 
-A finished span is a *row*, a tuple of (all but the last two) integers, immutable and so never torn:
-
-    0 node index   1 span id   2 parent id   3 root id   4 task   5 start ns   6 end ns   7 time of the children ns
-    8 active ns, or -1 where that is the total   9 name of the exception or None   10 attributes or None
+A finished span is a *row*: see `instrument.ring`.
 """
 
 from __future__ import annotations
@@ -32,22 +28,15 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from instrument.errors import FAULTS
+from instrument.ring import Cursor, Ring, Rings, Row, self_ns
 from instrument.spans import AttributeValue, RemoteParent, Site, Span
-from instrument.tally import OVERFLOW, Node, Tally, Totals
+from instrument.tally import OVERFLOW, Node, Tally
 
 Frame = list[Any]
-Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-ROW_BYTES = 340
-"""Memory of one row with its integers, measured with tracemalloc on CPython 3.11."""
-
-SMALLEST_RING = 64
-FOLD_ROWS = 4096
 NODE_LIMIT = 16_384
 SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
-ENDED_RINGS_KEPT = 64
 
 _CLOSED, _OPEN, _MANUAL = 0, 1, 2
 
@@ -85,82 +74,6 @@ def _task_id() -> int:
     return 0 if task is None else id(task)
 
 
-class _Ring:
-    """The newest rows of one thread, and the totals of all of them."""
-
-    __slots__ = (
-        "capacity", "ended", "fold_mask", "folded", "head", "lock", "mask", "name", "rows", "thread_id", "top", "totals",
-    )  # fmt: skip
-
-    def __init__(self, capacity: int, thread_id: int, name: str) -> None:
-        self.capacity = capacity
-        self.mask = capacity - 1
-        self.fold_mask = min(capacity // 2, FOLD_ROWS) - 1
-        self.rows: list[Any] = [None] * capacity
-        self.head = 0
-        self.folded = 0
-        self.top: Frame | None = None
-        self.totals: dict[int, Totals] = {}
-        self.thread_id = thread_id
-        self.name = name
-        self.ended = False
-        self.lock = threading.RLock()
-
-    def newest(self, since: int) -> tuple[list[Row], int, int]:
-        """Rows from number `since` on, the number after the last of them, and how many were overwritten before.
-
-        Safe while the owner writes: rows that were overwritten while being copied are left out and counted.
-        """
-        head = self.head
-        copy = self.rows[:]
-        first = min(max(since, self.head - self.capacity), head)
-        return [copy[i & self.mask] for i in range(first, head)], head, first - since
-
-
-class _Mark:
-    """Lives in a thread's locals; its end is the thread's end."""
-
-    __slots__ = ("ring",)
-
-    def __init__(self, ring: _Ring) -> None:
-        self.ring = ring
-
-    def __del__(self) -> None:
-        self.ring.ended = True
-
-
-class _Local(threading.local):
-    ring: _Ring
-    mark: _Mark
-
-
-class Cursor:
-    """One reader's place in every ring: each row is read once, and what came too late to be read is counted."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._places: dict[int, tuple[_Ring, int]] = {}
-        self.lost = 0
-        self.read()
-
-    def read(self) -> list[tuple[int, list[Row]]]:
-        """The rows since the last read, with the native id of their thread, in order within each thread."""
-        batches: list[tuple[int, list[Row]]] = []
-        places: dict[int, tuple[_Ring, int]] = {}
-        for ring in self._recorder.rings():
-            since = self._places.get(id(ring), (ring, 0))[1]
-            rows, head, lost = ring.newest(since)
-            self.lost += lost
-            places[id(ring)] = (ring, head)
-            if rows:
-                batches.append((ring.thread_id, rows))
-        for key, (ring, since) in self._places.items():
-            if key not in places:
-                self.lost += ring.head - since
-        self._places = places
-        return batches
-
-
 class Recorder:
     """Rows and tally of one process. Threads need no set-up; a thread's ring is made at its first span.
 
@@ -173,7 +86,7 @@ class Recorder:
     def __init__(self, ring_bytes: int = 64 << 20) -> None:
         self.on = False
         self.remote_parent: Callable[[], RemoteParent | None] | None = None
-        self._row_budget = max(ring_bytes // ROW_BYTES, SMALLEST_RING)
+        self._ring_bytes = ring_bytes
         self._current: ContextVar[Frame | None] = ContextVar("instrument_current", default=None)
         self._next_id = itertools.count(1).__next__
         self._nodes: list[Node] = []
@@ -184,55 +97,16 @@ class Recorder:
 
     def _begin_state(self) -> None:
         self._lock = threading.RLock()
-        self._local = _Local()
-        self._rings: list[_Ring] = []
-        self._ended_totals: dict[int, Totals] = {}
-        self._ended_rows = 0
+        self._rings = Rings(self._ring_bytes, self._nodes)
         self._suspended: dict[int, Frame] = {}
         self._manual_open = 0
         self._counts: Counter[str] = Counter()
 
-    # ---------------------------------------------------------------- threads
-
-    def _ring(self) -> _Ring:
+    def _ring(self) -> Ring:
         try:
-            return self._local.ring
+            return self._rings.local.ring
         except AttributeError:
-            return self._new_ring()
-
-    def _new_ring(self) -> _Ring:
-        # Not current_thread(), which leaves a dummy behind for threads that Python did not start.
-        thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
-        thread_id = threading.get_native_id()
-        name = thread.name if thread is not None else f"thread {thread_id}"
-        with self._lock:
-            self._retire_ended(keep=ENDED_RINGS_KEPT)
-            free = self._row_budget - sum(ring.capacity for ring in self._rings)
-            if free < self._row_budget // 4:
-                self._retire_ended(keep=0)
-                free = self._row_budget - sum(ring.capacity for ring in self._rings)
-            # A quarter of what is left each time: the first threads get long rings and there is always some left.
-            quarter = max(free // 4, SMALLEST_RING)
-            ring = _Ring(1 << (quarter.bit_length() - 1), thread_id, name)
-            self._rings.append(ring)
-        self._local.ring = ring
-        self._local.mark = _Mark(ring)
-        return ring
-
-    def _retire_ended(self, keep: int) -> None:
-        """Give up the rings of threads that have ended, oldest first; their totals stay."""
-        ended = [ring for ring in self._rings if ring.ended]
-        for ring in ended[: max(len(ended) - keep, 0)]:
-            self._fold(ring)
-            for index, totals in ring.totals.items():
-                self._ended_totals.setdefault(index, Totals()).merge(totals)
-            self._ended_rows += ring.head
-            self._rings.remove(ring)
-
-    def rings(self) -> list[_Ring]:
-        """The rings in the order in which their threads first recorded."""
-        with self._lock:
-            return list(self._rings)
+            return self._rings.new()
 
     # ---------------------------------------------------------------- the tally
 
@@ -252,73 +126,17 @@ class Recorder:
                 return self._overflow
             return self._new_node(parent, site)
 
-    def _fold(self, ring: _Ring) -> None:
-        """Bring the ring's totals up to its head.
-
-        The owner does not wait for a reader that folds already, unless unread rows would be overwritten; a signal
-        handler or finaliser that comes in while its own thread folds leaves the work to it.
-        """
-        if not ring.lock.acquire(blocking=ring.head - ring.folded > ring.capacity - ring.fold_mask):
-            return
-        try:
-            first, last = ring.folded, ring.head
-            if first >= last:
-                return
-            ring.folded = last
-            groups: dict[int, list[Row]] = {}
-            rows, mask = ring.rows, ring.mask
-            for i in range(first, last):
-                row = rows[i & mask]
-                group = groups.get(row[0])
-                if group is None:
-                    groups[row[0]] = [row]
-                else:
-                    group.append(row)
-            for index, group in groups.items():
-                totals = ring.totals.get(index)
-                if totals is None:
-                    totals = ring.totals[index] = Totals(histogram=Counter())
-                self._count(totals, group, self._nodes[index].site)
-        finally:
-            ring.lock.release()
-
-    def _count(self, totals: Totals, rows: list[Row], site: Site) -> None:
-        durations = [row[6] - row[5] for row in rows]
-        total_ns = sum(durations)
-        low, high = min(durations), max(durations)
-        if totals.calls:
-            totals.min_ns = min(totals.min_ns, low)
-            totals.max_ns = max(totals.max_ns, high)
-        else:
-            totals.min_ns, totals.max_ns = low, high
-            totals.first_ns = min(row[5] for row in rows)
-        totals.calls += len(rows)
-        totals.total_ns += total_ns
-        totals.elapsed_ns += total_ns
-        totals.self_ns += sum(_self_ns(row) for row in rows)
-        totals.errors += sum(row[9] is not None for row in rows)
-        if site.kind == "copy":
-            totals.moved_bytes += sum(row[10].get("bytes", 0) for row in rows if row[10])
-        # The buckets of `tally.bucket`, written out because a call each would double the cost.
-        totals.histogram.update(  # type: ignore[call-overload]  # it is a Counter
-            [d if d < 128 else ((e := d.bit_length() - 7) << 6) + (d >> e) for d in durations]
-        )
-
     def tally(self) -> Tally:
         """A copy of all totals up to now, by call path and thread."""
         tally = Tally()
         paths = [node.path() for node in list(self._nodes)]
-        with self._lock:
-            rings = list(self._rings)
-            ended = {index: _copied(totals) for index, totals in self._ended_totals.items()}
-        for ring in rings:
-            with ring.lock:
-                self._fold(ring)
-                cells = {index: _copied(totals) for index, totals in ring.totals.items()}
+        for ring in self._rings.all():
+            cells = ring.copied_totals(self._nodes)
             if cells:
                 tally.threads.setdefault(ring.thread_id, ring.name)
             for index in sorted(cells, key=lambda i: (cells[i].first_ns, i)):
                 tally.totals(paths[index], ring.thread_id).merge(cells[index])
+        ended = self._rings.copied_ended_totals()
         if ended:
             tally.threads.setdefault(0, "(ended threads)")
         for index, totals in ended.items():
@@ -416,14 +234,14 @@ class Recorder:
         below[9] = end
         below[6] = frame[6]
 
-    def _store(self, ring: _Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
+    def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
         head = ring.head
         ring.rows[head & ring.mask] = (
             frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4], active_ns, error, frame[10],
         )  # fmt: skip
         ring.head = head = head + 1
         if not head & ring.fold_mask:
-            self._fold(ring)
+            ring.fold(self._nodes)
 
     # ---------------------------------------------------------------- functions
 
@@ -460,9 +278,9 @@ class Recorder:
                 return function(*args, **kwargs)
             parent = get()
             try:
-                ring = recorder._local.ring
+                ring = recorder._rings.local.ring
             except AttributeError:
-                ring = recorder._new_ring()
+                ring = recorder._rings.new()
             if _running_loop is None:
                 task = _task_id() if "asyncio" in _modules else 0
             else:
@@ -498,7 +316,7 @@ class Recorder:
             )  # fmt: skip
             ring.head = head = head + 1
             if not head & ring.fold_mask:
-                recorder._fold(ring)
+                ring.fold(recorder._nodes)
             return result
 
         return wrapper
@@ -695,7 +513,7 @@ class Recorder:
             start_ns=row[5],
             end_ns=row[6],
             active_ns=row[8] if row[8] >= 0 else total_ns,
-            self_ns=_self_ns(row),
+            self_ns=self_ns(row),
             error=row[9],
             attributes=attributes or {},
             remote=remote,
@@ -723,7 +541,7 @@ class Recorder:
         last = now if end_ns is None else end_ns
         found = [
             self.span(row, ring.thread_id)
-            for ring in self.rings()
+            for ring in self._rings.all()
             for row in ring.newest(0)[0]
             if row[6] > start_ns and row[5] < last
         ]
@@ -736,7 +554,7 @@ class Recorder:
 
     def _open_spans(self, finished: Iterable[int], start_ns: int, end_ns: int) -> Iterator[Span]:
         seen = set(finished)
-        ends: list[Frame | None] = [ring.top for ring in self.rings()]
+        ends: list[Frame | None] = [ring.top for ring in self._rings.all()]
         ends.extend(list(self._suspended.values()))
         for end in ends:
             frame = end
@@ -752,13 +570,17 @@ class Recorder:
                     yield span
                 frame = frame[6]
 
+    def cursor(self) -> Cursor:
+        """A reader that sees every row from now on once, as long as it comes before the ring wraps."""
+        return Cursor(self._rings)
+
     def threads(self) -> dict[int, str]:
         """Native thread ids and names of the threads that recorded and whose rows are still held."""
-        return {ring.thread_id: ring.name for ring in self.rings()}
+        return {ring.thread_id: ring.name for ring in self._rings.all()}
 
     def losses(self) -> Mapping[str, int]:
         """What timelines cannot show, by reason. The tally has counted all of it."""
-        overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self._ended_rows
+        overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self._rings.all()) + self._rings.ended_rows
         return {"spans overwritten by newer ones": overwritten} if overwritten else {}
 
     def counts(self) -> Mapping[str, int]:
@@ -768,14 +590,14 @@ class Recorder:
     @property
     def calls(self) -> int:
         """Spans finished since the start, cheap to read."""
-        return sum(ring.head for ring in self.rings()) + self._ended_rows
+        return sum(ring.head for ring in self._rings.all()) + self._rings.ended_rows
 
     # ---------------------------------------------------------------- life
 
     def reset(self, ring_bytes: int | None = None) -> None:
         """Forget every row and total. Call paths stay known; a span that is open now will be counted when it ends."""
         if ring_bytes is not None:
-            self._row_budget = max(ring_bytes // ROW_BYTES, SMALLEST_RING)
+            self._ring_bytes = ring_bytes
         self._begin_state()
 
     def after_fork_in_child(self) -> None:
@@ -902,17 +724,6 @@ def measure_cost_ns(calls: int = 2_000, rounds: int = 5) -> float:
         return max(min(on for on, _ in pairs) - min(bare for _, bare in pairs), 0) / calls
 
     return copy_context().run(best)
-
-
-def _self_ns(row: Row) -> int:
-    own = (row[6] - row[5] if row[8] < 0 else row[8]) - row[7]
-    return own if own > 0 else 0
-
-
-def _copied(totals: Totals) -> Totals:
-    copy = Totals()
-    copy.merge(totals)
-    return copy
 
 
 def _clip(span: Span, start_ns: int, end_ns: int) -> None:

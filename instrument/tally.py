@@ -95,6 +95,12 @@ class Totals:
         for index, count in other.histogram.items():
             mine[index] = mine.get(index, 0) + count
 
+    def copy(self) -> Totals:
+        """Totals of the caller's own."""
+        own = Totals()
+        own.merge(self)
+        return own
+
     def percentile(self, fraction: float) -> int | None:
         """The elapsed time in ns below which `fraction` of the calls lie, within 0.78 %; None without calls.
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 import instrument
 
 ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
-    ["errors", "spans", "tally"],
+    ["errors", "spans", "tally", "ring"],
     ["profile", "recorder", "imports"],
     ["probes", "capture", "chrome", "otlp", "report"],
     ["profiler"],
     ["", "__main__", "cli", "autostart"],
 ]
 
-WITHIN = {"tally": {"spans"}, "__main__": {"cli"}}
+WITHIN = {"tally": {"spans"}, "ring": {"spans", "tally"}, "__main__": {"cli"}}
 """What may be imported on a room's own floor."""
 
 MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in ROOT.rglob("*.py"))

@@ -11,7 +11,7 @@ from trees import outline, tree_of
 
 from instrument.capture import Trees
 from instrument.profile import Capture, Rate
-from instrument.recorder import Cursor, Recorder
+from instrument.recorder import Recorder
 from instrument.spans import RemoteParent, Site, Span
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
@@ -22,7 +22,7 @@ class Kept:
 
     def __init__(self, recorder: Recorder, capture: Capture, spans_per_request: int = 100) -> None:
         self.trees: list[list[Span]] = []
-        self.cursor = Cursor(recorder)
+        self.cursor = recorder.cursor()
         self.of = Trees(recorder, capture, spans_per_request, self.trees.append)
 
     def read(self) -> list[list[Span]]:
@@ -130,9 +130,7 @@ def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Reco
     assert kept.of.counts()["spans beyond spans_per_request"] == 7
 
 
-def test_requests_that_never_end_do_not_grow_without_bound(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_never_end_do_not_grow_without_bound(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.capture.HELD_ROWS", 20)
     kept = Kept(recorder, Capture(sample=1.0))
     open_requests = []

@@ -247,7 +247,7 @@ def test_check_shows_what_each_rule_matches_and_fails_on_one_that_matches_nothin
         (["report", "cut.json"], "cut.json"),
         (["report", "cut.json.gz"], "cut.json.gz"),
         (["report", "brackets.json"], "brackets.json"),
-        (["report", "."], "directory"),
+        (["report", "."], "not a regular file"),
     ],
 )
 def test_bad_input_is_one_clear_error_exit_code_2_and_no_traceback(

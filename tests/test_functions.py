@@ -253,7 +253,7 @@ def test_patterns_stay_within_a_segment_or_cross_them(pattern: str, name: str, f
 
 # -------------------------------------------------------------------- targets in modules
 
-SOURCE = '''
+SOURCE = """
 import functools, abc
 from json import dumps as borrowed
 
@@ -293,7 +293,7 @@ def cached(x): return x
 def outer():
     def nested(): return 1
     return nested
-'''
+"""
 
 
 @pytest.fixture

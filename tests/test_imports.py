@@ -151,9 +151,7 @@ def test_another_hook_that_asks_the_whole_path_again_hears_the_module_once(
 def test_imports_in_several_threads_are_heard_once_each(write: Callable[[str, str], None], heard: list[str]) -> None:
     for index in range(8):
         write(f"made_{index}.py", "import time; time.sleep(0.01)")
-    threads = [
-        threading.Thread(target=importlib.import_module, args=(f"made_{index % 8}",)) for index in range(32)
-    ]
+    threads = [threading.Thread(target=importlib.import_module, args=(f"made_{index % 8}",)) for index in range(32)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -307,7 +307,9 @@ def test_a_compressed_trace_is_compressed(tmp_path: Path) -> None:
     assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
-def test_check_imports_what_the_rules_name_and_undoes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_imports_what_the_rules_name_and_undoes_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from instrument.profiler import check
 
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-from instrument.recorder import Cursor, Recorder, measure_cost_ns
+from instrument.recorder import Recorder, measure_cost_ns
 from instrument.spans import RemoteParent, Site
 from instrument.tally import OVERFLOW
 
@@ -463,8 +463,8 @@ def test_the_tally_is_exact_when_the_ring_has_wrapped_many_times() -> None:
         function()
     (row,) = recorder.tally().rows()
     assert row.totals.calls == sum(row.totals.histogram.values()) == 10_000
-    assert len(recorder.spans()) == recorder.rings()[0].capacity
-    assert recorder.losses() == {"spans overwritten by newer ones": 10_000 - recorder.rings()[0].capacity}
+    assert len(recorder.spans()) == recorder._rings.all()[0].capacity
+    assert recorder.losses() == {"spans overwritten by newer ones": 10_000 - recorder._rings.all()[0].capacity}
     newest = sorted(span.span_id for span in recorder.spans())
     assert newest == list(range(10_001 - len(newest), 10_001))
 
@@ -474,7 +474,7 @@ def test_a_cursor_reads_every_row_once_and_counts_what_came_too_late() -> None:
     recorder.on = True
     function = wrapped(recorder, "f")(lambda: None)
     capacity = 64
-    cursor = Cursor(recorder)
+    cursor = recorder.cursor()
     for _ in range(10):
         function()
     assert [len(rows) for _, rows in cursor.read()] == [10]
@@ -490,7 +490,7 @@ def test_rows_read_while_other_threads_write_are_whole_and_come_once() -> None:
     recorder.on = True
     function = wrapped(recorder, "f")(lambda: None)
     calls = 20_000
-    cursor = Cursor(recorder)
+    cursor = recorder.cursor()
     threads = [threading.Thread(target=lambda: [function() for _ in range(calls)]) for _ in range(4)]
     seen: list[int] = []
 
@@ -521,8 +521,8 @@ def test_many_threads_over_time_stay_within_the_budget_and_lose_no_call() -> Non
         thread.join()
     gc.collect()
     assert recorder.tally().calls == recorder.calls == 300
-    assert sum(ring.capacity for ring in recorder.rings()) <= (1 << 20) // 340 + 64 * 64
-    assert len(recorder.rings()) <= 70
+    assert sum(ring.capacity for ring in recorder._rings.all()) <= (1 << 20) // 340 + 64 * 64
+    assert len(recorder._rings.all()) <= 70
 
 
 def test_memory_stays_bounded_when_recursion_and_names_do_not(
@@ -599,7 +599,7 @@ def test_switching_off_in_the_middle_finishes_what_is_open_and_begins_nothing(re
 def test_a_signal_handler_that_records_while_its_thread_folds_does_not_deadlock(recorder: Recorder) -> None:
     function = wrapped(recorder, "f")(lambda: None)
     function()
-    ring = recorder.rings()[0]
+    ring = recorder._rings.all()[0]
     with ring.lock:
         for _ in range(ring.capacity // 4):
             function()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +36,7 @@ def test_union_intersection_and_difference_equal_those_of_point_sets(a: list[Int
     assert points(left) == points(a)
     assert length(left) == len(points(a))
     assert left == sorted(left)
-    assert all(first[1] < second[0] for first, second in zip(left, left[1:], strict=False))
+    assert all(first[1] < second[0] for first, second in pairwise(left))
     assert points(intersect(left, right)) == points(a) & points(b)
     assert points(subtract(left, right)) == points(a) - points(b)
     assert length(left) == length(intersect(left, right)) + length(subtract(left, right))

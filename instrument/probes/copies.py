@@ -112,7 +112,7 @@ class Copies:
         recorder = self._recorder
 
         def wrapper(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            source = args[0] if args else kwargs.get("src", kwargs.get("other"))
+            source: Any = args[0] if args else kwargs.get("src", kwargs.get("other"))
             if compiling() or not recorder.on or not ready() or not hasattr(source, "device"):
                 return method(self_, *args, **kwargs)
             out, start_ns = self._timed(method, self_, args, kwargs)

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from re import Pattern
+from re import Pattern, escape
 from re import compile as compile_pattern
-from re import escape
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, ModuleType
 from typing import Any, TypeVar, overload
 
@@ -187,7 +186,7 @@ def replace(owner: Any, attribute: str, new: Any) -> Undo:
 
 def rebind(original: Any, new: Any, *, skip: ModuleType) -> list[Undo]:
     """Replace every module-level name, in all modules imported so far, that is bound to the original."""
-    undos = []
+    undos: list[Undo] = []
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module is skip or module.__name__.partition(".")[0] == "instrument":
             continue

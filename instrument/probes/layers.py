@@ -121,7 +121,7 @@ class Layers:
         """See each class as it is defined: a model without children is never registered anywhere."""
         layers = self
 
-        def __init_subclass__(cls: type[Any], **kwargs: Any) -> None:
+        def __init_subclass__(cls: type[Any], /, **kwargs: Any) -> None:
             super(module_type, cls).__init_subclass__(**kwargs)
             layers._defined(cls)
 
@@ -151,7 +151,7 @@ class Layers:
         """Replace `forward` in the class that defines it for `cls`."""
         self._patched.add(cls)
         owner = next((base for base in cls.__mro__ if "forward" in vars(base)), None)
-        if owner is None or owner is self._module_type or owner in self._patched and owner is not cls:
+        if owner is None or owner is self._module_type or (owner in self._patched and owner is not cls):
             return
         forward = vars(owner)["forward"]
         if not isinstance(forward, FunctionType) or hasattr(forward, "__instrument_layers__"):

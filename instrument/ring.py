@@ -1,0 +1,225 @@
+"""The rings: each thread's newest rows, and the totals of all that it ever recorded, in bounded memory.
+
+A finished span is a *row*, a tuple of (all but the last two) integers, immutable and so never torn:
+
+    0 node index   1 span id   2 parent id   3 root id   4 task   5 start ns   6 end ns   7 time of the children ns
+    8 active ns, or -1 where that is the total   9 name of the exception or None   10 attributes or None
+
+Only its own thread writes to a ring. Totals are brought up to date from the rows in blocks, by the thread that fills a
+block or by whoever reads first, so that their cost is paid in tight loops instead of once a call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any, cast
+
+from instrument.spans import Site
+from instrument.tally import Node, Totals
+
+Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
+
+ROW_BYTES = 340
+"""Memory of one row with its integers, at most, measured with tracemalloc on CPython 3.11."""
+
+SMALLEST_RING = 64
+FOLD_ROWS = 4096
+ENDED_RINGS_KEPT = 64
+
+
+class Ring:
+    """The newest rows of one thread, and the totals of all of them by node index."""
+
+    __slots__ = (
+        "capacity", "ended", "fold_mask", "folded", "head", "lock", "mask", "name", "rows", "thread_id", "top", "totals",
+    )  # fmt: skip
+
+    def __init__(self, capacity: int, thread_id: int, name: str) -> None:
+        self.capacity = capacity
+        self.mask = capacity - 1
+        self.fold_mask = min(capacity // 2, FOLD_ROWS) - 1
+        self.rows: list[Any] = [None] * capacity
+        self.head = 0
+        self.folded = 0
+        self.top: Any = None
+        self.totals: dict[int, Totals] = {}
+        self.thread_id = thread_id
+        self.name = name
+        self.ended = False
+        self.lock = threading.RLock()
+
+    def newest(self, since: int) -> tuple[list[Row], int, int]:
+        """Rows from number `since` on, the number after the last of them, and how many were overwritten before.
+
+        Safe while the owner writes: rows that were overwritten while being copied are left out and counted.
+        """
+        head = self.head
+        copy = self.rows[:]
+        first = min(max(since, self.head - self.capacity), head)
+        return [copy[i & self.mask] for i in range(first, head)], head, first - since
+
+    def fold(self, nodes: list[Node]) -> None:
+        """Bring the totals up to the head.
+
+        The owner does not wait for a reader that folds already, unless unread rows would be overwritten; a signal
+        handler or finaliser that comes in while its own thread folds leaves the work to it.
+        """
+        if not self.lock.acquire(blocking=self.head - self.folded > self.capacity - self.fold_mask):
+            return
+        try:
+            first, last = self.folded, self.head
+            self.folded = last
+            rows, mask = self.rows, self.mask
+            groups: dict[int, list[Row]] = {}
+            for i in range(first, last):
+                row = rows[i & mask]
+                group = groups.get(row[0])
+                if group is None:
+                    groups[row[0]] = [row]
+                else:
+                    group.append(row)
+            for index, group in groups.items():
+                totals = self.totals.get(index)
+                if totals is None:
+                    totals = self.totals[index] = Totals(histogram=Counter())
+                _count(totals, group, nodes[index].site)
+        finally:
+            self.lock.release()
+
+    def copied_totals(self, nodes: list[Node]) -> dict[int, Totals]:
+        """The totals up to now, for another thread to keep."""
+        with self.lock:
+            self.fold(nodes)
+            return {index: totals.copy() for index, totals in self.totals.items()}
+
+
+def self_ns(row: Row) -> int:
+    """Time of a row outside its children, never negative."""
+    own = (row[6] - row[5] if row[8] < 0 else row[8]) - row[7]
+    return max(0, own)
+
+
+def _count(totals: Totals, rows: list[Row], site: Site) -> None:
+    durations = [row[6] - row[5] for row in rows]
+    total_ns = sum(durations)
+    low, high = min(durations), max(durations)
+    if totals.calls:
+        totals.min_ns = min(totals.min_ns, low)
+        totals.max_ns = max(totals.max_ns, high)
+    else:
+        totals.min_ns, totals.max_ns = low, high
+        totals.first_ns = min(row[5] for row in rows)
+    totals.calls += len(rows)
+    totals.total_ns += total_ns
+    totals.elapsed_ns += total_ns
+    totals.self_ns += sum([self_ns(row) for row in rows])
+    totals.errors += sum([row[9] is not None for row in rows])
+    if site.kind == "copy":
+        totals.moved_bytes += sum(row[10].get("bytes", 0) for row in rows if row[10])
+    # The buckets of `tally.bucket`, written out because a call each would double the cost.
+    cast("Counter[int]", totals.histogram).update(
+        [d if d < 128 else ((e := d.bit_length() - 7) << 6) + (d >> e) for d in durations]
+    )
+
+
+class _Mark:
+    """Lives in a thread's locals; its end is the thread's end."""
+
+    __slots__ = ("ring",)
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+
+    def __del__(self) -> None:
+        self.ring.ended = True
+
+
+class _Local(threading.local):
+    ring: Ring
+    mark: _Mark
+
+
+class Rings:
+    """The rings of one process: one for each thread that records, all together within a budget of rows.
+
+    Threads that have ended keep their rows until there are too many of them or the room is needed; their totals stay.
+    """
+
+    def __init__(self, ring_bytes: int, nodes: list[Node]) -> None:
+        self.local = _Local()
+        self.ended_totals: dict[int, Totals] = {}
+        self.ended_rows = 0
+        self._budget = max(ring_bytes // ROW_BYTES, SMALLEST_RING)
+        self._nodes = nodes
+        self._lock = threading.RLock()
+        self._rings: list[Ring] = []
+
+    def new(self) -> Ring:
+        """Make the calling thread's ring.
+
+        A quarter of what is left each time: the first threads get long rings, and there is always some left.
+        """
+        # Not current_thread(), which leaves a dummy behind for threads that Python did not start.
+        thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+        thread_id = threading.get_native_id()
+        name = thread.name if thread is not None else f"thread {thread_id}"
+        with self._lock:
+            self._retire(keep=ENDED_RINGS_KEPT)
+            if self._free() < self._budget // 4:
+                self._retire(keep=0)
+            quarter = max(self._free() // 4, SMALLEST_RING)
+            ring = Ring(1 << (quarter.bit_length() - 1), thread_id, name)
+            self._rings.append(ring)
+        self.local.ring = ring
+        self.local.mark = _Mark(ring)
+        return ring
+
+    def _free(self) -> int:
+        return self._budget - sum(ring.capacity for ring in self._rings)
+
+    def _retire(self, keep: int) -> None:
+        """Give up the rings of threads that have ended, oldest first, after taking over their totals."""
+        ended = [ring for ring in self._rings if ring.ended]
+        for ring in ended[: max(len(ended) - keep, 0)]:
+            for index, totals in ring.copied_totals(self._nodes).items():
+                self.ended_totals.setdefault(index, Totals()).merge(totals)
+            self.ended_rows += ring.head
+            self._rings.remove(ring)
+
+    def all(self) -> list[Ring]:
+        """The rings in the order in which their threads first recorded."""
+        with self._lock:
+            return list(self._rings)
+
+    def copied_ended_totals(self) -> dict[int, Totals]:
+        """The totals of the threads whose rings were given up."""
+        with self._lock:
+            return {index: totals.copy() for index, totals in self.ended_totals.items()}
+
+
+class Cursor:
+    """One reader's place in every ring: each row is read once, and what came too late to be read is counted."""
+
+    def __init__(self, rings: Rings) -> None:
+        self._rings = rings
+        self._places: dict[int, tuple[Ring, int]] = {}
+        self.lost = 0
+        self.read()
+
+    def read(self) -> list[tuple[int, list[Row]]]:
+        """The rows since the last read, with the native id of their thread, in order within each thread."""
+        batches: list[tuple[int, list[Row]]] = []
+        places: dict[int, tuple[Ring, int]] = {}
+        for ring in self._rings.all():
+            since = self._places.get(id(ring), (ring, 0))[1]
+            rows, head, lost = ring.newest(since)
+            self.lost += lost
+            places[id(ring)] = (ring, head)
+            if rows:
+                batches.append((ring.thread_id, rows))
+        for key, (ring, since) in self._places.items():
+            if key not in places:
+                self.lost += ring.head - since
+        self._places = places
+        return batches

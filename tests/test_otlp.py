@@ -1,0 +1,1187 @@
+"""What reaches an OpenTelemetry collector, and what the exporter says when it does not.
+
+The collectors are real: `ddapm-test-agent`, and small HTTP servers that misbehave in one way each.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import gzip
+import http.client
+import importlib.util
+import itertools
+import logging
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.trace.v1 import trace_pb2
+from otlp_receiver import Receiver, free_port, receiver
+
+from instrument import otlp
+from instrument.errors import FAULTS, ExportError
+from instrument.otlp import Delivery, Exporter, Ids, current_parent
+from instrument.profile import Otlp
+from instrument.spans import DeviceInterval, Origin, RemoteParent, Site, Span
+
+SECOND = 10**9
+ORIGIN = Origin(pid=1, service="chat", monotonic_ns=1_000, realtime_ns=1_700_000_000 * SECOND + 123_456_789, host="box")
+THREADS = {7: "MainThread", 8: "wörker"}
+SITE = Site("op", "op")
+LAYER = Site("Linear", "layer", "chat.net", "Mlp.forward", "/srv/chat/net.py", 42, "model.layers.3.mlp")
+REMOTE = RemoteParent(0xABCDEF0123456789_0011223344556677, 0x0102030405060708, 1)
+
+
+def span(site: Site = SITE, span_id: int = 1, parent_id: int = 0, root_id: int = 1, **facts: Any) -> Span:
+    times = {"start_ns": 2_000, "end_ns": 5_000, "active_ns": 3_000, "self_ns": 3_000, "thread_id": 7, "task_id": 0}
+    return Span(site, span_id, parent_id, root_id, **{**times, **facts})
+
+
+def tree(spans: int, first_id: int = 1, site: Site = SITE, **facts: Any) -> list[Span]:
+    """A root and its children, three to a parent, with numbers from `first_id`."""
+    return [
+        span(site, first_id + i, first_id + (i - 1) // 3 if i else 0, first_id, start_ns=2_000 + i, **facts)
+        for i in range(spans)
+    ]
+
+
+# -------------------------------------------------------------------- what a span becomes
+
+
+def decoded(spans: Sequence[Span], ids: Ids) -> list[trace_pb2.Span]:
+    """The packed spans as the official messages read them."""
+    request = ExportTraceServiceRequest.FromString(otlp.request_of(b"", otlp.pack(spans, ids, ORIGIN, THREADS)))
+    (of_resource,) = request.resource_spans
+    (of_scope,) = of_resource.scope_spans
+    assert of_scope.scope.name == "instrument"
+    assert of_scope.schema_url == "https://opentelemetry.io/schemas/1.44.0"
+    return list(of_scope.spans)
+
+
+def value_of(value: AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    return [value_of(item) for item in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+
+
+def attributes_of(message: trace_pb2.Span) -> dict[str, Any]:
+    found = {pair.key: value_of(pair.value) for pair in message.attributes}
+    assert len(found) == len(message.attributes), "an attribute came twice"
+    return found
+
+
+def legal(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def said(value: Any) -> Any:
+    """An attribute's value as it must arrive."""
+    if isinstance(value, str):
+        return legal(value)
+    if isinstance(value, list | tuple):
+        return [said(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
+    return value
+
+
+texts = st.text(st.characters(exclude_categories=()), max_size=8)
+values = st.one_of(
+    texts,
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
+    st.lists(texts, max_size=3).map(tuple),
+    st.lists(st.booleans(), max_size=2),
+)
+keys = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).map("user.".__add__)
+attributes = st.dictionaries(keys, values, max_size=4)
+times = st.tuples(st.integers(1_000, 2**62), st.integers(0, 2**40)).map(lambda t: (t[0], t[0] + t[1]))
+sites = st.builds(
+    Site,
+    name=texts,
+    kind=st.sampled_from(("request", "op", "layer", "user")),
+    module=texts,
+    qualname=texts,
+    file=texts,
+    line=st.integers(0, 2**31),
+    instance=texts,
+    attributes=attributes.map(lambda found: tuple(found.items())),
+)
+intervals = st.builds(
+    lambda device, stream, span_times, label: DeviceInterval(device, stream, *span_times, label, 5),
+    st.integers(0, 7),
+    st.integers(0, 2**64 - 1),
+    times,
+    st.sampled_from(("exclusive", "overlapped")),
+)
+remotes = st.builds(RemoteParent, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.integers(0, 255))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Span]:
+    numbers = draw(st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=5, unique=True))
+    places = draw(st.lists(sites, min_size=1, max_size=2))
+    found = []
+    for place, number in enumerate(numbers):
+        start_ns, end_ns = draw(times)
+        found.append(
+            Span(
+                site=draw(st.sampled_from(places)),
+                span_id=number,
+                parent_id=draw(st.sampled_from(numbers[:place])) if place else 0,
+                root_id=numbers[0],
+                thread_id=draw(st.sampled_from((7, 8, 9))),
+                task_id=draw(st.integers(0, 2**62)),
+                start_ns=start_ns,
+                end_ns=end_ns,
+                active_ns=draw(st.sampled_from((end_ns - start_ns, 0))),
+                self_ns=draw(st.integers(0, end_ns - start_ns)),
+                error=draw(st.none() | texts),
+                attributes=draw(attributes),
+                device=tuple(draw(st.lists(intervals, max_size=2))),
+                clipped=draw(st.booleans()),
+                remote=None if place else draw(st.none() | remotes),
+            )
+        )
+    return found
+
+
+def expected_attributes(of: Span) -> dict[str, Any]:
+    site = of.site
+    found = {key: said(value) for key, value in (*site.attributes, *of.attributes.items())}
+    candidates = {
+        "instrument.kind": (site.kind, True),
+        "instrument.instance": (legal(site.instance), site.instance),
+        "code.function.name": (legal(site.function), site.function),
+        "code.file.path": (legal(site.file), site.file),
+        "code.line.number": (site.line, site.line),
+        "thread.id": (of.thread_id, True),
+        "thread.name": (THREADS.get(of.thread_id), of.thread_id in THREADS),
+        "instrument.self_ns": (of.self_ns, True),
+        "instrument.active_ns": (of.active_ns, of.active_ns != of.total_ns),
+        "instrument.task_id": (of.task_id, of.task_id),
+        "instrument.clipped": (True, of.clipped),
+        "error.type": (legal(of.error or ""), of.error is not None),
+    }
+    return found | {key: value for key, (value, there) in candidates.items() if there}
+
+
+@given(trees())
+@settings(max_examples=120, deadline=None)
+def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span]) -> None:
+    ids = Ids()
+    messages = iter(decoded(spans, ids))
+    remote = spans[0].remote
+    trace_id = (ids.trace_id(spans[0].root_id) if remote is None else remote.trace_id).to_bytes(16, "big")
+    w3c_flags = 1 if remote is None else remote.flags
+    for of in spans:
+        message = next(messages)
+        own_id = ids.span_id(of.span_id).to_bytes(8, "big")
+        parent_id = ids.span_id(of.parent_id) if of.parent_id else remote.span_id if remote else None
+        from_remote = not of.parent_id and remote is not None
+        assert message.trace_id == trace_id
+        assert message.span_id == own_id
+        assert message.parent_span_id == (b"" if parent_id is None else parent_id.to_bytes(8, "big"))
+        assert message.name == legal(of.site.name)
+        assert message.kind == (2 if of.site.kind == "request" else 1)
+        assert message.start_time_unix_nano == ORIGIN.realtime_of(of.start_ns)
+        assert message.end_time_unix_nano == ORIGIN.realtime_of(of.end_ns)
+        assert message.flags == (0x300 if from_remote else 0x100) | w3c_flags
+        assert (message.status.code, message.status.message) == (
+            (2, legal(of.error)) if of.error is not None else (0, "")
+        )
+        assert attributes_of(message) == expected_attributes(of)
+        for interval in of.device:
+            message = next(messages)
+            assert (message.trace_id, message.parent_span_id) == (trace_id, own_id)
+            assert message.name == legal(of.site.name) + " (device)"
+            assert (message.kind, message.flags) == (1, 0x100 | w3c_flags)
+            assert message.start_time_unix_nano == ORIGIN.realtime_of(interval.start_ns)
+            assert message.end_time_unix_nano == ORIGIN.realtime_of(interval.end_ns)
+            assert attributes_of(message) == {
+                "cuda.device.index": interval.device,
+                "instrument.device.stream": said(interval.stream),
+                "instrument.device.label": interval.label,
+                "instrument.device.uncertainty_ns": 5,
+            }
+    assert next(messages, None) is None
+
+
+@given(trees())
+@settings(max_examples=60, deadline=None)
+def test_what_goes_by_grpc_is_what_goes_by_http(spans: list[Span]) -> None:
+    by_http, by_grpc = Ids(), Ids()
+    by_grpc._seed, by_grpc._trace_seeds = by_http._seed, by_http._trace_seeds
+    sender = otlp._Grpc(Otlp("http://127.0.0.1:1", "grpc"))
+    sender.speak_for({"service.name": "chat"})
+    official = encode_spans(list(sender.encode(spans, by_grpc, ORIGIN, THREADS)))
+    messages = decoded(spans, by_http)
+    for message in messages:
+        message.flags &= 0x300  # the official encoder leaves out the flags of the W3C
+    assert [_comparable(m) for m in official.resource_spans[0].scope_spans[0].spans] == [
+        _comparable(m) for m in messages
+    ]
+
+
+def _comparable(message: trace_pb2.Span) -> tuple[Any, ...]:
+    ids = (message.trace_id, message.span_id, message.parent_span_id)
+    times = (message.start_time_unix_nano, message.end_time_unix_nano)
+    status = (message.status.code, message.status.message)
+    return (*ids, *times, *status, message.name, message.kind, message.flags, attributes_of(message))
+
+
+@pytest.mark.parametrize(
+    ("direction", "memcpy_kind"),
+    [
+        ("h2d", "MemcpyHostToDevice"),
+        ("d2h", "MemcpyDeviceToHost"),
+        ("d2d", "MemcpyDeviceToDevice"),
+        ("p2p", "MemcpyDeviceToDevice"),
+    ],
+)
+@pytest.mark.parametrize("on_site", [True, False])
+def test_a_copy_names_its_kind_as_cuda_does_and_its_device_span_too(
+    direction: str, memcpy_kind: str, on_site: bool
+) -> None:
+    site = Site("to", "copy", attributes=(("direction", direction),) if on_site else ())
+    given_attributes = {"bytes": 4096, "pinned": True, "sync": False, "note": "x"}
+    given_attributes |= {} if on_site else {"direction": direction}
+    copy, on_device = decoded([span(site, attributes=given_attributes, device=(DeviceInterval(1, 3, 1, 2),))], Ids())
+    ours = {
+        "cuda.memcpy.kind": memcpy_kind,
+        "instrument.direction": direction,
+        "instrument.bytes": 4096,
+        "instrument.pinned": True,
+        "instrument.sync": False,
+        "note": "x",
+    }
+    assert ours.items() <= attributes_of(copy).items()
+    assert not {"direction", "bytes", "pinned", "sync"} & attributes_of(copy).keys()
+    assert {"cuda.memcpy.kind": memcpy_kind, "instrument.bytes": 4096}.items() <= attributes_of(on_device).items()
+
+
+def test_a_span_that_is_no_copy_keeps_its_bytes_under_their_own_name() -> None:
+    (message,) = decoded([span(attributes={"bytes": 5, "direction": "h2d"})], Ids())
+    assert attributes_of(message) == {
+        "bytes": 5,
+        "direction": "h2d",
+        "instrument.kind": "op",
+        "instrument.self_ns": 3_000,
+        "thread.id": 7,
+        "thread.name": "MainThread",
+    }
+
+
+def test_a_spans_attribute_wins_over_its_sites_and_ours_over_both() -> None:
+    site = Site("op", "op", attributes=(("size", 1), ("colour", "red"), ("thread.id", -1), ("instrument.kind", "mine")))
+    (message,) = decoded([span(site, attributes={"size": 2, "instrument.self_ns": 0, "code.file.path": "x"})], Ids())
+    found = attributes_of(message)
+    assert found["size"] == 2
+    assert found["colour"] == "red"
+    assert (found["thread.id"], found["instrument.kind"], found["instrument.self_ns"]) == (7, "op", 3_000)
+    assert "code.file.path" not in found
+
+
+class Tensor:
+    """Whose content may not be looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"looked into with {name}")
+
+    __str__ = __repr__ = __int__ = __float__ = __index__ = __len__ = __iter__ = lambda self: self.looked  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("value", "arrives"),
+    [
+        (2**63 - 1, 2**63 - 1),
+        (-(2**63), -(2**63)),
+        (2**63, str(2**63)),
+        (1 << 40_000, hex(1 << 40_000)),
+        (True, True),
+        (-0.5, -0.5),
+        (float("inf"), float("inf")),
+        ((1, "a", True), [1, "a", True]),
+        ([], []),
+        (range(3), [0, 1, 2]),
+        (None, "<NoneType>"),
+        (b"secret", "<bytes>"),
+        (Tensor(), "<Tensor>"),
+        ([Tensor()], ["<Tensor>"]),
+        ({"a": 1}, "<dict>"),
+        (type("Name", (str,), {"__str__": lambda self: "lie"})("truth"), "truth"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_arrives_as_otlp_can_say_it(value: Any, arrives: Any) -> None:
+    (message,) = decoded([span(attributes={"value": value})], Ids())
+    assert attributes_of(message)["value"] == arrives
+
+
+def test_numbers_of_numpy_arrive_as_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    (message,) = decoded([span(attributes={"i": numpy.int32(-3), "f": numpy.float32(0.5), "a": numpy.ones(9)})], Ids())
+    found = attributes_of(message)
+    assert (found["i"], found["f"], found["a"]) == (-3, 0.5, "<ndarray>")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1, 2**63, -5 % 2**64])
+def test_ids_are_distinct_and_never_zero_whatever_the_seed(seed: int) -> None:
+    ids = Ids()
+    ids._seed, ids._trace_seeds = seed, [seed, seed]
+    found = [ids.span_id(number) for number in range(1, 3_000)] + [ids.device_span_id() for _ in range(3_000)]
+    found += [ids.span_id(number) for number in range(2**63 - 3_000, 2**63)]
+    assert len(set(found)) == len(found)
+    assert all(0 < found_id < 2**64 for found_id in found)
+    traces = [ids.trace_id(number) for number in range(1, 3_000)]
+    assert len(set(traces)) == len(traces)
+    assert all(trace_id >> 64 > 0 and trace_id & (2**64 - 1) > 0 for trace_id in traces)
+
+
+def test_two_processes_share_no_ids() -> None:
+    one, other = Ids(), Ids()
+    assert one.instance != other.instance
+    assert not {one.span_id(n) for n in range(1, 2_000)} & {other.span_id(n) for n in range(1, 2_000)}
+    assert one.trace_id(1) != other.trace_id(1)
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.text(max_size=200))
+@settings(deadline=None)
+def test_a_partial_success_is_read_as_the_official_message_wrote_it(rejected: int, message: str) -> None:
+    partial = ExportTracePartialSuccess(rejected_spans=rejected, error_message=message)
+    answer = ExportTraceServiceResponse(partial_success=partial).SerializeToString()
+    assert otlp._partial_success(answer) == (max(0, rejected), message)
+
+
+@given(st.binary(max_size=40))
+@settings(deadline=None)
+def test_an_answer_that_is_no_message_breaks_nothing(answer: bytes) -> None:
+    rejected, message = otlp._partial_success(answer)
+    assert rejected >= 0
+    assert isinstance(message, str)
+
+
+# -------------------------------------------------------------------- the exporter under test
+
+
+@contextmanager
+def exporting(settings: Otlp, threads: Callable[[], Mapping[int, str]] = lambda: THREADS) -> Iterator[Exporter]:
+    exporter = Exporter(settings, ORIGIN, threads)
+    exporter.start()
+    try:
+        yield exporter
+    finally:
+        exporter.stop(0)
+
+
+def adds_up(exporter: Exporter) -> Mapping[str, int]:
+    """The counts, after checking that in both units every offer has exactly one fate."""
+    counts = exporter.counts()
+    for unit in ("", "_trees"):
+        fates = [counts[fate + unit] for fate in ("exported", "rejected", "failed", "dropped", "pending")]
+        assert counts["offered" + unit] == sum(fates), counts
+        assert min(fates) >= 0, counts
+    return counts
+
+
+@pytest.fixture(scope="module")
+def running_receiver() -> Iterator[Receiver]:
+    with receiver() as found:
+        yield found
+
+
+@pytest.fixture
+def collector(running_receiver: Receiver) -> Receiver:
+    """The real one, empty."""
+    running_receiver.clear()
+    return running_receiver
+
+
+WAYS = [("http/protobuf", "gzip"), ("http/protobuf", "none"), ("grpc", "gzip"), ("grpc", "none")]
+
+
+def way_to(collector: Receiver, protocol: str = "http/protobuf", compression: str = "gzip") -> Otlp:
+    endpoint = collector.grpc_endpoint if protocol == "grpc" else collector.endpoint
+    return Otlp(endpoint, protocol, timeout_ns=5 * SECOND, compression=compression)
+
+
+@pytest.mark.parametrize(("protocol", "compression"), WAYS)
+def test_every_span_of_large_and_small_trees_arrives_exactly(
+    collector: Receiver, protocol: str, compression: str
+) -> None:
+    site = Site("request", "request", "chat.server", "handle", "/srv/chat/server.py", 7)
+    offered = [tree(4_500, 1), tree(3, 10_000, site), tree(1, 20_000, LAYER, attributes={"prompt": "x" * 700_000})]
+    with exporting(way_to(collector, protocol, compression)) as exporter:
+        for spans in offered:
+            assert exporter.offer(spans)
+        delivery = exporter.flush(8 * SECOND)
+        ids = exporter.ids
+        counts = adds_up(exporter)
+    assert delivery == Delivery(4_504, 4_504, 0, 0, 0, 0, settled=True)
+    assert delivery.complete
+    assert (counts["exported_trees"], counts["requests"]) == (3, counts["requests"])
+    assert counts["requests"] >= 3
+    arrived = {found.span_id: found for found in collector.spans()}
+    assert len(arrived) == 4_504
+    for of in itertools.chain(*offered):
+        found = arrived[ids.span_id(of.span_id)]
+        assert found.trace_id == ids.trace_id(of.root_id)
+        assert found.parent_id == (ids.span_id(of.parent_id) if of.parent_id else 0)
+        assert (found.name, found.kind) == (of.site.name, "SERVER" if of.site.kind == "request" else "INTERNAL")
+        assert (found.start_ns, found.end_ns) == (ORIGIN.realtime_of(of.start_ns), ORIGIN.realtime_of(of.end_ns))
+        assert found.attributes == expected_attributes(of)
+        assert (found.status, found.scope) == ("UNSET", "instrument")
+
+
+@pytest.mark.parametrize(("protocol", "compression"), [WAYS[0], WAYS[2]])
+def test_a_request_joins_the_trace_of_its_caller_and_shows_its_error(
+    collector: Receiver, protocol: str, compression: str
+) -> None:
+    root = span(Site("handle", "request"), 5, 0, 5, remote=REMOTE, error="ValueError")
+    child = span(LAYER, 6, 5, 5, device=(DeviceInterval(0, 9, 2_500, 2_900),))
+    late = span(SITE, 7, 5, 5, remote=REMOTE)
+    with exporting(way_to(collector, protocol, compression)) as exporter:
+        exporter.offer([root, child])
+        exporter.offer([late])
+        assert exporter.flush(5 * SECOND).complete
+        ids = exporter.ids
+    found = {span.name: span for span in collector.spans()}
+    assert {span.trace_id for span in found.values()} == {REMOTE.trace_id}
+    assert (found["handle"].parent_id, found["handle"].flags & 0x300) == (REMOTE.span_id, 0x300)
+    assert (found["handle"].status, found["handle"].message) == ("ERROR", "ValueError")
+    assert found["handle"].attributes["error.type"] == "ValueError"
+    assert found["Linear"].parent_id == found["op"].parent_id == ids.span_id(5)
+    assert found["Linear (device)"].parent_id == ids.span_id(6)
+    assert found["Linear (device)"].end_ns == ORIGIN.realtime_of(2_900)
+
+
+def test_the_resource_is_the_profiles_service_with_what_the_environment_says(
+    collector: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=prod,service.namespace=nlp")
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    with exporting(way_to(collector)) as exporter:
+        exporter.offer(tree(1))
+        assert exporter.flush(5 * SECOND).complete
+    (found,) = collector.spans()
+    expected = {
+        "service.name": "chat",
+        "service.namespace": "nlp",
+        "deployment.environment": "prod",
+        "process.pid": os.getpid(),
+        "host.name": "box",
+        "telemetry.distro.name": "instrument",
+        "telemetry.sdk.language": "python",
+    }
+    assert expected.items() <= found.resource.items()
+    assert len(found.resource["service.instance.id"]) == 36
+
+
+@pytest.mark.parametrize("theirs", ["shop", None])
+def test_a_configured_tracer_provider_and_we_are_the_same_service_instance(
+    collector: Receiver, monkeypatch: pytest.MonkeyPatch, theirs: str | None
+) -> None:
+    from opentelemetry import trace
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    resource = Resource.create({"service.name": theirs, "team": "a"} if theirs else {"team": "a"})
+    with exporting(way_to(collector)) as exporter:
+        exporter.offer(tree(1, site=Site("before")))
+        assert exporter.flush(5 * SECOND).complete
+        monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider(resource=resource))
+        exporter.offer(tree(1, 10, Site("after")))
+        assert exporter.flush(5 * SECOND).complete
+    found = {span.name: span for span in collector.spans()}
+    before, after = found["before"], found["after"]
+    assert (before.resource["service.name"], before.resource.get("team")) == ("chat", None)
+    assert (after.resource["service.name"], after.resource["team"]) == (theirs or "chat", "a")
+    assert after.resource["service.instance.id"] == resource.attributes["service.instance.id"]
+
+
+def test_the_current_span_of_opentelemetry_is_the_parent() -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+
+    assert current_parent() is None
+    with TracerProvider().get_tracer("theirs").start_as_current_span("theirs") as theirs:
+        context = theirs.get_span_context()
+        assert current_parent() == RemoteParent(context.trace_id, context.span_id, int(context.trace_flags))
+    assert current_parent() is None
+
+
+def test_a_service_thread_imports_nothing_of_opentelemetry() -> None:
+    script = """
+        import sys
+        from instrument import otlp
+        from instrument.profile import Otlp
+        from instrument.spans import Origin, Site, Span
+        exporter = otlp.Exporter(Otlp("http://127.0.0.1:1/v1/traces"), Origin(1, "s", 0, 0), dict)
+        exporter.offer([Span(Site("a"), 1, 0, 1, 1, 0, 0, 1, 1, 1)])
+        assert otlp.current_parent() is None
+        assert exporter.stop(0).dropped == 1
+        found = [name for name in sys.modules if name.startswith(("opentelemetry", "http.client", "ssl", "grpc"))]
+        assert not found, found
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=20)
+
+
+def test_other_instrumentations_do_not_see_our_requests(collector: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry import context
+
+    seen: list[str] = []
+    for name in ("connect", "request", "putrequest", "endheaders", "send", "getresponse"):
+        monkeypatch.setattr(http.client.HTTPConnection, name, lambda *_, name=name: seen.append(name))
+    suppressed: list[object] = []
+
+    def threads() -> Mapping[int, str]:
+        suppressed.append(context.get_value(context._SUPPRESS_INSTRUMENTATION_KEY))
+        return {}
+
+    with exporting(way_to(collector), threads) as exporter:
+        for _ in range(2):
+            exporter.offer(tree(1))
+            assert exporter.flush(5 * SECOND).complete
+    assert seen == []
+    assert suppressed == [None, True]
+    assert context.get_value(context._SUPPRESS_INSTRUMENTATION_KEY) is None
+
+
+# -------------------------------------------------------------------- collectors that misbehave
+
+Behave = Callable[["Handler", int], None]
+"""What a collector does with a request of so many spans."""
+
+
+class Collector(ThreadingHTTPServer):
+    """Decodes each request with the official messages, then behaves as it was told."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, behave: Behave, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.behave = behave
+        self.closing = threading.Event()
+        self.taken: list[str] = []
+        self.tries = 0
+        self.headers: list[Mapping[str, str]] = []
+        self.open: set[socket.socket] = set()
+
+    @property
+    def settings(self) -> Otlp:
+        return Otlp(f"http://127.0.0.1:{self.server_port}/v1/traces", timeout_ns=SECOND)
+
+    def handle_error(self, *_: Any) -> None:
+        """The client may leave when it likes."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Collector
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.open.add(self.connection)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers["Content-Encoding"] == "gzip":
+            body = gzip.decompress(body)
+        self.names = [
+            found.name
+            for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans
+            for of_scope in of_resource.scope_spans
+            for found in of_scope.spans
+        ]
+        self.server.tries += 1
+        self.server.headers.append(dict(self.headers.items()))
+        self.server.behave(self, len(self.names))
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        if status == 200:
+            self.server.taken += self.names
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing on the test's output."""
+
+
+@contextmanager
+def collecting(behave: Behave, port: int = 0) -> Iterator[Collector]:
+    server = Collector(behave, port)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.closing.set()
+        server.shutdown()
+        server.server_close()
+        for connection in server.open:
+            hang_up_now(connection)
+            connection.close()
+        thread.join()
+
+
+def hang_up_now(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the exporter was quicker
+
+
+def take(handler: Handler, _: int) -> None:
+    handler.answer(200)
+
+
+def refuse_with(status: int, **headers: str) -> Behave:
+    return lambda handler, _: handler.answer(status, **headers)
+
+
+def swallow(handler: Handler, _: int) -> None:
+    handler.server.closing.wait(20)
+
+
+def drip(handler: Handler, _: int) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+    while not handler.server.closing.wait(0.05):
+        handler.wfile.write(b".")
+
+
+def babble(handler: Handler, _: int) -> None:
+    handler.wfile.write(b"\x00\xff not http at all\r\n\r\n")
+    handler.close_connection = True
+
+
+def hang_up(handler: Handler, _: int) -> None:
+    handler.close_connection = True
+
+
+def be_slow(handler: Handler, _: int) -> None:
+    handler.server.closing.wait(0.2)
+    handler.answer(200)
+
+
+def lie(handler: Handler, spans: int) -> None:
+    partial = ExportTracePartialSuccess(rejected_spans=2, error_message="quota")
+    handler.answer(200, ExportTraceServiceResponse(partial_success=partial).SerializeToString())
+
+
+def warn(handler: Handler, _: int) -> None:
+    partial = ExportTracePartialSuccess(error_message="deprecated")
+    handler.answer(200, ExportTraceServiceResponse(partial_success=partial).SerializeToString())
+
+
+def mumble(handler: Handler, _: int) -> None:
+    handler.answer(200, b"\xff\xfe\x00 thanks")
+
+
+def promise_more(handler: Handler, _: int) -> None:
+    handler.answer(200, b"", Transfer_Encoding="chunked")
+    handler.close_connection = True
+
+
+def first(count: int, behave: Behave, then: Behave = take) -> Behave:
+    """Misbehave for so many requests, then take them."""
+    return lambda handler, spans: (behave if handler.server.tries <= count else then)(handler, spans)
+
+
+def at_most(limit: int) -> Behave:
+    return lambda handler, spans: handler.answer(413 if spans > limit else 200)
+
+
+FATES: dict[str, tuple[Behave, str, str]] = {
+    "takes it": (take, "exported", ""),
+    "takes its time": (be_slow, "exported", ""),
+    "takes it with a warning": (warn, "exported", "deprecated"),
+    "takes it and mumbles": (mumble, "exported", ""),
+    "takes it and dies in the answer": (promise_more, "exported", ""),
+    "takes only small requests": (at_most(3), "exported", ""),
+    "takes nothing at all of any size": (refuse_with(413), "failed", "413"),
+    "is busy for a moment": (first(2, refuse_with(503, Retry_After="0")), "exported", ""),
+    "is overloaded until a date": (
+        first(1, refuse_with(429, Retry_After=email.utils.formatdate(0, usegmt=True))),
+        "exported",
+        "",
+    ),
+    "is busy without saying for how long": (first(1, refuse_with(502)), "exported", ""),
+    "is busy for longer than there is": (refuse_with(503, Retry_After="60"), "failed", "503"),
+    "stays busy": (refuse_with(504, Retry_After="soon"), "failed", "504"),
+    "hangs up once": (first(1, hang_up), "exported", ""),
+    "always hangs up": (hang_up, "failed", "RemoteDisconnected"),
+    "is gone": (refuse_with(404), "failed", "HTTP 404 Not Found"),
+    "wants a key": (refuse_with(401), "failed", "401"),
+    "does not understand": (refuse_with(400), "failed", "400"),
+    "has moved": (refuse_with(307, Location="http://127.0.0.1:1/"), "failed", "redirected to http://127.0.0.1:1/"),
+    "speaks no HTTP": (babble, "failed", "not HTTP"),
+    "never answers": (swallow, "failed", "TimeoutError"),
+    "answers for ever": (drip, "failed", "TimeoutError"),
+}
+
+
+@pytest.mark.parametrize(("behave", "fate", "reason"), FATES.values(), ids=FATES.keys())
+def test_every_span_has_one_fate_whatever_the_collector_does(behave: Behave, fate: str, reason: str) -> None:
+    with collecting(behave) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(5))
+        exporter.offer(tree(2, 100))
+        began = time.monotonic()
+        delivery = exporter.flush(4 * SECOND)
+        assert time.monotonic() - began < 3
+        counts = adds_up(exporter)
+    assert delivery.settled
+    assert delivery.complete == (fate == "exported")
+    assert (counts[fate], counts[f"{fate}_trees"]) == (7, 2)
+    assert reason in delivery.reason
+    assert bool(reason) == bool(delivery.reason) or fate == "exported"
+    assert len(server.taken) == (7 if fate == "exported" else 0)
+
+
+def test_a_collector_that_takes_only_part_is_believed() -> None:
+    with collecting(lie) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(5))
+        delivery = exporter.flush(2 * SECOND)
+        counts = adds_up(exporter)
+    assert (delivery.exported, delivery.rejected, delivery.reason) == (3, 2, "quota")
+    assert (delivery.settled, delivery.complete) == (True, False)
+    assert (counts["exported_trees"], counts["rejected_trees"]) == (0, 1)
+
+
+def test_a_collector_that_rejects_more_than_it_got_changes_no_sum() -> None:
+    with collecting(lie) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(1))
+        assert exporter.flush(2 * SECOND).rejected == 1
+        adds_up(exporter)
+
+
+def test_after_a_refused_size_later_requests_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "_LEAST_REQUEST_BYTES", 100)
+    with collecting(at_most(100)) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(150))
+        assert exporter.flush(2 * SECOND).complete
+        tries = server.tries
+        exporter.offer(tree(140, 1_000))
+        assert exporter.flush(2 * SECOND).complete
+        adds_up(exporter)
+    assert tries == 3  # refused, and two halves
+    assert server.tries - tries == 2  # no more refusals
+
+
+def test_one_span_that_is_too_large_fails_alone() -> None:
+    def refuse_the_large(handler: Handler, _: int) -> None:
+        handler.answer(413 if "large" in handler.names else 200)
+
+    with collecting(refuse_the_large) as server, exporting(server.settings) as exporter:
+        exporter.offer([*tree(6), span(Site("large"), 50, 1)])
+        exporter.offer(tree(4, 100))
+        delivery = exporter.flush(2 * SECOND)
+        counts = adds_up(exporter)
+    assert (delivery.exported, delivery.failed) == (10, 1)
+    assert (counts["exported_trees"], counts["failed_trees"]) == (1, 1)
+
+
+def test_a_request_keeps_within_both_limits() -> None:
+    sizes: list[tuple[int, int]] = []
+
+    def measure(handler: Handler, spans: int) -> None:
+        sizes.append((spans, int(handler.headers["Content-Length"])))
+        handler.answer(200)
+
+    with collecting(measure) as server:
+        settings = Otlp(server.settings.endpoint, compression="none")
+        with exporting(settings) as exporter:
+            exporter.offer(tree(9_000, site=Site("s", "op")))
+            exporter.offer(tree(40, 20_000, attributes={"text": "x" * 50_000}))
+            assert exporter.flush(5 * SECOND).complete
+    assert sum(spans for spans, _ in sizes) == 9_040
+    assert max(spans for spans, _ in sizes) <= otlp.REQUEST_SPANS
+    assert max(size for _, size in sizes) <= otlp.REQUEST_BYTES + 2_048  # the resource and the scope
+    assert len(sizes) < 12
+
+
+def test_the_headers_of_the_profile_are_sent_on_one_kept_connection() -> None:
+    with collecting(take) as server:
+        settings = Otlp(server.settings.endpoint, headers=(("Api-Key", "s3cret"), ("X-Team", "a b")))
+        with exporting(settings) as exporter:
+            for number in (1, 2, 3):
+                exporter.offer(tree(1, number))
+                assert exporter.flush(2 * SECOND).complete
+        assert len(server.open) == 1
+    sent = server.headers[-1]
+    assert (sent["Api-Key"], sent["X-Team"]) == ("s3cret", "a b")
+    assert (sent["Content-Type"], sent["Content-Encoding"]) == ("application/x-protobuf", "gzip")
+
+
+def test_a_kept_connection_that_the_collector_has_closed_costs_no_wait() -> None:
+    with collecting(take) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(1))
+        assert exporter.flush(2 * SECOND).complete
+        for connection in server.open:
+            hang_up_now(connection)
+        began = time.monotonic()
+        exporter.offer(tree(1, 10))
+        assert exporter.flush(2 * SECOND).complete
+        assert time.monotonic() - began < 0.2
+
+
+def test_a_collector_that_dies_and_comes_back_gets_what_is_offered_then() -> None:
+    port = free_port()
+    with exporting(Otlp(f"http://127.0.0.1:{port}/v1/traces", timeout_ns=SECOND // 2)) as exporter:
+        with collecting(take, port) as server:
+            exporter.offer(tree(2))
+            assert exporter.flush(2 * SECOND).complete
+            assert server.taken == ["op"] * 2
+        exporter.offer(tree(3, 10))
+        lost = exporter.flush(2 * SECOND)
+        assert (lost.settled, lost.failed) == (True, 3)
+        with collecting(take, port) as server:
+            exporter.offer(tree(4, 20))
+            assert exporter.flush(2 * SECOND).exported == 6
+            assert server.taken == ["op"] * 4
+        adds_up(exporter)
+
+
+def test_a_collector_that_comes_back_in_time_gets_everything() -> None:
+    port = free_port()
+    with exporting(Otlp(f"http://127.0.0.1:{port}/v1/traces", timeout_ns=3 * SECOND)) as exporter:
+        exporter.offer(tree(5))
+        assert not exporter.flush(SECOND // 10).settled
+        assert adds_up(exporter)["pending"] == 5
+        with collecting(take, port):
+            assert exporter.flush(3 * SECOND).complete
+
+
+BLOCKED = {name: FATES[name][0] for name in ("never answers", "answers for ever", "stays busy", "always hangs up")}
+
+
+@pytest.mark.parametrize("behave", BLOCKED.values(), ids=BLOCKED.keys())
+def test_stop_keeps_to_its_bound_and_counts_what_it_gave_up(behave: Behave) -> None:
+    with collecting(behave) as server:
+        exporter = Exporter(Otlp(server.settings.endpoint, timeout_ns=30 * SECOND), ORIGIN, dict)
+        exporter.start()
+        exporter.offer(tree(5))
+        unsettled = exporter.flush(SECOND // 10)
+        assert (unsettled.settled, unsettled.pending) == (False, 5)
+        for number in range(10):
+            exporter.offer(tree(2, 100 + 10 * number))
+        began = time.monotonic()
+        delivery = exporter.stop(SECOND // 4)
+        assert time.monotonic() - began < 0.6
+        counts = adds_up(exporter)
+        assert counts["pending"] == 0
+        assert (delivery.failed + delivery.dropped, delivery.failed >= 5, delivery.complete) == (25, True, False)
+        assert delivery.reason
+    assert [thread for thread in threading.enumerate() if thread.name == "instrument-otlp"] == []
+
+
+def test_stop_uses_the_time_that_it_has_to_deliver() -> None:
+    with collecting(be_slow) as server:
+        exporter = Exporter(server.settings, ORIGIN, dict)
+        exporter.start()
+        exporter.offer(tree(5))
+        assert exporter.stop(2 * SECOND) == Delivery(5, 5, 0, 0, 0, 0, settled=True)
+
+
+def test_stop_does_not_wait_out_a_long_back_off() -> None:
+    port = free_port()
+    exporter = Exporter(Otlp(f"http://127.0.0.1:{port}/v1/traces", timeout_ns=30 * SECOND), ORIGIN, dict)
+    exporter.start()
+    exporter.offer(tree(5))
+    exporter.flush(SECOND)  # by now it waits for about a second
+    with collecting(take, port):
+        began = time.monotonic()
+        assert exporter.stop(SECOND // 2).complete
+        assert time.monotonic() - began < 0.5
+
+
+def test_after_stop_offers_count_as_dropped_until_the_next_start() -> None:
+    with collecting(take) as server:
+        exporter = Exporter(server.settings, ORIGIN, dict)
+        assert exporter.offer(tree(1))
+        assert not exporter.flush(0).settled  # nobody is there to send it
+        exporter.start()
+        exporter.start()
+        assert exporter.stop(2 * SECOND).complete
+        assert not exporter.offer(tree(2, 10))
+        assert adds_up(exporter)["dropped"] == 2
+        exporter.start()
+        assert exporter.offer(tree(3, 20))
+        assert exporter.stop(2 * SECOND).exported == 4
+        assert adds_up(exporter)["dropped"] == 2
+
+
+def test_a_full_queue_drops_the_oldest_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "QUEUE_SPANS", 100)
+    exporter = Exporter(Otlp(), ORIGIN, dict)
+    for number in range(30):
+        assert exporter.offer(tree(10, 1 + number * 10, Site(f"tree {number}")))
+    assert not exporter.offer(tree(101, 5_000))
+    assert not exporter.offer([])
+    counts = adds_up(exporter)
+    assert (counts["pending"], counts["dropped"]) == (100, 301)
+    assert (counts["pending_trees"], counts["dropped_trees"]) == (10, 21)
+    with collecting(take) as server:
+        exporter._settings = server.settings
+        exporter.start()
+        assert exporter.stop(2 * SECOND).exported == 100
+    assert set(server.taken) == {f"tree {number}" for number in range(20, 30)}
+
+
+def test_device_intervals_count_as_the_spans_that_they_become() -> None:
+    with collecting(take) as server, exporting(server.settings) as exporter:
+        exporter.offer([span(device=(DeviceInterval(0, 1, 1, 2), DeviceInterval(0, 2, 1, 2)))])
+        assert exporter.flush(2 * SECOND).exported == 3
+        adds_up(exporter)
+    assert server.taken == ["op", "op (device)", "op (device)"]
+
+
+def test_sums_hold_while_threads_offer_and_the_collector_wavers() -> None:
+    def waver(handler: Handler, spans: int) -> None:
+        (take, refuse_with(400), lie, hang_up, at_most(50))[handler.server.tries % 5](handler, spans)
+
+    with collecting(waver) as server, exporting(server.settings) as exporter:
+
+        def serve() -> None:
+            for number in range(100):
+                exporter.offer(tree(1 + number % 30, number * 100))
+                adds_up(exporter)
+
+        threads = [threading.Thread(target=serve) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(10):
+            exporter.flush(SECOND // 50)
+        for thread in threads:
+            thread.join()
+        delivery = exporter.flush(5 * SECOND)
+        counts = adds_up(exporter)
+    assert delivery.settled
+    assert counts["offered"] == 4 * sum(1 + number % 30 for number in range(100))
+    assert (counts["offered_trees"], counts["pending"]) == (400, 0)
+    assert counts["exported"] + counts["rejected"] == len(server.taken)
+
+
+def test_an_offer_never_waits_for_the_lock() -> None:
+    exporter = Exporter(Otlp(), ORIGIN, dict)
+    with exporter._lock:  # as when a signal handler interrupts the thread that holds it
+        assert exporter.offer(tree(3))
+        assert exporter.counts()["offered"] == 0
+    assert adds_up(exporter)["offered"] == 3
+
+
+def test_a_tree_that_cannot_be_said_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with collecting(take) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(2))
+        exporter.offer([span(start_ns=-(2**64))])
+        exporter.offer([object()])  # type: ignore[list-item]
+        exporter.offer(tree(2, 10))
+        delivery = exporter.flush(2 * SECOND)
+        adds_up(exporter)
+    assert (delivery.exported, delivery.failed) == (4, 1)
+    assert FAULTS.counts() == {"encoding of spans": 1, "offer of spans to the OTLP exporter": 1}
+    FAULTS.clear()
+
+
+def test_a_fault_of_ours_fails_what_is_under_way_and_not_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with collecting(take) as server, exporting(server.settings) as exporter:
+        with monkeypatch.context() as patch:
+            patch.setattr(otlp.zlib, "compressobj", None)
+            exporter.offer(tree(2))
+            assert exporter.flush(2 * SECOND).failed == 2
+        exporter.offer(tree(2, 10))
+        assert exporter.flush(2 * SECOND).exported == 2
+        adds_up(exporter)
+    assert FAULTS.counts() == {"OTLP export": 1}
+    FAULTS.clear()
+
+
+def test_a_failing_collector_is_logged_once_and_its_recovery_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "instrument")
+    behaviours = [refuse_with(400), refuse_with(404), take, take, refuse_with(400), take]
+
+    def follow(handler: Handler, spans: int) -> None:
+        behaviours[handler.server.tries - 1](handler, spans)
+
+    with collecting(follow) as server, exporting(server.settings) as exporter:
+        for number, _ in enumerate(behaviours):
+            exporter.offer(tree(1, 1 + number))
+            exporter.flush(2 * SECOND)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "spans do not reach the OpenTelemetry collector (HTTP 400 Bad Request); the service is not affected, "
+        "losses are counted",
+        "spans reach the OpenTelemetry collector again",
+    ]
+
+
+def test_trees_are_sent_within_two_seconds_without_being_asked() -> None:
+    with collecting(take) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(1))
+        deadline = time.monotonic() + 2
+        while not server.taken and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.taken == ["op"]
+
+
+def test_many_spans_are_sent_at_once_without_being_asked() -> None:
+    with collecting(take) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(2_000))
+        deadline = time.monotonic() + 0.8
+        while not server.taken and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(server.taken) == 2_000
+
+
+# -------------------------------------------------------------------- settings that cannot work, TLS, gRPC, fork
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Otlp("localhost:4318"),
+        Otlp("ftp://localhost/"),
+        Otlp("http:///v1/traces"),
+        Otlp("http://localhost/v1 traces"),
+        Otlp("http://localhost/", headers=(("A", "b\r\nX: y"),)),
+        Otlp("http://localhost/", headers=(("A", "ü"),)),
+        Otlp("http://localhost/", protocol="http/json"),
+    ],
+    ids=repr,
+)
+def test_settings_that_cannot_work_are_refused(settings: Otlp) -> None:
+    with pytest.raises(ExportError):
+        Exporter(settings, ORIGIN, dict)
+
+
+def test_grpc_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ExportError, match=r"install instrument-sdk\[grpc\]"):
+        Exporter(Otlp("http://localhost:4317", "grpc"), ORIGIN, dict)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
+def test_https_trusts_what_opentelemetrys_variable_names_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    alternative = ["-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*make.split(), *alternative, *files], check=True, capture_output=True)
+    with collecting(take) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        settings = Otlp(f"https://localhost:{server.server_port}/v1/traces", timeout_ns=SECOND // 2)
+        with exporting(settings) as exporter:
+            exporter.offer(tree(1))
+            distrusted = exporter.flush(3 * SECOND)
+            assert (distrusted.failed, "CERTIFICATE_VERIFY_FAILED" in distrusted.reason) == (1, True)
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(certificate))
+            exporter.offer(tree(2, 10))
+            assert exporter.flush(3 * SECOND).exported == 2
+
+
+@pytest.mark.parametrize("listening", [False, True], ids=["refuses", "never answers"])
+def test_grpc_to_a_dead_collector_stops_within_its_bound(listening: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listening:
+            silent.listen()
+        settings = Otlp(f"http://127.0.0.1:{silent.getsockname()[1]}", "grpc", timeout_ns=20 * SECOND)
+        exporter = Exporter(settings, ORIGIN, dict)
+        exporter.start()
+        exporter.offer(tree(5))
+        assert not exporter.flush(SECOND // 2).settled
+        began = time.monotonic()
+        delivery = exporter.stop(SECOND // 2)
+        assert time.monotonic() - began < 1
+        assert (delivery.failed, delivery.pending) == (5, 0)
+        adds_up(exporter)
+    deadline = time.monotonic() + 2
+    while any(t.name == "instrument-otlp" for t in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [record.name for record in caplog.records if record.name.startswith("opentelemetry")] == []
+
+
+def test_grpc_says_why_it_failed() -> None:
+    settings = Otlp(f"http://127.0.0.1:{free_port()}", "grpc", timeout_ns=SECOND // 2)
+    with exporting(settings) as exporter:
+        exporter.offer(tree(5))
+        delivery = exporter.flush(4 * SECOND)
+    assert (delivery.settled, delivery.failed) == (True, 5)
+    assert "UNAVAILABLE" in delivery.reason
+
+
+FORK = """
+    import json, os, sys, time
+    from instrument import otlp
+    from instrument.profile import Otlp
+    from instrument.spans import Origin, Site, Span
+
+    def tree(name, number):
+        return [Span(Site(name), number, 0, number, 1, 0, 1, 2, 1, 1)]
+
+    exporter = otlp.Exporter(Otlp(sys.argv[1], sys.argv[2]), Origin(1, "s", 0, time.time_ns()), dict)
+    os.register_at_fork(after_in_child=exporter.after_fork_in_child)
+    exporter.start()
+    exporter.offer(tree("before", 1))
+    assert exporter.flush(5 * 10**9).complete
+    exporter.offer(tree("queued", 2))
+    child = os.fork()
+    if not child:
+        assert exporter.counts()["offered"] == 0
+        exporter.offer(tree("child", 2))
+        assert exporter.counts()["pending"] == 1
+        exporter.start()
+        delivery = exporter.stop(5 * 10**9)
+        os._exit(0 if delivery.complete and delivery.exported == 1 else 1)
+    exporter.offer(tree("parent", 3))
+    assert exporter.stop(5 * 10**9).exported == 3
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("protocol", "compression"), [WAYS[0], WAYS[2]])
+def test_a_fork_in_the_middle_gives_two_exporters(collector: Receiver, protocol: str, compression: str) -> None:
+    settings = way_to(collector, protocol, compression)
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FORK), settings.endpoint, protocol]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert finished.returncode == 0, finished.stderr
+    found = {span.name: span for span in collector.spans()}
+    assert sorted(span.name for span in collector.spans()) == ["before", "child", "parent", "queued"]
+    assert len({span.span_id for span in found.values()}) == 4
+    assert len({span.trace_id for span in found.values()}) == 4
+    parent, child = found["parent"].resource, found["child"].resource
+    assert parent["service.instance.id"] == found["before"].resource["service.instance.id"]
+    assert parent["service.instance.id"] != child["service.instance.id"]
+    assert parent["process.pid"] != child["process.pid"]
