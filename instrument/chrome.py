@@ -791,9 +791,10 @@ def _place(value: object) -> int:
 
 def _ns(time_us: object) -> int:
     """Microseconds as nanoseconds, exact for three decimals."""
-    if not -LIMIT_US < _checked(time_us, float, int) < LIMIT_US:
-        raise ValueError(f"it has {time_us!r:.40} for a time in microseconds, more than can be right")
-    return round(_checked(time_us, float, int) * 1000)
+    time: float = _checked(time_us, float, int)
+    if not -LIMIT_US < time < LIMIT_US:
+        raise ValueError(f"it has {time} for a time in microseconds; write times relative to the start")
+    return round(time * 1000)
 
 
 def _attribute(value: Any) -> Any:

@@ -104,9 +104,7 @@ def _run(options: argparse.Namespace, host: list[str]) -> int:
     if not wanted:
         raise ProfileError(["instrument run: no profile; give --profile P or set INSTRUMENT_PROFILE"])
     if not host or host == ["-m"]:
-        raise InstrumentError(
-            "run: nothing to run; give `-- script.py [argument ...]` or `-- -m module [argument ...]`"
-        )
+        raise InstrumentError("run: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
     profile = load(wanted)  # a broken profile ends here, not in the service
     if profile.export.otlp is not None and profile.export.otlp.protocol == "grpc":
         from instrument import otlp
@@ -122,7 +120,7 @@ def _run(options: argparse.Namespace, host: list[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     # Becoming the host, not calling it: its own __main__, exit code, signals and tracebacks.
-    os.execve(sys.executable, [sys.executable, *_interpreter_flags(), *host], environ)
+    os.execve(sys.executable, [sys.executable, *_interpreter_flags(), *host], environ)  # noqa: S606 - no shell wanted
 
 
 def _interpreter_flags() -> list[str]:

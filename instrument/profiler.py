@@ -163,7 +163,7 @@ class Session:
             notes.append(
                 "started after the import of "
                 + ", ".join(self.selection.late)
-                + ": module-level names were replaced, copies kept elsewhere (in lists, closures, instances) are not seen"
+                + ": module-level names were replaced; copies kept in lists, closures or instances are not seen"
             )
         notes.extend(self._errors)
         return notes

@@ -43,7 +43,7 @@ _CLOSED, _OPEN, _MANUAL = 0, 1, 2
 _clock = time.monotonic_ns
 _modules = sys.modules
 _running_loop: Callable[[], Any] | None = None
-_current_task: Callable[[Any], Any] = lambda _loop: None
+_current_task: Callable[[Any], Any]
 
 
 def _watch_tasks() -> None:
@@ -237,7 +237,8 @@ class Recorder:
     def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
         head = ring.head
         ring.rows[head & ring.mask] = (
-            frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4], active_ns, error, frame[10],
+            frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4], active_ns, error,
+            frame[10],
         )  # fmt: skip
         ring.head = head = head + 1
         if not head & ring.fold_mask:
@@ -373,10 +374,7 @@ class Recorder:
                 while True:
                     stretch.resume()
                     try:
-                        if thrown is None:
-                            item = generator.send(value)
-                        else:
-                            item = generator.throw(thrown)
+                        item = generator.send(value) if thrown is None else generator.throw(thrown)
                     except StopIteration as done:
                         return done.value
                     finally:
@@ -416,10 +414,7 @@ class Recorder:
                     if stretch is not None:
                         stretch.resume()
                     try:
-                        if thrown is None:
-                            item = await generator.asend(value)
-                        else:
-                            item = await generator.athrow(thrown)
+                        item = await (generator.asend(value) if thrown is None else generator.athrow(thrown))
                     except StopAsyncIteration:
                         return
                     finally:

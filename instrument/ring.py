@@ -32,7 +32,8 @@ class Ring:
     """The newest rows of one thread, and the totals of all of them by node index."""
 
     __slots__ = (
-        "capacity", "ended", "fold_mask", "folded", "head", "lock", "mask", "name", "rows", "thread_id", "top", "totals",
+        "capacity", "ended", "fold_mask", "folded", "head", "lock", "mask", "name", "rows", "thread_id", "top",
+        "totals",
     )  # fmt: skip
 
     def __init__(self, capacity: int, thread_id: int, name: str) -> None:

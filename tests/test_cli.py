@@ -167,7 +167,7 @@ def test_the_service_is_the_same_with_and_without_us_for_what_it_can_ask(folder:
         print(pickle.loads(pickle.dumps(work.step)) is work.step)
         print([entry for entry in sys.path], sys.argv, sys.flags.optimize)
         print([thread.name for thread in threading.enumerate()])
-        print("sitecustomize" in sys.modules, work.__loader__.__class__.__name__, work.__spec__.loader is work.__loader__)
+        print("sitecustomize" in sys.modules, type(work.__loader__).__name__, work.__spec__.loader is work.__loader__)
         print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
         """,
     )

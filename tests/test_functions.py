@@ -8,7 +8,6 @@ import inspect
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -297,11 +296,11 @@ def outer():
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     made = types.ModuleType("some_service")
     monkeypatch.setitem(sys.modules, "some_service", made)
     exec(compile(SOURCE, "some_service.py", "exec"), vars(made))
-    yield made
+    return made
 
 
 @pytest.mark.parametrize(
@@ -342,10 +341,10 @@ def test_what_cannot_be_replaced_is_named_with_the_reason(module: types.ModuleTy
 
 
 def namespace(module: types.ModuleType) -> dict[str, Any]:
-    return {
-        **{name: value for name, value in vars(module).items() if not name.startswith("__")},
-        **{f"{cls}.{name}": value for cls in ("Engine", "Fast", "Slotted") for name, value in vars(getattr(module, cls)).items()},
-    }  # fmt: skip
+    found = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    for cls in ("Engine", "Fast", "Slotted"):
+        found |= {f"{cls}.{name}": value for name, value in vars(getattr(module, cls)).items()}
+    return found
 
 
 def test_attaching_records_keeps_behaviour_and_goes_back_completely(

@@ -143,10 +143,11 @@ class Copies:
             if way is None:
                 return
             moved_bytes = moved.numel() * moved.element_size()
-            for index, rule in enumerate(self.rules):
-                if way in rule.directions and moved_bytes >= rule.min_bytes:
-                    break
-            else:
+            wanting = (
+                i for i, rule in enumerate(self.rules) if way in rule.directions and moved_bytes >= rule.min_bytes
+            )
+            index = next(wanting, None)
+            if index is None:
                 return
             self.hits[index] += 1
             pinned = way == "h2d" and bool(moved.is_pinned())

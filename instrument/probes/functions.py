@@ -240,9 +240,5 @@ def _profile(target: Any, name: str | None, kind: str, device: bool) -> Any:
 
 def unmatched(wanted: str, modules: Iterable[ModuleType]) -> list[str]:
     """Labels of all functions in the modules that a rule could have meant, to name the nearest."""
-    labels = []
-    for module in modules:
-        for found in _walk(module, module, "", "**", set()):
-            if isinstance(found, Target):
-                labels.append(found.label)
-    return labels
+    found = (thing for module in modules for thing in _walk(module, module, "", "**", set()))
+    return [thing.label for thing in found if isinstance(thing, Target)]

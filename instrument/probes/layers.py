@@ -121,7 +121,7 @@ class Layers:
         """See each class as it is defined: a model without children is never registered anywhere."""
         layers = self
 
-        def __init_subclass__(cls: type[Any], /, **kwargs: Any) -> None:
+        def __init_subclass__(cls: type[Any], /, **kwargs: Any) -> None:  # noqa: N807 - it is one
             super(module_type, cls).__init_subclass__(**kwargs)
             layers._defined(cls)
 
