@@ -49,8 +49,8 @@ LIMIT_BYTES = 2 << 30
 """Most bytes of text that `load` reads unless told otherwise; browsers give up far below."""
 
 # What else bounds the memory that a hostile file can ask for: spans, links of all call paths together, parents that
-# start after their children, characters of one value, microseconds that a float holds to the nanosecond.
-LIMIT_SPANS, LIMIT_LINKS, LIMIT_BACKWARD, LIMIT_VALUE, LIMIT_US = 10_000_000, 20_000_000, 1000, 256 << 20, 1 << 42
+# start after their children, characters of one value, microseconds of a time (ns since 1970 still are in int64).
+LIMIT_SPANS, LIMIT_LINKS, LIMIT_BACKWARD, LIMIT_VALUE, LIMIT_US = 10_000_000, 20_000_000, 1000, 128 << 20, 1 << 53
 
 DEVICE_PIDS = SPARE_TIDS = 1 << 31
 """No process or thread of a host has an id from here on: devices are processes, further lanes are threads there."""
@@ -69,7 +69,7 @@ KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, "cpu_op": "op", "kernel": 
 
 _MILLI = tuple(f".{thousandths:03d}" for thousandths in range(1000))
 _BLANKS = re.compile(r"[ \t\n\r]*")
-_SUMS = tuple(known.name for known in fields(Totals) if known.name != "histogram")
+_SUMS = (*(known.name for known in fields(Totals) if known.name not in ("first_ns", "histogram")), "first_ns")
 _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 _encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _ADVICE = {
@@ -86,7 +86,8 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
     """Write a trace as Chrome JSON, packed with gzip if the name ends in `.gz`.
 
     The tally, if given, is saved beside the spans. The file appears complete and with mode 0600 or not at all, and
-    replaces an older one; directories above it are made. The text is never in memory as a whole.
+    replaces an older one; directories above it are made. A process killed while it writes leaves the older file, and
+    a `.trace-*.part` beside it. The text is never in memory as a whole, only an index of the spans.
 
     Raises `TraceError` when the file cannot be written.
     """
@@ -206,18 +207,26 @@ def _safe(value: object, depth: int = 0) -> Any:
         return _clean(value)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, numbers.Integral):
-        whole = int(value)
-        if -(1 << 63) <= whole < 1 << 63:
-            return whole
-        return str(whole) if whole.bit_length() <= 4096 else f"<int of {whole.bit_length()} bits>"
     if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else str(float(value))
+        return _safe_number(value)
     if isinstance(value, (list, tuple)) and depth < 4:
         return [_safe(item, depth + 1) for item in value]
     if isinstance(value, dict) and depth < 4:
         return {_clean(key): _safe(item, depth + 1) for key, item in value.items() if isinstance(key, str)}
     return f"<{_clean(type(value).__name__)}>"
+
+
+def _safe_number(value: numbers.Real) -> int | float | str:
+    """The number, or its text if JSON or int64 does not have it."""
+    try:
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
+    except (ArithmeticError, TypeError, ValueError):
+        return f"<{_clean(type(value).__name__)}>"
+    if isinstance(number, float):
+        return number if math.isfinite(number) else str(number)
+    if -(1 << 63) <= number < 1 << 63:
+        return number
+    return str(number) if number.bit_length() <= 4096 else f"<int of {number.bit_length()} bits>"
 
 
 def _facts(thing: Any) -> dict[str, Any]:
@@ -356,7 +365,7 @@ class _Board:
         # Perfetto folds tid 0 into the main thread, and takes none beyond 32 bits.
         own = not lanes and 0 < thread_or_stream < SPARE_TIDS
         tid = thread_or_stream if own else next(self._spare_tids)
-        mark = "" if own else f'"thread":{thread_or_stream},'
+        mark = "" if own or pid != self.pid else f'"thread":{thread_or_stream},'
         lanes.append(_Lane(f',"pid":{pid},"tid":{tid}', len(lanes) + 1, mark, tid))
         return lanes[-1]
 
@@ -723,16 +732,19 @@ def _members(text: _JsonText) -> Iterator[tuple[str | None, Any]]:
     if text.take("{[") == "[":
         yield from _elements(text)
     else:
-        end = text.take("}") if text.peek() == "}" else ","
+        end, has_events = text.take("}") if text.peek() == "}" else ",", False
         while end == ",":
             key = _checked(text.value(), str)
             text.take(":")
             if key == "traceEvents":
                 text.take("[")
                 yield from _elements(text)
+                has_events = True
             else:
                 yield key, text.value()
             end = text.take(",}")
+        if not has_events:
+            raise ValueError("it has no list 'traceEvents'; give a Chrome trace in JSON")
     if text.peek():
         raise ValueError("something follows its end; write or copy it again")
 

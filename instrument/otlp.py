@@ -96,7 +96,7 @@ def current_parent() -> RemoteParent | None:
         context = trace.get_current_span().get_span_context()
         if context.is_valid:
             return RemoteParent(context.trace_id, context.span_id, int(context.trace_flags))
-    except Exception as fault:  # noqa: BLE001  another tracer's object; the request goes on without it
+    except Exception as fault:  # another tracer's object; the request goes on without it
         FAULTS.note("read of the current OpenTelemetry span", fault)
     return None
 
@@ -391,7 +391,7 @@ def _resource_attributes(origin: Origin, ids: Ids, provider: Any) -> dict[str, o
         from opentelemetry.sdk.resources import Resource
 
         found.update(Resource.create().attributes)
-    except Exception as fault:  # noqa: BLE001  a detector that somebody configured
+    except Exception as fault:  # a detector that somebody configured
         FAULTS.note("OpenTelemetry resource", fault)
     named: dict[str, object] = {"service.name": origin.service}
     for attributes in (named, {} if provider is None else provider.attributes):
@@ -635,6 +635,7 @@ class _Grpc:
     """
 
     request_spans = _GRPC_REQUEST_SPANS
+    said: ClassVar[str] = ""
     _of_parents: ClassVar[list[Any]] = []
 
     def __init__(self, settings: Otlp) -> None:
@@ -642,7 +643,6 @@ class _Grpc:
         self._settings = settings
         self._exporter: Any = None
         self._resource: Any = None
-        self._said = ""
 
     def speak_for(self, resource: Mapping[str, object]) -> None:
         """Send under this resource from now on."""
@@ -680,15 +680,17 @@ class _Grpc:
         """Nothing: the official exporter packs, so only the number of spans is known."""
         return 0
 
-    def send(self, pieces: Sequence[ReadableSpan], _left_s: object, _pause: object) -> _Verdict:
+    def send(self, pieces: Sequence[ReadableSpan], left_s: Callable[[], float], _pause: object) -> _Verdict:
         """Deliver one request, within the time that the official exporter was given."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        self._said = ""
+        if left_s() <= 0:
+            return _Verdict(False)
+        _Grpc.said = "the official gRPC exporter reported a failure"
         exporter = self._exporter = self._exporter or self._open()
         if exporter.export(pieces) is SpanExportResult.SUCCESS:
             return _Verdict(True)
-        return _Verdict(False, reason=self._said or "the official gRPC exporter reported a failure")
+        return _Verdict(False, reason=self.said)
 
     def _open(self) -> OTLPSpanExporter:
         import logging
@@ -697,8 +699,9 @@ class _Grpc:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         compression = import_module("grpc").Compression
-        self._logger = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
-        self._logger.addFilter(self._listen)
+        filters = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters
+        if _listen not in filters:
+            filters.insert(0, _listen)  # before the exporter's own, which hides what was said in the last 20 s
         return OTLPSpanExporter(
             endpoint=self._settings.endpoint,
             headers=tuple((name.lower(), value) for name, value in self._settings.headers),
@@ -706,28 +709,29 @@ class _Grpc:
             compression=compression.Gzip if self._settings.compression == "gzip" else compression.NoCompression,
         )
 
-    def _listen(self, record: logging.LogRecord) -> bool:
-        """Keep what the official exporter logs of our requests for the report; we say it once, it says it each time."""
-        if record.threadName != _THREAD_NAME:
-            return True
-        self._said = record.getMessage()
-        return False
-
     def close(self) -> None:
         """Close the channel; the next request opens another."""
         exporter, self._exporter = self._exporter, None
         if exporter is not None:
             exporter.shutdown(timeout_millis=0)
-            self._logger.removeFilter(self._listen)
 
     abort = close
 
     def forked(self) -> None:
         """Leave the channel alone: closing or collecting the parent's in a child can hang it."""
-        if self._exporter is not None:
-            self._of_parents.append(self._exporter)
-            self._exporter = None
-            self._logger.removeFilter(self._listen)
+        self._of_parents.append(self._exporter)
+        self._exporter = None
+
+
+def _listen(record: logging.LogRecord) -> bool:
+    """A log filter that keeps for the report what the official exporter says of our requests: we say it once.
+
+    It stays for good, because a request that `stop` gave up may still be logged later.
+    """
+    if record.threadName != _THREAD_NAME:
+        return True
+    _Grpc.said = record.getMessage()
+    return False
 
 
 def _official(attributes: Mapping[str, object]) -> Any:
@@ -840,7 +844,7 @@ class Exporter:
                     self._lock.release()
             if self._queued_spans >= _BATCH_SPANS and self._wake.empty():
                 self._wake.put(None)
-        except Exception as fault:  # noqa: BLE001  our own fault is counted, not raised into the service
+        except Exception as fault:  # our own fault is counted, not raised into the service
             FAULTS.note("offer of spans to the OTLP exporter", fault)
             return False
         return size <= QUEUE_SPANS and not self._closed
@@ -955,7 +959,7 @@ class Exporter:
                 reply = None
             try:
                 self._send_queue(sender)
-            except Exception as fault:  # noqa: BLE001  the thread has to outlive what it did not expect
+            except Exception as fault:  # the thread has to outlive what it did not expect
                 with self._lock:
                     if self._thread is me:
                         self._give_up(f"{type(fault).__name__}: {fault}")
@@ -1012,7 +1016,7 @@ class Exporter:
         spans, tree.spans = tree.spans, ()
         try:
             return list(sender.encode(spans, self.ids, origin, threads))
-        except Exception as fault:  # noqa: BLE001  one tree that cannot be said does not stop the others
+        except Exception as fault:  # one tree that cannot be said does not stop the others
             with self._lock:
                 if tree in self._in_flight:
                     self._reason = f"{type(fault).__name__}: {fault}"

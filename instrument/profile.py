@@ -4,9 +4,9 @@
 ``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key;
 `profile.schema.json`, beside this file, lets editors complete them. `KEYS` is the table that drives the reading.
 
-A key whose value is null counts as left out (for an export: on, with its defaults). Values may hold ``${VAR}``,
-``${env:VAR}``, ``${VAR:-default}`` and ``$$``, as in OpenTelemetry's configuration files. What the profile leaves
-out comes from the `OTEL_*` variable of `VARIABLES`, then from the default; `Profile.origins` says which it was.
+A key whose value is null counts as left out (for an export: on, with its defaults). Values may hold references to
+variables, as `document` tells. What the profile leaves out comes from the `OTEL_*` variable of `VARIABLES`, then from
+the default; `Profile.origins` says which it was.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from instrument.errors import ProfileError
+from instrument.document import (
+    Document,
+    Node,
+    Read,
+    clip,
+    each,
+    file_text,
+    flag,
+    nearest,
+    one_of,
+    one_or_more,
+    string,
+    whole,
+)
 from instrument.spans import KINDS
-
-if TYPE_CHECKING:
-    import yaml
 
 TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
@@ -41,13 +49,6 @@ SIZE_UNITS: Mapping[str, int] = {
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
 RATE_UNITS: Mapping[str, int] = {"s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
-
-FILE_BYTES = 2**20
-"""The largest file that is read."""
-NODES = 10_000
-"""The most values that one profile may hold, each alias counted as often as it is used."""
-DEPTH = 32
-"""The deepest nesting of lists and mappings that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,30 +220,7 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
 
     Raises `ProfileError` with every mistake of the file, or with the reason why it cannot be read.
     """
-    name = os.fspath(path)
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(FILE_BYTES + 1)
-    except FileNotFoundError as error:
-        advice = f"create it or give another path (relative ones start at {Path.cwd()})"
-        raise ProfileError([f"{name}: asked to read a profile, found no such file; {advice}"]) from error
-    except IsADirectoryError as error:
-        advice = "give the path of the file in it"
-        raise ProfileError([f"{name}: asked to read a profile, found a directory; {advice}"]) from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        advice = "give the path of a file that this process may read"
-        raise ProfileError([f"{name}: asked to read a profile, found {reason}; {advice}"]) from error
-    if len(data) > FILE_BYTES:
-        raise _too_large(name)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        before = data[: error.start]
-        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        found = f"the byte 0x{data[error.start]:02x}, which is not UTF-8; allowed: text; save the file as UTF-8"
-        raise ProfileError([f"{name}:{line}:{column}: encoding: found {found}"]) from error
-    return loads(text, name=name, environ=environ)
+    return loads(file_text(path), name=os.fspath(path), environ=environ)
 
 
 def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | None = None) -> Profile:
@@ -250,289 +228,19 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
 
     Raises `ProfileError` with every mistake of the text.
     """
-    if len(text) > FILE_BYTES:
-        raise _too_large(name)
-    reading = _Reading(name, os.environ if environ is None else environ)
-    values: dict[str, Any] = {}
-    with suppress(_Refused):
-        values = reading.attempt(_part("", dict), _compose(reading, text), "")
-    if reading.problems:
-        raise ProfileError(list(dict.fromkeys(problem for _, _, problem in sorted(reading.problems))))
-    return Profile(**values, source=name, origins=reading.origins)
+    document = Document(text, name=name, environ=os.environ if environ is None else environ)
+    values = document.read(_part("", dict))
+    return Profile(**values, source=name, origins=document.origins)
 
 
-def _too_large(name: str) -> ProfileError:
-    return ProfileError([f"{name}: asked to read a profile, found more than 1 MiB; is this the right file?"])
-
-
-class _Refused(Exception):  # noqa: N818 - it is no error of the caller's: the problems are noted, the reading goes on
-    """Ends the reading of one value whose problems have been noted."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """One value of the file. `kind` is null, bool, int, float, date, text, list, mapping, or broken (already noted)."""
-
-    kind: str
-    line: int
-    column: int
-    text: str = ""
-    plain: bool = False
-    variable: str = ""
-    items: tuple[_Node, ...] = ()
-    pairs: Mapping[str, tuple[_Node, _Node]] = field(default_factory=dict)
-
-
-class _Reading:
-    """One reading of one text: what it is called, where variables come from, and what has been found so far."""
-
-    def __init__(self, name: str, environ: Mapping[str, str]) -> None:
-        self.name = name
-        self.environ = environ
-        self.problems: list[tuple[int, int, str]] = []
-        self.faults = 0
-        self.origins: dict[str, str] = {}
-
-    def note(self, at: _Node, where: str, found: str, allowed: str, near: str = "") -> None:
-        """Note one problem; `near` is what was perhaps meant."""
-        self.faults += 1
-        where = _clip(where or "profile") if where.isprintable() else ascii(_clip(where))
-        place = f"{self.name}:{at.line}:{at.column}: {where}"
-        meant = f"; did you mean '{near}'?" if near else ""
-        self.problems.append((at.line, at.column, f"{place}: found {found}; allowed: {allowed}{meant}"))
-
-    def refuse(self, at: _Node, where: str, found: str, allowed: str, near: str = "") -> NoReturn:
-        """Note one problem and end the reading of this value."""
-        self.note(at, where, found, allowed, near)
-        raise _Refused
-
-    def attempt(self, read: Read, node: _Node, where: str) -> Any:
-        """What `read` makes of the node, or None once its problems are noted."""
-        if node.kind == "broken":
-            self.faults += 1
-            return None
-        with suppress(_Refused):
-            if _UNSTORABLE.search(node.text):
-                self.refuse(node, where, "a NUL or half of a surrogate pair", "text that a file can hold")
-            return read(self, node, where)
-        return None
-
-
-Read = Callable[[_Reading, _Node, str], Any]
-
-_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
-_REFERENCE = re.compile(
-    r"\$(?:(?P<escape>\$)|\{(?:env:)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}\n]*))?\}|(?P<broken>\{[^}\n]*\}?))"
-)
-_TAG = "tag:yaml.org,2002:"
-_KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date"}
-_SCALARS = ("null", "bool", "int", "float", "text", "date")
-
-
-def _compose(reading: _Reading, text: str) -> _Node:
-    """The text's one document as nodes; an empty text is an empty mapping."""
-    import yaml
-
-    # The pure loader on purpose: it fails on deep nesting where libyaml's would exhaust the C stack.
-    class Loader(yaml.SafeLoader):
-        nodes = depth = 0
-
-        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-            self.nodes += 1
-            self.depth += 1
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            _check_size(reading, _place(mark), self.nodes, self.depth)
-            node = super().compose_node(parent, index)
-            self.depth -= 1
-            return node
-
-    try:
-        loader = Loader(text)
-        root = loader.get_single_node()
-    except yaml.reader.ReaderError as error:
-        before = text[: error.position]
-        at = _Node("broken", before.count("\n") + 1, error.position - before.rfind("\n"))
-        reading.refuse(at, "YAML", f"the character {text[error.position]!a}", "printable text")
-    except yaml.MarkedYAMLError as error:
-        at = _place(error.problem_mark or error.context_mark)
-        found = ", ".join(part for part in (error.context, error.problem) if part)
-        line = text.splitlines()[at.line - 1 : at.line]
-        hint = " (inside [] and {} a ${...} needs quotes)" if "${" in "".join(line) else ""
-        reading.refuse(at, "YAML", f"broken YAML ({found})", f"one document of valid YAML{hint}")
-    node = _Tree(reading, loader.resolve).node(root, "") if root else None
-    return _Node("mapping", 1, 1) if node is None or node.kind == "null" else node
-
-
-def _place(mark: Any) -> _Node:
-    return _Node("broken", mark.line + 1, mark.column + 1) if mark else _Node("broken", 1, 1)
-
-
-def _check_size(reading: _Reading, at: _Node, nodes: int, depth: int) -> None:
-    if nodes > NODES:
-        reading.refuse(at, "YAML", f"more than {NODES} values, aliases counted", f"at most {NODES}")
-    if depth > DEPTH:
-        reading.refuse(at, "YAML", f"nesting deeper than {DEPTH}", f"at most {DEPTH}")
-
-
-class _Tree:
-    """Makes plain nodes of YAML's: aliases expanded, merge keys merged, references replaced by their variables.
-
-    YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`; `resolve` tells a plain scalar's tag.
-    """
-
-    def __init__(self, reading: _Reading, resolve: Callable[[type[Any], str, tuple[bool, bool]], str]) -> None:
-        self.reading = reading
-        self.resolve = resolve
-        self.nodes = 0
-        self.open: list[int] = []
-
-    def node(self, source: Any, where: str) -> _Node:
-        at = _place(source.start_mark)
-        self.nodes += 1
-        _check_size(self.reading, at, self.nodes, len(self.open))
-        if id(source) in self.open:
-            self.reading.refuse(at, where, "an alias to a value that it is part of", "aliases to other values")
-        kind = source.tag.removeprefix(_TAG)
-        kind = {"seq": "list", "map": "mapping"}.get(kind, _KINDS.get(kind, kind))
-        if kind not in {"scalar": _SCALARS, "sequence": ("list",), "mapping": ("mapping",)}[source.id]:
-            self.reading.note(at, where, f"the tag {_clip(source.tag)!r}", "values without tags")
-            return at
-        self.open.append(id(source))
-        try:
-            if kind == "list":
-                items = tuple(self.node(item, f"{where}[{index}]") for index, item in enumerate(source.value))
-                return _Node(kind, at.line, at.column, items=items)
-            if kind == "mapping":
-                return _Node(kind, at.line, at.column, pairs=self.pairs(source, where))
-            return self.scalar(source, kind, at, where)
-        finally:
-            self.open.pop()
-
-    def pairs(self, source: Any, where: str) -> Mapping[str, tuple[_Node, _Node]]:
-        own: dict[str, tuple[_Node, _Node]] = {}
-        merged: dict[str, tuple[_Node, _Node]] = {}
-        for key, value in source.value:
-            at = _place(key.start_mark)
-            if key.tag == _TAG + "merge":
-                for name, pair in self.merged(value, where):
-                    merged.setdefault(name, pair)
-            elif key.id != "scalar":
-                self.reading.note(at, where, "a list or mapping as a key", "words as keys")
-            elif key.value in own:
-                first = own[key.value][0].line
-                self.reading.note(at, where, f"the key {_clip(key.value)!r} twice", f"once (first in line {first})")
-            else:
-                own[key.value] = (at, self.node(value, _join(where, key.value)))
-        return {**merged, **own}
-
-    def merged(self, value: Any, where: str) -> Iterable[tuple[str, tuple[_Node, _Node]]]:
-        for part in value.value if value.id == "sequence" else (value,):
-            node = self.node(part, where)
-            if node.kind != "mapping":
-                self.reading.note(node, _join(where, "<<"), _show(node), "an alias of a mapping, or a list of them")
-            yield from node.pairs.items()
-
-    def scalar(self, source: Any, kind: str, at: _Node, where: str) -> _Node:
-        plain = source.style is None
-        text, variable = source.value, ""
-        for reference in _REFERENCE.finditer(text):
-            if broken := reference["broken"]:
-                forms = "${VAR}, ${env:VAR}, ${VAR:-default}, and $$ for a dollar sign"
-                self.reading.note(at, where, f"the malformed reference {_clip('$' + broken)!r}", forms)
-                return at
-        if (only := _REFERENCE.fullmatch(text)) and only["name"]:
-            variable = only["name"] if self.reading.environ.get(only["name"]) else ""
-            text = self.value(only)
-            if plain:
-                tag = self.resolve(type(source), text, (True, False)).removeprefix(_TAG)
-                kind = _KINDS.get(tag, tag)
-        else:
-            text = _REFERENCE.sub(self.value, text)
-        return _Node(kind, at.line, at.column, text, plain, variable)
-
-    def value(self, reference: re.Match[str]) -> str:
-        if reference["escape"]:
-            return "$"
-        return self.reading.environ.get(reference["name"]) or reference["default"] or ""
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
-
-
-def _clip(text: str) -> str:
-    """Text fit for a message: short, and without the credentials of a URL."""
-    before, at, after = text.rpartition("@")
-    if at and "//" in before:
-        text = f"{before.partition('//')[0]}//***@{after}"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _show(node: _Node) -> str:
-    words = {"null": "nothing", "list": "a list", "mapping": "a mapping", "text": repr(_clip(node.text))}
-    names = {"bool": "boolean", "date": "date"}
-    return words.get(node.kind) or f"the {names.get(node.kind, 'number')} {_clip(node.text)}"
-
-
-def _nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    from difflib import get_close_matches
-
-    folded = {name.lower(): name for name in known}
-    close = get_close_matches(word[:80].lower(), folded, n=1, cutoff=cutoff)
-    return folded[close[0]] if close else ""
-
-
-def _text(reading: _Reading, node: _Node, where: str) -> str:
-    if node.kind != "text":
-        near = f'"{_clip(node.text)}"' if node.text else ""
-        reading.refuse(node, where, _show(node), "text", near)
-    if not node.text:
-        reading.refuse(node, where, "an empty text", "text (or leave the key out)")
-    return node.text
-
-
-def _flag(reading: _Reading, node: _Node, where: str) -> bool:
-    if node.kind != "bool":
-        reading.refuse(node, where, _show(node), "true, false", _nearest(node.text, ("true", "false")))
-    return node.text.lower() in ("true", "yes", "on")
-
-
-def _is_off(node: _Node) -> bool:
-    """Whether the value is the word `off`, which YAML 1.1 reads as the boolean false unless it is quoted."""
-    if node.kind == "bool":
-        return node.text.lower() in ("false", "no", "off")
-    return node.kind == "text" and node.text == "off"
-
-
-def _one_of(*words: str) -> Read:
-    def read(reading: _Reading, node: _Node, where: str) -> str:
-        text = "off" if _is_off(node) else node.text
-        if node.kind not in ("text", "bool") or text not in words:
-            reading.refuse(node, where, _show(node), ", ".join(words), _nearest(node.text, words))
-        return text
-
-    return read
-
-
-_INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
-def _whole(least: int) -> Read:
-    def read(reading: _Reading, node: _Node, where: str) -> int:
-        # The text is read here because YAML 1.1 takes 010 for eight and 1:30 for ninety.
-        if node.kind != "int" or not _INTEGER.fullmatch(node.text) or int(node.text) < least:
-            reading.refuse(node, where, _show(node), f"a whole number from {least}, in decimal")
-        return int(node.text)
-
-    return read
-
-
-def _share(reading: _Reading, node: _Node, where: str) -> float:
+def _share(node: Node) -> float:
     # Plain text too: YAML 1.1 takes 1e-3 for text.
     number = node.kind in ("int", "float") or (node.kind == "text" and node.plain)
     if not number or not _DECIMAL.fullmatch(node.text) or not 0 <= float(node.text) <= 1:
-        reading.refuse(node, where, _show(node), "a number from 0 to 1")
+        node.refuse("a number from 0 to 1")
     return float(node.text)
 
 
@@ -560,14 +268,14 @@ def _quantity(units: Mapping[str, int], example: str, least: str) -> Read:
         parts = _MEASURED.fullmatch(text)
         if not parts:
             return ""
-        near = parts[1] + (_nearest(parts[2], units, 0.5) if parts[2] else unit)
+        near = parts[1] + (nearest(parts[2], units, 0.5) if parts[2] else unit)
         return near if _amount(near, units) and near != text else ""
 
-    def read(reading: _Reading, node: _Node, where: str) -> int:
+    def read(node: Node) -> int:
         bare_zero = node.kind == "int" and node.text == "0"
         value = 0 if bare_zero else _amount(node.text, units) if node.kind == "text" else None
         if value is None or not floor <= value < 2**63:
-            reading.refuse(node, where, _show(node), allowed, meant(node.text))
+            node.refuse(allowed, near=meant(node.text))
         return value
 
     return read
@@ -583,30 +291,17 @@ def _size(example: str, least: str = "") -> Read:
 
 def _duration_or_off(example: str, least: str) -> Read:
     read_duration = _duration(example, least)
-
-    def read(reading: _Reading, node: _Node, where: str) -> Any:
-        return None if _is_off(node) else read_duration(reading, node, where)
-
-    return read
-
-
-def _rate(reading: _Reading, node: _Node, where: str) -> Rate:
-    parts = re.fullmatch(RATE_SYNTAX, node.text) if node.kind == "text" else None
-    if not parts:
-        near = f"{node.text}/min" if node.kind == "int" and _INTEGER.fullmatch(node.text) else ""
-        reading.refuse(node, where, _show(node), "a count a second, minute or hour, such as 5/s, 30/min, 100/h", near)
-    return Rate(int(parts[1]), RATE_UNITS[parts[2]])
+    return lambda node: None if node.is_off else read_duration(node)
 
 
 def _spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
     """Reads text of one syntax; `suggest` makes what was perhaps meant of text that does not follow it."""
 
-    def read(reading: _Reading, node: _Node, where: str) -> str:
-        text = _text(reading, node, where)
+    def read(node: Node) -> str:
+        text = string(node)
         if not re.fullmatch(syntax, text):
             near = suggest(text)
-            near = near if re.fullmatch(syntax, near) else ""
-            reading.refuse(node, where, _show(node), allowed, near)
+            node.refuse(allowed, near=near if re.fullmatch(syntax, near) else "")
         return text
 
     return read
@@ -620,15 +315,7 @@ def _with_colon(text: str) -> str:
 
 
 def _with_fields(text: str) -> str:
-    return re.sub(r"\{(\w+)\}", lambda part: "{" + _nearest(part[1], ("service", "pid", "window")) + "}", text)
-
-
-def _without_module(text: str) -> str:
-    return text.rpartition(".")[2]
-
-
-def _stream(text: str) -> str:
-    return _nearest(text, ("stderr", "stdout"))
+    return re.sub(r"\{(\w+)\}", lambda part: "{" + nearest(part[1], ("service", "pid", "window")) + "}", text)
 
 
 _SEGMENT = r"(?:\*\*?|\*?\w+(?:\*\w+)*\*?)"
@@ -646,189 +333,171 @@ HEADER_VALUE_SYNTAX = r"[\t -~]*"
 _WILDCARDS = "no empty segment; * stands for any part of a segment, ** alone for any number of segments"
 _function_pattern = _spelled(FUNCTION_SYNTAX, f"module:qualname with one ':' and {_WILDCARDS}", _with_colon)
 _layer_pattern = _spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
-_class_name = _spelled(CLASS_SYNTAX, "a class name without its module, such as Linear", _without_module)
+_class_name = _spelled(
+    CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
+)
 _chrome_path = _spelled(CHROME_SYNTAX, "a path, in braces only {service}, {pid} and {window}", _with_fields)
-_summary_target = _spelled(SUMMARY_SYNTAX, "stderr, stdout, or a path as for chrome, with a '/' or '.' in it", _stream)
+_summary_target = _spelled(
+    SUMMARY_SYNTAX,
+    "stderr, stdout, or a path as for chrome, with a '/' or '.' in it",
+    lambda text: nearest(text, ("stderr", "stdout")),
+)
 
 
-def _url(reading: _Reading, node: _Node, where: str) -> str:
+def _rate(node: Node) -> Rate:
+    parts = re.fullmatch(RATE_SYNTAX, node.text) if node.kind == "text" else None
+    if not parts:
+        near = f"{node.text}/min" if node.kind == "int" else ""
+        allowed = "a count a second, minute or hour, such as 5/s, 30/min, 100/h"
+        node.refuse(allowed, near=near if re.fullmatch(RATE_SYNTAX, near) else "")
+    return Rate(int(parts[1]), RATE_UNITS[parts[2]])
+
+
+def _url(node: Node) -> str:
     """A collector's URL, or empty text for none, which a quoted reference to an unset variable gives."""
     if node.kind == "text" and not node.text:
         return ""
-    text = _text(reading, node, where)
+    text = string(node)
     allowed = "http://host:port or https://host:port, with or without a path, credentials only in headers"
     if not re.fullmatch(URL_SYNTAX, text):
         near = f"http://{text}"
-        reading.refuse(node, where, _show(node), allowed, near if re.fullmatch(URL_SYNTAX, near) else "")
+        node.refuse(allowed, near=near if re.fullmatch(URL_SYNTAX, near) else "")
     try:
         _ = urlsplit(text).port
     except ValueError as error:
-        reading.refuse(node, where, f"{_show(node)} ({error})", allowed)
+        node.refuse(allowed, found=f"{node.shown} ({error})")
     return text
 
 
-def _seconds(reading: _Reading, node: _Node, where: str) -> int:
+def _seconds(node: Node) -> int:
     """A timeout variable in seconds, as OpenTelemetry's Python SDK takes it, in nanoseconds."""
     if not _DECIMAL.fullmatch(node.text) or not 0.001 <= float(node.text) < 2**33:
-        reading.refuse(node, where, _show(node), "a number of seconds, from 0.001")
+        node.refuse("a number of seconds, from 0.001")
     return int(float(node.text) * 10**9)
 
 
-def _headers(reading: _Reading, node: _Node, where: str) -> tuple[tuple[str, str], ...]:
+def _headers(node: Node) -> tuple[tuple[str, str], ...]:
     if node.kind != "mapping":
-        reading.refuse(node, where, "no mapping (not shown)", "a mapping of header names to texts")
+        node.refuse("a mapping of header names to texts", found="no mapping (not shown)")
     headers = []
-    faults = reading.faults
-    for name, (key, value) in node.pairs.items():
-        if not re.fullmatch(HEADER_NAME_SYNTAX, name):
-            reading.note(key, where, f"the header name {_clip(name)!r}", "letters, digits and !#$%&'*+.^_`|~-")
-        elif value.kind != "null":
-            headers.append((name, reading.attempt(_header_value, value, _join(where, name))))
-    if reading.faults > faults:
-        raise _Refused
+    with node.document.all_or_nothing():
+        for name, (key, value) in node.pairs.items():
+            if not re.fullmatch(HEADER_NAME_SYNTAX, name):
+                key.note("letters, digits and !#$%&'*+.^_`|~-", found=f"the header name {clip(name)!r}")
+            elif value.kind != "null":
+                headers.append((name, value.attempt(_header_value)))
     return tuple(headers)
 
 
-def _header_value(reading: _Reading, node: _Node, where: str) -> str:
+def _header_value(node: Node) -> str:
     # Header values are secrets as a rule: no message shows one.
     if node.kind != "text":
-        reading.refuse(node, where, "a value that is no text (not shown)", "text; put the value in quotes")
+        node.refuse("text; put the value in quotes", found="a value that is no text (not shown)")
     if not re.fullmatch(HEADER_VALUE_SYNTAX, node.text):
-        reading.refuse(node, where, "a character that no header may hold", "printable ASCII on one line")
+        node.refuse("printable ASCII on one line", found="a character that no header may hold")
     return node.text
 
 
-def _header_list(reading: _Reading, node: _Node, where: str) -> tuple[tuple[str, str], ...]:
+def _header_list(node: Node) -> tuple[tuple[str, str], ...]:
     """A headers variable: `name=value,name=value`, URL-encoded."""
     headers = []
     for part in filter(None, (part.strip() for part in node.text.split(","))):
         name, equals, value = (unquote(piece.strip()) for piece in part.partition("="))
         if not equals or not re.fullmatch(HEADER_NAME_SYNTAX, name) or not re.fullmatch(HEADER_VALUE_SYNTAX, value):
-            reading.refuse(node, where, "a list of another form (not shown)", "name=value,name=value, URL-encoded")
+            node.refuse("name=value,name=value, URL-encoded", found="a list of another form (not shown)")
         headers.append((name, value))
     return tuple(headers)
 
 
-def _each(read_item: Read, allowed: str) -> Read:
-    def read(reading: _Reading, node: _Node, where: str) -> tuple[Any, ...]:
-        if node.kind != "list":
-            reading.refuse(node, where, _show(node), allowed)
-        faults = reading.faults
-        values = tuple(reading.attempt(read_item, item, f"{where}[{index}]") for index, item in enumerate(node.items))
-        if reading.faults > faults:
-            raise _Refused
-        return values
-
-    return read
-
-
-def _one_or_more(read_item: Read) -> Read:
-    """Reads a list of at least one, or the one by itself."""
-    read_list = _each(read_item, "a list")
-
-    def read(reading: _Reading, node: _Node, where: str) -> tuple[Any, ...]:
-        if node.kind != "list":
-            return (read_item(reading, node, where),)
-        if not node.items:
-            reading.refuse(node, where, "an empty list", "at least one (or leave the key out)")
-        return tuple(dict.fromkeys(read_list(reading, node, where)))
-
-    return read
-
-
-def _fields(reading: _Reading, node: _Node, where: str, section: str) -> dict[str, Any]:
+def _fields(node: Node, section: str) -> dict[str, Any]:
     """The fields that one mapping gives to its type, once all its keys are read and none was refused."""
     keys = KEYS[section]
     if node.kind != "mapping":
-        reading.refuse(node, where, _show(node), f"a mapping of {', '.join(keys)}")
-    faults = reading.faults
-    for name, (place, _) in node.pairs.items():
-        if name not in keys:
-            reading.note(place, where, f"the unknown key {_clip(name)!r}", ", ".join(keys), _nearest(name, keys))
+        node.refuse(f"a mapping of {', '.join(keys)}")
     values = {}
-    for name, key in keys.items():
-        path = _join(where, name)
-        source, child = "profile", node.pairs[name][1] if name in node.pairs else None
-        read, label = key.read, path
-        if child and child.kind == "null" and key.blank:
-            child = _Node("mapping", child.line, child.column)
-        elif child is None or child.kind == "null":
-            source, read, child = _variable(reading, path, node)
-            label = f"{path} (from {source})"
-        if path in VARIABLES:
-            reading.origins[path] = source
-        if child:
-            values[key.field] = reading.attempt(read, child, label)
-        elif key.required:
-            reading.note(node, path, "nothing", key.required)
-    if reading.faults > faults:
-        raise _Refused
+    with node.document.all_or_nothing():
+        for name, (place, _) in node.pairs.items():
+            if name not in keys:
+                place.note(", ".join(keys), found=f"the unknown key {clip(name)!r}", near=nearest(name, keys))
+        for name, key in keys.items():
+            path, read, source = node.path(name), key.read, "profile"
+            value = node.pairs[name][1] if name in node.pairs else None
+            if value and value.kind == "null" and key.blank:
+                value = replace(value, kind="mapping")
+            elif value is None or value.kind == "null":
+                source, read, value = _variable(node, path)
+            if path in VARIABLES:
+                node.document.origins[path] = source
+            if value:
+                values[key.field] = value.attempt(read)
+            elif key.required:
+                replace(node, where=path).note(key.required, found="nothing")
     return values
 
 
-def _variable(reading: _Reading, path: str, at: _Node) -> tuple[str, Read, _Node | None]:
-    """The variable that gives a setting which the profile leaves out, how to read it, and its value."""
+def _variable(node: Node, path: str) -> tuple[str, Read, Node | None]:
+    """The variable that gives a setting which the mapping leaves out, how to read it, and its value."""
     for variable, read in VARIABLES.get(path, ()):
-        if text := reading.environ.get(variable):
-            return variable, read, _Node("text", at.line, at.column, text)
-    return "default", _text, None
+        if text := node.document.environ.get(variable):
+            where = f"{path} (from {variable})"
+            return variable, read, Node(node.document, where, node.line, node.column, "text", text)
+    return "default", string, None
 
 
 def _part(section: str, build: Callable[..., Any]) -> Read:
-    return lambda reading, node, where: build(**_fields(reading, node, where, section))
+    return lambda node: build(**_fields(node, section))
 
 
-def _function_rule(reading: _Reading, node: _Node, where: str) -> FunctionRule:
-    values = _fields(reading, node, where, "functions")
+def _function_rule(node: Node) -> FunctionRule:
+    values = _fields(node, "functions")
     written = values.pop("match")
-    match, exclude = _included(written), _excluded(written)
+    match, exclude = _sides(written)
     if not match:
-        at = node.pairs["match"][1]
-        reading.refuse(at, _join(where, "match"), "only patterns with '!'", "at least one pattern without '!'")
+        node.pairs["match"][1].refuse("at least one pattern without '!'", found="only patterns with '!'")
     return FunctionRule(match, exclude, line=node.line, text=", ".join(written), **values)
 
 
-def _layer_rule(reading: _Reading, node: _Node, where: str) -> LayerRule:
-    values = _fields(reading, node, where, "layers")
+def _layer_rule(node: Node) -> LayerRule:
+    values = _fields(node, "layers")
     written, types = values.pop("match", ()), values.get("types", ())
-    match, exclude = _included(written), _excluded(written)
+    match, exclude = _sides(written)
     if not match and not types:
         found = "only patterns with '!' and no type" if written else "neither match nor type"
-        reading.refuse(node, where, found, "a match, a type, or both")
+        node.refuse("a match, a type, or both", found=found)
     text = ", ".join(written + (f"type {' '.join(types)}",) * bool(types))
     return LayerRule(match, exclude, line=node.line, text=text, **values)
 
 
-def _included(patterns: Iterable[str]) -> tuple[str, ...]:
-    return tuple(pattern for pattern in patterns if not pattern.startswith("!"))
+def _sides(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The patterns that select, and those that exclude without their '!'."""
+    match = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
+    return match, tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
 
 
-def _excluded(patterns: Iterable[str]) -> tuple[str, ...]:
-    return tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
+def _copy_rule(node: Node) -> CopyRule:
+    rule = CopyRule(**_fields(node, "copies"))
+    return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B")
 
 
-def _copy_rule(reading: _Reading, node: _Node, where: str) -> CopyRule:
-    rule = CopyRule(**_fields(reading, node, where, "copies"))
-    text = f"{' '.join(rule.directions)} from {rule.min_bytes} B"
-    return CopyRule(rule.directions, rule.min_bytes, node.line, text)
+_steps = each(whole(0), "[start, end], or a mapping")
 
 
-def _schedule(reading: _Reading, node: _Node, where: str) -> Schedule:
+def _schedule(node: Node) -> Schedule:
     if node.kind != "list":
-        return Schedule(**_fields(reading, node, where, "schedule"))
-    steps = _each(_whole(0), "")(reading, node, where)
+        return Schedule(**_fields(node, "schedule"))
+    steps = _steps(node)
     if len(steps) != 2 or steps[0] >= steps[1]:
         found = f"[{', '.join(map(str, steps[:5]))}{', ...' * (len(steps) > 5)}]"
-        reading.refuse(node, where, found, "[start, end] with 0 <= start < end, or a mapping")
+        node.refuse("[start, end] with 0 <= start < end, or a mapping", found=found)
     return Schedule(record=steps[1] - steps[0], skip_first=steps[0], repeat=1)
 
 
 _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
-def _otlp(reading: _Reading, node: _Node, where: str) -> Otlp | None:
-    values = _fields(reading, node, where, "export.otlp")
-    origin = reading.origins[_join(where, "endpoint")]
+def _otlp(node: Node) -> Otlp | None:
+    values = _fields(node, "export.otlp")
+    origin = node.document.origins[node.path("endpoint")]
     http = values.get("protocol") != "grpc"
     endpoint = values.pop("endpoint", "http://localhost:4318" if http else "http://localhost:4317")
     if not endpoint:
@@ -864,12 +533,12 @@ _RULES = "a list of rules, each with a '-' of its own"
 
 KEYS: Mapping[str, Mapping[str, Key]] = {
     "": {
-        "service": Key("service", _text),
-        "tracer_option": Key("tracer_option", _one_of(*TRACER_OPTIONS)),
-        "state": Key("state", _one_of(*STATES)),
-        "functions": Key("functions", _each(_function_rule, _RULES)),
-        "layers": Key("layers", _each(_layer_rule, _RULES)),
-        "copies": Key("copies", _each(_copy_rule, _RULES)),
+        "service": Key("service", string),
+        "tracer_option": Key("tracer_option", one_of(*TRACER_OPTIONS)),
+        "state": Key("state", one_of(*STATES)),
+        "functions": Key("functions", each(_function_rule, _RULES)),
+        "layers": Key("layers", each(_layer_rule, _RULES)),
+        "copies": Key("copies", each(_copy_rule, _RULES)),
         "schedule": Key("schedule", _schedule),
         "capture": Key("capture", _part("capture", Capture)),
         "limits": Key("limits", _part("limits", Limits)),
@@ -877,42 +546,42 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "export": Key("export", _part("export", Export)),
     },
     "functions": {
-        "match": Key("match", _one_or_more(_function_pattern), required="module:qualname, or a list of such patterns"),
-        "name": Key("name", _text),
-        "kind": Key("kind", _one_of(*KINDS)),
-        "device": Key("device", _flag),
+        "match": Key("match", one_or_more(_function_pattern), required="module:qualname, or a list of such patterns"),
+        "name": Key("name", string),
+        "kind": Key("kind", one_of(*KINDS)),
+        "device": Key("device", flag),
     },
     "layers": {
-        "match": Key("match", _one_or_more(_layer_pattern)),
-        "type": Key("types", _one_or_more(_class_name)),
-        "name": Key("name", _text),
-        "device": Key("device", _flag),
+        "match": Key("match", one_or_more(_layer_pattern)),
+        "type": Key("types", one_or_more(_class_name)),
+        "name": Key("name", string),
+        "device": Key("device", flag),
     },
     "copies": {
-        "directions": Key("directions", _one_or_more(_one_of(*DIRECTIONS))),
+        "directions": Key("directions", one_or_more(one_of(*DIRECTIONS))),
         "min_bytes": Key("min_bytes", _size("64KiB")),
     },
     "schedule": {
-        "skip_first": Key("skip_first", _whole(0)),
-        "closed": Key("closed", _whole(0)),
-        "ready": Key("ready", _whole(0)),
-        "record": Key("record", _whole(1), required="how many steps to record, from 1"),
-        "repeat": Key("repeat", _whole(0)),
+        "skip_first": Key("skip_first", whole(0)),
+        "closed": Key("closed", whole(0)),
+        "ready": Key("ready", whole(0)),
+        "record": Key("record", whole(1), required="how many steps to record, from 1"),
+        "repeat": Key("repeat", whole(0)),
     },
     "capture": {
         "sample": Key("sample", _share),
         "slow": Key("slow_ns", _duration("250ms")),
-        "errors": Key("errors", _flag),
+        "errors": Key("errors", flag),
         "limit": Key("limit", _rate),
         "before": Key("before_ns", _duration("2s")),
     },
     "limits": {
         "ring": Key("ring_bytes", _size("64MiB", least="64KiB")),
-        "spans_per_request": Key("spans_per_request", _whole(1)),
+        "spans_per_request": Key("spans_per_request", whole(1)),
         "disk": Key("disk_bytes", _size("1GiB")),
     },
     "device": {
-        "cuda": Key("cuda", _one_of("auto", "off")),
+        "cuda": Key("cuda", one_of("auto", "off")),
         "nvml": Key("nvml_ns", _duration_or_off("1s", least="10ms")),
     },
     "export": {
@@ -925,17 +594,17 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "export.otlp": {
         "endpoint": Key("endpoint", _url),
-        "protocol": Key("protocol", _one_of(*PROTOCOLS)),
+        "protocol": Key("protocol", one_of(*PROTOCOLS)),
         "headers": Key("headers", _headers),
         "timeout": Key("timeout_ns", _duration("10s", least="1ms")),
-        "compression": Key("compression", _one_of(*COMPRESSIONS)),
+        "compression": Key("compression", one_of(*COMPRESSIONS)),
     },
     "export.summary": {
         "to": Key("to", _summary_target),
-        "views": Key("views", _one_or_more(_one_of(*VIEWS))),
-        "sorted_by": Key("sorted_by", _one_of(*SORT_KEYS)),
-        "rows": Key("rows", _whole(1)),
-        "per_thread": Key("per_thread", _flag),
+        "views": Key("views", one_or_more(one_of(*VIEWS))),
+        "sorted_by": Key("sorted_by", one_of(*SORT_KEYS)),
+        "rows": Key("rows", whole(1)),
+        "per_thread": Key("per_thread", flag),
     },
 }
 """Every key that a profile may hold, by section."""
@@ -946,11 +615,11 @@ def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
 
 
 VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
-    "service": (("OTEL_SERVICE_NAME", _text),),
+    "service": (("OTEL_SERVICE_NAME", string),),
     "export.otlp.endpoint": _otlp_variables("ENDPOINT", _url),
-    "export.otlp.protocol": _otlp_variables("PROTOCOL", _one_of(*PROTOCOLS)),
+    "export.otlp.protocol": _otlp_variables("PROTOCOL", one_of(*PROTOCOLS)),
     "export.otlp.headers": _otlp_variables("HEADERS", _header_list),
     "export.otlp.timeout": _otlp_variables("TIMEOUT", _seconds),
-    "export.otlp.compression": _otlp_variables("COMPRESSION", _one_of(*COMPRESSIONS)),
+    "export.otlp.compression": _otlp_variables("COMPRESSION", one_of(*COMPRESSIONS)),
 }
 """The variables that give a setting which the profile leaves out, the first that is set and not empty."""

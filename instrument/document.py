@@ -1,0 +1,410 @@
+"""A YAML document as nodes that know their place, and the readers of its plain values.
+
+`Document.read` hands the root node to a reader and gives what the reader makes of it, or raises one `ProfileError`
+that holds every problem, each as ``file:line:column: where: found ...; allowed: ...``. A reader is a function of one
+`Node`: it gives the node's value or refuses the node, and the reading goes on beside it.
+
+Aliases are expanded, merge keys merged, and ``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` replaced as in
+OpenTelemetry's configuration files: in values only, never in keys, and what a variable holds is never structure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from instrument.errors import ProfileError
+
+if TYPE_CHECKING:
+    import yaml
+
+FILE_BYTES = 2**20
+"""The largest file that is read."""
+NODES = 10_000
+"""The most values that one document may hold, each alias counted as often as it is used."""
+DEPTH = 32
+"""The deepest nesting of lists and mappings that is read."""
+
+
+def file_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file; raises `ProfileError` with the reason why it cannot be read."""
+    name = os.fspath(path)
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        advice = f"create it or give another path (relative ones start at {Path.cwd()})"
+        raise _unreadable(name, f"no such file; {advice}") from error
+    except IsADirectoryError as error:
+        raise _unreadable(name, "a directory; give the path of the file in it") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise _unreadable(name, f"{reason}; give the path of a file that this process may read") from error
+    if len(data) > FILE_BYTES:
+        raise _too_large(name)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        before = data[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        found = f"the byte 0x{data[error.start]:02x}, which is not UTF-8; allowed: text; save the file as UTF-8"
+        raise ProfileError([f"{name}:{line}:{column}: encoding: found {found}"]) from error
+
+
+def _unreadable(name: str, found: str) -> ProfileError:
+    return ProfileError([f"{name}: asked to read a profile, found {found}"])
+
+
+def _too_large(name: str) -> ProfileError:
+    return _unreadable(name, "more than 1 MiB; is this the right file?")
+
+
+class _Refused(Exception):  # noqa: N818 - it is no error of the caller's: the problems are noted, the reading goes on
+    """Ends the reading of one node whose problems have been noted."""
+
+
+class Document:
+    """One YAML text: what it is called, the variables that it may name, and the problems found so far.
+
+    `origins` is for readers that take a value from a variable: by path, where the value came from.
+    """
+
+    def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
+        if len(text) > FILE_BYTES:
+            raise _too_large(name)
+        self.text = text
+        self.name = name
+        self.environ = environ
+        self.origins: dict[str, str] = {}
+        self.problems: list[tuple[int, int, str]] = []
+        self.faults = 0
+
+    def read(self, read: Read) -> Any:
+        """What `read` makes of the root; an empty text is an empty mapping.
+
+        Raises `ProfileError` with every problem of the text, in the order of their places.
+        """
+        value = None
+        with suppress(_Refused):
+            value = _root(self).attempt(read)
+        if self.problems:
+            raise ProfileError(list(dict.fromkeys(problem for _, _, problem in sorted(self.problems))))
+        return value
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Refuse the node being read when anything within it was refused, once all within it has been tried."""
+        faults = self.faults
+        yield
+        if self.faults > faults:
+            raise _Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One value of a document, and its place: the path `where`, the line and the column, both from 1.
+
+    `kind` is null, bool, int, float, date, text, list, mapping, or broken (its problems are noted). A scalar's `text`
+    is as written, references replaced; `plain` says that it stood without quotes, `variable` which one it consists of.
+    `items` are a list's values; `pairs` a mapping's keys and values by name.
+    """
+
+    document: Document = field(repr=False)
+    where: str
+    line: int
+    column: int
+    kind: str = "broken"
+    text: str = ""
+    plain: bool = False
+    variable: str = ""
+    items: tuple[Node, ...] = ()
+    pairs: Mapping[str, tuple[Node, Node]] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        """The value as messages show it."""
+        words = {"null": "nothing", "list": "a list", "mapping": "a mapping", "text": repr(clip(self.text))}
+        names = {"bool": "boolean", "date": "date"}
+        return words.get(self.kind) or f"the {names.get(self.kind, 'number')} {clip(self.text)}"
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the value is the word `off`, which YAML 1.1 reads as the boolean false unless it is quoted."""
+        if self.kind == "bool":
+            return self.text.lower() in ("false", "no", "off")
+        return self.kind == "text" and self.text == "off"
+
+    def path(self, name: str) -> str:
+        """The path of a key of this mapping."""
+        return f"{self.where}.{name}" if self.where else name
+
+    def note(self, allowed: str, *, found: str = "", near: str = "") -> None:
+        """Note one problem: what is allowed here, what was found (else the value), and what was perhaps meant."""
+        document, where = self.document, self.where
+        where = clip(where or "profile") if where.isprintable() else ascii(clip(where))
+        meant = f"; did you mean '{near}'?" if near else ""
+        message = f"{where}: found {found or self.shown}; allowed: {allowed}{meant}"
+        document.problems.append((self.line, self.column, f"{document.name}:{self.line}:{self.column}: {message}"))
+        document.faults += 1
+
+    def refuse(self, allowed: str, *, found: str = "", near: str = "") -> NoReturn:
+        """Note one problem and end the reading of this node."""
+        self.note(allowed, found=found, near=near)
+        raise _Refused
+
+    def attempt(self, read: Read) -> Any:
+        """What `read` makes of the node, or None once its problems are noted."""
+        if self.kind == "broken":
+            self.document.faults += 1
+            return None
+        with suppress(_Refused):
+            if _UNSTORABLE.search(self.text):
+                self.refuse("text that a file can hold", found="a NUL or half of a surrogate pair")
+            return read(self)
+        return None
+
+
+Read = Callable[[Node], Any]
+"""What gives a node's value, or refuses the node."""
+
+_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+
+
+def clip(text: str) -> str:
+    """Text fit for a message: short, and without the credentials of a URL."""
+    before, at, after = text.rpartition("@")
+    if at and "//" in before:
+        text = f"{before.partition('//')[0]}//***@{after}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known word that is spelled most like this one, or nothing if none is close."""
+    from difflib import get_close_matches
+
+    folded = {name.lower(): name for name in known}
+    close = get_close_matches(word[:80].lower(), folded, n=1, cutoff=cutoff)
+    return folded[close[0]] if close else ""
+
+
+# ---------------------------------------------------------------- from YAML's nodes to ours
+
+
+def _root(document: Document) -> Node:
+    import yaml
+
+    # The pure loader on purpose: it fails on deep nesting where libyaml's would exhaust the C stack.
+    class Loader(yaml.SafeLoader):
+        nodes = depth = 0
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            self.nodes += 1
+            self.depth += 1
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            _check_size(document, mark, self.nodes, self.depth)
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+    text = document.text
+    try:
+        loader = Loader(text)
+        root = loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        at = Node(document, "YAML", before.count("\n") + 1, error.position - before.rfind("\n"))
+        at.refuse("printable text", found=f"the character {text[error.position]!a}")
+    except yaml.MarkedYAMLError as error:
+        at = _place(document, "YAML", error.problem_mark or error.context_mark)
+        found = ", ".join(part for part in (error.context, error.problem) if part)
+        line = text.splitlines()[at.line - 1 : at.line]
+        hint = " (inside [] and {} a ${...} needs quotes)" if "${" in "".join(line) else ""
+        at.refuse(f"one document of valid YAML{hint}", found=f"broken YAML ({found})")
+    node = _Tree(document, loader.resolve).node(root, "") if root else None
+    return Node(document, "", 1, 1, "mapping") if node is None or node.kind == "null" else node
+
+
+def _place(document: Document, where: str, mark: Any) -> Node:
+    return Node(document, where, mark.line + 1, mark.column + 1) if mark else Node(document, where, 1, 1)
+
+
+def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
+    if nodes > NODES:
+        found = f"more than {NODES} values, aliases counted"
+        _place(document, "YAML", mark).refuse(f"at most {NODES}", found=found)
+    if depth > DEPTH:
+        _place(document, "YAML", mark).refuse(f"at most {DEPTH}", found=f"nesting deeper than {DEPTH}")
+
+
+_TAG = "tag:yaml.org,2002:"
+_KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
+_SHAPES = {
+    "scalar": ("null", "bool", "int", "float", "text", "date"),
+    "sequence": ("list",),
+    "mapping": ("mapping",),
+}
+_REFERENCE = re.compile(
+    r"\$(?:(?P<escape>\$)|\{(?:env:)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}\n]*))?\}|(?P<broken>\{[^}\n]*\}?))"
+)
+
+
+class _Tree:
+    """Makes our nodes of YAML's: aliases expanded, merge keys merged, references replaced by their variables.
+
+    YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`; `resolve` tells a plain scalar's tag.
+    """
+
+    def __init__(self, document: Document, resolve: Callable[[type[Any], str, tuple[bool, bool]], str]) -> None:
+        self.document = document
+        self.resolve = resolve
+        self.nodes = 0
+        self.open: list[int] = []
+
+    def node(self, source: Any, where: str) -> Node:
+        at = _place(self.document, where, source.start_mark)
+        self.nodes += 1
+        _check_size(self.document, source.start_mark, self.nodes, len(self.open))
+        if id(source) in self.open:
+            at.refuse("aliases to other values", found="an alias to a value that it is part of")
+        kind = self.kind(source.tag)
+        if kind not in _SHAPES[source.id]:
+            at.note("values without tags", found=f"the tag {clip(source.tag)!r}")
+            return at
+        self.open.append(id(source))
+        try:
+            if kind == "list":
+                items = (self.node(item, f"{where}[{index}]") for index, item in enumerate(source.value))
+                return replace(at, kind=kind, items=tuple(items))
+            if kind == "mapping":
+                return replace(at, kind=kind, pairs=self.pairs(source, at))
+            return self.scalar(source, kind, at)
+        finally:
+            self.open.pop()
+
+    def kind(self, tag: str) -> str:
+        name = tag.removeprefix(_TAG)
+        return _KINDS.get(name, name)
+
+    def pairs(self, source: Any, mapping: Node) -> Mapping[str, tuple[Node, Node]]:
+        own: dict[str, tuple[Node, Node]] = {}
+        merged: dict[str, tuple[Node, Node]] = {}
+        for key, value in source.value:
+            at = _place(self.document, mapping.where, key.start_mark)
+            if key.tag == _TAG + "merge":
+                for name, pair in self.merged(value, mapping):
+                    merged.setdefault(name, pair)
+            elif key.id != "scalar":
+                at.note("words as keys", found="a list or mapping as a key")
+            elif key.value in own:
+                first = own[key.value][0].line
+                at.note(f"once (first in line {first})", found=f"the key {clip(key.value)!r} twice")
+            else:
+                own[key.value] = (at, self.node(value, mapping.path(key.value)))
+        return {**merged, **own}
+
+    def merged(self, value: Any, mapping: Node) -> Iterator[tuple[str, tuple[Node, Node]]]:
+        for part in value.value if value.id == "sequence" else (value,):
+            node = self.node(part, mapping.where)
+            if node.kind != "mapping":
+                replace(node, where=mapping.path("<<")).note("an alias of a mapping, or a list of them")
+            yield from node.pairs.items()
+
+    def scalar(self, source: Any, kind: str, at: Node) -> Node:
+        plain = source.style is None
+        text, variable = source.value, ""
+        for reference in _REFERENCE.finditer(text):
+            if broken := reference["broken"]:
+                forms = "${VAR}, ${env:VAR}, ${VAR:-default}, and $$ for a dollar sign"
+                at.note(forms, found=f"the malformed reference {clip('$' + broken)!r}")
+                return at
+        if (only := _REFERENCE.fullmatch(text)) and only["name"]:
+            variable = only["name"] if self.document.environ.get(only["name"]) else ""
+            text = self.value(only)
+            if plain:
+                kind = self.kind(self.resolve(type(source), text, (True, False)))
+        else:
+            text = _REFERENCE.sub(self.value, text)
+        return replace(at, kind=kind, text=text, plain=plain, variable=variable)
+
+    def value(self, reference: re.Match[str]) -> str:
+        if reference["escape"]:
+            return "$"
+        return self.document.environ.get(reference["name"]) or reference["default"] or ""
+
+
+# ---------------------------------------------------------------- readers of plain values
+
+
+def string(node: Node) -> str:
+    """Text that is not empty."""
+    if node.kind != "text":
+        node.refuse("text", near=f'"{clip(node.text)}"' if node.text else "")
+    if not node.text:
+        node.refuse("text (or leave the key out)", found="an empty text")
+    return node.text
+
+
+def flag(node: Node) -> bool:
+    """A boolean."""
+    if node.kind != "bool":
+        node.refuse("true, false", near=nearest(node.text, ("true", "false")))
+    return node.text.lower() in ("true", "yes", "on")
+
+
+def one_of(*words: str) -> Read:
+    """Reads one of these words."""
+
+    def read(node: Node) -> str:
+        text = "off" if node.is_off else node.text
+        if node.kind not in ("text", "bool") or text not in words:
+            node.refuse(", ".join(words), near=nearest(node.text, words))
+        return text
+
+    return read
+
+
+_WHOLE = re.compile(r"[+-]?(?:0|[1-9][0-9]{0,17})")
+
+
+def whole(least: int) -> Read:
+    """Reads a whole number that is at least `least`."""
+
+    def read(node: Node) -> int:
+        # The text is read here because YAML 1.1 takes 010 for eight and 1:30 for ninety.
+        if node.kind != "int" or not _WHOLE.fullmatch(node.text) or int(node.text) < least:
+            node.refuse(f"a whole number from {least}, in decimal")
+        return int(node.text)
+
+    return read
+
+
+def each(read_item: Read, allowed: str) -> Read:
+    """Reads a list, every item of it with `read_item`; `allowed` is what a node that is no list should have been."""
+
+    def read(node: Node) -> tuple[Any, ...]:
+        if node.kind != "list":
+            node.refuse(allowed)
+        with node.document.all_or_nothing():
+            values = tuple(item.attempt(read_item) for item in node.items)
+        return values
+
+    return read
+
+
+def one_or_more(read_item: Read) -> Read:
+    """Reads a list of at least one, or the one by itself; each different value once."""
+    read_list = each(read_item, "a list")
+
+    def read(node: Node) -> tuple[Any, ...]:
+        if node.kind != "list":
+            return (read_item(node),)
+        if not node.items:
+            node.refuse("at least one (or leave the key out)", found="an empty list")
+        return tuple(dict.fromkeys(read_list(node)))
+
+    return read

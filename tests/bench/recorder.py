@@ -1,0 +1,120 @@
+"""What a span costs on the thread that records it: `python tests/bench/recorder.py`.
+
+Every figure is the cost over the bare call, as a multiple of two reads of the recorder's clock. All shapes take turns
+in one process, round after round, so that a change of the machine's speed hits them alike; the best round counts.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from instrument.recorder import Recorder, Scope
+from instrument.spans import Site
+
+CALLS = 20_000
+ROUNDS = 15
+
+
+def nothing() -> None: ...
+
+
+async def coroutine() -> None: ...
+
+
+def numbers() -> Iterator[int]:
+    for number in range(CALLS):
+        yield number
+
+
+def repeat(function: Callable[[], object]) -> None:
+    for _ in range(CALLS):
+        function()
+
+
+async def repeat_await(function: Callable[[], object]) -> None:
+    for _ in range(CALLS):
+        await function()  # type: ignore[misc]
+
+
+def run_coroutines(function: Callable[[], object]) -> None:
+    # Driven by hand: an event loop's own work would drown the difference.
+    try:
+        repeat_await(function).send(None)
+    except StopIteration:
+        pass
+
+
+def read_clock_twice() -> None:
+    clock = time.monotonic_ns
+    for _ in range(CALLS):
+        clock()
+        clock()
+
+
+def loop_only() -> None:
+    for _ in range(CALLS):
+        pass
+
+
+def with_scope(recorder: Recorder) -> None:
+    site = Site("scope")
+    for _ in range(CALLS):
+        with Scope(recorder, site):
+            pass
+
+
+def consume(generator: Iterator[int]) -> None:
+    for _ in generator:
+        pass
+
+
+def shapes() -> dict[str, tuple[Callable[[], object], str]]:
+    """Name -> what to time and the name of its bare twin."""
+    on, off = Recorder(), Recorder()
+    on.on = True
+    call, call_off = on.wrap(nothing, Site("call")), off.wrap(nothing, Site("call"))
+    awaited = on.wrap(coroutine, Site("coroutine"))
+    generated = on.wrap(numbers, Site("generator"))
+
+    nested = on.wrap(lambda: repeat(call), Site("root"))
+    return {
+        "loop": (loop_only, ""),
+        "bare call": (lambda: repeat(nothing), ""),
+        "bare await": (lambda: run_coroutines(coroutine), ""),
+        "bare generator": (lambda: consume(numbers()), ""),
+        "two clock reads": (read_clock_twice, "loop"),
+        "decorated call, on": (lambda: repeat(call), "bare call"),
+        "decorated call, on, in a parent": (nested, "bare call"),
+        "decorated call, off at run time": (lambda: repeat(call_off), "bare call"),
+        "with scope": (lambda: with_scope(on), "loop"),
+        "decorated coroutine": (lambda: run_coroutines(awaited), "bare await"),
+        "decorated generator, a step": (lambda: consume(generated()), "bare generator"),
+    }
+
+
+def measure() -> dict[str, float]:
+    """Nanoseconds a call of each shape: the best of the rounds."""
+    best: dict[str, float] = {}
+    timed = shapes()
+    for _ in range(ROUNDS):
+        for name, (run, _) in timed.items():
+            start = time.perf_counter_ns()
+            run()
+            best[name] = min(best.get(name, float("inf")), (time.perf_counter_ns() - start) / CALLS)
+    return {name: best[name] - (best[base] if base else 0.0) for name, (_, base) in timed.items()}
+
+
+def main() -> None:
+    found = measure()
+    reads = found["two clock reads"]
+    kind = "native" if Recorder.native else "pure Python"
+    print(f"recorder: {kind}, Python {sys.version.split()[0]}")
+    print(f"{'shape':<34}{'ns over bare':>14}{'x two clock reads':>20}")
+    for name, cost_ns in found.items():
+        print(f"{name:<34}{cost_ns:>14.1f}{cost_ns / reads:>20.2f}")
+
+
+if __name__ == "__main__":
+    main()
