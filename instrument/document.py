@@ -1,8 +1,8 @@
 """A YAML document as nodes that know their place, and the readers of its plain values.
 
-`Document.read` hands the root node to a reader and gives what the reader makes of it, or raises one `ProfileError`
-that holds every problem, each as ``file:line:column: where: found ...; allowed: ...``. A reader is a function of one
-`Node`: it gives the node's value or refuses the node, and the reading goes on beside it.
+A reader is a function of one `Node`: it gives the node's value, or notes what is wrong with it and refuses the node,
+and the reading goes on beside it. So `Document.read` finds every problem of a text at once, each told as
+``file:line:column: where: found ...; allowed: ...``.
 
 Aliases are expanded, merge keys merged, and ``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` replaced as in
 OpenTelemetry's configuration files: in values only, never in keys, and what a variable holds is never structure.
@@ -10,58 +10,19 @@ OpenTelemetry's configuration files: in values only, never in keys, and what a v
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-
-from instrument.errors import ProfileError
 
 if TYPE_CHECKING:
     import yaml
 
-FILE_BYTES = 2**20
-"""The largest file that is read."""
 NODES = 10_000
 """The most values that one document may hold, each alias counted as often as it is used."""
 DEPTH = 32
 """The deepest nesting of lists and mappings that is read."""
-
-
-def file_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file; raises `ProfileError` with the reason why it cannot be read."""
-    name = os.fspath(path)
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(FILE_BYTES + 1)
-    except FileNotFoundError as error:
-        advice = f"create it or give another path (relative ones start at {Path.cwd()})"
-        raise _unreadable(name, f"no such file; {advice}") from error
-    except IsADirectoryError as error:
-        raise _unreadable(name, "a directory; give the path of the file in it") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise _unreadable(name, f"{reason}; give the path of a file that this process may read") from error
-    if len(data) > FILE_BYTES:
-        raise _too_large(name)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        before = data[: error.start]
-        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        found = f"the byte 0x{data[error.start]:02x}, which is not UTF-8; allowed: text; save the file as UTF-8"
-        raise ProfileError([f"{name}:{line}:{column}: encoding: found {found}"]) from error
-
-
-def _unreadable(name: str, found: str) -> ProfileError:
-    return ProfileError([f"{name}: asked to read a profile, found {found}"])
-
-
-def _too_large(name: str) -> ProfileError:
-    return _unreadable(name, "more than 1 MiB; is this the right file?")
 
 
 class _Refused(Exception):  # noqa: N818 - it is no error of the caller's: the problems are noted, the reading goes on
@@ -71,30 +32,28 @@ class _Refused(Exception):  # noqa: N818 - it is no error of the caller's: the p
 class Document:
     """One YAML text: what it is called, the variables that it may name, and the problems found so far.
 
-    `origins` is for readers that take a value from a variable: by path, where the value came from.
+    `faults` counts the problems, and each broken node that was tried; `origins` is for readers that take values from
+    variables: by path, where the value came from.
     """
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
-        if len(text) > FILE_BYTES:
-            raise _too_large(name)
         self.text = text
         self.name = name
         self.environ = environ
         self.origins: dict[str, str] = {}
-        self.problems: list[tuple[int, int, str]] = []
         self.faults = 0
+        self.noted: list[tuple[int, int, str]] = []
 
     def read(self, read: Read) -> Any:
-        """What `read` makes of the root; an empty text is an empty mapping.
-
-        Raises `ProfileError` with every problem of the text, in the order of their places.
-        """
-        value = None
+        """What `read` makes of the root, which for an empty text is an empty mapping; nothing if it was refused."""
         with suppress(_Refused):
-            value = _root(self).attempt(read)
-        if self.problems:
-            raise ProfileError(list(dict.fromkeys(problem for _, _, problem in sorted(self.problems))))
-        return value
+            return _root(self).attempt(read)
+        return None
+
+    @property
+    def problems(self) -> list[str]:
+        """Every problem noted, once, in the order of their places."""
+        return list(dict.fromkeys(problem for _, _, problem in sorted(self.noted)))
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -149,7 +108,7 @@ class Node:
         where = clip(where or "profile") if where.isprintable() else ascii(clip(where))
         meant = f"; did you mean '{near}'?" if near else ""
         message = f"{where}: found {found or self.shown}; allowed: {allowed}{meant}"
-        document.problems.append((self.line, self.column, f"{document.name}:{self.line}:{self.column}: {message}"))
+        document.noted.append((self.line, self.column, f"{document.name}:{self.line}:{self.column}: {message}"))
         document.faults += 1
 
     def refuse(self, allowed: str, *, found: str = "", near: str = "") -> NoReturn:
@@ -383,6 +342,56 @@ def whole(least: int) -> Read:
     return read
 
 
+_QUANTITY = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
+_MEASURED = re.compile(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
+
+
+def _amount(text: str, units: Mapping[str, int]) -> int | None:
+    """A number with one of the units in the smallest one, rounded down."""
+    parts = _QUANTITY.fullmatch(text)
+    if not parts or parts[3] not in units:
+        return None
+    fraction = parts[2] or ""
+    return int(parts[1] + fraction) * units[parts[3]] // int("1" + "0" * len(fraction))
+
+
+def quantity(units: Mapping[str, int], example: str, least: str) -> Read:
+    """Reads a number with one of the units, in the smallest of them; a bare 0 needs no unit."""
+    bound = f", from {least}" if least else ""
+    allowed = f"a number with a unit ({' '.join(units)}), such as {example}{bound}"
+    floor = _amount(least, units) or 0
+    unit = "B" if "B" in units else example.lstrip("0123456789")
+
+    def meant(text: str) -> str:
+        parts = _MEASURED.fullmatch(text)
+        if not parts:
+            return ""
+        near = parts[1] + (nearest(parts[2], units, 0.5) if parts[2] else unit)
+        return near if _amount(near, units) and near != text else ""
+
+    def read(node: Node) -> int:
+        bare_zero = node.kind == "int" and node.text == "0"
+        value = 0 if bare_zero else _amount(node.text, units) if node.kind == "text" else None
+        if value is None or not floor <= value < 2**63:
+            node.refuse(allowed, near=meant(node.text))
+        return value
+
+    return read
+
+
+def spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
+    """Reads text of one syntax; `suggest` makes what was perhaps meant of text that does not follow it."""
+
+    def read(node: Node) -> str:
+        text = string(node)
+        if not re.fullmatch(syntax, text):
+            near = suggest(text)
+            node.refuse(allowed, near=near if re.fullmatch(syntax, near) else "")
+        return text
+
+    return read
+
+
 def each(read_item: Read, allowed: str) -> Read:
     """Reads a list, every item of it with `read_item`; `allowed` is what a node that is no list should have been."""
 
@@ -390,8 +399,7 @@ def each(read_item: Read, allowed: str) -> Read:
         if node.kind != "list":
             node.refuse(allowed)
         with node.document.all_or_nothing():
-            values = tuple(item.attempt(read_item) for item in node.items)
-        return values
+            return tuple(item.attempt(read_item) for item in node.items)
 
     return read
 

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -24,14 +25,16 @@ from instrument.document import (
     Read,
     clip,
     each,
-    file_text,
     flag,
     nearest,
     one_of,
     one_or_more,
+    quantity,
+    spelled,
     string,
     whole,
 )
+from instrument.errors import ProfileError
 from instrument.spans import KINDS
 
 TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
@@ -49,6 +52,9 @@ SIZE_UNITS: Mapping[str, int] = {
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
 RATE_UNITS: Mapping[str, int] = {"s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
+
+FILE_BYTES = 2**20
+"""The largest file that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +226,28 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
 
     Raises `ProfileError` with every mistake of the file, or with the reason why it cannot be read.
     """
-    return loads(file_text(path), name=os.fspath(path), environ=environ)
+    name = os.fspath(path)
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        advice = f"create it or give another path (relative ones start at {Path.cwd()})"
+        raise _unreadable(name, f"no such file; {advice}") from error
+    except IsADirectoryError as error:
+        raise _unreadable(name, "a directory; give the path of the file in it") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise _unreadable(name, f"{reason}; give the path of a file that this process may read") from error
+    if len(data) > FILE_BYTES:
+        raise _unreadable(name, _TOO_LARGE)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        before = data[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        found = f"the byte 0x{data[error.start]:02x}, which is not UTF-8; allowed: text; save the file as UTF-8"
+        raise ProfileError([f"{name}:{line}:{column}: encoding: found {found}"]) from error
+    return loads(text, name=name, environ=environ)
 
 
 def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | None = None) -> Profile:
@@ -228,9 +255,20 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
 
     Raises `ProfileError` with every mistake of the text.
     """
+    if len(text) > FILE_BYTES:
+        raise _unreadable(name, _TOO_LARGE)
     document = Document(text, name=name, environ=os.environ if environ is None else environ)
     values = document.read(_part("", dict))
+    if document.problems:
+        raise ProfileError(document.problems)
     return Profile(**values, source=name, origins=document.origins)
+
+
+_TOO_LARGE = "more than 1 MiB; is this the right file?"
+
+
+def _unreadable(name: str, found: str) -> ProfileError:
+    return ProfileError([f"{name}: asked to read a profile, found {found}"])
 
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -244,67 +282,17 @@ def _share(node: Node) -> float:
     return float(node.text)
 
 
-_QUANTITY = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
-_MEASURED = re.compile(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
-
-
-def _amount(text: str, units: Mapping[str, int]) -> int | None:
-    """A number with one of the units in the smallest one, rounded down."""
-    parts = _QUANTITY.fullmatch(text)
-    if not parts or parts[3] not in units:
-        return None
-    fraction = parts[2] or ""
-    return int(parts[1] + fraction) * units[parts[3]] // int("1" + "0" * len(fraction))
-
-
-def _quantity(units: Mapping[str, int], example: str, least: str) -> Read:
-    """Reads a duration in nanoseconds or a size in bytes; a bare 0 needs no unit."""
-    bound = f", from {least}" if least else ""
-    allowed = f"a number with a unit ({' '.join(units)}), such as {example}{bound}"
-    floor = _amount(least, units) or 0
-    unit = "B" if "B" in units else example.lstrip("0123456789")
-
-    def meant(text: str) -> str:
-        parts = _MEASURED.fullmatch(text)
-        if not parts:
-            return ""
-        near = parts[1] + (nearest(parts[2], units, 0.5) if parts[2] else unit)
-        return near if _amount(near, units) and near != text else ""
-
-    def read(node: Node) -> int:
-        bare_zero = node.kind == "int" and node.text == "0"
-        value = 0 if bare_zero else _amount(node.text, units) if node.kind == "text" else None
-        if value is None or not floor <= value < 2**63:
-            node.refuse(allowed, near=meant(node.text))
-        return value
-
-    return read
-
-
 def _duration(example: str, least: str = "") -> Read:
-    return _quantity(DURATION_UNITS, example, least)
+    return quantity(DURATION_UNITS, example, least)
 
 
 def _size(example: str, least: str = "") -> Read:
-    return _quantity(SIZE_UNITS, example, least)
+    return quantity(SIZE_UNITS, example, least)
 
 
 def _duration_or_off(example: str, least: str) -> Read:
     read_duration = _duration(example, least)
     return lambda node: None if node.is_off else read_duration(node)
-
-
-def _spelled(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
-    """Reads text of one syntax; `suggest` makes what was perhaps meant of text that does not follow it."""
-
-    def read(node: Node) -> str:
-        text = string(node)
-        if not re.fullmatch(syntax, text):
-            near = suggest(text)
-            node.refuse(allowed, near=near if re.fullmatch(syntax, near) else "")
-        return text
-
-    return read
 
 
 def _with_colon(text: str) -> str:
@@ -331,13 +319,13 @@ HEADER_NAME_SYNTAX = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 HEADER_VALUE_SYNTAX = r"[\t -~]*"
 
 _WILDCARDS = "no empty segment; * stands for any part of a segment, ** alone for any number of segments"
-_function_pattern = _spelled(FUNCTION_SYNTAX, f"module:qualname with one ':' and {_WILDCARDS}", _with_colon)
-_layer_pattern = _spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
-_class_name = _spelled(
+_function_pattern = spelled(FUNCTION_SYNTAX, f"module:qualname with one ':' and {_WILDCARDS}", _with_colon)
+_layer_pattern = spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
+_class_name = spelled(
     CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
 )
-_chrome_path = _spelled(CHROME_SYNTAX, "a path, in braces only {service}, {pid} and {window}", _with_fields)
-_summary_target = _spelled(
+_chrome_path = spelled(CHROME_SYNTAX, "a path, in braces only {service}, {pid} and {window}", _with_fields)
+_summary_target = spelled(
     SUMMARY_SYNTAX,
     "stderr, stdout, or a path as for chrome, with a '/' or '.' in it",
     lambda text: nearest(text, ("stderr", "stdout")),
@@ -439,8 +427,8 @@ def _variable(node: Node, path: str) -> tuple[str, Read, Node | None]:
     """The variable that gives a setting which the mapping leaves out, how to read it, and its value."""
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
-            where = f"{path} (from {variable})"
-            return variable, read, Node(node.document, where, node.line, node.column, "text", text)
+            value = Node(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
+            return variable, read, value
     return "default", string, None
 
 
@@ -479,13 +467,10 @@ def _copy_rule(node: Node) -> CopyRule:
     return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B")
 
 
-_steps = each(whole(0), "[start, end], or a mapping")
-
-
 def _schedule(node: Node) -> Schedule:
     if node.kind != "list":
         return Schedule(**_fields(node, "schedule"))
-    steps = _steps(node)
+    steps = each(whole(0), "a list")(node)
     if len(steps) != 2 or steps[0] >= steps[1]:
         found = f"[{', '.join(map(str, steps[:5]))}{', ...' * (len(steps) > 5)}]"
         node.refuse("[start, end] with 0 <= start < end, or a mapping", found=found)

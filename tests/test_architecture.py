@@ -15,7 +15,7 @@ import instrument
 ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
-    ["errors", "spans", "tally", "ring"],
+    ["errors", "document", "spans", "tally", "ring"],
     ["profile", "recorder", "imports"],
     ["probes", "capture", "chrome", "otlp", "report"],
     ["profiler"],
