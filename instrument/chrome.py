@@ -33,7 +33,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import count, pairwise
+from itertools import count
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ DEEPEST = 511
 COMPRESSION = 1
 """zlib level; level 6 takes three times as long for a file that is a seventh smaller."""
 
-BATCH, BLOCK_BYTES, FOREVER_NS = 4096, 1 << 20, 1 << 64
+BATCH, BLOCK_BYTES, INT64 = 4096, 1 << 20, 1 << 63
 KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, "cpu_op": "op", "kernel": "op", "gpu_memcpy": "copy"}
 
 _MILLI = tuple(f".{thousandths:03d}" for thousandths in range(1000))
@@ -136,10 +136,11 @@ def _packed(texts: Iterable[str], gzipped: bool) -> Iterator[bytes]:
 
 def _document(trace: Trace, tally: Tally | None) -> Iterator[str]:
     """The file's text in pieces of some thousand events."""
-    spans = _outer_first(trace.spans)
+    # By start, and since ids rise from span to span, parents before children that start with them.
+    spans = sorted(sorted(trace.spans, key=attrgetter("span_id")), key=attrgetter("start_ns"))
     owners = [span for span in spans if span.device]
-    first_ns = [interval.start_ns for owner in owners for interval in owner.device]
-    base_ns = min([trace.start_ns, *(span.start_ns for span in spans[:1]), *first_ns])
+    starts = [trace.start_ns, *(span.start_ns for span in spans[:1])]
+    base_ns = min(starts + [interval.start_ns for owner in owners for interval in owner.device])
     arrows = _plan_arrows(spans, owners)
     sites = _Sites({span.site: None for span in spans})
     head = _metadata(trace, base_ns, sites, tally, arrows.left_out)
@@ -148,7 +149,7 @@ def _document(trace: Trace, tally: Tally | None) -> Iterator[str]:
     yield f'{{"displayTimeUnit":"ms","instrument":{head},"traceEvents":[\n{names}'
     for first in range(0, len(spans), BATCH):
         yield ",\n".join(["", *_span_events(spans[first : first + BATCH], board, sites, arrows.binds)])
-    yield from _batches(board.closings(FOREVER_NS))
+    yield from _batches(board.closings(INT64))
     yield from _batches(_device_events(owners, board, sites, arrows))
     yield from _batches(_arrow_events(arrows, board))
     yield from _batches(_lane_names(board, trace.threads))
@@ -163,33 +164,6 @@ def _batches(events: Iterator[str]) -> Iterator[str]:
             yield ",\n".join(lines)
             lines = [""]
     yield ",\n".join(lines)
-
-
-def _outer_first(spans: Sequence[Span]) -> list[Span]:
-    """By start, the longer first, and parents before their children where both are equal."""
-    ordered = sorted(spans, key=attrgetter("start_ns"))
-    last = 0
-    for first in [at for at, (one, next_one) in enumerate(pairwise(ordered)) if one.start_ns == next_one.start_ns]:
-        if first >= last:
-            last = first + 2
-            while last < len(ordered) and ordered[last].start_ns == ordered[first].start_ns:
-                last += 1
-            ordered[first:last] = _parents_first(sorted(ordered[first:last], key=lambda s: (-s.end_ns, s.span_id)))
-    return ordered
-
-
-def _parents_first(ordered: list[Span]) -> Iterable[Span]:
-    """Spans of one start by falling end; where ends are equal too, a parent comes before its children."""
-    by_id = {span.span_id: span for span in ordered}
-    placed: dict[int, Span] = {}
-    for span in ordered:
-        chain: dict[int, Span] = {}
-        link: Span | None = span
-        while link and link.end_ns == span.end_ns and link.span_id not in placed and link.span_id not in chain:
-            chain[link.span_id] = link
-            link = by_id.get(link.parent_id)
-        placed.update(reversed(chain.items()))
-    return placed.values()
 
 
 # Text of what a file says besides slices
@@ -224,7 +198,7 @@ def _safe_number(value: numbers.Real) -> int | float | str:
         return f"<{_clean(type(value).__name__)}>"
     if isinstance(number, float):
         return number if math.isfinite(number) else str(number)
-    if -(1 << 63) <= number < 1 << 63:
+    if -INT64 <= number < INT64:
         return number
     return str(number) if number.bit_length() <= 4096 else f"<int of {number.bit_length()} bits>"
 
@@ -336,7 +310,7 @@ class _Lane:
 
 class _Board:
     """The lanes of a file, made as slices need them: `rows` by process and thread or stream, `tasks` by tree and
-    task. `moved` are the lanes of spans that the first lane of their thread did not take."""
+    task. `moved` are the lanes of spans that the first lane of their thread or task did not take."""
 
     def __init__(self, trace: Trace, base_ns: int) -> None:
         self.base_ns = base_ns
@@ -356,12 +330,18 @@ class _Board:
         lanes = self.rows.get((self.pid, thread_id))
         return lanes[0] if lanes else self.lane(self.pid, thread_id, 0, 0)
 
-    def lane(self, pid: int, thread_or_stream: int, start_ns: int, end_ns: int) -> _Lane:
-        """The first lane of a thread or stream that takes a slice."""
+    def _fitting(self, lanes: list[_Lane], start_ns: int, end_ns: int, parent_id: int) -> _Lane | None:
+        """The one of these lanes that takes a slice: where its parent was moved to if it can be, else the first."""
+        beside = self.moved.get(parent_id)
+        wanted = lanes if beside is None or beside not in lanes else [beside, *lanes]
+        return next((lane for lane in wanted if lane.takes(start_ns, end_ns)), None)
+
+    def lane(self, pid: int, thread_or_stream: int, start_ns: int, end_ns: int, parent_id: int = 0) -> _Lane:
+        """The lane of a thread or stream that takes a slice."""
         lanes = self.rows.setdefault((pid, thread_or_stream), [])
-        for lane in lanes:
-            if lane.takes(start_ns, end_ns):
-                return lane
+        lane = self._fitting(lanes, start_ns, end_ns, parent_id)
+        if lane is not None:
+            return lane
         # Perfetto folds tid 0 into the main thread, and takes none beyond 32 bits.
         own = not lanes and 0 < thread_or_stream < SPARE_TIDS
         tid = thread_or_stream if own else next(self._spare_tids)
@@ -370,12 +350,13 @@ class _Board:
         return lanes[-1]
 
     def task_lane(self, span: Span, events: list[str]) -> _Lane:
-        """The first lane of a span's task that takes it; what ended there by now is added to the events."""
+        """The lane of a span's task that takes it; what ended there by now is added to the events."""
         lanes = self.tasks.setdefault((span.root_id, span.task_id), [])
         for lane in lanes:
             events += lane.close(span.start_ns)
-            if lane.takes(span.start_ns, span.end_ns):
-                return lane
+        fitting = self._fitting(lanes, span.start_ns, span.end_ns, span.parent_id)
+        if fitting is not None:
+            return fitting
         category = "request" if span.site.kind == "request" else "task"
         lanes.append(_Lane(f'"cat":"{category}","id2":{{"local":"{span.span_id:#x}"}},"name":', len(lanes) + 1, ""))
         return lanes[-1]
@@ -432,7 +413,8 @@ def _is_async(span: Span) -> bool:
 def _span_events(spans: Sequence[Span], board: _Board, sites: _Sites, binds: Mapping[int, str]) -> list[str]:
     """The slices of spans that come by start. This loop is the cost of writing: about a microsecond a span."""
     events: list[str] = []
-    append, texts, base_ns, firsts = events.append, sites.texts, board.base_ns, dict[int, _Lane]()
+    append, texts, base_ns, moved = events.append, sites.texts, board.base_ns, board.moved
+    firsts: dict[int, _Lane] = {}
     for span in spans:
         start_ns, end_ns, site, thread_id = span.start_ns, span.end_ns, span.site, span.thread_id
         if span.task_id or site.kind == "request":
@@ -442,9 +424,11 @@ def _span_events(spans: Sequence[Span], board: _Board, sites: _Sites, binds: Map
         ends = lane.ends
         while ends and ends[-1] <= start_ns:
             ends.pop()
-        if ends and (ends[-1] < end_ns or len(ends) >= DEEPEST):
-            lane = board.moved[span.span_id] = board.lane(board.pid, thread_id, start_ns, end_ns)
+        if (ends and (ends[-1] < end_ns or len(ends) >= DEEPEST)) or (moved and span.parent_id in moved):
+            lane = board.lane(board.pid, thread_id, start_ns, end_ns, span.parent_id)
             ends = lane.ends
+            if lane.number > 1:
+                moved[span.span_id] = lane
         ends.append(end_ns)
         head, tail, _, _ = texts[site]
         since_ns, total_ns = start_ns - base_ns, end_ns - start_ns
@@ -463,6 +447,8 @@ def _span_events(spans: Sequence[Span], board: _Board, sites: _Sites, binds: Map
 def _add_task_events(span: Span, text: _SiteText, board: _Board, binds: Mapping[int, str], events: list[str]) -> None:
     """The async slice of a span. Its end is written when its lane is next used, so that ends come innermost first."""
     lane, thread = board.task_lane(span, events), board.thread(span.thread_id)
+    if lane.number > 1:
+        board.moved[span.span_id] = lane
     slice_text = f"{lane.address}{text.name}{thread.address}"
     more = f',"task":{span.task_id}' if span.task_id else ""
     if span.active_ns != span.total_ns or span.error is not None or span.attributes or span.clipped or span.remote:
@@ -502,7 +488,7 @@ def _device_events(owners: Sequence[Span], board: _Board, sites: _Sites, arrows:
     keys = []
     for interval, _, _ in reversed(found):
         stream = interval.device, interval.stream
-        keys.append("enclosing_stream" if next_ns.get(stream, FOREVER_NS) < interval.end_ns else "stream")
+        keys.append("enclosing_stream" if next_ns.get(stream, INT64) < interval.end_ns else "stream")
         next_ns[stream] = interval.start_ns
     for (interval, place, owner), key in zip(found, reversed(keys), strict=True):
         lane = board.lane(_device_pid(interval.device), interval.stream, interval.start_ns, interval.end_ns)
@@ -695,26 +681,20 @@ class _JsonText:
         self.peek()
         failed_at = -1
         while True:
-            value, length, problem = self._attempt()
-            if problem is None:
-                # A number at the very end may go on in the next block.
-                if self._at + length < len(self._text) or isinstance(value, (dict, list, str)) or not self._more():
-                    self._at += length
-                    return value
-            else:
+            try:
+                value, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as problem:
                 # Cut off by the block's end, or wrong: with more text the first kind fails elsewhere or not at all.
-                wrong = length == failed_at and not problem.startswith("Unterminated")
-                failed_at = length
-                if wrong or not self._more():
-                    raise self._wrong(problem, length)
-
-    def _attempt(self) -> tuple[Any, int, str | None]:
-        """A value and its length, or how far it is JSON and why not further."""
-        try:
-            value, end = self._decode(self._text, self._at)
-        except json.JSONDecodeError as problem:
-            return None, problem.pos - self._at, problem.msg
-        return value, end - self._at, None
+                at = problem.pos - self._at
+                if (at == failed_at and not problem.msg.startswith("Unterminated")) or not self._more():
+                    raise self._wrong(problem.msg, at) from problem
+                failed_at = at
+                continue
+            length = end - self._at
+            # A number at the very end may go on in the next block.
+            if end < len(self._text) or isinstance(value, (dict, list, str)) or not self._more():
+                self._at += length
+                return value
 
     def _wrong(self, why: str, further: int) -> ValueError:
         at = self._passed + self._at + further
@@ -766,8 +746,10 @@ def _content(members: Iterator[tuple[str | None, Any]]) -> tuple[Trace, Tally]:
             if foreign.spans or foreign.marks:
                 raise ValueError("its key 'instrument' comes after its events; put its keys in order (`jq -S .`)")
             own = _Own(value)
-        elif isinstance(value, (int, str)):
-            foreign.facts[key] = value
+        elif key == "baseTimeNanoseconds":
+            foreign.epoch_ns = _checked(value, int)
+        elif key == "host_name":
+            foreign.host = _checked(value, str)
     trace, tally = (own or foreign).content()
     return trace, _counted(trace) if tally is None else tally
 
@@ -787,8 +769,8 @@ def _counted(trace: Trace) -> Tally:
 
 
 def _checked(value: object, *kinds: type) -> Any:
-    """The value, which must be of just one of these types, and no whole number beyond 64 bits."""
-    if type(value) not in kinds or (isinstance(value, int) and not -FOREVER_NS < value < FOREVER_NS):
+    """The value, which must be of just one of these types, and no whole number beyond int64."""
+    if type(value) not in kinds or (isinstance(value, int) and not -INT64 <= value < INT64):
         raise ValueError(f"it has {value!r:.40} where {kinds[0].__name__} belongs; give a Chrome trace in JSON")
     return value
 
@@ -813,14 +795,16 @@ def _attribute(value: Any) -> Any:
     return tuple(map(_attribute, value)) if isinstance(value, list) else value
 
 
-def _made(kind: type, facts: Mapping[str, Any]) -> Any:
-    """A flat dataclass from its fields, each checked to be of the field's type."""
-    values = {}
-    for known in fields(kind):
-        if known.name in facts:
-            types, value = _JSON_TYPES.get(str(known.type)), facts[known.name]
-            values[known.name] = _checked(value, *types) if types else _attribute(value)
-    return kind(**values)
+def _made(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
+    """A flat dataclass from those of its fields that are there, each checked to be of the field's type."""
+    found = [known for known in fields(kind) if known.name in facts and known.name not in more]
+    return kind(**{known.name: _checked(facts[known.name], *_JSON_TYPES[str(known.type)]) for known in found}, **more)
+
+
+def _site(facts: dict[str, Any]) -> Site:
+    pairs = tuple((_checked(key, str), _attribute(value)) for key, value in facts.get("attributes", ()))
+    site: Site = _made(Site, facts, attributes=pairs)
+    return site
 
 
 def _names(pairs: Any) -> dict[int, str]:
@@ -836,13 +820,13 @@ class _Own:
             raise ValueError(f"{found}; read it with the version of instrument that wrote it")
         self.facts = facts
         self.base_ns: int = _checked(facts["base_ns"], int)
-        self.sites: list[Site] = [_made(Site, entry) for entry in facts["sites"]]
+        self.sites = [_site(entry) for entry in facts["sites"]]
         self.spans: list[Span] = []
         self.intervals: dict[int, list[tuple[int, DeviceInterval]]] = {}
 
     def add(self, event: dict[str, Any]) -> None:
-        phase = event["ph"]
-        if phase != "X" and phase != "b":
+        phase = _checked(event.get("ph", ""), str)
+        if phase not in ("X", "b"):
             return
         args = event["args"]
         start_ns = self.base_ns + _ns(event["ts"])
@@ -850,8 +834,8 @@ class _Own:
         if end_ns < start_ns:
             raise ValueError("a slice in it ends before it starts; it is damaged")
         if "owner" in args:
-            stream = args["stream"] if "stream" in args else args["enclosing_stream"]
-            interval = _made(DeviceInterval, {**args, "stream": stream, "start_ns": start_ns, "end_ns": end_ns})
+            stream = _checked(args["stream"] if "stream" in args else args["enclosing_stream"], int)
+            interval = _made(DeviceInterval, args, stream=stream, start_ns=start_ns, end_ns=end_ns)
             self.intervals.setdefault(args["owner"], []).append((_place(args["place"]), interval))
             return
         error, remote = args.get("error"), args.get("remote")
@@ -923,19 +907,21 @@ class _Foreign:
     """
 
     def __init__(self) -> None:
-        self.facts: dict[str, int | str] = {}
+        self.epoch_ns = 0
+        self.host = ""
         self.spans: list[Span] = []
         self.marks: dict[tuple[Any, ...], list[tuple[int, Span | None]]] = {}
         self.tasks: dict[tuple[Any, ...], int] = {}
         self.sites: dict[tuple[str, str], Site] = {}
-        self.names: dict[tuple[Any, Any], str] = {}
-        self.thread_ids: dict[tuple[Any, Any], int] = {}
+        self.names: dict[tuple[Any, ...], str] = {}
+        self.thread_ids: dict[tuple[Any, ...], int] = {}
         self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
         self._count = 0
 
     def add(self, event: dict[str, Any]) -> None:
-        phase, row = event.get("ph"), (event.get("pid"), event.get("tid"))
+        phase = _checked(event.get("ph", ""), str)
+        row = tuple(_checked(event.get(key), int, str, type(None)) for key in ("pid", "tid"))
         if phase == "M" and event.get("name") in ("process_name", "thread_name"):
             self.names[row if event["name"] == "thread_name" else (row[0], None)] = _checked(event["args"]["name"], str)
         if phase not in ("X", "B", "E", "b", "e"):
@@ -948,7 +934,7 @@ class _Foreign:
         if phase in "Ee":
             self.marks.setdefault(key, []).append((start_ns, None))
             return
-        end_ns = _ns(event["ts"] + event.get("dur")) if phase == "X" else start_ns
+        end_ns = _ns(event["ts"] + _checked(event.get("dur"), float, int)) if phase == "X" else start_ns
         if end_ns < start_ns:
             raise ValueError("a slice in it ends before it starts; it is damaged")
         span = Span(self._site(event), 0, 0, 0, self._thread_id(row), 0, start_ns, end_ns, 0, 0)
@@ -960,7 +946,7 @@ class _Foreign:
             span.task_id = self.tasks.setdefault(key, 1 + len(self.tasks)) if phase == "b" else 0
             marks.append((start_ns, span))
 
-    def _thread_id(self, row: tuple[Any, Any]) -> int:
+    def _thread_id(self, row: tuple[Any, ...]) -> int:
         if row not in self.thread_ids:
             usable = type(row[1]) is int and 0 <= row[1] < SPARE_TIDS and row[1] not in self._taken
             self.thread_ids[row] = row[1] if usable else next(self._spare_ids)
@@ -977,7 +963,6 @@ class _Foreign:
         self._nest()
         assign_self_times(self.spans)
         pids = [pid for pid, _ in self.thread_ids]
-        epoch_ns, host = self.facts.get("baseTimeNanoseconds"), self.facts.get("host_name")
         threads = {}
         for row, thread_id in self.thread_ids.items():
             name = self.names.get(row) or (row[1] if isinstance(row[1], str) else f"thread {row[1]}")
@@ -987,9 +972,9 @@ class _Foreign:
             pid=next((pid for pid in pids if isinstance(pid, int)), 0),
             service=self.names.get((pids[0], None), "") if pids else "",
             monotonic_ns=0,
-            realtime_ns=epoch_ns if isinstance(epoch_ns, int) else 0,
+            realtime_ns=self.epoch_ns,
             recorder="other",
-            host=host if isinstance(host, str) else "",
+            host=self.host,
         )
         first_ns = min((span.start_ns for span in self.spans), default=0)
         last_ns = max((span.end_ns for span in self.spans), default=0)

@@ -18,7 +18,7 @@ Undo = Callable[[], None]
 
 
 class _Loader:
-    """Stands in for a module's loader until the module's code has run, then steps out of its spec again."""
+    """Stands in for a module's loader until the module's code runs, then steps out of its spec again."""
 
     def __init__(self, loader: Any, imported: Callable[[ModuleType], None]) -> None:
         self._loader = loader
@@ -40,9 +40,14 @@ class _Loader:
             module.__loader__ = self._loader
         self._loader.exec_module(module)
         try:
-            self._imported(module)
+            # A module's code may have put another module into its place.
+            now = sys.modules.get(spec.name if spec is not None else module.__name__)
+            self._imported(now if issubclass(type(now), ModuleType) else module)  # type: ignore[arg-type]
         except Exception as fault:
             FAULTS.note("import hook", fault)
+
+    # Python leaves the import system's own frames out of tracebacks, which it knows by this name of their file.
+    exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
 
 
 class Finder:
@@ -66,7 +71,10 @@ class Finder:
                 find = getattr(finder, "find_spec", None)
                 spec = None if finder is self or find is None else find(fullname, path, target)
                 if spec is not None:
-                    if hasattr(spec.loader, "exec_module"):
+                    lazy = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
+                    if lazy is not None and isinstance(spec.loader, lazy):
+                        spec.loader.loader = _Loader(spec.loader.loader, self._imported)
+                    elif hasattr(spec.loader, "exec_module"):
                         spec.loader = _Loader(spec.loader, self._imported)
                     return spec  # type: ignore[no-any-return]
             return None

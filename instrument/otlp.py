@@ -87,7 +87,8 @@ _PARTIAL_SUCCESS = re.compile(
 def current_parent() -> RemoteParent | None:
     """The OpenTelemetry span that is current on this thread, or None.
 
-    For the service's threads: one dictionary look-up while nobody has imported OpenTelemetry, about 0.3 us after that.
+    For the service's threads: about 30 ns while nobody has imported OpenTelemetry, then 0.2 us without a current span
+    and 0.9 us with one. Never raises.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
@@ -339,7 +340,10 @@ def _identify(spans: Sequence[Span], ids: Ids) -> Iterator[tuple[int, int, int, 
 
 
 def pack(spans: Sequence[Span], ids: Ids, origin: Origin, threads: Mapping[int, str]) -> Iterator[bytes]:
-    """Each span and device interval as one entry of `ScopeSpans.spans`."""
+    """Each span and device interval as one entry of `ScopeSpans.spans`.
+
+    Costs 2 to 4 us a span with 8 to 12 attributes, a tenth of the official objects and encoder.
+    """
     offset_ns = origin.realtime_ns - origin.monotonic_ns
     for trace_id, own, parent, flags, span, interval in _identify(spans, ids):
         times = interval or span
@@ -373,13 +377,18 @@ def _version() -> str:
         return "0"
 
 
-def _provider_resource() -> Any:
-    """The resource of the tracer provider that the service configured, or None."""
+def _provider_attributes() -> dict[str, object]:
+    """The resource of the tracer provider that the service configured; nothing without one."""
     trace = sys.modules.get("opentelemetry.trace")
-    return None if trace is None else getattr(trace.get_tracer_provider(), "resource", None)
+    try:
+        resource = None if trace is None else getattr(trace.get_tracer_provider(), "resource", None)
+        return {} if resource is None else dict(resource.attributes)
+    except Exception as fault:  # a provider that somebody else wrote
+        FAULTS.note("read of the tracer provider's resource", fault)
+        return {}
 
 
-def _resource_attributes(origin: Origin, ids: Ids, provider: Any) -> dict[str, object]:
+def _resource_attributes(origin: Origin, ids: Ids, provider: Mapping[str, object]) -> dict[str, object]:
     """The service as OpenTelemetry names it: the provider's word over the profile's, that over the environment's."""
     found: dict[str, object] = {
         "service.instance.id": ids.instance,
@@ -393,8 +402,7 @@ def _resource_attributes(origin: Origin, ids: Ids, provider: Any) -> dict[str, o
         found.update(Resource.create().attributes)
     except Exception as fault:  # a detector that somebody configured
         FAULTS.note("OpenTelemetry resource", fault)
-    named: dict[str, object] = {"service.name": origin.service}
-    for attributes in (named, {} if provider is None else provider.attributes):
+    for attributes in ({"service.name": origin.service}, provider):
         unnamed = str(attributes.get("service.name") or _UNNAMED).startswith(_UNNAMED)
         found.update({key: value for key, value in attributes.items() if not (unnamed and key == "service.name")})
     found.setdefault("service.name", _UNNAMED)
@@ -459,7 +467,12 @@ class _Http:
     def __init__(self, settings: Otlp) -> None:
         from urllib.parse import urlsplit
 
-        url = urlsplit(settings.endpoint)
+        try:
+            url = urlsplit(settings.endpoint)
+            self._tls = url.scheme == "https"
+            self._address = (url.hostname or "", url.port or (443 if self._tls else 80))
+        except ValueError as fault:
+            raise ExportError(f"asked to export spans to {settings.endpoint!r}: {fault}") from fault
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ExportError(f"asked to export spans to {settings.endpoint!r}, which is no http:// or https:// URL")
         path = (url.path or "/") + (f"?{url.query}" if url.query else "")
@@ -471,8 +484,6 @@ class _Http:
         self._gzip = settings.compression == "gzip"
         lines += ["Content-Encoding: gzip"] if self._gzip else []
         self._head = "\r\n".join([*lines, "Content-Length: "]).encode()
-        self._tls = url.scheme == "https"
-        self._address = (url.hostname, url.port or (443 if self._tls else 80))
         self._socket: socket.socket | None = None
         self._resource = b""
 
@@ -508,8 +519,7 @@ class _Http:
                 if response.status not in (429, 502, 503, 504):
                     return _judge(response, content, len(pieces))
                 reason = f"HTTP {response.status} {response.reason[:100]}"
-                asked_s = _retry_after_s(response.getheader("Retry-After"))
-                wait_s = wait_s if asked_s is None else asked_s
+                wait_s = max(wait_s, _retry_after_s(response.getheader("Retry-After")))
             if wait_s >= left_s():
                 return _Verdict(False, reason=reason)
             pause(wait_s)
@@ -586,16 +596,16 @@ def _partial_success(answer: bytes) -> tuple[int, str]:
     return rejected if rejected < 1 << 63 else 0, message.decode("utf-8", "replace")[:500]
 
 
-def _retry_after_s(text: str | None) -> float | None:
-    """Seconds of a Retry-After header, which holds seconds or a date."""
+def _retry_after_s(text: str | None) -> float:
+    """Seconds of a Retry-After header, which holds seconds or a date; 0 where it says neither."""
     from email.utils import parsedate_to_datetime
 
     if text is None:
-        return None
+        return 0.0
     try:
-        return float(text) if text.strip().isdigit() else max(0, parsedate_to_datetime(text).timestamp() - time.time())
+        return float(text) if text.strip().isdigit() else parsedate_to_datetime(text).timestamp() - time.time()
     except (TypeError, ValueError, OverflowError):
-        return None
+        return 0.0
 
 
 def _tls_context() -> ssl.SSLContext:
@@ -688,9 +698,11 @@ class _Grpc:
             return _Verdict(False)
         _Grpc.said = "the official gRPC exporter reported a failure"
         exporter = self._exporter = self._exporter or self._open()
-        if exporter.export(pieces) is SpanExportResult.SUCCESS:
-            return _Verdict(True)
-        return _Verdict(False, reason=self.said)
+        try:
+            taken = exporter.export(pieces) is SpanExportResult.SUCCESS
+        except Exception as fault:  # old versions raise where they give up
+            return _Verdict(False, reason=f"{type(fault).__name__}: {fault}")
+        return _Verdict(taken, reason="" if taken else self.said)
 
     def _open(self) -> OTLPSpanExporter:
         import logging
@@ -712,10 +724,18 @@ class _Grpc:
     def close(self) -> None:
         """Close the channel; the next request opens another."""
         exporter, self._exporter = self._exporter, None
-        if exporter is not None:
-            exporter.shutdown(timeout_millis=0)
+        try:
+            if exporter is not None:
+                exporter.shutdown(timeout_millis=0)
+        except TypeError:  # versions in which it takes no time of its own
+            exporter.shutdown()
 
-    abort = close
+    def abort(self) -> None:
+        """From another thread: have the channel closed; not here, where some versions' shutdown takes half a minute."""
+        try:
+            threading.Thread(target=self.close, name=f"{_THREAD_NAME}-abort", daemon=True).start()
+        except RuntimeError:
+            pass  # the interpreter is about to exit, and the channel with it
 
     def forked(self) -> None:
         """Leave the channel alone: closing or collecting the parent's in a child can hang it."""
@@ -728,14 +748,20 @@ def _listen(record: logging.LogRecord) -> bool:
 
     It stays for good, because a request that `stop` gave up may still be logged later.
     """
-    if record.threadName != _THREAD_NAME:
+    if not str(record.threadName).startswith(_THREAD_NAME):
         return True
     _Grpc.said = record.getMessage()
     return False
 
 
-def _official(attributes: Mapping[str, object]) -> Any:
-    return {str(_plain(key)): _plain(value) for key, value in attributes.items()}
+class _Attributes(dict[str, Any]):
+    """What older SDKs ask the attributes of a `ReadableSpan` for."""
+
+    dropped = 0
+
+
+def _official(attributes: Mapping[str, object]) -> _Attributes:
+    return _Attributes({str(_plain(key)): _plain(value) for key, value in attributes.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -804,7 +830,7 @@ class Exporter:
         self._queued_spans = 0
         self._in_flight: set[_Tree] = set()
         self._counts = dict.fromkeys((*fates, *(f"{fate}_trees" for fate in fates), "requests"), 0)
-        self._wake: SimpleQueue[SimpleQueue[None] | None] = SimpleQueue()
+        self._wake: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
         self._halt: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stop_at_ns = _NEVER_NS
@@ -824,13 +850,17 @@ class Exporter:
             self._sender, self._resource_key = self._make_sender(), ()
             thread = threading.Thread(target=self._run, args=(self._sender,), name=_THREAD_NAME, daemon=True)
             self._thread = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads, or the interpreter is about to exit
+            self._thread = None
+            raise
 
     def offer(self, spans: Sequence[Span]) -> bool:
         """Hand over one kept tree; True if it will be sent unless newer ones push it out.
 
-        Never blocks and never raises; about 40 ns a span. When the queue is full the oldest trees go. A later part of
-        the same tree may be offered by itself; any one span with the root's `remote` gives the part its trace.
+        Never blocks and never raises; about 1 us, and 20 ns a span. When the queue is full the oldest trees go. A later
+        part of the same tree may be offered by itself; any one span with the root's `remote` gives the part its trace.
         """
         if not spans:
             return False
@@ -854,11 +884,10 @@ class Exporter:
         thread = self._thread
         settled = not self.counts()["pending"]
         if not settled and thread is not None and thread.is_alive():
-            reply: SimpleQueue[None] = SimpleQueue()
+            reply: SimpleQueue[bool] = SimpleQueue()
             self._wake.put(reply)
             try:
-                reply.get(timeout=min(max(0, timeout_ns) / 1e9, threading.TIMEOUT_MAX))
-                settled = True
+                settled = reply.get(timeout=min(max(0, timeout_ns) / 1e9, threading.TIMEOUT_MAX))
             except Empty:
                 pass  # the time is up; the counts say how far it came
         counts = self.counts()
@@ -868,7 +897,8 @@ class Exporter:
     def stop(self, timeout_ns: int) -> Delivery:
         """Flush within the time given and end the thread, whatever the collector does.
 
-        What still waits then counts as dropped, what was under way as failed. `start` begins again.
+        It returns a fifth of a second after that time at the latest. What still waits then counts as dropped, what was
+        under way as failed. `start` begins again.
         """
         self._stop_at_ns = time.monotonic_ns() + timeout_ns
         self._halt.put(None)
@@ -957,15 +987,17 @@ class Exporter:
                 reply = self._wake.get(timeout=_BATCH_DELAY_S)
             except Empty:
                 reply = None
+            settled = True
             try:
                 self._send_queue(sender)
             except Exception as fault:  # the thread has to outlive what it did not expect
+                settled = False
                 with self._lock:
                     if self._thread is me:
                         self._give_up(f"{type(fault).__name__}: {fault}")
                 FAULTS.note("OTLP export", fault)
             if reply is not None:
-                reply.put(None)
+                reply.put(settled)
         sender.close()
 
     def _send_queue(self, sender: _Http | _Grpc) -> None:
@@ -996,7 +1028,7 @@ class Exporter:
             self._deliver(sender, pieces, owners)
 
     def _renew_resource(self, sender: _Http | _Grpc, origin: Origin) -> None:
-        provider = _provider_resource()
+        provider = _provider_attributes()
         key = (self.ids, origin, provider)
         if key != self._resource_key:
             sender.speak_for(_resource_attributes(origin, self.ids, provider))
@@ -1015,7 +1047,10 @@ class Exporter:
     def _encode(self, sender: _Http | _Grpc, tree: _Tree, origin: Origin, threads: Mapping[int, str]) -> list[Any]:
         spans, tree.spans = tree.spans, ()
         try:
-            return list(sender.encode(spans, self.ids, origin, threads))
+            encoded = list(sender.encode(spans, self.ids, origin, threads))
+            if len(encoded) != tree.size:
+                self._recount(tree, len(encoded))
+            return encoded
         except Exception as fault:  # one tree that cannot be said does not stop the others
             with self._lock:
                 if tree in self._in_flight:
@@ -1023,6 +1058,15 @@ class Exporter:
                     self._settle(tree, tree.left, _FAILED)
             FAULTS.note("encoding of spans", fault)
             return []
+
+    def _recount(self, tree: _Tree, size: int) -> None:
+        """A tree has grown or shrunk since it was offered, for instance by a device interval that came late."""
+        with self._lock:
+            if tree in self._in_flight:
+                for fate in ("offered", "pending"):
+                    self._counts[fate] += size - tree.left
+                tree.left = tree.size = size
+                self._settle(tree, 0, _EXPORTED)
 
     def _deliver(self, sender: _Http | _Grpc, pieces: list[Any], owners: list[_Tree]) -> None:
         """Send one request, in halves when the collector finds it too large, and settle its spans."""
@@ -1062,13 +1106,13 @@ class Exporter:
     def _say(self, verdict: _Verdict) -> None:
         """Log the first failure and the recovery from it, each at most once in a while."""
         if verdict.reason:
-            self._reason = verdict.reason
+            self._reason = verdict.reason if verdict.reason.isprintable() else repr(verdict.reason)
         lost = not verdict.taken or verdict.rejected > 0
         if lost and not self._failing and time.monotonic_ns() >= self._quiet_until_ns:
             self._failing = True
             logger.warning(
                 "spans do not reach the OpenTelemetry collector (%s); the service is not affected, losses are counted",
-                verdict.reason or f"{verdict.rejected} rejected",
+                self._reason if verdict.reason else f"{verdict.rejected} spans rejected",
             )
         elif self._failing and not lost:
             self._failing = False

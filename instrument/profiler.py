@@ -7,17 +7,21 @@ handler) is undone by `stop`.
 from __future__ import annotations
 
 import atexit
+import glob
 import os
+import re
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from instrument import chrome, otlp
 from instrument.capture import Trees
@@ -34,7 +38,14 @@ PUMP_S = 0.2
 """How often finished spans are looked through; a thread's ring must hold what it records in that time."""
 
 EXIT_LIMIT_NS = 5 * 10**9
-"""The longest that `stop`, interpreter exit and SIGTERM wait for a collector."""
+"""The longest that `stop`, interpreter exit and SIGTERM wait for a collector, or for somebody to read the summary."""
+
+CLOCK_RENEWAL_NS = 60 * 10**9
+CLOCK_DRIFT_NS = 10**6
+"""How often the wall clock is compared with the one that spans are sent by, and from what difference on it replaces it.
+Not at once: spans of one tree that are sent by two readings of the clock nest a little less well."""
+
+COMPLAINTS_KEPT = 20
 
 
 class Session:
@@ -44,14 +55,17 @@ class Session:
         self.profile = profile
         self.selection = Selection(profile)
         self._lock = threading.RLock()
+        self._postponed = 0
         self._undos: list[Callable[[], None]] = []
+        self._last_undos: list[Callable[[], object]] = []
         self._stopping = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._exporter: otlp.Exporter | None = None
-        self._written: deque[tuple[Path, int]] = deque()
+        self._folder = _working_folder()
+        self._newest_file: Path | None = None
         self._losses: Counter[str] = Counter()
-        self._errors: list[str] = []
+        self._complaints: deque[str] = deque(maxlen=COMPLAINTS_KEPT)
         self._cost_ns: float | None = None
         self._forked = False
         self._begin()
@@ -60,6 +74,7 @@ class Session:
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
         self._cursor = RECORDER.cursor()
+        self._clock_renewed_ns = self.start_ns
         self._windows = _Windows(self.profile.schedule, self.start_ns)
         self._trees = Trees(RECORDER, self.profile.capture, self.profile.limits.spans_per_request, self._keep)
 
@@ -72,25 +87,53 @@ class Session:
                 self._exporter.start()
                 RECORDER.remote_parent = otlp.current_parent
             self._undos.append(self.selection.attach())
+            RECORDER.on = True
+            self._start_thread()
         except BaseException:
             self._undo()
             raise
         atexit.register(self._at_exit)
-        self._undos.append(lambda: atexit.unregister(self._at_exit))
-        RECORDER.on = True
-        self._start_thread()
+        self._last_undos.append(lambda: atexit.unregister(self._at_exit))
 
     def _start_thread(self) -> None:
-        if self._exporter is None and self.profile.schedule is None:
-            return  # nothing reads rows while the service runs: no thread
-        self._thread = threading.Thread(target=self._pump_until_stopped, name="instrument", daemon=True)
-        self._thread.start()
+        if self._has_reader():
+            self._thread = threading.Thread(target=self._pump_until_stopped, name="instrument", daemon=True)
+            self._thread.start()
+
+    def _has_reader(self) -> bool:
+        """Whether anything looks at spans while the service runs. Otherwise no thread does."""
+        return self._exporter is not None or self.profile.schedule is not None
 
     def _undo(self) -> None:
         RECORDER.on = False
         RECORDER.remote_parent = None
         while self._undos:
-            self._undos.pop()()
+            _attempt("way back", self._undos.pop())
+
+    @contextmanager
+    def _alone(self, timeout_s: float = -1) -> Iterator[bool]:
+        """Hold the session's lock; tells whether it could be had in that time.
+
+        A SIGTERM that interrupts its holder waits until it is given back: another thread is to stop the session then.
+        """
+        held = self._lock.acquire(timeout=timeout_s)
+        try:
+            yield held
+        finally:
+            if held:
+                self._lock.release()
+            if self._postponed and not self._is_mine():
+                number, self._postponed = self._postponed, 0
+                os.kill(os.getpid(), number)
+
+    def _is_mine(self) -> bool:
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
+
+    def _postpone(self, number: int) -> bool:
+        """Whether the calling thread holds the session: the signal is then sent again when it lets go."""
+        if self._is_mine():
+            self._postponed = number
+        return self._is_mine()
 
     # ---------------------------------------------------------------- while it runs
 
@@ -101,13 +144,25 @@ class Session:
             except Exception as fault:
                 FAULTS.note("export thread", fault)
 
-    def _pump(self) -> None:
+    def _pump(self, timeout_s: float = -1) -> None:
         """Look through the spans that have finished since the last time."""
-        with self._lock:
+        with self._alone(timeout_s) as held:
+            if not held or not self._has_reader():
+                return
+            self._renew_clock()
             for _, end_ns in self._trees.take(self._cursor.read()):
                 window = self._windows.step(end_ns)
                 if window is not None:
                     self._write_window(*window)
+
+    def _renew_clock(self) -> None:
+        now = time.monotonic_ns()
+        if self._exporter is None or now - self._clock_renewed_ns < CLOCK_RENEWAL_NS:
+            return
+        self._clock_renewed_ns = now
+        fresh = self.origin()
+        if abs(fresh.realtime_of(now) - self._exporter.origin.realtime_of(now)) > CLOCK_DRIFT_NS:
+            self._exporter.origin = fresh
 
     def _keep(self, spans: list[Span]) -> None:
         if self._exporter is not None:
@@ -118,8 +173,11 @@ class Session:
 
         Returns what was delivered and what was not; None where the profile exports to no collector.
         """
-        self._pump()
-        return self._exporter.flush(round(timeout_s * 1e9)) if self._exporter is not None else None
+        end = time.monotonic() + timeout_s
+        self._pump(min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        if self._exporter is None:
+            return None
+        return self._exporter.flush(round(max(min(end - time.monotonic(), threading.TIMEOUT_MAX), 0.0) * 1e9))
 
     # ---------------------------------------------------------------- reading
 
@@ -145,10 +203,10 @@ class Session:
     def losses(self) -> Mapping[str, int]:
         """Everything that was recorded and not kept, by reason."""
         counts: Counter[str] = Counter(self._losses)
-        kept = self._trees.counts()
-        counts.update({name: count for name, count in kept.items() if name not in ("requests", "requests kept")})
         counts.update(RECORDER.losses())
         if self._exporter is not None:
+            kept = self._trees.counts()
+            counts.update({name: count for name, count in kept.items() if name not in ("requests", "requests kept")})
             sent = self._exporter.counts()
             counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
             counts["spans overwritten before the export read them"] = self._cursor.lost
@@ -165,7 +223,7 @@ class Session:
                 + ", ".join(self.selection.late)
                 + ": module-level names were replaced; copies kept in lists, closures or instances are not seen"
             )
-        notes.extend(self._errors)
+        notes.extend(self._complaints)
         return notes
 
     def tally(self) -> Tally:
@@ -223,84 +281,124 @@ class Session:
     def stop(self) -> None:
         """Undo every change, write what the profile asks for and wait for the collector, at most five seconds.
 
-        A second call does nothing. Raises nothing: what could not be written is logged and stands in `losses`.
+        A second call does nothing but wait for the first. Raises nothing: what could not be written is logged and
+        stands in `losses`.
         """
-        with self._lock:
+        self._stopping.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(EXIT_LIMIT_NS / 1e9)
+        with self._alone():
             if self._stopped:
                 return
             self._stopped = True
-        self._undo()
-        self._stopping.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(EXIT_LIMIT_NS / 1e9)
-        self._pump()
-        self.end_ns = time.monotonic_ns()
-        if RECORDER.calls or (_is_main() and not self._forked):
-            window = self._windows.stop(self.end_ns)
-            if self._exporter is not None:
-                self._exporter.stop(EXIT_LIMIT_NS)
-            if window is not None:
-                self._write_window(*window)
-            if self.profile.export.summary is not None:
-                self._print_summary(self.profile.export.summary)
-        elif self._exporter is not None:
-            self._exporter.stop(0)
-        _forget(self)
+            self._undo()
+            _attempt("last look at the spans", self._pump)
+            self.end_ns = time.monotonic_ns()
+            if RECORDER.calls or (_is_main() and not self._forked):
+                _attempt("last window", self._deliver)
+            elif self._exporter is not None:
+                self._exporter.stop(0)
+            # Until here an exit or a SIGTERM has waited for this end.
+            while self._last_undos:
+                _attempt("way back", self._last_undos.pop())
+            _forget(self)
+
+    def _deliver(self) -> None:
+        """What a session leaves behind: its spans at the collector, its last trace file, its summary."""
+        window = self._windows.stop(self.end_ns or 0)
+        if self._exporter is not None:
+            self._exporter.stop(EXIT_LIMIT_NS)
+        if window is not None:
+            _attempt("last trace file", lambda: self._write_window(*window))
+        if self.profile.export.summary is not None:
+            self._print_summary(self.profile.export.summary)
 
     def _at_exit(self) -> None:
-        try:
-            self.stop()
-        except Exception as fault:
-            FAULTS.note("exit", fault)
+        _attempt("exit", self.stop)
 
     def _write_window(self, index: int, start_ns: int, end_ns: int) -> None:
         wanted = self.profile.export.chrome
         if wanted is None:
             return
-        name = chrome.file_name(wanted.path, service=self.profile.service, pid=os.getpid(), window=index)
         try:
-            path = chrome.dump(name, self.trace(start_ns, end_ns, index), self.tally())
+            path = chrome.dump(self._path(wanted.path, index), self.trace(start_ns, end_ns, index), self.tally())
         except TraceError as error:
             self._complain(str(error))
             return
-        self._written.append((path, path.stat().st_size))
-        while len(self._written) > 1 and sum(size for _, size in self._written) > self.profile.limits.disk_bytes:
-            oldest, _ = self._written.popleft()
-            oldest.unlink(missing_ok=True)
+        self._newest_file = path
+        self._make_room(wanted.path, path)
+
+    def _make_room(self, template: str, newest: Path) -> None:
+        """Remove the oldest trace files of this profile, of whichever process, until all keep within `limits.disk`."""
+        parts = [
+            chrome.file_name(part, service=self.profile.service, pid=0, window=0) for part in _NUMBERED.split(template)
+        ]
+        parts[0] = os.path.join(self._folder, parts[0])  # noqa: PTH118 - keeps the slash where nothing follows it
+        numbered = re.compile(r"\d+".join(map(re.escape, parts)))
+        newest = self._folder / newest
+        files = []
+        for name in glob.glob("*".join(map(glob.escape, parts))):  # noqa: PTH207 - absolute
+            try:
+                facts = os.stat(name)  # noqa: PTH116
+            except OSError:
+                continue  # another process has just removed it
+            if numbered.fullmatch(name) and Path(name) != newest:
+                files.append((facts.st_mtime_ns, name, facts.st_size))
+        room = self.profile.limits.disk_bytes - newest.stat().st_size - sum(size for _, _, size in files)
+        for _, name, size in sorted(files):
+            if room >= 0:
+                break
+            Path(name).unlink(missing_ok=True)
+            room += size
             self._losses["trace files removed to stay within limits.disk"] += 1
+
+    def _path(self, template: str, window: int) -> Path:
+        """The file that a template of the profile means, below the folder in which the session began."""
+        name = chrome.file_name(template, service=self.profile.service, pid=os.getpid(), window=window)
+        return Path(name) if self._folder == _working_folder() else self._folder / name
 
     def _print_summary(self, wanted: Summary) -> None:
         text = self.summary()
-        if self._written:
-            text += f"\nChrome trace: {self._written[-1][0]}\n"
+        if self._newest_file is not None:
+            text += f"\nChrome trace: {self._newest_file}\n"
         try:
             if wanted.to in ("stderr", "stdout"):
                 stream = sys.stderr if wanted.to == "stderr" else sys.stdout
                 if stream is not None:
-                    stream.write(text)
-                    stream.flush()
+                    _write(stream, text)
             else:
-                name = chrome.file_name(wanted.to, service=self.profile.service, pid=os.getpid(), window=0)
-                Path(name).parent.mkdir(parents=True, exist_ok=True)
-                Path(name).write_text(text, encoding="utf-8")
+                path = self._path(wanted.to, 0)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
         except (OSError, ValueError) as error:
-            self._complain(f"the summary could not be written to {wanted.to}: {error}")
+            # A standard error that takes nothing does not take the complaint either.
+            self._complain(f"the summary could not be written to {wanted.to}: {error}", log=wanted.to != "stderr")
 
-    def _complain(self, message: str) -> None:
-        self._errors.append(message)
-        logger.warning(message)
+    def _complain(self, message: str, *, log: bool = True) -> None:
+        self._complaints.append(message)
+        if log:
+            logger.warning(message)
 
     def _after_fork_in_child(self) -> None:
         """The child records on its own: own rings, ids, threads and files."""
         self._forked = True
         self._lock = threading.RLock()
-        self._stopping = threading.Event()
-        self._written.clear()
-        self._losses.clear()
+        self._postponed = 0
         self.selection.after_fork_in_child()
+        if self._stopping.is_set():  # the parent's other thread was about to stop it, and is not here
+            self._undo()
+            _forget(self)
+            return
+        self._stopping = threading.Event()
+        self._thread = None
+        self._newest_file = None
+        self._losses.clear()
+        self._complaints.clear()
         self._begin()
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
+            self._exporter.origin = self.origin()
             self._exporter.start()
         self._start_thread()
         util = sys.modules.get("multiprocessing.util")
@@ -314,6 +412,7 @@ class Session:
 
 
 _UNSENT = ("failed", "rejected", "dropped")
+_NUMBERED = re.compile(r"\{(?:pid|window)\}")
 
 
 class _Windows:
@@ -365,17 +464,19 @@ class _Windows:
 _session: Session | None = None
 _session_lock = threading.RLock()
 _fork_hook_registered = False
+_checking = False
 
 
 def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
     """Begin a session: attach what the profile names and record from now on.
 
     `profile` is a path, a `Profile`, or None for the file that `INSTRUMENT_PROFILE` names, else for no rules at all
-    (decorators and scopes record, nothing is exported). Returns None, having done nothing, when `INSTRUMENT=off`.
+    (decorators and scopes record, nothing is exported). Returns None, having done nothing, when `INSTRUMENT=off` and
+    while `check` imports the service.
     Raises `ProfileError` for a bad file and `StateError` when a session runs already.
     """
     global _session, _fork_hook_registered
-    if OFF:
+    if OFF or _checking:
         return None
     if profile is None:
         profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
@@ -446,9 +547,11 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
 
     Nothing is recorded and every change is undone. Raises `ProfileError` naming every module that fails to import.
     """
+    global _checking
     with _session_lock:
         if _session is not None:
             raise StateError("check was asked while a session runs; call instrument.stop() first")
+        _checking = True
         selection = Selection(profile)
         undo = selection.attach()
         named = {text.partition(":")[0] for rule in profile.functions for text in rule.match}
@@ -457,7 +560,7 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
             for name in [*modules, *sorted(name for name in named if "*" not in name and name not in modules)]:
                 try:
                     __import__(name)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     problems.append(f"{profile.source}: module {name} fails to import: {type(error).__name__}: {error}")
             if (profile.layers or profile.copies) and not problems:
                 try:
@@ -467,35 +570,41 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
             verdicts = selection.verdicts()
         finally:
             undo()
+            _checking = False
     if problems:
         raise ProfileError(problems)
     return verdicts
 
 
-def stop_on_sigterm() -> Callable[[], None]:
+def stop_on_sigterm() -> None:
     """Where SIGTERM would end the process at once, stop the session first; the process then ends by the same signal.
 
     Only a default disposition is replaced, from the main thread; a handler that the service sets later replaces ours.
-    Bounded by `EXIT_LIMIT_NS`. Returns the way back.
+    The session's end takes it back. Bounded by twice `EXIT_LIMIT_NS`.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        return lambda: None
+        return
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        running = _session
+        if running is not None and running._postpone(number):
+            return
         # On a thread of its own: the interrupted main thread may hold any lock.
         ending = threading.Thread(target=stop, name="instrument-exit", daemon=True)
-        ending.start()
-        ending.join(EXIT_LIMIT_NS / 1e9 * 2)
+        try:
+            ending.start()
+            ending.join(EXIT_LIMIT_NS / 1e9 * 2)
+        except RuntimeError:
+            pass  # the interpreter is ending, where no thread can begin
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    signal.signal(signal.SIGTERM, handle)
-
-    def undo() -> None:
-        if signal.getsignal(signal.SIGTERM) is handle:
+    def release() -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    return undo
+    signal.signal(signal.SIGTERM, handle)
+    session()._last_undos.append(release)
 
 
 def _forget(session: Session) -> None:
@@ -517,6 +626,41 @@ def _after_fork_in_child() -> None:
             logger.warning("a forked child is not instrumented: %s", error)
         except Exception as fault:
             FAULTS.note("fork", fault)
+
+
+def _attempt(place: str, action: Callable[[], object]) -> None:
+    """One of several things to do of which none may keep the others from being done."""
+    try:
+        action()
+    except Exception as fault:
+        FAULTS.note(place, fault)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write to a standard stream, but do not wait for ever for a reader who has stopped reading (a full pipe)."""
+    if stream not in (sys.__stdout__, sys.__stderr__):
+        stream.write(text)  # the host's own
+        stream.flush()
+        return
+    stream.flush()
+    writable = select.poll()
+    writable.register(stream.fileno(), select.POLLOUT)
+    end_ns = time.monotonic_ns() + EXIT_LIMIT_NS
+    data = text.encode(stream.encoding, "backslashreplace")
+    while data:
+        if not writable.poll(max(end_ns - time.monotonic_ns(), 0) / 1e6):
+            raise TimeoutError("nobody reads it")
+        try:
+            data = data[os.write(stream.fileno(), data[: select.PIPE_BUF]) :]
+        except BlockingIOError:
+            pass  # shared with somebody who was faster
+
+
+def _working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:  # it has been removed
+        return Path("/")
 
 
 def _is_main() -> bool:

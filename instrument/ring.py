@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, cast
 
 from instrument.spans import Site
@@ -32,11 +33,12 @@ class Ring:
     """The newest rows of one thread, and the totals of all of them by node index."""
 
     __slots__ = (
-        "capacity", "ended", "fold_mask", "folded", "head", "lock", "mask", "name", "rows", "thread_id", "top",
-        "totals",
+        "capacity", "ended", "fold_mask", "folded", "head", "lock", "mask", "name", "nodes", "rows", "thread_id",
+        "top", "totals",
     )  # fmt: skip
 
-    def __init__(self, capacity: int, thread_id: int, name: str) -> None:
+    def __init__(self, capacity: int, thread_id: int, name: str, nodes: list[Node]) -> None:
+        self.nodes = nodes
         self.capacity = capacity
         self.mask = capacity - 1
         self.fold_mask = min(capacity // 2, FOLD_ROWS) - 1
@@ -88,10 +90,10 @@ class Ring:
         finally:
             self.lock.release()
 
-    def copied_totals(self, nodes: list[Node]) -> dict[int, Totals]:
+    def copied_totals(self) -> dict[int, Totals]:
         """The totals up to now, for another thread to keep."""
         with self.lock:
-            self.fold(nodes)
+            self.fold(self.nodes)
             return {index: totals.copy() for index, totals in self.totals.items()}
 
 
@@ -147,12 +149,13 @@ class Rings:
     Threads that have ended keep their rows until there are too many of them or the room is needed; their totals stay.
     """
 
-    def __init__(self, ring_bytes: int, nodes: list[Node]) -> None:
+    def __init__(self, ring_bytes: int, nodes: list[Node], thread_name: Callable[[], str]) -> None:
         self.local = _Local()
         self.ended_totals: dict[int, Totals] = {}
         self.ended_rows = 0
         self._budget = max(ring_bytes // ROW_BYTES, SMALLEST_RING)
         self._nodes = nodes
+        self._thread_name = thread_name
         self._lock = threading.RLock()
         self._rings: list[Ring] = []
 
@@ -161,16 +164,14 @@ class Rings:
 
         A quarter of what is left each time: the first threads get long rings, and there is always some left.
         """
-        # Not current_thread(), which leaves a dummy behind for threads that Python did not start.
-        thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
         thread_id = threading.get_native_id()
-        name = thread.name if thread is not None else f"thread {thread_id}"
+        name = self._thread_name()
         with self._lock:
             self._retire(keep=ENDED_RINGS_KEPT)
             if self._free() < self._budget // 4:
                 self._retire(keep=0)
             quarter = max(self._free() // 4, SMALLEST_RING)
-            ring = Ring(1 << (quarter.bit_length() - 1), thread_id, name)
+            ring = Ring(1 << (quarter.bit_length() - 1), thread_id, name, self._nodes)
             self._rings.append(ring)
         self.local.ring = ring
         self.local.mark = _Mark(ring)
@@ -183,7 +184,7 @@ class Rings:
         """Give up the rings of threads that have ended, oldest first, after taking over their totals."""
         ended = [ring for ring in self._rings if ring.ended]
         for ring in ended[: max(len(ended) - keep, 0)]:
-            for index, totals in ring.copied_totals(self._nodes).items():
+            for index, totals in ring.copied_totals().items():
                 self.ended_totals.setdefault(index, Totals()).merge(totals)
             self.ended_rows += ring.head
             self._rings.remove(ring)
@@ -202,17 +203,17 @@ class Rings:
 class Cursor:
     """One reader's place in every ring: each row is read once, and what came too late to be read is counted."""
 
-    def __init__(self, rings: Rings) -> None:
+    def __init__(self, rings: Callable[[], list[Any]]) -> None:
         self._rings = rings
-        self._places: dict[int, tuple[Ring, int]] = {}
+        self._places: dict[int, tuple[Any, int]] = {}
         self.lost = 0
         self.read()
 
     def read(self) -> list[tuple[int, list[Row]]]:
         """The rows since the last read, with the native id of their thread, in order within each thread."""
         batches: list[tuple[int, list[Row]]] = []
-        places: dict[int, tuple[Ring, int]] = {}
-        for ring in self._rings.all():
+        places: dict[int, tuple[Any, int]] = {}
+        for ring in self._rings():
             since = self._places.get(id(ring), (ring, 0))[1]
             rows, head, lost = ring.newest(since)
             self.lost += lost

@@ -6,12 +6,14 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from instrument.errors import FAULTS
 from instrument.imports import Finder
-from instrument.recorder import RECORDER, Recorder
+from instrument.probes import contexts
+from instrument.recorder import RECORDER, PureRecorder, Recorder
 
 
 def left_behind() -> list[str]:
@@ -20,7 +22,7 @@ def left_behind() -> list[str]:
     found += [f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("instrument")]
     if RECORDER.on:
         found.append("the recorder is on")
-    if RECORDER._current.get() is not None:
+    if RECORDER.current_id():
         found.append("a span is current")
     profiler = sys.modules.get("instrument.profiler")
     if profiler is not None and profiler._session is not None:
@@ -52,20 +54,36 @@ def clean_process() -> Iterator[None]:
     finally:
         FAULTS.clear()
         RECORDER.on = False
-        RECORDER._current.set(None)
+        RECORDER.forget_current()
+
+
+RECORDERS = [PureRecorder] if Recorder is PureRecorder else [PureRecorder, Recorder]
+
+
+@pytest.fixture(params=RECORDERS, ids=lambda kind: "native" if kind.native else "pure")
+def make_recorder(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Makes recorders of the test's own, switched on: each test runs against the native one and against its twin."""
+    undos = []
+
+    def make(ring_bytes: int = 1 << 22) -> Any:
+        own = request.param(ring_bytes)
+        undos.append(contexts.watch(own))
+        own.on = True
+        return own
+
+    yield make
+    for undo in reversed(undos):
+        undo()
 
 
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
+def recorder(make_recorder: Any) -> Any:
     """A recorder of the test's own, switched on."""
-    own = Recorder(ring_bytes=1 << 22)
-    own.on = True
-    yield own
-    own.on = False
+    return make_recorder()
 
 
 @pytest.fixture
-def recording() -> Iterator[Recorder]:
+def recording() -> Iterator[Any]:
     """The process's recorder, switched on: what decorators and scopes record into."""
     RECORDER.on = True
     yield RECORDER

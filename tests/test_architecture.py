@@ -16,13 +16,13 @@ ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
     ["errors", "document", "spans", "tally", "ring"],
-    ["profile", "recorder", "imports"],
+    ["profile", "pure", "wrapping", "recorder", "imports"],
     ["probes", "capture", "chrome", "otlp", "report"],
     ["profiler"],
     ["", "__main__", "cli", "autostart"],
 ]
 
-WITHIN = {"tally": {"spans"}, "ring": {"spans", "tally"}, "__main__": {"cli"}}
+WITHIN = {"tally": {"spans"}, "ring": {"spans", "tally"}, "recorder": {"pure", "wrapping"}, "__main__": {"cli"}}
 """What may be imported on a room's own floor."""
 
 MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in ROOT.rglob("*.py"))
@@ -49,6 +49,8 @@ def imported_rooms(module: Path) -> set[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             parts = name.split(".")
+            if parts[:2] == ["instrument", "_recorder"]:
+                continue  # native, and optional: it imports nothing
             if parts[0] == "instrument" and len(parts) > 1:
                 known = (ROOT / parts[1]).is_dir() or (ROOT / f"{parts[1]}.py").exists()
                 rooms.add(parts[1] if known else "")

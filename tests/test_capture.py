@@ -20,7 +20,7 @@ REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "st
 class Kept:
     """A reader of a recorder with a capture rule; `read` tells what was kept since the last time."""
 
-    def __init__(self, recorder: Recorder, capture: Capture, spans_per_request: int = 100) -> None:
+    def __init__(self, recorder: Any, capture: Capture, spans_per_request: int = 100) -> None:
         self.trees: list[list[Span]] = []
         self.cursor = recorder.cursor()
         self.of = Trees(recorder, capture, spans_per_request, self.trees.append)
@@ -31,20 +31,21 @@ class Kept:
         return kept
 
 
-def serve(recorder: Recorder, leaves: int = 1, *, error: bool = False, sleep_s: float = 0.0) -> int:
+def serve(recorder: Any, leaves: int = 1, *, error: bool = False, sleep_s: float = 0.0) -> int:
     """One request; returns its span id."""
     frame = recorder.open(REQUEST)
+    span_id = recorder.current_id()
     for _ in range(leaves):
         recorder.close(recorder.open(LEAF))
     time.sleep(sleep_s)
     recorder.close(frame, ValueError() if error else None)
-    return int(frame[1])
+    return int(span_id)
 
 
 NOTHING = {"sample": 0.0, "errors": False}
 
 
-def test_a_kept_request_comes_whole_and_root_first(recorder: Recorder) -> None:
+def test_a_kept_request_comes_whole_and_root_first(recorder: Any) -> None:
     kept = Kept(recorder, Capture(sample=1.0))
     serve(recorder, 2)
     (spans,) = kept.read()
@@ -71,7 +72,7 @@ def test_a_kept_request_comes_whole_and_root_first(recorder: Recorder) -> None:
     ],
 )
 def test_a_request_is_kept_when_it_is_slow_or_failed(
-    recorder: Recorder, capture: Capture, how: dict[str, Any], is_kept: bool
+    recorder: Any, capture: Capture, how: dict[str, Any], is_kept: bool
 ) -> None:
     kept = Kept(recorder, capture)
     serve(recorder, **how)
@@ -79,7 +80,7 @@ def test_a_request_is_kept_when_it_is_slow_or_failed(
     assert recorder.tally().calls == 2
 
 
-def test_the_sample_is_a_share_of_all_trees_and_the_same_for_all_their_spans(recorder: Recorder) -> None:
+def test_the_sample_is_a_share_of_all_trees_and_the_same_for_all_their_spans(recorder: Any) -> None:
     kept = Kept(recorder, Capture(sample=0.25, errors=False))
     trees = []
     for _ in range(20):
@@ -91,27 +92,28 @@ def test_the_sample_is_a_share_of_all_trees_and_the_same_for_all_their_spans(rec
 
 
 @pytest.mark.parametrize(("flags", "is_kept"), [(1, True), (0, False)])
-def test_a_caller_that_traces_has_decided_already(recorder: Recorder, flags: int, is_kept: bool) -> None:
+def test_a_caller_that_traces_has_decided_already(recorder: Any, flags: int, is_kept: bool) -> None:
     recorder.remote_parent = lambda: RemoteParent(5, 6, flags)
     kept = Kept(recorder, Capture(sample=0.0 if flags else 1.0, errors=False))
     serve(recorder)
     assert len(kept.read()) == is_kept
 
 
-def test_spans_that_end_after_their_request_follow_it(recorder: Recorder) -> None:
+def test_spans_that_end_after_their_request_follow_it(recorder: Any) -> None:
     remote = RemoteParent(5, 6)
     recorder.remote_parent = lambda: remote
     kept = Kept(recorder, Capture(sample=1.0))
     request = recorder.open(REQUEST)
+    request_id = recorder.current_id()
     late = recorder.open(LEAF)
     recorder.close(request)
     assert [span.site.name for spans in kept.read() for span in spans] == ["request"]
     recorder.close(late)
     ((span,),) = kept.read()
-    assert (span.site.name, span.root_id, span.remote) == ("leaf", request[1], remote)
+    assert (span.site.name, span.root_id, span.remote) == ("leaf", request_id, remote)
 
 
-def test_spans_that_end_after_a_request_that_was_not_kept_are_let_go(recorder: Recorder) -> None:
+def test_spans_that_end_after_a_request_that_was_not_kept_are_let_go(recorder: Any) -> None:
     kept = Kept(recorder, Capture(**NOTHING))
     request = recorder.open(REQUEST)
     late = recorder.open(LEAF)
@@ -122,7 +124,7 @@ def test_spans_that_end_after_a_request_that_was_not_kept_are_let_go(recorder: R
     assert not kept.of._requests
 
 
-def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Recorder) -> None:
+def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Any) -> None:
     kept = Kept(recorder, Capture(sample=1.0), spans_per_request=3)
     serve(recorder, 10)
     (spans,) = kept.read()
@@ -130,7 +132,7 @@ def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Reco
     assert kept.of.counts()["spans beyond spans_per_request"] == 7
 
 
-def test_requests_that_never_end_do_not_grow_without_bound(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_never_end_do_not_grow_without_bound(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.capture.HELD_ROWS", 20)
     kept = Kept(recorder, Capture(sample=1.0))
     open_requests = []
@@ -138,38 +140,36 @@ def test_requests_that_never_end_do_not_grow_without_bound(recorder: Recorder, m
         open_requests.append(recorder.open(REQUEST))
         for _ in range(5):
             recorder.close(recorder.open(LEAF))
-        recorder._current.set(None)
+        recorder.forget_current()
     kept.read()
     assert kept.of._held_rows <= 20
     assert kept.of.counts()["spans of requests that stayed open too long"] == 30
 
 
-def test_trees_without_a_request_come_at_once_though_their_root_stays_open(recorder: Recorder) -> None:
+def test_trees_without_a_request_come_at_once_though_their_root_stays_open(recorder: Any) -> None:
     kept = Kept(recorder, Capture(sample=1.0))
     serving = recorder.open(Site("serve"))
+    serving_id = recorder.current_id()
     recorder.close(recorder.open(STEP))
     ((step,),) = kept.read()
-    assert (step.site.name, step.root_id) == ("step", serving[1])
+    assert (step.site.name, step.root_id) == ("step", serving_id)
     recorder.close(serving)
     assert [span.site.name for spans in kept.read() for span in spans] == ["serve"]
 
 
-def test_the_limit_bounds_what_stands_out_and_refills_with_time(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limit_bounds_what_stands_out_and_refills_with_time(recorder: Any) -> None:
     kept = Kept(recorder, Capture(sample=0.0, errors=True, limit=Rate(2, 60 * 10**9)))
     for _ in range(5):
         serve(recorder, error=True)
     assert len(kept.read()) == 2
     assert kept.of.counts()["requests beyond the capture limit"] == 3
-    real: Callable[[], int] = time.monotonic_ns
-    monkeypatch.setattr("instrument.recorder._clock", lambda: real() + 30 * 10**9)
-    serve(recorder, error=True)
-    serve(recorder, error=True)
-    assert len(kept.read()) == 1
+    allowance = kept.of._allowance
+    now_ns = time.monotonic_ns()
+    taken = [allowance.take(now_ns + later_s * 10**9) for later_s in (1, 29, 31, 32, 61, 62)]
+    assert taken == [False, False, True, False, True, False]
 
 
-def test_what_came_shortly_before_a_failure_is_kept_with_it(recorder: Recorder) -> None:
+def test_what_came_shortly_before_a_failure_is_kept_with_it(recorder: Any) -> None:
     kept = Kept(recorder, Capture(sample=0.0, errors=True, before_ns=20_000_000))
     long_ago = serve(recorder)
     time.sleep(0.03)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import importlib.util
 import inspect
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,16 @@ from trees import outline, tree
 
 from instrument import TargetError, profiled, scope, scope_end, scope_start
 from instrument.probes import functions
-from instrument.probes.functions import Target, Unreachable, attach, find, matches, site_of
+from instrument.probes.functions import (
+    Target,
+    Unreachable,
+    attach,
+    find,
+    loaded_modules,
+    matches,
+    rebind,
+    site_of,
+)
 from instrument.recorder import Recorder
 
 
@@ -136,7 +147,7 @@ def test_scopes_nest_with_functions_in_with_blocks_of_both_kinds(recording: Reco
     def work() -> None: ...
 
     async def main() -> None:
-        async with scope("request", kind="request", attributes={"tokens": 3}):
+        async with scope("request of this test", kind="request", attributes={"tokens": 3}):
             with scope("prepare", kind="phase"):
                 work()
             await asyncio.sleep(0)
@@ -146,7 +157,7 @@ def test_scopes_nest_with_functions_in_with_blocks_of_both_kinds(recording: Reco
     asyncio.run(main())
     assert tree(recording) == outline(
         """
-        request
+        request of this test
           prepare
             work
           fails !ZeroDivisionError
@@ -185,11 +196,11 @@ def test_scope_start_in_one_thread_and_scope_end_in_another_is_recorded(recordin
     thread.start()
     thread.join()
     assert [span.site.name for span in recording.spans() if not span.clipped] == ["handed over"]
-    recording._current.set(None)
+    recording.forget_current()
 
 
 def test_scope_starts_that_never_end_stop_growing(recording: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.recorder.OPEN_SCOPE_LIMIT", 5)
+    monkeypatch.setattr(recording, "open_scope_limit", 5)
     for _ in range(8):
         scope_start("leak")
     assert recording.counts() == {"scopes not begun because too many are open": 3}
@@ -278,6 +289,8 @@ class Engine:
 class Fast(Engine):
     def step(self): return super().step() + 1
 
+from textwrap import TextWrapper as Wrapper
+
 class Slotted:
     __slots__ = ("x",)
     def go(self): return 6
@@ -320,6 +333,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         ("some_service:*.step", ["Engine.step", "Fast.step"]),
         ("some_service:Engine.**", ["Engine.step", "Engine._inner", "Engine.make", "Engine.fixed", "Engine.Part.turn"]),
         ("some_service:Engine.Part.turn", ["Engine.Part.turn"]),
+        ("some_service:Wrapper", ["Wrapper.wrap", "Wrapper.fill"]),
+        ("some_service:Wrapper.*", []),
     ],
 )
 def test_a_rule_finds_its_targets(module: types.ModuleType, match: str, found: list[str]) -> None:
@@ -357,7 +372,7 @@ def test_attaching_records_keeps_behaviour_and_goes_back_completely(
         for target in find(module, match)
         if isinstance(target, Target)
     ]
-    undos = [attach(target, site_of(target.function), recorder) for target in targets]
+    undos = [attach(target, site_of(target.function), recorder)[1] for target in targets]
     assert module.Fast().step() == 2
     assert module.Fast.make().__class__ is module.Fast
     assert module.Engine.fixed() == module.Engine().fixed() == 2
@@ -386,27 +401,48 @@ def test_attaching_records_keeps_behaviour_and_goes_back_completely(
     assert "_inner" not in vars(module.Fast)
 
 
-def test_names_bound_by_from_import_are_replaced_and_put_back(
-    module: types.ModuleType, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+def test_names_bound_by_from_import_are_rebound_in_one_pass(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     importer = types.ModuleType("importer")
-    importer.renamed = module.plain  # type: ignore[attr-defined]
+    importer.renamed, importer.other = module.plain, module.generator  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "importer", importer)
-    original = module.plain
-    (target,) = find(module, "some_service:plain")
-    assert isinstance(target, Target)
-    undo = attach(target, site_of(target.function), recorder)
-    assert importer.renamed is module.plain is not original  # type: ignore[attr-defined]
-    assert importer.renamed(3) == 3  # type: ignore[attr-defined]
-    assert tree(recorder) == "plain"
-    undo()
-    assert importer.renamed is module.plain is original  # type: ignore[attr-defined]
+    plain, generator, instead = module.plain, module.generator, object()
+    rebind([(plain, instead)])
+    assert importer.renamed is module.plain is instead  # type: ignore[attr-defined]
+    assert importer.other is module.generator is generator  # type: ignore[attr-defined]
+    rebind([(instead, plain)])
+    assert importer.renamed is module.plain is plain  # type: ignore[attr-defined]
+
+
+def test_looking_through_all_modules_wakes_none_and_survives_what_only_looks_like_one(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Proxy:
+        @property
+        def __class__(self) -> Any:
+            raise RuntimeError("foreign code")
+
+    (tmp_path / "asleep.py").write_text("raise RuntimeError('woken')")
+    spec = importlib.util.spec_from_file_location("asleep", tmp_path / "asleep.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    asleep = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(asleep)
+    nameless = types.ModuleType("nameless")
+    del nameless.__name__
+    for name, thing in {"asleep": asleep, "nameless": nameless, "proxy": Proxy(), "none": None}.items():
+        monkeypatch.setitem(sys.modules, name, thing)
+    rebind([(module.plain, module.plain)])
+    assert ("asleep", asleep) in loaded_modules()
+    assert ("some_service", module) in loaded_modules()
 
 
 def test_undo_leaves_alone_what_somebody_else_has_set_since(module: types.ModuleType, recorder: Recorder) -> None:
     (target,) = find(module, "some_service:plain")
     assert isinstance(target, Target)
-    undo = attach(target, site_of(target.function), recorder)
+    _, undo = attach(target, site_of(target.function), recorder)
 
     def other(value: int) -> int:
         return value
@@ -423,7 +459,7 @@ def test_abstract_methods_stay_abstract(recorder: Recorder) -> None:
 
     owner = sys.modules[__name__]
     target = Target(Base, "must", vars(Base)["must"], Base.must, owner.__name__, "Base.must")
-    undo = functions.attach(target, site_of(Base.must), recorder)
+    _, undo = functions.attach(target, site_of(Base.must), recorder)
     with pytest.raises(TypeError, match="abstract"):
         Base()  # type: ignore[abstract]
     undo()

@@ -7,8 +7,10 @@ import importlib.util
 import pkgutil
 import sys
 import threading
+import traceback
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -99,6 +101,68 @@ def test_a_module_that_fails_to_import_fails_as_before(write: Callable[[str, str
     assert caught.value.name == "made_missing"
     assert heard == []
     assert "made_broken" not in sys.modules
+
+
+def test_the_traceback_of_a_failing_import_is_as_without_the_hook(
+    write: Callable[[str, str], None], heard: list[str]
+) -> None:
+    source = "raise ValueError('from the module')"
+    write("made_broken.py", source)
+    write("other_broken.py", source)
+
+    def files(statement: str) -> list[str]:
+        with pytest.raises(ValueError, match="from the module") as caught:
+            exec(statement)
+        return [frame.filename.replace("other", "made") for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+    found = files("import made_broken")
+    assert found == files("import other_broken")
+    assert found[-1].endswith("made_broken.py")
+
+
+def test_a_module_that_puts_another_in_its_place_is_heard_as_that_one(write: Callable[[str, str], None]) -> None:
+    write("made_other.py", "import sys, types\nsys.modules[__name__] = types.ModuleType('made_instead')")
+    write("made_object.py", "import sys\nsys.modules[__name__] = object()")
+    modules: list[ModuleType] = []
+    undo = imports.install(lambda name: name.startswith("made"), modules.append)
+    try:
+        assert importlib.import_module("made_other") is modules[0]
+        importlib.import_module("made_object")
+        assert [module.__name__ for module in modules] == ["made_instead", "made_object"]
+    finally:
+        undo()
+
+
+def test_a_lazy_module_stays_lazy_and_is_heard_when_it_wakes(
+    write: Callable[[str, str], None], heard: list[str]
+) -> None:
+    class Lazily:
+        """A finder as lazy-import packages install it."""
+
+        def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+            if not name.endswith("_by_finder"):
+                return None
+            spec = PathFinder.find_spec(name)
+            assert spec is not None
+            assert spec.loader is not None
+            spec.loader = importlib.util.LazyLoader(spec.loader)
+            return spec
+
+    lazily = Lazily()
+    sys.meta_path.insert(1, lazily)  # type: ignore[arg-type]
+    write("made_by_finder.py", "x = 1")
+    write("made_by_hand.py", "x = 2")
+    by_finder = importlib.import_module("made_by_finder")
+    sys.meta_path.remove(lazily)  # type: ignore[arg-type]
+    spec = importlib.util.find_spec("made_by_hand")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    by_hand = sys.modules["made_by_hand"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(by_hand)
+    assert heard == []
+    assert (by_finder.x, by_hand.x) == (1, 2)
+    assert heard == ["made_by_finder", "made_by_hand"]
 
 
 def test_a_fault_of_ours_does_not_reach_the_import(

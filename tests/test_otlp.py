@@ -826,6 +826,38 @@ def test_a_request_keeps_within_both_limits() -> None:
     assert len(sizes) < 12
 
 
+def test_a_refusal_that_comes_before_the_body_was_read_is_understood() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse_early() -> None:
+            for _ in range(3):  # the whole, then two halves
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1_000)
+                    connection.sendall(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+        thread = threading.Thread(target=refuse_early)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        with exporting(Otlp(endpoint, compression="none", timeout_ns=SECOND)) as exporter:
+            exporter.offer(tree(2, attributes={"text": "x" * 200_000}))
+            delivery = exporter.flush(4 * SECOND)
+        thread.join()
+    assert (delivery.failed, delivery.reason) == (2, "HTTP 413 Too Large")
+
+
+def test_a_tree_that_grew_after_it_was_offered_is_counted_as_it_was_sent() -> None:
+    with collecting(take) as server, exporting(server.settings) as exporter:
+        grown, shrunk = tree(2), tree(3, 10)
+        exporter.offer(grown)
+        exporter.offer(shrunk)
+        grown[0].device = (DeviceInterval(0, 1, 1, 2),)
+        shrunk.clear()
+        assert exporter.flush(2 * SECOND).complete
+        counts = adds_up(exporter)
+    assert (counts["offered"], counts["exported"], counts["exported_trees"]) == (3, 3, 2)
+
+
 def test_the_headers_of_the_profile_are_sent_on_one_kept_connection() -> None:
     with collecting(take) as server:
         settings = Otlp(server.settings.endpoint, headers=(("Api-Key", "s3cret"), ("X-Team", "a b")))
@@ -1070,6 +1102,8 @@ def test_many_spans_are_sent_at_once_without_being_asked() -> None:
         Otlp("localhost:4318"),
         Otlp("ftp://localhost/"),
         Otlp("http:///v1/traces"),
+        Otlp("http://localhost:99999/"),
+        Otlp("http://[::1/"),
         Otlp("http://localhost/v1 traces"),
         Otlp("http://localhost/", headers=(("A", "b\r\nX: y"),)),
         Otlp("http://localhost/", headers=(("A", "ü"),)),

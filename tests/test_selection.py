@@ -107,6 +107,51 @@ def test_undo_leaves_every_module_as_it_was(service: Callable[[], Any], select: 
     assert (dict(vars(module)), dict(vars(module.Engine)), dict(vars(sys.modules["served_text"]))) == before
 
 
+def test_undo_reaches_the_names_that_were_bound_while_the_probe_was_there(
+    tmp_path: Path, service: Callable[[], Any], select: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    selection = select('functions: [{match: "served_text:encode"}]')
+    module = service()
+    assert module.encode is sys.modules["served_text"].encode
+    selection.undo()
+    assert module.encode is sys.modules["served_text"].encode
+    assert not hasattr(module.encode, "__instrument__")
+    select('functions: [{match: "served_text:encode", name: again}]')
+    module.handle("a")
+    assert tree(recorder) == "again"
+
+
+def test_names_bound_in_an_import_cycle_record_too(
+    tmp_path: Path, service: Callable[[], Any], select: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    (tmp_path / "served_text.py").write_text("def encode(t): return t\nalias = encode\nimport served_text_user")
+    (tmp_path / "served_text_user.py").write_text("from served_text import encode as bound")
+    selection = select('functions: [{match: "served_text:encode"}]')
+    service()
+    text, user = sys.modules["served_text"], sys.modules.pop("served_text_user")
+    assert text.encode is text.alias is user.bound
+    user.bound("a")
+    assert tree(recorder) == "encode"
+    selection.undo()
+    assert text.encode is text.alias
+
+
+def test_a_class_that_lets_nothing_be_set_is_named_and_the_others_are_attached(
+    tmp_path: Path, service: Callable[[], Any], select: Callable[[str], Selection]
+) -> None:
+    (tmp_path / "served_text.py").write_text(
+        "class Meta(type):\n    def __setattr__(cls, name, value): raise AttributeError('frozen')\n"
+        "class Frozen(metaclass=Meta):\n    def go(self): return 1\n"
+        "def encode(t): return t\n"
+    )
+    selection = select('functions: [{match: "served_text:Frozen.go"}, {match: "served_text:encode"}]')
+    service()
+    assert [str(verdict).partition(": ")[2] for verdict in selection.verdicts()] == [
+        "served_text:Frozen.go: unreachable (it cannot be replaced: AttributeError: frozen)",
+        "served_text:encode: attached",
+    ]
+
+
 @pytest.mark.parametrize(
     ("rule", "verdict"),
     [

@@ -105,7 +105,7 @@ def find(module: ModuleType, match: str) -> Iterator[Target | Unreachable]:
         label = f"{module.__name__}:{wanted}"
         thing = getattr(owner, segment, None)
         if isinstance(thing, type):
-            yield from _walk(module, thing, wanted + ".", wanted + ".*", {id(thing)}, public=True)
+            yield from _walk(module, thing, wanted + ".", wanted + ".*", {id(thing)}, methods_of=thing.__module__)
         else:
             yield _target(module, owner, segment, found, label)
 
@@ -121,50 +121,56 @@ def _raw(owner: Any, attribute: str) -> Any:
 
 
 def _walk(
-    module: ModuleType, owner: Any, prefix: str, wanted: str, seen: set[int], *, public: bool = False
+    module: ModuleType, owner: Any, prefix: str, wanted: str, seen: set[int], *, methods_of: str | None = None
 ) -> Iterator[Target | Unreachable]:
+    """What a pattern finds below an owner; with `methods_of` the public methods of a class of that module alone."""
+    home = methods_of or module.__name__
     for attribute, raw in list(vars(owner).items()):
         name = prefix + attribute
         if isinstance(raw, type):
-            if raw.__module__ == module.__name__ and id(raw) not in seen and not public:
+            if raw.__module__ == home and id(raw) not in seen and methods_of is None:
                 seen.add(id(raw))
                 yield from _walk(module, raw, name + ".", wanted, seen)
             continue
-        if not matches(wanted, name) or (public and attribute.startswith("_") and attribute != "__call__"):
+        if not matches(wanted, name) or (methods_of is not None and not _is_public(attribute)):
             continue
         function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-        if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+        if (isinstance(function, FunctionType) or _records(function)) and function.__module__ == home:
             yield _target(module, owner, attribute, raw, f"{module.__name__}:{name}")
+
+
+def _records(function: Any) -> bool:
+    """Whether it carries a probe already. The native recorder's are no Python functions."""
+    try:
+        own = object.__getattribute__(function, "__dict__")  # runs no code of an object of the host
+    except AttributeError:
+        return False
+    return isinstance(own.get("__instrument__"), Site)
+
+
+def _is_public(method: str) -> bool:
+    return not method.startswith("_") or method == "__call__"
 
 
 def _target(module: ModuleType, owner: Any, attribute: str, raw: Any, label: str) -> Target | Unreachable:
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
     qualname = label.partition(":")[2]
-    if not isinstance(function, _FUNCTIONS):
+    if not isinstance(function, _FUNCTIONS) and not _records(function):
         return Unreachable(label, f"it is a {type(raw).__name__}, not a function")
-    if isinstance(owner, type) and not isinstance(function, FunctionType):
+    if isinstance(owner, type) and not isinstance(function, FunctionType) and not _records(function):
         return Unreachable(label, "it is a method made in C")
     return Target(owner, attribute, raw, function, module.__name__, qualname)
 
 
-def attach(target: Target, site: Site, recorder: Recorder = RECORDER) -> Undo:
-    """Replace the function where it lies by one that records, and return the way back.
+def attach(target: Target, site: Site, recorder: Recorder = RECORDER) -> tuple[Any, Undo]:
+    """Replace the function where it lies by one that records. Returns what lies there now and the way back.
 
-    Names that other modules bound by ``from module import name`` before are replaced too, and put back.
+    Names that other modules bound by ``from module import name`` are the business of `rebind`.
     """
     wrapped: Any = recorder.wrap(target.function, site)
     if isinstance(target.raw, (staticmethod, classmethod)):
         wrapped = type(target.raw)(wrapped)
-    undo = replace(target.owner, target.attribute, wrapped)
-    if not isinstance(target.owner, ModuleType):
-        return undo
-    undos = [undo, *rebind(target.function, wrapped, skip=target.owner)]
-
-    def undo_all() -> None:
-        for each in undos:
-            each()
-
-    return undo_all
+    return wrapped, replace(target.owner, target.attribute, wrapped)
 
 
 def replace(owner: Any, attribute: str, new: Any) -> Undo:
@@ -184,15 +190,35 @@ def replace(owner: Any, attribute: str, new: Any) -> Undo:
     return undo
 
 
-def rebind(original: Any, new: Any, *, skip: ModuleType) -> list[Undo]:
-    """Replace every module-level name, in all modules imported so far, that is bound to the original."""
-    undos: list[Undo] = []
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or module is skip or module.__name__.partition(".")[0] == "instrument":
+def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """In all modules imported so far, bind the names that mean the first thing of a pair to the second instead.
+
+    One pass over all names for all pairs: some milliseconds in a large process.
+    """
+    second = {id(first): second for first, second in pairs}
+    if not second:
+        return
+    for name, module in loaded_modules():
+        if name.partition(".")[0] == "instrument":
             continue
-        names = [name for name, value in list(vars(module).items()) if value is original]
-        undos.extend(replace(module, name, new) for name in names)
-    return undos
+        names = namespace(module)
+        for bound, value in list(names.items()):
+            new = second.get(id(value))
+            if new is not None:
+                names[bound] = new
+
+
+def loaded_modules() -> list[tuple[str, ModuleType]]:
+    """Name and module of everything in `sys.modules` that is a module. Runs no code of theirs."""
+    modules = [module for module in list(sys.modules.values()) if issubclass(type(module), ModuleType)]
+    named = [(namespace(module).get("__name__"), module) for module in modules]
+    return [(name, module) for name, module in named if isinstance(name, str)]
+
+
+def namespace(module: ModuleType) -> dict[str, Any]:
+    """A module's own names. `vars` would wake a module that loads itself when it is first touched."""
+    names: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return names
 
 
 @overload
@@ -225,12 +251,11 @@ def _profile(target: Any, name: str | None, kind: str, device: bool) -> Any:
     if isinstance(target, type):
         for attribute, raw in list(vars(target).items()):
             function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-            public = not attribute.startswith("_") or attribute == "__call__"
-            if public and isinstance(function, FunctionType):
+            if _is_public(attribute) and isinstance(function, FunctionType):
                 label = f"{name}.{attribute}" if name else None
                 setattr(target, attribute, _profile(raw, label, kind, device))
         return target
-    if not isinstance(target, _FUNCTIONS):
+    if not isinstance(target, _FUNCTIONS) and not _records(target):
         raise TargetError(
             f"profiled takes a function, method or class; found {target!r} of type {type(target).__name__}. "
             "Put it below decorators that return other objects (property, functools.lru_cache)."

@@ -5,7 +5,8 @@ original's weights and break `pickle`. Which instances record is decided once fo
 beside the module and not in it. A compiled region runs our wrapper's first line only, so graphs do not break.
 
 Paths come from torch's own module registration hook, which costs nothing when a model runs. Modules that no hook
-saw (built before the session started, or made by `copy.deepcopy` or `pickle`) are found by one walk of the heap.
+saw (built before the session started, or made by `copy.deepcopy` or `pickle`) are found by a walk of the heap, which
+takes at most a hundredth of the time: a model may make a new layer in every call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
@@ -25,6 +27,9 @@ from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
 
 _NOT_SELECTED = Site("(not selected)")
+
+WALK_SHARE = 100
+"""A walk of the heap is followed by so many times its own time without one."""
 
 _WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names under which torch.compile, FSDP and checkpointing put the module that they wrap: no part of a path."""
@@ -40,6 +45,7 @@ class _Paths:
         self._module_type = module_type
         self._places: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._parents: dict[int, weakref.ref[Any]] = {}
+        self._next_walk_ns = 0
 
     def place(self, parent: Any, name: str, child: Any) -> None:
         """Note that `parent.name` is `child`; the first place counts."""
@@ -51,9 +57,11 @@ class _Paths:
             weakref.finalize(child, self._places.pop, child_key, None)
             self._places[child_key] = (weakref.ref(parent), name)
 
-    def of(self, module: Any) -> str:
-        """The dotted path from the module's root; "" for a root."""
+    def of(self, module: Any) -> str | None:
+        """The dotted path from the module's root; "" for a root, None where that is not known yet."""
         if id(module) not in self._places and id(module) not in self._parents:
+            if time.monotonic_ns() < self._next_walk_ns:
+                return None
             self.walk_heap()
         names: list[str] = []
         while (place := self._places.get(id(module))) is not None and len(names) < 100:
@@ -67,6 +75,7 @@ class _Paths:
 
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
         """Place every module that is alive now; tells each name and child. Tens of milliseconds on a large heap."""
+        start_ns = time.monotonic_ns()
         modules = [thing for thing in gc.get_objects() if _is_instance(thing, self._module_type)]
         edges = []
         for parent in modules:
@@ -74,6 +83,8 @@ class _Paths:
                 if child is not None:
                     self.place(parent, name, child)
                     edges.append((name, child))
+        end_ns = time.monotonic_ns()
+        self._next_walk_ns = end_ns + WALK_SHARE * (end_ns - start_ns)
         return iter(edges)
 
 
@@ -89,7 +100,8 @@ class Layers:
         self.rules = tuple(rules)
         self.hits = [0] * len(self.rules)
         self._recorder = recorder
-        self._sites: dict[int, Site] = {}
+        self._sites: dict[int, Site] = {}  # by identity of the module
+        self._shared: dict[tuple[int, type[Any], str], Site] = {}  # by rule, class and path
         self._undos: list[Undo] = []
         self._patched: set[type[Any]] = set()
         self._types = frozenset(name for rule in self.rules for name in rule.types)
@@ -116,6 +128,7 @@ class Layers:
             self._undos.pop()()
         self._patched.clear()
         self._sites.clear()
+        self._shared.clear()
 
     def _watch_subclasses(self, module_type: type[Any]) -> Undo:
         """See each class as it is defined: a model without children is never registered anywhere."""
@@ -123,7 +136,10 @@ class Layers:
 
         def __init_subclass__(cls: type[Any], /, **kwargs: Any) -> None:  # noqa: N807 - it is one
             super(module_type, cls).__init_subclass__(**kwargs)
-            layers._defined(cls)
+            try:
+                layers._defined(cls)
+            except Exception as fault:
+                FAULTS.note("definition of a layer class", fault)
 
         return replace(module_type, "__init_subclass__", classmethod(__init_subclass__))
 
@@ -186,9 +202,12 @@ class Layers:
         return same
 
     def _decide(self, module: Any) -> Site:
-        """Whether a layer records, and as what: once for each instance."""
+        """Whether a layer records, and as what: once for each instance, as soon as its path is known."""
         try:
-            site = self._select(module)
+            path = self._paths.of(module)
+            site = self._select(type(module), path or "")
+            if path is None and site is _NOT_SELECTED:
+                return site
         except Exception as fault:
             FAULTS.note("layer selection", fault)
             site = _NOT_SELECTED
@@ -197,9 +216,7 @@ class Layers:
         self._sites[key] = site
         return site
 
-    def _select(self, module: Any) -> Site:
-        cls = type(module)
-        path = self._paths.of(module)
+    def _select(self, cls: type[Any], path: str) -> Site:
         for index, rule in enumerate(self.rules):
             if rule.types and cls.__name__ not in rule.types:
                 continue
@@ -207,19 +224,26 @@ class Layers:
                 continue
             if any(matches(text, path) for text in rule.exclude):
                 continue
-            self.hits[index] += 1
-            code = inspect.unwrap(cls.forward).__code__
-            return Site(
-                name=rule.name or cls.__name__,
-                kind="layer",
-                module=cls.__module__,
-                qualname=f"{cls.__qualname__}.forward",
-                file=code.co_filename,
-                line=code.co_firstlineno,
-                instance=path,
-                device=rule.device,
-            )
+            site = self._shared.get((index, cls, path))
+            if site is None:
+                site = self._shared.setdefault((index, cls, path), self._site(rule, cls, path))
+                self.hits[index] += 1
+            return site
         return _NOT_SELECTED
+
+    @staticmethod
+    def _site(rule: LayerRule, cls: type[Any], path: str) -> Site:
+        code = inspect.unwrap(cls.forward).__code__
+        return Site(
+            name=rule.name or cls.__name__,
+            kind="layer",
+            module=cls.__module__,
+            qualname=f"{cls.__qualname__}.forward",
+            file=code.co_filename,
+            line=code.co_firstlineno,
+            instance=path,
+            device=rule.device,
+        )
 
     def known_types(self) -> list[str]:
         """Names of all module classes defined so far, to name the nearest to a wrong one."""

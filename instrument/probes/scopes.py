@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from instrument.errors import TargetError
-from instrument.recorder import RECORDER, Scope, attributes_of
-from instrument.spans import KINDS, AttributeValue
+from instrument.recorder import RECORDER, Scope
+from instrument.spans import AttributeValue
 
 OFF = os.environ.get("INSTRUMENT", "").strip().lower() in {"off", "0", "false", "no"}
 """Switched off by the environment before the service started: decorators and hooks do nothing at all."""
@@ -22,11 +22,7 @@ def scope(
     of `instrument.spans.KINDS`. Exceptions pass untouched and mark the span. Safe around ``await``. Costs one branch
     while recording is off. Raises `TargetError` for a name or kind that cannot be one.
     """
-    if not isinstance(name, str) or not name:
-        raise TargetError(f"a scope needs a name that says what it times; found {name!r}")
-    if kind not in KINDS:
-        raise TargetError(f"scope {name!r}: found kind {kind!r}; allowed: {', '.join(KINDS)}")
-    return Scope(RECORDER, RECORDER.scope_site(name, kind, device), attributes_of(attributes))
+    return RECORDER.make_scope(name, kind=kind, device=device, attributes=attributes)  # type: ignore[no-any-return]
 
 
 def scope_start(
@@ -45,3 +41,7 @@ def scope_end(opened: Scope | str | None = None, *, error: BaseException | None 
         opened.end(error)
     elif RECORDER.on or opened is None or RECORDER.innermost_manual(opened) is not None:
         RECORDER.end_manual(RECORDER.innermost_manual(opened), error)
+
+
+if not TYPE_CHECKING and RECORDER.native:
+    scope = RECORDER.scope  # the same in C: a Python call less, a third of the cost

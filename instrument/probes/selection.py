@@ -13,8 +13,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from instrument import imports
+from instrument.errors import FAULTS
 from instrument.probes import functions
 from instrument.probes.copies import Copies, has_device
 from instrument.probes.functions import Target, Undo, Unreachable, matches
@@ -53,6 +55,7 @@ class Selection:
         self._recorder = recorder
         self._lock = threading.RLock()
         self._undos: list[Undo] = []
+        self._bound: list[tuple[Any, Any]] = []  # functions of modules and what stands for them now
         self._found: dict[int, dict[str, Verdict]] = {i: {} for i in range(len(profile.functions))}
         self._taken: dict[str, int] = {}
         self._modules: dict[str, ModuleType] = {}
@@ -64,7 +67,7 @@ class Selection:
 
     def attach(self) -> Undo:
         """Attach to what is imported, watch for the rest; returns the way back."""
-        loaded = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and self.wants(m.__name__)]
+        loaded = [module for name, module in functions.loaded_modules() if self.wants(name)]
         self._undos.append(imports.install(self.wants, self.imported))
         for module in loaded:
             before = len(self._taken)
@@ -81,7 +84,13 @@ class Selection:
         """Take every probe off, last first."""
         with self._lock:
             while self._undos:
-                self._undos.pop()()
+                try:
+                    self._undos.pop()()
+                except Exception as fault:
+                    FAULTS.note("way back of a probe", fault)
+            # Also the names that modules imported meanwhile have bound.
+            functions.rebind((wrapped, original) for original, wrapped in self._bound)
+            self._bound.clear()
 
     def wants(self, module_name: str) -> bool:
         """Whether a rule could have a target in that module."""
@@ -96,13 +105,15 @@ class Selection:
         """A module's code has run: attach what the rules name in it."""
         with self._lock:
             self._modules[module.__name__] = module
+            bound_before = len(self._bound)
             if module.__name__ == "torch":
                 self._attach_torch(module)
             for index, rule in enumerate(self.profile.functions):
                 for text in rule.match:
                     if matches(text.partition(":")[0], module.__name__):
-                        for found in functions.find(module, text):
+                        for found in list(functions.find(module, text)):
                             self._attach_function(index, rule, found)
+            functions.rebind(self._bound[bound_before:])
 
     def _attach_function(self, index: int, rule: FunctionRule, found: Target | Unreachable) -> None:
         if any(_excludes(text, found.label) for text in rule.exclude):
@@ -122,7 +133,15 @@ class Selection:
             why = f"its own decorator names it {existing.name!r}"
             self._found[index].setdefault(found.label, Verdict(rule.text, "attached", found.label, why))
             return
-        self._undos.append(functions.attach(found, site, self._recorder))
+        try:
+            wrapped, undo = functions.attach(found, site, self._recorder)
+        except Exception as error:  # a metaclass or module of the host that lets nothing be set
+            why = f"it cannot be replaced: {type(error).__name__}: {error}"
+            self._found[index].setdefault(found.label, Verdict(rule.text, "unreachable", found.label, why))
+            return
+        self._undos.append(undo)
+        if isinstance(found.owner, ModuleType):
+            self._bound.append((found.function, wrapped))
         self._found[index][found.label] = Verdict(rule.text, "attached", found.label)
 
     def _attach_torch(self, torch: ModuleType) -> None:

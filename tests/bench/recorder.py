@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from instrument.recorder import Recorder, Scope
+from instrument import scope
+from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
 
 CALLS = 20_000
@@ -58,10 +59,9 @@ def loop_only() -> None:
         pass
 
 
-def with_scope(recorder: Recorder) -> None:
-    site = Site("scope")
+def with_scope() -> None:
     for _ in range(CALLS):
-        with Scope(recorder, site):
+        with scope("scope"):
             pass
 
 
@@ -72,7 +72,7 @@ def consume(generator: Iterator[int]) -> None:
 
 def shapes() -> dict[str, tuple[Callable[[], object], str]]:
     """Name -> what to time and the name of its bare twin."""
-    on, off = Recorder(), Recorder()
+    on, off = RECORDER, Recorder()
     on.on = True
     call, call_off = on.wrap(nothing, Site("call")), off.wrap(nothing, Site("call"))
     awaited = on.wrap(coroutine, Site("coroutine"))
@@ -88,7 +88,7 @@ def shapes() -> dict[str, tuple[Callable[[], object], str]]:
         "decorated call, on": (lambda: repeat(call), "bare call"),
         "decorated call, on, in a parent": (nested, "bare call"),
         "decorated call, off at run time": (lambda: repeat(call_off), "bare call"),
-        "with scope": (lambda: with_scope(on), "loop"),
+        "with scope": (with_scope, "loop"),
         "decorated coroutine": (lambda: run_coroutines(awaited), "bare await"),
         "decorated generator, a step": (lambda: consume(generated()), "bare generator"),
     }

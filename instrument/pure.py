@@ -1,0 +1,465 @@
+"""The recorder's hot path in Python: the twin of `_recorder.c`, with the same classes and the same behaviour.
+
+A call goes: parent from the context, clock, the host's own work, clock, one tuple into this thread's ring. Parentage
+lives in one context variable, so it follows threads, asyncio tasks, and executors that copy the context.
+
+An open span is a *frame*, a list that only this module touches:
+
+    0 node   1 span id   2 parent id   3 root id   4 time of the children ns   5 ring   6 frame above
+    7 start ns   8 task   9 counted against the frame above from ns   10 attributes or None   11 state
+
+A finished span is a *row*: see `instrument.ring`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any
+
+from instrument.errors import FAULTS
+from instrument.ring import Ring, Rings, Row
+from instrument.spans import Site
+from instrument.tally import Node, Totals
+
+Frame = list[Any]
+
+NODE_LIMIT = 16_384
+
+CLOSED, OPEN, MANUAL = 0, 1, 2
+
+_clock = time.monotonic_ns
+_modules = sys.modules
+_running_loop: Callable[[], Any] | None = None
+_current_task: Callable[[Any], Any]
+
+
+def _watch_tasks() -> None:
+    """Begin to tell tasks apart. Called once asyncio has been imported, never importing it ourselves."""
+    global _running_loop, _current_task
+    asyncio = _modules["asyncio"]
+    tasks = getattr(asyncio, "tasks", None)
+    events = getattr(asyncio, "events", None)
+    if tasks is None or events is None or not hasattr(tasks, "current_task"):
+        return  # asyncio is being imported right now
+    # Up to 3.11 current_task is a Python function around this dict; reading the dict halves the cost.
+    _current_task = tasks._current_tasks.get if sys.version_info < (3, 12) else tasks.current_task
+    _running_loop = events._get_running_loop
+
+
+def task_probe() -> int:
+    """Identity of the running asyncio task; 0 under a loop without one, -1 where no loop runs."""
+    if _running_loop is None:
+        if "asyncio" not in _modules:
+            return -1
+        _watch_tasks()
+        if _running_loop is None:
+            return -1
+    loop = _running_loop()
+    if loop is None:
+        return -1
+    task = _current_task(loop)
+    return 0 if task is None else id(task)
+
+
+def _task_id() -> int:
+    found = task_probe()
+    return 0 if found < 0 else found
+
+
+class Core:
+    """Rows, totals and open spans of one process.
+
+    `ring_bytes` bounds the memory of all rings together. `overflow` is the site that counts what comes after
+    `node_limit` call paths, `remote_key` the key under which a frame's attributes hold what `remote_parent` told.
+    """
+
+    def __init__(
+        self,
+        ring_bytes: int,
+        overflow: Site,
+        remote_key: Any,
+        task_probe: Callable[[], int],
+        thread_name: Callable[[], str],
+    ) -> None:
+        self.on = False
+        self.remote_parent: Callable[[], Any] | None = None
+        self.node_limit = NODE_LIMIT
+        self._ring_bytes = ring_bytes
+        self._remote_key = remote_key
+        self._thread_name = thread_name
+        self._current: ContextVar[Frame | None] = ContextVar("instrument_current", default=None)
+        self._next_id = itertools.count(1).__next__
+        self._nodes: list[Node] = []
+        self._root = Node(-1, Site("(root)"), None)
+        self._lock = threading.RLock()
+        self._overflow = self._new_node(self._root, overflow)
+        self._reset(None)
+
+    def _reset(self, ring_bytes: int | None) -> None:
+        if ring_bytes is not None:
+            self._ring_bytes = ring_bytes
+        self._lock = threading.RLock()
+        self._rings = Rings(self._ring_bytes, self._nodes, self._thread_name)
+        self._suspended: dict[int, Frame] = {}
+        self.irregular: Counter[str] = Counter()
+
+    # ---------------------------------------------------------------- nodes and rings
+
+    def _new_node(self, parent: Node, site: Site) -> Node:
+        node = Node(len(self._nodes), site, parent)
+        self._nodes.append(node)
+        parent.children[site] = node
+        return node
+
+    def _node(self, parent: Node, site: Site) -> Node:
+        """The node of a site under a parent, made on first sight as long as the tally has room."""
+        with self._lock:
+            node = parent.children.get(site)
+            if node is not None:
+                return node
+            if len(self._nodes) >= self.node_limit:
+                return self._overflow
+            return self._new_node(parent, site)
+
+    def _ring(self) -> Ring:
+        try:
+            return self._rings.local.ring
+        except AttributeError:
+            return self._rings.new()
+
+    @property
+    def node_count(self) -> int:
+        """Call paths known."""
+        return len(self._nodes)
+
+    def nodes_from(self, first: int) -> list[tuple[Site, int]]:
+        """The nodes from a number on, as site and number of the parent or -1."""
+        return [(node.site, node.parent.index if node.parent else -1) for node in self._nodes[first:]]
+
+    def rings(self) -> list[Ring]:
+        """The rings in the order in which their threads first recorded."""
+        return self._rings.all()
+
+    @property
+    def ended_rows(self) -> int:
+        """Rows of rings that were given up."""
+        return self._rings.ended_rows
+
+    def ended_totals(self) -> dict[int, Totals]:
+        """Totals of threads whose rings were given up."""
+        return self._rings.copied_ended_totals()
+
+    def count(self, what: str) -> None:
+        """Count an irregular event."""
+        self.irregular[what] += 1
+
+    # ---------------------------------------------------------------- spans, opened and closed
+
+    def open(self, site: Site, attributes: dict[Any, Any] | None = None, state: int = OPEN) -> Frame:
+        """Begin a span under the current one and make it current."""
+        parent = self._current.get()
+        ring = self._ring()
+        span_id = self._next_id()
+        # A span under one that has ended is its child, but was not called by it: its path starts anew.
+        above = self._root if parent is None or parent[11] == CLOSED else parent[0]
+        node = above.children.get(site) or self._node(above, site)
+        frame: Frame
+        if parent is None:
+            frame = [node, span_id, 0, span_id, 0, ring, None, 0, _task_id(), 0, attributes, state]
+        else:
+            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, _task_id(), 0, attributes, state]
+        if site.kind == "request" and not self._in_request(parent):
+            frame[3] = span_id
+            if self.remote_parent is not None:
+                self._note_remote(frame)
+        if frame[8] or state == MANUAL:
+            self._suspended[span_id] = frame
+        self._current.set(frame)
+        ring.top = frame
+        frame[7] = frame[9] = _clock()
+        return frame
+
+    def _in_request(self, frame: Frame | None) -> bool:
+        """Whether a request is open above. One that has ended does not adopt what a task of it serves next."""
+        while frame is not None:
+            if frame[11] != CLOSED and frame[0].site.kind == "request":
+                return True
+            frame = frame[6]
+        return False
+
+    def _note_remote(self, frame: Frame) -> None:
+        try:
+            remote = self.remote_parent() if self.remote_parent is not None else None
+        except Exception as fault:
+            FAULTS.note("current OpenTelemetry span", fault)
+            return
+        if remote is not None:
+            frame[10] = {**(frame[10] or {}), self._remote_key: remote}
+
+    def close(self, frame: Frame, error: BaseException | None = None) -> None:
+        """End a span. A frame that is not the current one was crossed or is ended elsewhere: counted, not fatal."""
+        end = _clock()
+        if frame[11] == CLOSED:
+            self.irregular["scope ended twice"] += 1
+            return
+        frame[11] = CLOSED
+        self._suspended.pop(frame[1], None)
+        current = self._current.get()
+        above = owner = frame[6]
+        if current is frame:
+            while above is not None and above[11] == CLOSED:
+                above = above[6]
+            self._current.set(above)
+            frame[6] = None  # or tasks that start one another would hold a chain of all that ever were
+        elif current is not None:
+            self._cross(frame, current, end)
+        ring = self._ring()
+        ring.top = above
+        if owner is not None and owner[5] is ring and owner[8] == frame[8]:
+            owner[4] += end - frame[9]
+        self._store(ring, frame, end, -1, None if error is None else type(error).__name__)
+
+    def record(self, site: Site, start_ns: int, attributes: dict[Any, Any] | None) -> None:
+        """Store a span that has just ended and had no children, for what turns out only afterwards to be worth one."""
+        end = _clock()
+        parent = self._current.get()
+        ring = self._ring()
+        task = _task_id()
+        above = self._root if parent is None or parent[11] == CLOSED else parent[0]
+        node = above.children.get(site) or self._node(above, site)
+        span_id = self._next_id()
+        parent_id, root_id = (0, span_id) if parent is None else (parent[1], parent[3])
+        if parent is not None and parent[5] is ring and parent[8] == task:
+            parent[4] += end - start_ns
+        frame: Frame = [node, span_id, parent_id, root_id, 0, ring, None, start_ns, task, start_ns, attributes, CLOSED]
+        self._store(ring, frame, end, -1, None)
+
+    def _cross(self, frame: Frame, current: Frame, end: int) -> None:
+        """End `frame` while `current`, opened inside it, goes on: what follows counts against the frame above."""
+        below = current
+        while below is not None and below[6] is not frame:
+            below = below[6]
+        if below is None:
+            self.irregular["span ended outside the context that began it"] += 1
+            return
+        self.irregular["scope closed before a scope inside it"] += 1
+        if below[5] is frame[5] and below[8] == frame[8]:
+            frame[4] += end - below[9]
+        below[9] = end
+        below[6] = frame[6]
+
+    def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
+        head = ring.head
+        ring.rows[head & ring.mask] = (
+            frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4], active_ns, error,
+            frame[10],
+        )  # fmt: skip
+        ring.head = head = head + 1
+        if not head & ring.fold_mask:
+            ring.fold(self._nodes)
+
+    # ---------------------------------------------------------------- what is open
+
+    def current_id(self) -> int:
+        """Identity of the current span, 0 if there is none."""
+        frame = self._current.get()
+        return 0 if frame is None or frame[11] == CLOSED else int(frame[1])
+
+    def publish(self) -> None:
+        """Make the current span known to a context about to be copied: the context variable always says it."""
+
+    def forget_current(self) -> None:
+        """Forget what is open in this context."""
+        self._current.set(None)
+
+    def innermost_manual(self, name: str | None) -> Frame | None:
+        """The innermost open frame of this context that was opened as manual, by name where one is given."""
+        frame = self._current.get()
+        while frame is not None:
+            if frame[11] == MANUAL and (name is None or frame[0].site.name == name):
+                return frame
+            frame = frame[6]
+        return None
+
+    def open_rows(self) -> list[tuple[int, Row]]:
+        """Thread id and row of each span that is open now, ending now."""
+        now = _clock()
+        found: list[tuple[int, Row]] = []
+        seen: set[int] = set()
+        ends: Iterable[Frame | None] = [*(ring.top for ring in self.rings()), *self._suspended.copy().values()]
+        for end in ends:
+            frame = end
+            while frame is not None and frame[1] not in seen:
+                seen.add(frame[1])
+                if frame[11] != CLOSED and frame[7]:
+                    row: Row = (
+                        frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], now, frame[4], -1, None,
+                        frame[10],
+                    )  # fmt: skip
+                    found.append((frame[5].thread_id, row))
+                frame = frame[6]
+        return found
+
+
+def make_function(core: Core, function: Callable[..., Any], site: Site) -> Any:
+    """A function around the function: `open`, the call and `close` in one body, three Python calls fewer."""
+    current = core._current
+    get, set_ = current.get, current.set
+    next_id = core._next_id
+    clock = _clock
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not core.on:
+            return function(*args, **kwargs)
+        parent = get()
+        try:
+            ring = core._rings.local.ring
+        except AttributeError:
+            ring = core._rings.new()
+        if _running_loop is None:
+            task = _task_id() if "asyncio" in _modules else 0
+        else:
+            task = 0 if _running_loop() is None else _task_id()
+        span_id = next_id()
+        frame: Frame
+        if parent is None:
+            node = core._root.children.get(site) or core._node(core._root, site)
+            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, None, 1]
+        else:
+            above = parent[0] if parent[11] else core._root
+            node = above.children.get(site) or core._node(above, site)
+            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, None, 1]
+        set_(frame)
+        ring.top = frame
+        frame[7] = frame[9] = start = clock()
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            core.close(frame, error)
+            raise
+        end = clock()
+        if get() is not frame or frame[6] is not parent:
+            core.close(frame)
+            return result
+        set_(parent)
+        ring.top = parent
+        frame[11] = 0
+        if parent is not None:
+            frame[6] = None
+            if parent[5] is ring and parent[8] == task:
+                parent[4] += end - start
+        head = ring.head
+        ring.rows[head & ring.mask] = (
+            node.index, span_id, frame[2], frame[3], task, start, end, frame[4], -1, None, None,
+        )  # fmt: skip
+        ring.head = head = head + 1
+        if not head & ring.fold_mask:
+            ring.fold(core._nodes)
+        return result
+
+    return wrapper
+
+
+class Stretch:
+    """A generator's span: current only while the body runs, its active time against whoever resumed it."""
+
+    __slots__ = ("_active_ns", "_caller", "_core", "_inner", "_resumed_ns", "_site", "_suspended_ns", "frame")
+
+    def __init__(self, core: Core, site: Site) -> None:
+        self._core = core
+        self._site = site
+        self.frame: Frame | None = None
+        self._caller: Frame | None = None
+        self._inner: Frame | None = None
+        self._active_ns = 0
+        self._resumed_ns = 0
+        self._suspended_ns = 0
+
+    def resume(self) -> None:
+        """The body goes on."""
+        core, frame = self._core, self.frame
+        if frame is None:
+            self._caller = core._current.get()
+            frame = self.frame = core.open(self._site)
+            core._suspended[frame[1]] = frame
+            self._resumed_ns = frame[7]
+            return
+        inner = self._inner
+        if inner is None:
+            return
+        now = _clock()
+        gap_ns = now - self._suspended_ns
+        ring, task = core._ring(), _task_id()
+        self._caller = frame[6] = core._current.get()
+        self._inner = None
+        core._current.set(inner)
+        ring.top = inner
+        while inner is not frame:
+            # A scope left open across a yield did not work meanwhile.
+            inner[4] += gap_ns
+            inner[9] += gap_ns
+            inner[5], inner[8] = ring, task
+            inner = inner[6]
+        frame[5], frame[8] = ring, task
+        self._resumed_ns = now
+
+    def suspend(self) -> None:
+        """The body stands still, or has ended."""
+        core, frame = self._core, self.frame
+        if frame is None or self._inner is not None:
+            return
+        now = _clock()
+        step_ns = now - self._resumed_ns
+        self._active_ns += step_ns
+        self._suspended_ns = now
+        top = inner = core._current.get()
+        while inner is not None and inner is not frame:
+            inner = inner[6]
+        if inner is None:
+            return  # ended elsewhere
+        self._inner = top
+        caller, self._caller = self._caller, None
+        frame[6] = None
+        core._current.set(caller)
+        frame[5].top = caller
+        if caller is not None and caller[5] is frame[5] and caller[8] == frame[8]:
+            caller[4] += step_ns
+
+    def finish(self, error: BaseException | None) -> None:
+        """The generator has ended, with this exception or None."""
+        frame = self.frame
+        if frame is None or frame[11] == CLOSED:
+            return
+        core = self._core
+        core._suspended.pop(frame[1], None)
+        frame[11] = CLOSED
+        self._inner = None
+        core._store(core._ring(), frame, _clock(), self._active_ns, None if error is None else type(error).__name__)
+
+
+class Scope:
+    """A span around a block."""
+
+    __slots__ = ("_attributes", "_frame", "_recorder", "_site")
+
+    def __init__(self, recorder: Core, site: Site, attributes: dict[Any, Any] | None = None) -> None:
+        self._recorder = recorder
+        self._site = site
+        self._attributes = attributes
+        self._frame: Frame | None = None
+
+    def __enter__(self) -> Scope:
+        if self._recorder.on and self._frame is None:
+            self._frame = self._recorder.open(self._site, self._attributes)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        frame, self._frame = self._frame, None
+        if frame is not None:
+            self._recorder.close(frame, error)
