@@ -24,7 +24,7 @@
 
 #define NODE_LIMIT 16384
 #define SMALLEST_RING 64
-#define ENDED_RINGS_KEPT 64
+#define ENDED_RINGS_KEPT 1000
 #define CHUNKS 60 /* of 64 histogram buckets: up to 2^63 ns, see tally.bucket */
 
 #if PY_VERSION_HEX < 0x030D0000
@@ -480,6 +480,24 @@ Ring_newest(Ring *self, PyObject *argument)
     return rows == NULL ? NULL : Py_BuildValue("(NKK)", rows, head, first > since ? first - since : 0);
 }
 
+/* The number of the first row that ended after a time: a ring's rows lie in the order of their ends. */
+static PyObject *
+Ring_first_after(Ring *self, PyObject *argument)
+{
+    long long after_ns = PyLong_AsLongLong(argument);
+    if (after_ns == -1 && PyErr_Occurred())
+        return NULL;
+    uint64_t low = self->head > self->capacity ? self->head - self->capacity : 0, high = self->head;
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2;
+        if (self->rows[middle & self->mask].end_ns > after_ns)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return PyLong_FromUnsignedLongLong(low);
+}
+
 static PyObject *
 Ring_copied_totals(Ring *self, PyObject *Py_UNUSED(none))
 {
@@ -488,6 +506,7 @@ Ring_copied_totals(Ring *self, PyObject *Py_UNUSED(none))
 
 static PyMethodDef Ring_methods[] = {
     {"newest", (PyCFunction)Ring_newest, METH_O, "Rows from a number on, the head, and how many came too late."},
+    {"first_after", (PyCFunction)Ring_first_after, METH_O, "The number of the first row that ended after a time."},
     {"copied_totals", (PyCFunction)Ring_copied_totals, METH_NOARGS, "Totals by node index, as tuples."},
     {NULL},
 };
@@ -543,14 +562,39 @@ free_rows(Core *core)
     return used < core->row_budget ? core->row_budget - used : 0;
 }
 
-/* Give up the rings of threads that have ended, oldest first; their totals stay. */
+/* A thread that has ended needs no room beyond the rows that it wrote. */
 static void
-retire(Core *core, Py_ssize_t keep)
+shrink(Ring *ring)
+{
+    uint64_t capacity = ring->capacity;
+    while (capacity > SMALLEST_RING && capacity / 2 >= ring->head)
+        capacity /= 2;
+    if (capacity == ring->capacity)
+        return;
+    row_t *rows = realloc(ring->rows, capacity * sizeof(row_t));
+    if (rows == NULL)
+        return;
+    ring->rows = rows;
+    ring->capacity = capacity;
+    ring->mask = capacity - 1;
+}
+
+/* Give up the rings of threads that have ended, oldest first, until a quarter of the budget is free and few enough
+ * are left; their totals stay. */
+static void
+retire(Core *core)
 {
     Py_ssize_t ended = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(core->rings); i++)
-        ended += ((Ring *)PyList_GET_ITEM(core->rings, i))->ended;
-    for (Py_ssize_t i = 0; ended > keep && i < PyList_GET_SIZE(core->rings);) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(core->rings); i++) {
+        Ring *ring = (Ring *)PyList_GET_ITEM(core->rings, i);
+        if (ring->ended) {
+            shrink(ring);
+            ended++;
+        }
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(core->rings);) {
+        if (ended <= ENDED_RINGS_KEPT && free_rows(core) >= core->row_budget / 4)
+            return;
         Ring *ring = (Ring *)PyList_GET_ITEM(core->rings, i);
         if (!ring->ended) {
             i++;
@@ -575,9 +619,7 @@ retire(Core *core, Py_ssize_t keep)
 static Ring *
 new_ring(Core *core)
 {
-    retire(core, ENDED_RINGS_KEPT);
-    if (free_rows(core) < core->row_budget / 4)
-        retire(core, 0);
+    retire(core);
     uint64_t quarter = free_rows(core) / 4, capacity = SMALLEST_RING;
     while (capacity * 2 <= quarter)
         capacity *= 2;

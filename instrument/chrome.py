@@ -254,7 +254,9 @@ def _metadata(trace: Trace, base_ns: int, sites: _Sites, tally: Tally | None, ar
         "cost": trace.cost and _facts(trace.cost),
         "arrows_left_out": arrows_left_out,
     }
-    return _encode(facts)[:-1] + ',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}'
+    text = _encode(facts)[:-1] + ',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}'
+    # JSON allows DEL as it is, but Perfetto 52 and 55 refuse a file that has it outside of the events.
+    return text.replace("\x7f", "\\u007f")
 
 
 def _tally_text(tally: Tally, base_ns: int, sites: _Sites) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from instrument.errors import InstrumentError, ProfileError
+from instrument.probes.scopes import OFF
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, Profile, load
 
 
@@ -24,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, host = _split(parser, given)
     try:
         code: int = options.verb(options, host)
+        sys.stdout.flush()
     except ProfileError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
@@ -47,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = verbs.add_parser(
         "run",
+        allow_abbrev=False,
         help="run a Python service under a profile",
         usage="instrument run [--profile P] -- script.py [argument ...] | -m module [argument ...]",
         description="The service runs as it would under `python`, with its own exit code and signals. Child processes "
@@ -69,13 +73,22 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--state", choices=STATES, default="All")
     report.add_argument("--sorted-by", choices=SORT_KEYS, default="default")
     report.add_argument("--threads", choices=("both", "merged", "apart"), default="both")
-    report.add_argument("--rows", type=int, metavar="N", help="the N heaviest rows of each block (default: all)")
+    report.add_argument("--rows", type=_count, metavar="N", help="the N heaviest rows of each block (default: all)")
     report.set_defaults(verb=_report, takes_host=False)
     return parser
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 1 or more")
+    return int(text)
+
+
 def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and the host's command line, which begins after `--` or at the first word that is not ours."""
+    """Our own options, and the host's command line.
+
+    That begins after `--`, at `-m` or `-c`, or at the first word that is no option.
+    """
     if given[:1] != ["run"]:
         return parser.parse_args(given), []
     own, host = given, []
@@ -88,8 +101,8 @@ def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.
         if word == "--profile":
             i += 2
             continue
-        if word in ("-h", "--help") or word.startswith("--profile="):
-            i += 1
+        if word == "-h" or word.startswith("--"):
+            i += 1  # ours, or a mistake for the parser to name
             continue
         own, host = given[:i], given[i:]
         break
@@ -103,15 +116,14 @@ def _run(options: argparse.Namespace, host: list[str]) -> int:
     wanted = options.profile or os.environ.get("INSTRUMENT_PROFILE")
     if not wanted:
         raise ProfileError(["instrument run: no profile; give --profile P or set INSTRUMENT_PROFILE"])
-    if not host or host == ["-m"]:
+    if not host or host in (["-m"], ["-c"]):
         raise InstrumentError("run: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
-    profile = load(wanted)  # a broken profile ends here, not in the service
-    if profile.export.otlp is not None and profile.export.otlp.protocol == "grpc":
-        from instrument import otlp
-
-        otlp.require_grpc()
-    if host[0] != "-m" and not host[0].startswith("-") and not Path(host[0]).exists():
-        raise InstrumentError(f"run: asked to run {host[0]!r}, found no such file in {Path.cwd()}")
+    if not OFF:
+        _refuse_what_cannot_work(load(wanted), host)  # a broken profile ends here, not in the service
+    if not host[0].startswith("-") and not Path(host[0]).exists():
+        raise InstrumentError(
+            f"run: asked to run {host[0]!r}, found no such file in {Path.cwd()}; a module is run with -- -m {host[0]}"
+        )
     environ = dict(os.environ)
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(wanted)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
@@ -123,11 +135,34 @@ def _run(options: argparse.Namespace, host: list[str]) -> int:
     os.execve(sys.executable, [sys.executable, *_interpreter_flags(), *host], environ)  # noqa: S606 - no shell wanted
 
 
+def _refuse_what_cannot_work(profile: Profile, host: list[str]) -> None:
+    if profile.export.otlp is not None and profile.export.otlp.protocol == "grpc":
+        from instrument import otlp
+
+        otlp.require_grpc()
+    words = iter(host)
+    for word in words:
+        found = re.match(r"-(?=[A-Za-z])(\w*?)([WXmc]|$)(.*)", word)
+        if found is None:
+            break
+        letters, last, rest = found.groups()
+        if set(letters) & set("IES"):
+            raise InstrumentError(
+                f"run: found {word} before the script; with -I, -E or -S Python does not load what starts the session. "
+                "Leave it out, or call instrument.start() in the service"
+            )
+        if last in ("m", "c"):
+            break
+        if last and not rest:
+            next(words, None)  # what -W or -X means
+
+
 def _interpreter_flags() -> list[str]:
     """The options that this interpreter was started with and that matter to the host."""
     flags = [f"-W{option}" for option in sys.warnoptions]
     flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
-    for letter, value in (("B", sys.dont_write_bytecode), ("u", False), ("O", sys.flags.optimize)):
+    safe_path = getattr(sys.flags, "safe_path", False)
+    for letter, value in (("B", sys.dont_write_bytecode), ("O", sys.flags.optimize), ("P", safe_path)):
         flags += [f"-{letter}"] * int(value)
     return flags
 
@@ -148,7 +183,9 @@ def _check(options: argparse.Namespace, host: list[str]) -> int:
         print(f"  {verdict}")
     missed = [verdict for verdict in verdicts if verdict.state == "nothing" or _never_imported(verdict, profile)]
     for verdict in missed:
-        print(f"{profile.source}: {verdict}", file=sys.stderr)
+        waits = verdict.state == "waiting"
+        hint = "; name modules of it to import: instrument check P module ..." if waits else ""
+        print(f"{profile.source}: {verdict}{hint}", file=sys.stderr)
     return 2 if missed else 0
 
 

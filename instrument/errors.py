@@ -1,7 +1,7 @@
 """The errors that `instrument` raises, and the count of its own faults that it does not raise.
 
 Loud at the edges, silent and counted in between: `start`, `check`, `stop`, the export verbs and bad files raise
-an `InstrumentError`; a fault of ours on the service's own path goes to `note_fault`, which never raises there.
+an `InstrumentError`; a fault of ours on the service's own path goes to `FAULTS.note`, which never raises there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Faults:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may come in while its thread holds it
         self._counts: dict[str, int] = {}
 
     def note(self, place: str, fault: BaseException) -> None:
@@ -66,11 +66,14 @@ class Faults:
         if "PYTEST_CURRENT_TEST" in os.environ:
             raise fault
         if first:
-            logger.warning(
-                "a fault of instrument itself in the %s; the service is not affected, later ones are only counted",
-                place,
-                exc_info=fault,
-            )
+            try:
+                logger.warning(
+                    "a fault of instrument itself in the %s; the service is not affected, later ones are only counted",
+                    place,
+                    exc_info=fault,
+                )
+            except Exception:
+                pass  # a log handler of the service that raises; the fault stands in the summary
 
     def counts(self) -> Mapping[str, int]:
         """How many faults each place has had so far."""
@@ -79,7 +82,7 @@ class Faults:
 
     def clear(self) -> None:
         """Forget all counts (tests, and a forked child)."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._counts = {}
 
 

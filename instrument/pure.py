@@ -69,7 +69,7 @@ def task_probe() -> int:
 
 def _task_id() -> int:
     found = task_probe()
-    return 0 if found < 0 else found
+    return max(found, 0)
 
 
 class Core:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import pure, wrapping
@@ -21,12 +21,19 @@ from instrument.ring import Cursor, Row, self_ns
 from instrument.spans import KINDS, AttributeValue, RemoteParent, Site, Span
 from instrument.tally import OVERFLOW, Node, Tally, Totals
 
-_recorder: ModuleType | None = None
-if os.environ.get("INSTRUMENT_PURE", "").strip().lower() not in {"1", "true", "yes", "on"}:
+
+def _load_native() -> Any:
+    """The native module, or None: built without a compiler, or not wanted. Slower then, the same answers."""
+    if os.environ.get("INSTRUMENT_PURE", "").strip().lower() in {"1", "true", "yes", "on"}:
+        return None
     try:
-        from instrument import _recorder  # type: ignore[attr-defined,no-redef]
+        from instrument import _recorder
     except ImportError:
-        pass  # built without a compiler: slower, the same answers
+        return None
+    return _recorder
+
+
+_native = _load_native()
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,7 +51,7 @@ class _Recording:
         node_limit: int
         node_count: int
         ended_rows: int
-        irregular: dict[str, int]
+        irregular: Any
         remote_parent: Callable[[], RemoteParent | None] | None
 
         def open(self, site: Site, attributes: Any = None, state: int = 1, /) -> Any: ...
@@ -198,7 +205,7 @@ class _Recording:
         last = time.monotonic_ns() if end_ns is None else end_ns
         found: dict[int, Span] = {}
         for ring in self.rings():
-            for row in ring.newest(0)[0]:
+            for row in ring.newest(ring.first_after(start_ns))[0]:
                 if row[6] > start_ns and row[5] < last:
                     span = found[row[1]] = self.span(row, ring.thread_id)
                     if row[5] < start_ns or row[6] > last:
@@ -230,7 +237,8 @@ class _Recording:
     @property
     def calls(self) -> int:
         """Spans finished since the start, cheap to read."""
-        return sum(ring.head for ring in self.rings()) + self.ended_rows
+        total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
+        return total
 
     # ---------------------------------------------------------------- life
 
@@ -311,35 +319,33 @@ class PureScope(Scope, pure.Scope):
     __slots__ = ()
 
 
-Recorder: Any = PureRecorder
+if TYPE_CHECKING or _native is None:
+    Recorder = PureRecorder
+else:
 
-if _recorder is not None:
-
-    class NativeRecorder(_Recording, _recorder.Core):  # type: ignore[misc,name-defined]
+    class Recorder(_Recording, _native.Core):
         """The recorder with its hot path in C; otherwise as `PureRecorder`."""
 
         native = True
 
         def __init__(self, ring_bytes: int = 64 << 20) -> None:
-            _recorder.Core.__init__(self, ring_bytes, OVERFLOW, RemoteParent, pure.task_probe, _thread_name)
+            _native.Core.__init__(self, ring_bytes, OVERFLOW, RemoteParent, pure.task_probe, _thread_name)
             self._begin()
             self.scope_type = NativeScope
 
         def make_function(self, function: Callable[..., Any], site: Site) -> Any:
-            return _recorder.Function(self, function, site)
+            return _native.Function(self, function, site)
 
         def stretch(self, site: Site) -> Any:
-            return _recorder.Stretch(self, site)
+            return _native.Stretch(self, site)
 
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
             if site.kind == "user" and not site.device and site is not OVERFLOW:
                 self.user_sites[site.name] = site
             return NativeScope(self, site, attributes)
 
-    class NativeScope(Scope, _recorder.Scope):  # type: ignore[misc,name-defined]
+    class NativeScope(Scope, _native.Scope):
         __slots__ = ()
-
-    Recorder = NativeRecorder
 
 
 def measure_cost_ns(calls: int = 2_000, rounds: int = 5) -> float:

@@ -26,7 +26,7 @@ ROW_BYTES = 340
 
 SMALLEST_RING = 64
 FOLD_ROWS = 4096
-ENDED_RINGS_KEPT = 64
+ENDED_RINGS_KEPT = 1000
 
 
 class Ring:
@@ -61,6 +61,25 @@ class Ring:
         copy = self.rows[:]
         first = min(max(since, self.head - self.capacity), head)
         return [copy[i & self.mask] for i in range(first, head)], head, first - since
+
+    def shrink(self) -> None:
+        """A thread that has ended needs no room beyond the rows that it wrote."""
+        with self.lock:
+            while self.capacity > SMALLEST_RING and self.capacity // 2 >= self.head:
+                self.capacity //= 2
+            self.mask = self.capacity - 1
+            del self.rows[self.capacity :]
+
+    def first_after(self, after_ns: int) -> int:
+        """The number of the first row that ended after a time: a ring's rows lie in the order of their ends."""
+        low, high = max(self.head - self.capacity, 0), self.head
+        while low < high:
+            middle = (low + high) // 2
+            if self.rows[middle & self.mask][6] > after_ns:
+                high = middle
+            else:
+                low = middle + 1
+        return low
 
     def fold(self, nodes: list[Node]) -> None:
         """Bring the totals up to the head.
@@ -167,9 +186,7 @@ class Rings:
         thread_id = threading.get_native_id()
         name = self._thread_name()
         with self._lock:
-            self._retire(keep=ENDED_RINGS_KEPT)
-            if self._free() < self._budget // 4:
-                self._retire(keep=0)
+            self._retire()
             quarter = max(self._free() // 4, SMALLEST_RING)
             ring = Ring(1 << (quarter.bit_length() - 1), thread_id, name, self._nodes)
             self._rings.append(ring)
@@ -180,10 +197,16 @@ class Rings:
     def _free(self) -> int:
         return self._budget - sum(ring.capacity for ring in self._rings)
 
-    def _retire(self, keep: int) -> None:
-        """Give up the rings of threads that have ended, oldest first, after taking over their totals."""
+    def _retire(self) -> None:
+        """Give up the rings of threads that have ended, oldest first, until a quarter is free and few enough are left.
+
+        Their totals are taken over.
+        """
         ended = [ring for ring in self._rings if ring.ended]
-        for ring in ended[: max(len(ended) - keep, 0)]:
+        for ring in ended:
+            ring.shrink()
+        while ended and (len(ended) > ENDED_RINGS_KEPT or self._free() < self._budget // 4):
+            ring = ended.pop(0)
             for index, totals in ring.copied_totals().items():
                 self.ended_totals.setdefault(index, Totals()).merge(totals)
             self.ended_rows += ring.head

@@ -4,8 +4,12 @@ The rules are those that Perfetto 52 and 55 were seen to follow, so that a run o
 slices they drop, which arrows vanish, which values they misread. `problems` is empty for a file that shows whole.
 """
 
+from __future__ import annotations
+
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
 
 DEEPEST = 512
 LANES = 1 << 32
@@ -13,13 +17,13 @@ PRECISE_US = 4.5e12
 SLICES = "XBbni"
 
 
-def problems(document: dict) -> list[str]:
+def problems(document: dict[str, Any]) -> list[str]:
     """Sentences on all that viewers would drop, refuse or misread."""
     events = document.get("traceEvents")
     if not isinstance(events, list):
         return ["traceEvents is no list: the file is refused"]
     found = [f"the file: {fault}" for fault in _bad_values(document)]
-    lanes, marks, tracks, flows, binds = (defaultdict(list) for _ in range(5))
+    lanes, marks, tracks, flows, binds = (defaultdict[Any, list[Any]](list) for _ in range(5))
     for index, event in enumerate(events):
         if not isinstance(event, dict):
             found.append(f"event {index} is no object: the file is refused")
@@ -58,26 +62,26 @@ def problems(document: dict) -> list[str]:
     return found
 
 
-def slices(document: dict) -> int:
+def slices(document: dict[str, Any]) -> int:
     """How many slices a viewer must show."""
     return sum(event.get("ph") in SLICES for event in document["traceEvents"])
 
 
-def arrows(document: dict) -> int:
+def arrows(document: dict[str, Any]) -> int:
     """How many arrows a viewer must show."""
     return sum(event.get("ph") in ("t", "f") or bool(event.get("flow_in")) for event in document["traceEvents"])
 
 
 def _ns(time_us: float) -> int:
     """Microseconds as Perfetto turns them into nanoseconds."""
-    return time_us * 1000 if isinstance(time_us, int) else math.floor(time_us * 1000 + 0.5)
+    return round(time_us * 1000) if isinstance(time_us, int) else math.floor(time_us * 1000 + 0.5)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
-def _bad_values(value: object, within_args: bool = False):
+def _bad_values(value: object, within_args: bool = False) -> Iterator[str]:
     """Values anywhere in the file that JSON, UTF-8 or int64 does not have."""
     if isinstance(value, dict):
         for key, item in value.items():
@@ -94,7 +98,7 @@ def _bad_values(value: object, within_args: bool = False):
         yield f"the argument {value} is beyond int64: shown as 0.0"
 
 
-def _bad_event(event: dict):
+def _bad_event(event: dict[str, Any]) -> Iterator[str]:
     """What is wrong with an event by itself."""
     phase = event.get("ph")
     if phase not in tuple("XBEbneistfCM"):
@@ -136,7 +140,7 @@ def _bad_event(event: dict):
         yield "a counter needs numbers"
 
 
-def _bad_name(event: dict):
+def _bad_name(event: dict[str, Any]) -> Iterator[str]:
     """What is wrong with a metadata event."""
     wanted = {"name": str, "labels": str, "sort_index": int}
     key = str(event.get("name")).removeprefix("process_").removeprefix("thread_")
@@ -146,13 +150,13 @@ def _bad_name(event: dict):
         yield "a thread's metadata without its tid; tid 0 is folded into the main thread"
 
 
-def _track(event: dict) -> tuple:
+def _track(event: dict[str, Any]) -> tuple[object, ...]:
     """What the async events of one track share. `id` by itself is shared by all processes."""
     local = (event.get("id2") or {}).get("local")
     return (event.get("cat"), event.get("id"), None) if local is None else (event.get("cat"), local, event.get("pid"))
 
 
-def _crossings(slices: list):
+def _crossings(slices: list[tuple[int, int, int]]) -> Iterator[str]:
     """Complete events that are dropped because they cross another, and those that lie too deep."""
     open_ends: list[int] = []
     for start, end, index in sorted(slices, key=lambda s: (s[0], -s[1])):
@@ -166,7 +170,7 @@ def _crossings(slices: list):
             yield f"event {index} lies in {len(open_ends) - 1} others: drawn at the top"
 
 
-def _stack_faults(marks: list):
+def _stack_faults(marks: list[tuple[int, int, bool, Any]]) -> Iterator[str]:
     """Begins and ends that do not pair like a stack."""
     opened: list[tuple[int, object]] = []
     for start, index, is_begin, name in sorted(marks, key=lambda m: (m[0], m[1])):
@@ -184,7 +188,7 @@ def _stack_faults(marks: list):
         yield f"event {index} {name!r:.40} never ends"
 
 
-def _flow_faults(ends: list, lanes: dict):
+def _flow_faults(ends: list[Any], lanes: dict[Any, Any]) -> Iterator[str]:
     """Arrows that vanish, or begin elsewhere than meant."""
     starts = [start for start, _, event in ends if event["ph"] == "s"]
     if len(starts) != 1:
@@ -198,12 +202,12 @@ def _flow_faults(ends: list, lanes: dict):
             yield f"event {index} lies in no slice: no arrow"
 
 
-def _bind_faults(bind_id: str, ends: list, has_flows: bool):
+def _bind_faults(bind_id: str, ends: list[Any], has_flows: bool) -> Iterator[str]:
     """Tied slices that get no arrow."""
     if has_flows and bind_id.startswith("0x") and int(bind_id, 16) < LANES:
         yield "so small a bind id is also the number of another arrow"
     outs = [rank for rank, _, is_out in ends if is_out]
-    if Counter(is_out for _, _, is_out in ends)[True] != 1:
+    if len(outs) != 1:
         yield f"{len(outs)} slices start it"
     if not any(is_in for _, is_in, _ in ends):
         yield "nothing ends it"

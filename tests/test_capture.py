@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from trees import outline, tree_of
 
 from instrument.capture import Trees
 from instrument.profile import Capture, Rate
-from instrument.recorder import Recorder
 from instrument.spans import RemoteParent, Site, Span
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")

@@ -668,7 +668,7 @@ def test_bad_files_are_trace_errors_that_name_the_file(tmp_path: Path, name: str
     assert len(str(caught.value)) < 400
 
 
-JUNK = [None, True, -1, 1.5, 2**63, 10**400, 1e308, "", "0x5", "\ud800", [], [[]], {}, {"name": 5}]
+JUNK: list[Any] = [None, True, -1, 1.5, 2**63, 10**400, 1e308, "", "0x5", "\ud800", [], [[]], {}, {"name": 5}]
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -823,6 +823,7 @@ def test_names_stay_data_in_viewers_and_files(tmp_path: Path) -> None:
     spans = [span(i, i, i + 1, site=Site(name)) for i, name in enumerate(HOSTILE, start=1)]
     found = dumped(tmp_path, *spans)
     assert [event["name"] for event in slices(found)] == HOSTILE
+    assert "\x7f" not in (tmp_path / "trace.json").read_text().partition('"traceEvents"')[0]
     assert [one.site.name for one in chrome.load(tmp_path / "trace.json")[0].spans] == HOSTILE
 
 

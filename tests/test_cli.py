@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
@@ -72,6 +73,131 @@ def test_run_is_the_host_with_a_summary_and_a_trace_beside_it(folder: Path) -> N
     trace, _ = chrome.load(path)
     assert [span.site.name for span in trace.spans] == ["step"]
     assert f"Chrome trace: {path}" in done.stderr
+
+
+SHOW = "import sys, work; work.step(1); print(sys.argv, sys.path[0], sys.flags, sys.warnoptions, __name__)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "host", "stdin"),
+    [
+        ([], ["-c", SHOW, "-I"], None),
+        ([], ["-", "-I"], SHOW),
+        ([], ["-O", "-Xutf8", "main.py", "-I"], None),
+        (["-O", "-X", "utf8", "-W", "error", "-B"], ["main.py"], None),
+        *([(["-P"], ["-m", "main"], None)] if sys.version_info >= (3, 11) else []),
+    ],
+)
+def test_the_host_gets_its_own_arguments_and_the_flags_of_our_interpreter(
+    folder: Path, flags: list[str], host: list[str], stdin: str | None
+) -> None:
+    write(folder / "main.py", SHOW)
+    environ = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, *flags]
+    options: Any = {"input": stdin, "capture_output": True, "text": True, "env": environ, "check": False}
+    plain = subprocess.run([*command, *host], **options)
+    done = subprocess.run([*command, "-m", "instrument", "run", "--profile", "profile.yaml", "--", *host], **options)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    assert len(traces()) == 1
+
+
+def test_files_go_below_the_folder_in_which_the_host_was_started(folder: Path) -> None:
+    write(folder / "main.py", "import os, work\nos.mkdir('elsewhere')\nos.chdir('elsewhere')\nwork.step(1)")
+    done = run("run", "--profile", "profile.yaml", "--", "main.py")
+    (path,) = traces()
+    assert f"Chrome trace: {folder / path}" in done.stderr
+    assert not list((folder / "elsewhere").iterdir())
+
+
+def test_a_parent_that_does_not_read_our_summary_does_not_make_the_host_hang(folder: Path) -> None:
+    calls = "; ".join(f"work.step{i}(1)" for i in range(60))
+    write(folder / "work.py", "\n".join(f"def step{i}(x): return x" for i in range(60)))
+    write(folder / "all.yaml", 'functions: [{match: "work:*"}]\nexport: {summary: {to: stderr, rows: 100}}')
+    write(folder / "main.py", f"import work, instrument.profiler as p\np.EXIT_LIMIT_NS = 10**9\n{calls}")
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    host = subprocess.Popen([*INSTRUMENT, "run", "--profile", "all.yaml", "--", "main.py"], stderr=writer)
+    os.close(writer)
+    try:
+        assert host.wait(timeout=30) == 0
+        assert b"Profiling Report" in os.read(reader, 4096)
+    finally:
+        host.kill()
+        host.wait()
+        os.close(reader)
+
+
+def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(folder: Path) -> None:
+    write(
+        folder / "main.py",
+        """
+        import os, signal, sys, time
+        from instrument import chrome, profiler
+        from work import step
+
+        real = chrome.dump
+
+        def slow(*arguments):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+            return real(*arguments)
+
+        step(1)
+        if "locked" in sys.argv:
+            with profiler.session()._alone():
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.1)
+            time.sleep(30)
+        chrome.dump = slow
+        """,
+    )
+    for arguments in ([], ["locked"]):
+        started = time.monotonic()
+        done = run("run", "--profile", "profile.yaml", "--", "main.py", *arguments)
+        assert (done.returncode, "Profiling Report" in done.stderr) == (-signal.SIGTERM, True), done.stderr
+        assert time.monotonic() - started < 8
+    assert len(traces()) == 2
+
+
+def test_an_exit_waits_for_a_stop_that_a_daemon_thread_has_begun(folder: Path) -> None:
+    write(
+        folder / "main.py",
+        """
+        import threading, time
+        import instrument
+        from instrument import chrome
+        from work import step
+
+        real = chrome.dump
+        begun = threading.Event()
+
+        def slow(*arguments):
+            begun.set()
+            time.sleep(0.5)
+            return real(*arguments)
+
+        chrome.dump = slow
+        step(1)
+        threading.Thread(target=instrument.stop, daemon=True).start()
+        begun.wait()
+        """,
+    )
+    done = run("run", "--profile", "profile.yaml", "--", "main.py")
+    assert (done.returncode, "Profiling Report" in done.stderr) == (0, True)
+    assert len(traces()) == 1
+
+
+def test_stop_gives_the_signal_back(folder: Path) -> None:
+    write(folder / "main.py", "import instrument, signal; instrument.stop(); print(signal.getsignal(signal.SIGTERM))")
+    assert run("run", "--profile", "profile.yaml", "--", "main.py").stdout.strip() in ("0", "Handlers.SIG_DFL")
+
+
+def test_an_import_that_fails_shows_the_traceback_of_the_plain_host(folder: Path) -> None:
+    write(folder / "work.py", "1 / 0")
+    write(folder / "main.py", "import work")
+    plain = subprocess.run([sys.executable, "main.py"], capture_output=True, text=True, check=False)
+    done = run("run", "--profile", "profile.yaml", "--", "main.py")
+    assert done.stderr.startswith(plain.stderr)
 
 
 def test_run_with_a_module_and_with_the_profile_from_the_environment(folder: Path) -> None:
@@ -190,8 +316,9 @@ def test_the_sitecustomize_of_the_host_still_runs(folder: Path) -> None:
     assert len(traces()) == 1
 
 
-def test_off_by_environment_runs_the_host_and_writes_nothing(folder: Path) -> None:
+def test_off_by_environment_runs_the_host_even_with_a_bad_profile_and_writes_nothing(folder: Path) -> None:
     write(folder / "main.py", MAIN)
+    write(folder / "profile.yaml", "servce: x")
     done = run("run", "--profile", "profile.yaml", "--", "main.py", env={**os.environ, "INSTRUMENT": "off"})
     assert (done.returncode, done.stderr) == (0, "")
     assert traces() == []
@@ -241,6 +368,13 @@ def test_check_shows_what_each_rule_matches_and_fails_on_one_that_matches_nothin
         (["run", "--", "main.py"], "give --profile P or set INSTRUMENT_PROFILE"),
         (["run", "--profile", "profile.yaml"], "nothing to run"),
         (["run", "--profile", "profile.yaml", "--", "absent.py"], "found no such file"),
+        (["run", "--profile", "profile.yaml", "--", "uvicorn", "app:app"], "a module is run with -- -m uvicorn"),
+        (["run", "--profil", "profile.yaml", "--", "main.py"], "unrecognized arguments: --profil"),
+        (["run", "--profile", "profile.yaml", "--", "-X", "utf8", "-OI", "main.py"], "found -OI before the script"),
+        (["run", "--profile", "profile.yaml", "--", "-Em", "work"], "does not load what starts the session"),
+        (["check", "exit.yaml"], "exiting_module fails to import: SystemExit: 0"),
+        (["check", "wild.yaml"], "wo*:step: waiting (wo* not imported); name modules of it to import"),
+        (["report", "empty.json", "--rows", "0"], "found '0'; allowed: 1 or more"),
         (["report", "missing.json"], "missing.json"),
         (["report", "empty.json"], "empty.json"),
         (["report", "text.json"], "text.json"),
@@ -256,6 +390,9 @@ def test_bad_input_is_one_clear_error_exit_code_2_and_no_traceback(
     (folder / "broken.yaml").write_text("functions: [")
     (folder / "import.yaml").write_text('functions: [{match: "broken_module:f"}]')
     (folder / "broken_module.py").write_text("raise RuntimeError('boom')")
+    (folder / "exit.yaml").write_text('functions: [{match: "exiting_module:f"}]')
+    (folder / "exiting_module.py").write_text("raise SystemExit(0)")
+    (folder / "wild.yaml").write_text('functions: [{match: "wo*:step"}]')
     (folder / "empty.json").write_text("")
     (folder / "text.json").write_text("hello")
     whole = json.dumps({"traceEvents": [{"name": "x", "ph": "X", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]})

@@ -14,7 +14,8 @@ from trees import outline, tree
 
 torch = pytest.importorskip("torch")
 
-from instrument.probes.layers import Layers  # noqa: E402 - after the skip
+from instrument.errors import FAULTS  # noqa: E402 - after the skip
+from instrument.probes.layers import VAIN_WALKS, Layers  # noqa: E402
 from instrument.profile import LayerRule  # noqa: E402
 from instrument.recorder import Recorder  # noqa: E402
 
@@ -220,6 +221,39 @@ def test_a_module_that_has_gone_gives_its_identity_back(recorder: Recorder, atta
     assert not layers._sites
     assert not layers._paths._places
     assert len(recorder.spans()) == 50
+
+
+def test_layers_made_anew_in_every_call_share_a_site_and_do_not_walk_the_heap_each_time(
+    recorder: Recorder, attached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = attached(LayerRule(types=("Softmax",)), LayerRule(match=("no.such.*",), types=("ReLU",)))
+    walks: list[None] = []
+    walk = layers._paths.walk_heap
+    monkeypatch.setattr(layers._paths, "walk_heap", lambda: (walks.append(None), walk())[1])
+    for _ in range(200):
+        nn.Softmax(dim=0)(torch.zeros(2))
+        nn.ReLU()(torch.zeros(2))
+    assert 2 * VAIN_WALKS <= len(walks) < 20
+    assert layers.hits == [1, 0]
+    assert len({span.site for span in recorder.spans()}) == 1
+    assert len(recorder.spans()) == 200
+
+
+def test_a_fault_of_ours_does_not_reach_the_definition_of_a_class(
+    attached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cls: type[Any]) -> None:
+        raise RuntimeError("ours")
+
+    layers = attached(LayerRule(types=("Odd",)))
+    monkeypatch.setattr(layers, "_patch", fail)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+
+    class Odd(nn.Module):
+        pass
+
+    assert FAULTS.counts() == {"definition of a layer class": 1}
+    FAULTS.clear()
 
 
 def test_switched_off_layers_record_nothing(recorder: Recorder, attached: Any) -> None:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
-from instrument import chrome  # noqa: E402 - after the skips
-from instrument.spans import Span, Trace  # noqa: E402
+from instrument import chrome
+from instrument.spans import Span, Trace
 
 ROOT = Path(__file__).parent.parent
 REQUESTS = 60
@@ -59,7 +59,7 @@ def demonstrate(folder: Path, options: list[str], command: list[str], **environm
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The bare service first, then the same under `instrument run`: equal answers, byte for byte, or `demo` fails."""
     folder = tmp_path_factory.mktemp("main_job")
     demonstrate(folder, ["--save", "answers.json"], [])
@@ -74,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         )
         received = {span.span_id: span for span in collector.spans()}
     (path,) = (folder / "traces").iterdir()
-    yield Run(path, chrome.load(path)[0], received, stderr)
+    return Run(path, chrome.load(path)[0], received, stderr)
 
 
 def test_every_request_sent_arrives_as_one_request_span(run: Run) -> None:

@@ -39,9 +39,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 from otlp_receiver import Receiver, free_port, receiver
 
-from instrument import otlp
 from instrument.errors import FAULTS, ExportError
-from instrument.otlp import Delivery, Exporter, Ids, current_parent
+from instrument.otlp import Delivery, Exporter, current_parent, packing, senders
+from instrument.otlp.exporter import REQUEST_BYTES
+from instrument.otlp.packing import Ids
 from instrument.profile import Otlp
 from instrument.spans import DeviceInterval, Origin, RemoteParent, Site, Span
 
@@ -71,7 +72,7 @@ def tree(spans: int, first_id: int = 1, site: Site = SITE, **facts: Any) -> list
 
 def decoded(spans: Sequence[Span], ids: Ids) -> list[trace_pb2.Span]:
     """The packed spans as the official messages read them."""
-    request = ExportTraceServiceRequest.FromString(otlp.request_of(b"", otlp.pack(spans, ids, ORIGIN, THREADS)))
+    request = ExportTraceServiceRequest.FromString(packing.request_of(b"", packing.pack(spans, ids, ORIGIN, THREADS)))
     (of_resource,) = request.resource_spans
     (of_scope,) = of_resource.scope_spans
     assert of_scope.scope.name == "instrument"
@@ -234,7 +235,7 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
 def test_what_goes_by_grpc_is_what_goes_by_http(spans: list[Span]) -> None:
     by_http, by_grpc = Ids(), Ids()
     by_grpc._seed, by_grpc._trace_seeds = by_http._seed, by_http._trace_seeds
-    sender = otlp._Grpc(Otlp("http://127.0.0.1:1", "grpc"))
+    sender = senders.Grpc(Otlp("http://127.0.0.1:1", "grpc"))
     sender.speak_for({"service.name": "chat"})
     official = encode_spans(list(sender.encode(spans, by_grpc, ORIGIN, THREADS)))
     messages = decoded(spans, by_http)
@@ -372,13 +373,13 @@ def test_two_processes_share_no_ids() -> None:
 def test_a_partial_success_is_read_as_the_official_message_wrote_it(rejected: int, message: str) -> None:
     partial = ExportTracePartialSuccess(rejected_spans=rejected, error_message=message)
     answer = ExportTraceServiceResponse(partial_success=partial).SerializeToString()
-    assert otlp._partial_success(answer) == (max(0, rejected), message)
+    assert senders.partial_success(answer) == (max(0, rejected), message)
 
 
 @given(st.binary(max_size=40))
 @settings(deadline=None)
 def test_an_answer_that_is_no_message_breaks_nothing(answer: bytes) -> None:
-    rejected, message = otlp._partial_success(answer)
+    rejected, message = senders.partial_success(answer)
     assert rejected >= 0
     assert isinstance(message, str)
 
@@ -782,7 +783,7 @@ def test_a_collector_that_rejects_more_than_it_got_changes_no_sum() -> None:
 
 
 def test_after_a_refused_size_later_requests_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "_LEAST_REQUEST_BYTES", 100)
+    monkeypatch.setattr("instrument.otlp.exporter.LEAST_REQUEST_BYTES", 100)
     with collecting(at_most(100)) as server, exporting(server.settings) as exporter:
         exporter.offer(tree(150))
         assert exporter.flush(2 * SECOND).complete
@@ -821,8 +822,8 @@ def test_a_request_keeps_within_both_limits() -> None:
             exporter.offer(tree(40, 20_000, attributes={"text": "x" * 50_000}))
             assert exporter.flush(5 * SECOND).complete
     assert sum(spans for spans, _ in sizes) == 9_040
-    assert max(spans for spans, _ in sizes) <= otlp.REQUEST_SPANS
-    assert max(size for _, size in sizes) <= otlp.REQUEST_BYTES + 2_048  # the resource and the scope
+    assert max(spans for spans, _ in sizes) <= senders.Http.request_spans
+    assert max(size for _, size in sizes) <= REQUEST_BYTES + 2_048  # the resource and the scope
     assert len(sizes) < 12
 
 
@@ -970,7 +971,7 @@ def test_after_stop_offers_count_as_dropped_until_the_next_start() -> None:
 
 
 def test_a_full_queue_drops_the_oldest_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "QUEUE_SPANS", 100)
+    monkeypatch.setattr("instrument.otlp.exporter.QUEUE_SPANS", 100)
     exporter = Exporter(Otlp(), ORIGIN, dict)
     for number in range(30):
         assert exporter.offer(tree(10, 1 + number * 10, Site(f"tree {number}")))
@@ -1046,7 +1047,7 @@ def test_a_fault_of_ours_fails_what_is_under_way_and_not_the_thread(monkeypatch:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     with collecting(take) as server, exporting(server.settings) as exporter:
         with monkeypatch.context() as patch:
-            patch.setattr(otlp.zlib, "compressobj", None)
+            patch.setattr(senders.zlib, "compressobj", None)
             exporter.offer(tree(2))
             assert exporter.flush(2 * SECOND).failed == 2
         exporter.offer(tree(2, 10))

@@ -5,23 +5,27 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import stat
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import chrome_rules
 import pytest
+from otlp_receiver import receiver
 from trees import outline, tree_of
 
 import instrument
 from instrument import StateError, chrome, profiled, scope
 from instrument.errors import ProfileError
 from instrument.profile import Schedule, loads
-from instrument.profiler import Session, _Windows
+from instrument.profiler import COMPLAINTS_KEPT, Session, _Windows
 from instrument.recorder import RECORDER
 
 
@@ -197,6 +201,98 @@ def test_old_trace_files_go_when_the_disk_limit_is_reached(tmp_path: Path) -> No
     assert losses["trace files removed to stay within limits.disk"] == 2
 
 
+def test_trace_files_of_other_processes_count_too_and_what_is_not_ours_stays() -> None:
+    Path("traces").mkdir()
+    for age, name in enumerate(
+        ["shop-77-0.json", "shop-78-12.json", "mine.json", "shop-x-0.json", "shop-79-0.json.gz"]
+    ):
+        Path("traces", name).write_text("x" * 10_000)
+        os.utime(Path("traces", name), (1_000_000 - age, 1_000_000 - age))
+    begin("limits: {disk: 18kB}\n" + CHROME)
+    request()
+    instrument.stop()
+    left = {path.name for path in Path("traces").iterdir()}
+    assert left == {"shop-77-0.json", "mine.json", "shop-x-0.json", "shop-79-0.json.gz", f"shop-{os.getpid()}-0.json"}
+
+
+def test_a_session_that_complains_for_weeks_keeps_the_newest_complaints() -> None:
+    Path("blocked").write_text("a file where a folder should be")
+    session = begin("schedule: {record: 1}\nexport: {chrome: {path: 'blocked/{window}.json'}}")
+    request(30)
+    session.flush()
+    notes = [note for note in session.notes() if "blocked" in note]
+    assert 0 < len(notes) <= COMPLAINTS_KEPT
+    assert "29.json" in notes[-1]
+
+
+def test_capture_loses_nothing_where_nothing_is_sent() -> None:
+    session = begin("capture: {errors: true, limit: 1/min}\nlimits: {spans_per_request: 1}\n" + CHROME)
+    for _ in range(5):
+        opened = instrument.scope_start("request", kind="request")
+        work()
+        work()
+        instrument.scope_end(opened, error=ZeroDivisionError())
+    session.stop()
+    assert session.losses() == {}
+
+
+def test_flush_keeps_its_time_while_the_session_is_busy() -> None:
+    session = begin("schedule: {record: 1}")
+    busy, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with session._alone():
+            busy.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    busy.wait()
+    started = time.monotonic()
+    session.flush(0.05)
+    assert time.monotonic() - started < 2
+    done.set()
+    holder.join()
+
+
+def test_the_wall_clock_that_spans_are_sent_by_is_renewed_when_it_has_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.profiler.CLOCK_RENEWAL_NS", 0)
+    session = begin("export: {otlp: {endpoint: 'http://127.0.0.1:9'}}")
+    exporter = session._exporter
+    assert exporter is not None
+    before = exporter.origin
+    session.flush(0)
+    assert exporter.origin is before
+    exporter.origin = replace(before, realtime_ns=before.realtime_ns - 10**9)
+    session.flush(0)
+    assert abs(exporter.origin.realtime_of(0) - before.realtime_of(0)) < 10**8
+
+
+def test_stop_inside_a_span_and_a_new_start_record_each_session_by_itself() -> None:
+    begin()
+    with scope("across", kind="request"):
+        work()
+        instrument.stop()
+        begin()
+        work()
+    assert instrument.session().tally().calls == 2
+    request()
+    assert [span.site.name for span in instrument.session().trace().spans if not span.parent_id] == [
+        "across",
+        "request",
+    ]
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        begin("schedule: {record: 1}\nfunctions: [{match: 'json:loads'}]")
+    assert not hasattr(json.loads, "__instrument__")
+
+
 @pytest.mark.parametrize(
     ("schedule", "windows"),
     [
@@ -210,10 +306,7 @@ def test_old_trace_files_go_when_the_disk_limit_is_reached(tmp_path: Path) -> No
 )
 def test_a_schedule_cuts_windows_at_the_ends_of_steps(schedule: Any, windows: list[tuple[int, int, int]]) -> None:
     cuts = _Windows(schedule, 0)
-    found = [window for end in range(1, 8) if (window := cuts.step(end)) is not None]
-    assert found[: len(windows)] == windows
-    if schedule is not None and schedule.repeat and windows:
-        assert found == windows
+    assert [window for end in range(1, 8) if (window := cuts.step(end)) is not None] == windows
 
 
 def test_a_partial_window_is_delivered_at_stop_and_an_empty_one_is_not() -> None:
@@ -271,6 +364,50 @@ def test_a_child_that_records_nothing_writes_nothing() -> None:
     assert [path.name for path in Path("traces").iterdir()] == [f"shop-{os.getpid()}-0.json"]
 
 
+def exit_code(child: int) -> int:
+    """How a child ended. One that hangs is killed, and fails the test."""
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def test_a_fork_while_another_thread_stops_the_session_leaves_the_child_without_one() -> None:
+    session = begin(CHROME)
+    request()
+    session._stopping.set()
+    child = os.fork()
+    if child == 0:
+        request()
+        clean = not RECORDER.on and not RECORDER.tally().calls
+        instrument.stop()
+        os._exit(0 if clean and instrument.start() is not None else 1)
+    assert exit_code(child) == 0
+    instrument.stop()
+    assert [path.name for path in Path("traces").iterdir()] == [f"shop-{os.getpid()}-0.json"]
+
+
+def test_forked_children_send_their_own_spans_under_their_own_process_id() -> None:
+    with receiver() as collector:
+        begin(f"service: shop\ncapture: {{sample: 1}}\nexport: {{otlp: {{endpoint: '{collector.endpoint}'}}}}")
+        request()
+        children = []
+        for _ in range(2):
+            children.append(os.fork())
+            if not children[-1]:
+                request(3)
+                instrument.stop()
+                os._exit(0)
+        assert [exit_code(child) for child in children] == [0, 0]
+        request()
+        instrument.stop()
+        sent = Counter((span.name, span.resource["process.pid"]) for span in collector.spans())
+    wanted = {("request", os.getpid()): 2} | {("request", child): 3 for child in children}
+    assert sent == wanted | {("work", pid): count for (_, pid), count in wanted.items()}
+
+
 def test_a_fork_while_threads_record_does_not_deadlock_the_child() -> None:
     begin("schedule: {record: 1000}\n" + CHROME)
     going = threading.Event()
@@ -279,6 +416,7 @@ def test_a_fork_while_threads_record_does_not_deadlock_the_child() -> None:
     def busy() -> None:
         while going.is_set():
             request(50)
+            time.sleep(0.001)
 
     threads = [threading.Thread(target=busy) for _ in range(3)]
     for thread in threads:
@@ -289,11 +427,7 @@ def test_a_fork_while_threads_record_does_not_deadlock_the_child() -> None:
         if child == 0:
             request()
             os._exit(0 if RECORDER.tally().calls == 2 else 1)
-        deadline = time.monotonic() + 20
-        while os.waitpid(child, os.WNOHANG)[0] == 0:
-            assert time.monotonic() < deadline, "the child hangs"
-            time.sleep(0.005)
-        codes.append(0)
+        codes.append(exit_code(child))
     going.clear()
     for thread in threads:
         thread.join()
@@ -322,3 +456,16 @@ def test_check_imports_what_the_rules_name_and_undoes_everything(
         check(loads('functions: [{match: "checked_bad:f"}]'))
     with pytest.raises(ProfileError, match="checked_missing fails to import"):
         check(loads(""), ["checked_missing"])
+
+
+def test_check_of_a_service_that_starts_a_session_itself_starts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from instrument.profiler import check
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "checked_start.py").write_text("import instrument\nstarted = instrument.start()\ndef f(): return 1")
+    (verdict,) = check(loads('functions: [{match: "checked_start:f"}]'))
+    assert (verdict.state, sys.modules["checked_start"].started) == ("attached", None)
+    with pytest.raises(StateError, match="no session runs"):
+        instrument.session()

@@ -512,14 +512,24 @@ def test_rows_read_while_other_threads_write_are_whole_and_come_once(make_record
 def test_many_threads_over_time_stay_within_the_budget_and_lose_no_call(make_recorder: Any) -> None:
     recorder = make_recorder(ring_bytes=1 << 20)
     function = wrapped(recorder, "f")(lambda: None)
-    for _ in range(300):
+    for _ in range(1_300):
         thread = threading.Thread(target=function)
         thread.start()
         thread.join()
     gc.collect()
-    assert recorder.tally().calls == recorder.calls == 300
+    assert recorder.tally().calls == recorder.calls == 1_300
     assert sum(ring.capacity for ring in recorder.rings()) <= (1 << 20) // 80 + 64 * 64
-    assert len(recorder.rings()) <= 70
+
+
+def test_the_rows_of_threads_that_have_ended_stay_while_there_is_room(make_recorder: Any) -> None:
+    recorder = make_recorder(ring_bytes=1 << 22)
+    function = wrapped(recorder, "f")(lambda: None)
+    for _ in range(100):
+        thread = threading.Thread(target=lambda: [function() for _ in range(20)])
+        thread.start()
+        thread.join()
+    assert len(recorder.spans()) == 2_000
+    assert recorder.losses() == {}
 
 
 def test_memory_stays_bounded_when_recursion_and_names_do_not(recorder: Any) -> None:

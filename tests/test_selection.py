@@ -146,7 +146,7 @@ def test_a_class_that_lets_nothing_be_set_is_named_and_the_others_are_attached(
     )
     selection = select('functions: [{match: "served_text:Frozen.go"}, {match: "served_text:encode"}]')
     service()
-    assert [str(verdict).partition(": ")[2] for verdict in selection.verdicts()] == [
+    assert [str(verdict) for verdict in selection.verdicts()] == [
         "served_text:Frozen.go: unreachable (it cannot be replaced: AttributeError: frozen)",
         "served_text:encode: attached",
     ]

@@ -5,8 +5,8 @@ original's weights and break `pickle`. Which instances record is decided once fo
 beside the module and not in it. A compiled region runs our wrapper's first line only, so graphs do not break.
 
 Paths come from torch's own module registration hook, which costs nothing when a model runs. Modules that no hook
-saw (built before the session started, or made by `copy.deepcopy` or `pickle`) are found by a walk of the heap, which
-takes at most a hundredth of the time: a model may make a new layer in every call.
+saw (built before the session started, or made by `copy.deepcopy` or `pickle`) are found by a walk of the heap. A model
+may make a new layer in every call, which sits nowhere: for such a class walks take at most a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import gc
 import inspect
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
@@ -28,8 +29,10 @@ from instrument.spans import Site
 
 _NOT_SELECTED = Site("(not selected)")
 
+VAIN_WALKS = 3
 WALK_SHARE = 100
-"""A walk of the heap is followed by so many times its own time without one."""
+"""After so many walks that did not find where a layer of a class sits, each is followed by so many times its own time
+without one for this class."""
 
 _WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names under which torch.compile, FSDP and checkpointing put the module that they wrap: no part of a path."""
@@ -45,6 +48,7 @@ class _Paths:
         self._module_type = module_type
         self._places: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._parents: dict[int, weakref.ref[Any]] = {}
+        self._vain_walks: Counter[type[Any]] = Counter()
         self._next_walk_ns = 0
 
     def place(self, parent: Any, name: str, child: Any) -> None:
@@ -60,9 +64,11 @@ class _Paths:
     def of(self, module: Any) -> str | None:
         """The dotted path from the module's root; "" for a root, None where that is not known yet."""
         if id(module) not in self._places and id(module) not in self._parents:
-            if time.monotonic_ns() < self._next_walk_ns:
+            cls = type(module)
+            if self._vain_walks[cls] >= VAIN_WALKS and time.monotonic_ns() < self._next_walk_ns:
                 return None
             self.walk_heap()
+            self._vain_walks[cls] += id(module) not in self._places and id(module) not in self._parents
         names: list[str] = []
         while (place := self._places.get(id(module))) is not None and len(names) < 100:
             parent = place[0]()

@@ -22,7 +22,7 @@ def scope(
     of `instrument.spans.KINDS`. Exceptions pass untouched and mark the span. Safe around ``await``. Costs one branch
     while recording is off. Raises `TargetError` for a name or kind that cannot be one.
     """
-    return RECORDER.make_scope(name, kind=kind, device=device, attributes=attributes)  # type: ignore[no-any-return]
+    return RECORDER.make_scope(name, kind=kind, device=device, attributes=attributes)
 
 
 def scope_start(

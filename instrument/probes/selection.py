@@ -40,7 +40,7 @@ class Verdict:
     why: str = ""
 
     def __str__(self) -> str:
-        subject = f"{self.rule}: {self.target}" if self.target else self.rule
+        subject = f"{self.rule}: {self.target}" if self.target not in ("", self.rule) else self.rule
         return f"{subject}: {self.state}" + (f" ({self.why})" if self.why else "")
 
 

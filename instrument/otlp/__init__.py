@@ -1,0 +1,12 @@
+"""Spans to an OpenTelemetry collector: packed by hand, sent by one background thread, every loss counted.
+
+`packing` says a span in OTLP's bytes, `senders` carry requests by HTTP or gRPC, `exporter` has the queue, the thread
+and the counts. Of the service's own OpenTelemetry (`tracer`) we borrow the SDK's `Resource`, so that both land under
+the same service; it is imported on the export thread only.
+"""
+
+from instrument.otlp.exporter import Delivery, Exporter
+from instrument.otlp.senders import require_grpc
+from instrument.otlp.tracer import current_parent
+
+__all__ = ["Delivery", "Exporter", "current_parent", "require_grpc"]

@@ -1,0 +1,384 @@
+"""The queue of kept trees, the one background thread that delivers them, and the fate of every span in numbers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from instrument.errors import FAULTS, logger
+from instrument.otlp.packing import Ids
+from instrument.otlp.senders import THREAD_NAME, Sender, Verdict, sender_for
+from instrument.otlp.tracer import provider_attributes, resource_attributes, suppress_instrumentation
+from instrument.spans import Origin, Span
+
+if TYPE_CHECKING:
+    from instrument.profile import Otlp
+
+QUEUE_SPANS = 65_536
+"""Spans that may wait for delivery; beyond it the oldest whole trees go."""
+REQUEST_BYTES = 512 << 10
+"""A request's limit before compression: there are receivers that refuse 1 MiB."""
+LEAST_REQUEST_BYTES = 64 << 10
+"""What a collector that refuses sizes may bring that limit down to."""
+
+_BATCH_SPANS = 2_000
+_BATCH_DELAY_S = 1.0
+_QUIET_NS = 60 * 10**9
+_PATIENCE_S = 0.1
+_NEVER_NS = 1 << 63
+_OUTCOMES = ("exported", "rejected", "failed", "dropped")  # of a tree in several requests, the rightmost counts
+_EXPORTED, _REJECTED, _FAILED, _DROPPED = range(4)
+_FATES = ("offered", *_OUTCOMES, "pending")
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What became of the spans offered since the exporter was made.
+
+    `settled` says whether the fate of everything offered before the flush was known in time, `reason` why the last
+    spans that were lost were lost.
+    """
+
+    offered: int
+    exported: int
+    rejected: int
+    failed: int
+    dropped: int
+    pending: int
+    settled: bool
+    reason: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it was delivered: settled in time, and nothing ever lost."""
+        return self.settled and not (self.rejected or self.failed or self.dropped)
+
+
+@dataclass(slots=True, eq=False)
+class _Tree:
+    """One kept tree on its way. `size` counts its spans on the wire, `left` those of unknown fate."""
+
+    spans: Sequence[Span]
+    size: int
+    left: int
+    outcome: int = _EXPORTED
+
+
+class Exporter:
+    """Delivers kept trees to a collector from one daemon thread, and counts the fate of every span.
+
+    Every method but `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser.
+    `threads` gives the names of threads by native id. `origin` and `ids` may be read, and `origin` replaced by a
+    renewed one, at any time.
+
+    Raises ExportError for settings that cannot work, among them grpc without its extra.
+    """
+
+    def __init__(self, settings: Otlp, origin: Origin, threads: Callable[[], Mapping[int, str]]) -> None:
+        self._settings = settings
+        self._threads = threads
+        self.origin = origin
+        self._sender = sender_for(settings)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.ids = Ids()
+        self._lock = threading.Lock()
+        self._inbox: deque[_Tree] = deque()
+        self._queue: deque[_Tree] = deque()
+        self._queued_spans = 0
+        self._in_flight: set[_Tree] = set()
+        self._counts = dict.fromkeys((*_FATES, *(f"{fate}_trees" for fate in _FATES), "requests"), 0)
+        self._wake: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
+        self._halt: SimpleQueue[None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stop_at_ns = _NEVER_NS
+        self._closed = False
+        self._request_bytes = REQUEST_BYTES
+        self._resource_key: tuple[object, ...] = ()
+        self._reason = ""
+        self._failing = False
+        self._quiet_until_ns = 0
+
+    def start(self) -> None:
+        """Start the thread; nothing happens when it runs already. What was offered before is sent too."""
+        with self._lock:
+            if self._thread is not None:
+                return
+            self._closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
+            self._sender, self._resource_key = sender_for(self._settings), ()
+            thread = threading.Thread(target=self._run, args=(self._sender,), name=THREAD_NAME, daemon=True)
+            self._thread = thread
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads, or the interpreter is about to exit
+            self._thread = None
+            raise
+
+    def offer(self, spans: Sequence[Span]) -> bool:
+        """Hand over one kept tree; True if it will be sent unless newer ones push it out.
+
+        Never blocks and never raises; about 1 us, and 20 ns a span. When the queue is full the oldest trees go. A later
+        part of the same tree may be offered by itself; any one span with the root's `remote` gives the part its trace.
+        """
+        if not spans:
+            return False
+        try:
+            size = len(spans) + sum([len(span.device) for span in spans])
+            self._inbox.append(_Tree(spans, size, size))
+            if self._lock.acquire(blocking=False):  # whoever holds it, or the thread's next round, takes it in instead
+                try:
+                    self._take_in()
+                finally:
+                    self._lock.release()
+            if self._queued_spans >= _BATCH_SPANS and self._wake.empty():
+                self._wake.put(None)
+        except Exception as fault:  # our own fault is counted, not raised into the service
+            FAULTS.note("offer of spans to the OTLP exporter", fault)
+            return False
+        return size <= QUEUE_SPANS and not self._closed
+
+    def flush(self, timeout_ns: int) -> Delivery:
+        """Send what was offered so far, wait for its fate up to the time given, and tell the truth about it."""
+        thread = self._thread
+        settled = not self.counts()["pending"]
+        if not settled and thread is not None and thread.is_alive():
+            reply: SimpleQueue[bool] = SimpleQueue()
+            self._wake.put(reply)
+            try:
+                settled = reply.get(timeout=min(max(0, timeout_ns) / 1e9, threading.TIMEOUT_MAX))
+            except Empty:
+                pass  # the time is up; the counts say how far it came
+        counts = self.counts()
+        fates = {fate: counts[fate] for fate in _FATES}
+        return Delivery(**fates, settled=settled, reason=self._reason)
+
+    def stop(self, timeout_ns: int) -> Delivery:
+        """Flush within the time given and end the thread, whatever the collector does.
+
+        It returns a fifth of a second after that time at the latest. What still waits then counts as dropped, what was
+        under way as failed. `start` begins again.
+        """
+        self._stop_at_ns = time.monotonic_ns() + timeout_ns
+        self._halt.put(None)
+        settled = self.flush(timeout_ns).settled
+        sender, thread = self._sender, self._thread
+        held = self._lock.acquire(timeout=_PATIENCE_S)
+        try:
+            self._closed, self._thread = True, None
+            self._give_up("stopped before the collector had answered")
+        finally:
+            if held:
+                self._lock.release()
+        self._wake.put(None)
+        if thread is not None:
+            sender.abort()
+            thread.join(_PATIENCE_S)
+        return replace(self.flush(0), settled=settled)
+
+    def counts(self) -> Mapping[str, int]:
+        """Spans by fate (``exported``), trees by fate (``exported_trees``) and settled ``requests``, since it was made.
+
+        offered = exported + rejected + failed + dropped + pending, in both units. A device interval counts as a span,
+        an offer as a tree, and a tree as exported only if all its spans surely were.
+        """
+        held = self._lock.acquire(timeout=_PATIENCE_S)  # not for ever: a signal handler may have interrupted the holder
+        try:
+            if held:
+                self._take_in()
+            return dict(self._counts)
+        finally:
+            if held:
+                self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
+        self._sender.forked()
+        self._begin_anew()
+
+    def _take_in(self) -> None:
+        """With the lock: move what was offered to the queue, and keep the queue within its bound."""
+        counts = self._counts
+        while self._inbox:
+            tree = self._inbox.popleft()
+            for fate in ("offered", "pending"):
+                counts[fate] += tree.size
+                counts[f"{fate}_trees"] += 1
+            if self._closed or tree.size > QUEUE_SPANS:
+                self._settle(tree, tree.size, _DROPPED)
+                continue
+            self._queue.append(tree)
+            self._queued_spans += tree.size
+            while self._queued_spans > QUEUE_SPANS:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        tree = self._queue.popleft()
+        self._queued_spans -= tree.size
+        self._settle(tree, tree.size, _DROPPED)
+
+    def _settle(self, tree: _Tree, spans: int, outcome: int) -> None:
+        """With the lock: some spans of a tree have met their fate."""
+        tree.left -= spans
+        tree.outcome = max(tree.outcome, outcome)
+        self._counts[_OUTCOMES[outcome]] += spans
+        self._counts["pending"] -= spans
+        if not tree.left:
+            self._counts[f"{_OUTCOMES[tree.outcome]}_trees"] += 1
+            self._counts["pending_trees"] -= 1
+            self._in_flight.discard(tree)
+
+    def _give_up(self, reason: str) -> None:
+        """With the lock: settle what is under way as failed and, once closed, what waits as dropped."""
+        if self._in_flight or (self._closed and self._queue):
+            self._reason = reason
+        for tree in list(self._in_flight):
+            self._settle(tree, tree.left, _FAILED)
+        self._take_in()
+        while self._closed and self._queue:
+            self._drop_oldest()
+
+    def _run(self, sender: Sender) -> None:
+        """The export thread: every second, or when enough waits or somebody asks, send all that waits."""
+        me = threading.current_thread()
+        while self._thread is me:
+            try:
+                reply = self._wake.get(timeout=_BATCH_DELAY_S)
+            except Empty:
+                reply = None
+            settled = True
+            try:
+                self._send_queue(sender)
+            except Exception as fault:  # the thread has to outlive what it did not expect
+                settled = False
+                with self._lock:
+                    if self._thread is me:
+                        self._give_up(f"{type(fault).__name__}: {fault}")
+                FAULTS.note("OTLP export", fault)
+            if reply is not None:
+                reply.put(settled)
+        sender.close()
+
+    def _send_queue(self, sender: Sender) -> None:
+        with self._lock:
+            self._take_in()
+            waiting = len(self._queue)
+        if not waiting:
+            return
+        origin, threads = self.origin, self._threads()
+        self._renew_resource(sender, origin)
+        pieces: list[Any] = []
+        owners: list[_Tree] = []
+        size = 0
+        for _ in range(waiting):
+            tree = self._next_tree()
+            if tree is None:
+                break
+            encoded = self._encode(sender, tree, origin, threads)
+            for piece in encoded:
+                added = sender.size(piece)
+                if pieces and (len(pieces) >= sender.request_spans or size + added > self._request_bytes):
+                    self._deliver(sender, pieces, owners)
+                    pieces, owners, size = [], [], 0
+                pieces.append(piece)
+                owners.append(tree)
+                size += added
+        if pieces:
+            self._deliver(sender, pieces, owners)
+
+    def _renew_resource(self, sender: Sender, origin: Origin) -> None:
+        provider = provider_attributes()
+        key = (self.ids, origin, provider)
+        if key != self._resource_key:
+            sender.speak_for(resource_attributes(origin, self.ids.instance, provider))
+            self._resource_key = key
+            suppress_instrumentation()
+
+    def _next_tree(self) -> _Tree | None:
+        with self._lock:
+            if self._thread is not threading.current_thread() or not self._queue:
+                return None
+            tree = self._queue.popleft()
+            self._queued_spans -= tree.size
+            self._in_flight.add(tree)
+            return tree
+
+    def _encode(self, sender: Sender, tree: _Tree, origin: Origin, threads: Mapping[int, str]) -> list[Any]:
+        spans, tree.spans = tree.spans, ()
+        try:
+            encoded = list(sender.encode(spans, self.ids, origin, threads))
+            if len(encoded) != tree.size:
+                self._recount(tree, len(encoded))
+            return encoded
+        except Exception as fault:  # one tree that cannot be said does not stop the others
+            with self._lock:
+                if tree in self._in_flight:
+                    self._reason = f"{type(fault).__name__}: {fault}"
+                    self._settle(tree, tree.left, _FAILED)
+            FAULTS.note("encoding of spans", fault)
+            return []
+
+    def _recount(self, tree: _Tree, size: int) -> None:
+        """A tree has grown or shrunk since it was offered, for instance by a device interval that came late."""
+        with self._lock:
+            if tree in self._in_flight:
+                for fate in ("offered", "pending"):
+                    self._counts[fate] += size - tree.left
+                tree.left = tree.size = size
+                self._settle(tree, 0, _EXPORTED)
+
+    def _deliver(self, sender: Sender, pieces: list[Any], owners: list[_Tree]) -> None:
+        """Send one request, in halves when the collector finds it too large, and settle its spans."""
+        me = threading.current_thread()
+        deadline_ns = time.monotonic_ns() + self._settings.timeout_ns
+
+        def left_s() -> float:
+            """Nothing once another thread has taken over or the exporter has stopped."""
+            return (min(deadline_ns, self._stop_at_ns) - time.monotonic_ns()) / 1e9 if self._thread is me else 0.0
+
+        verdict = sender.send(pieces, left_s, self._pause)
+        if verdict.too_large and len(pieces) > 1:
+            self._request_bytes = max(LEAST_REQUEST_BYTES, sum(map(sender.size, pieces)) // 2)
+            middle = len(pieces) // 2
+            self._deliver(sender, pieces[:middle], owners[:middle])
+            self._deliver(sender, pieces[middle:], owners[middle:])
+            return
+        with self._lock:
+            if self._thread is not me:
+                return
+            outcome = _FAILED if not verdict.taken else _REJECTED if verdict.rejected else _EXPORTED
+            for tree, spans in Counter(owners).items():
+                self._settle(tree, spans, outcome)
+            if outcome == _REJECTED:
+                self._counts["rejected"] -= len(owners) - verdict.rejected
+                self._counts["exported"] += len(owners) - verdict.rejected
+            self._counts["requests"] += 1
+        self._say(verdict)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before another try; `stop` cuts it short."""
+        try:
+            self._halt.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        except Empty:
+            pass  # waited in full
+
+    def _say(self, verdict: Verdict) -> None:
+        """Log the first failure and the recovery from it, each at most once in a while."""
+        if verdict.reason:
+            self._reason = verdict.reason if verdict.reason.isprintable() else repr(verdict.reason)
+        lost = not verdict.taken or verdict.rejected > 0
+        if lost and not self._failing and time.monotonic_ns() >= self._quiet_until_ns:
+            self._failing = True
+            logger.warning(
+                "spans do not reach the OpenTelemetry collector (%s); the service is not affected, losses are counted",
+                self._reason if verdict.reason else f"{verdict.rejected} spans rejected",
+            )
+        elif self._failing and not lost:
+            self._failing = False
+            self._quiet_until_ns = time.monotonic_ns() + _QUIET_NS
+            logger.warning("spans reach the OpenTelemetry collector again")

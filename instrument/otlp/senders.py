@@ -1,0 +1,388 @@
+"""The two ways to a collector: HTTP/1.1 on a socket of our own, and gRPC by the official exporter at its own cost.
+
+A sender encodes trees, delivers one request at a time within the time that it is given, and returns a verdict. Only
+the export thread uses it, except for `abort` and `forked`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from instrument.errors import ExportError
+from instrument.otlp import packing
+from instrument.spans import Origin, Span
+
+if TYPE_CHECKING:
+    import logging
+    import ssl
+    from http.client import HTTPResponse
+
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from instrument.profile import Otlp
+
+THREAD_NAME = "instrument-otlp"
+"""The export thread: what the official exporter logs on it, we say ourselves."""
+
+_FIRST_BACK_OFF_S = 0.25
+# ExportTraceServiceResponse.partial_success {rejected_spans, error_message}; serialisers write fields in this order
+_PARTIAL_SUCCESS = re.compile(
+    rb"\x0a[\x80-\xff]*[\x00-\x7f](?:\x08([\x80-\xff]*[\x00-\x7f]))?(?:\x12[\x80-\xff]*[\x00-\x7f](.*))?", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one request: whether it was taken, how many of its spans were rejected all the same, and why."""
+
+    taken: bool
+    rejected: int = 0
+    too_large: bool = False
+    reason: str = ""
+
+
+class Http:
+    """OTLP over HTTP/1.1 on one connection that is kept alive.
+
+    It speaks over its own socket, and only parses with `http.client`, because other instrumentations replace the
+    methods of `http.client.HTTPConnection` and would make spans of these calls. Proxy variables are not read.
+    """
+
+    request_spans = 4_000  # there are receivers that drop beyond 8,192
+    encode = staticmethod(packing.pack)
+
+    def __init__(self, settings: Otlp) -> None:
+        from urllib.parse import urlsplit
+
+        try:
+            url = urlsplit(settings.endpoint)
+            self._tls = url.scheme == "https"
+            self._address = (url.hostname or "", url.port or (443 if self._tls else 80))
+        except ValueError as fault:
+            raise ExportError(f"asked to export spans to {settings.endpoint!r}: {fault}") from fault
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ExportError(f"asked to export spans to {settings.endpoint!r}, which is no http:// or https:// URL")
+        path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        lines = [f"POST {path} HTTP/1.1", f"Host: {url.netloc.rpartition('@')[2]}"]
+        lines += [f"{name}: {value}" for name, value in settings.headers]
+        if " " in path or not all(line.isascii() and line.isprintable() for line in lines):
+            raise ExportError("a header or the path of the OTLP endpoint holds characters that are not allowed there")
+        lines += [f"User-Agent: instrument-sdk/{packing.version()}", "Content-Type: application/x-protobuf"]
+        self._gzip = settings.compression == "gzip"
+        lines += ["Content-Encoding: gzip"] if self._gzip else []
+        self._head = "\r\n".join([*lines, "Content-Length: "]).encode()
+        self._socket: socket.socket | None = None
+        self._resource = b""
+
+    def speak_for(self, resource: Mapping[str, object]) -> None:
+        """Send under this resource from now on."""
+        self._resource = packing.pack_resource(resource)
+
+    def size(self, piece: bytes) -> int:
+        """Bytes that a piece adds to a request."""
+        return len(piece)
+
+    def send(self, pieces: Sequence[bytes], left_s: Callable[[], float], pause: Callable[[float], None]) -> Verdict:
+        """Deliver one request, trying again while there is time and hope."""
+        from http.client import HTTPException
+
+        body = packing.request_of(self._resource, pieces)
+        if self._gzip:
+            press = zlib.compressobj(1, zlib.DEFLATED, 31)
+            body = press.compress(body) + press.flush()
+        back_off_s = _FIRST_BACK_OFF_S
+        while True:
+            reused = self._socket is not None
+            wait_s = back_off_s * (0.8 + os.urandom(1)[0] / 640)
+            try:
+                response, content = self._post(body, left_s)
+            except OSError as fault:
+                if reused:  # the collector may have closed an idle connection
+                    continue
+                reason = f"{type(fault).__name__}: {fault}"
+            except HTTPException as fault:
+                return Verdict(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")
+            else:
+                if response.status not in (429, 502, 503, 504):
+                    return _judge(response, content, len(pieces))
+                reason = f"HTTP {response.status} {response.reason[:100]}"
+                wait_s = max(wait_s, _retry_after_s(response.getheader("Retry-After")))
+            if wait_s >= left_s():
+                return Verdict(False, reason=reason)
+            pause(wait_s)
+            back_off_s *= 2
+
+    def _post(self, body: bytes, left_s: Callable[[], float]) -> tuple[HTTPResponse, bytes]:
+        from http.client import HTTPException, HTTPResponse
+
+        try:
+            sock = self._socket = self._socket or self._connect(left_s)
+            sock.settimeout(_positive(left_s()))
+            try:
+                sock.sendall(b"%b%d\r\n\r\n%b" % (self._head, len(body), body))
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # a collector that refuses the size closes early; its answer may still be there to read
+            response = HTTPResponse(_Timed(sock, left_s), method="POST")  # type: ignore[arg-type]
+            response.begin()
+            try:
+                content = response.read(1 << 16)
+            except (HTTPException, OSError):
+                content = b""  # the status has been said; the rest is not worth a second delivery
+            if response.will_close or not response.isclosed():
+                self.close()
+            return response, content
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, left_s: Callable[[], float]) -> socket.socket:
+        sock = socket.create_connection(self._address, timeout=_positive(left_s()))
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return _tls_context().wrap_socket(sock, server_hostname=self._address[0]) if self._tls else sock
+        except BaseException:
+            sock.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.close()
+
+    forked = close
+
+    def abort(self) -> None:
+        """From another thread: wake the one that waits in the socket."""
+        sock = self._socket
+        if sock is not None:
+            try:
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # the plain one: TLS's own would drop its state
+            except OSError:
+                pass  # the other side was quicker
+
+
+class _Timed(io.RawIOBase):
+    """Reads a socket within one total time, where the socket's own time-out starts anew with every byte."""
+
+    def __init__(self, sock: socket.socket, left_s: Callable[[], float]) -> None:
+        self._sock = sock
+        self._left_s = left_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._sock.settimeout(_positive(self._left_s()))
+        return self._sock.recv_into(buffer)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+
+def _positive(seconds: float) -> float:
+    if seconds <= 0:
+        raise TimeoutError("no answer in time")
+    return seconds
+
+
+def _judge(response: HTTPResponse, content: bytes, spans: int) -> Verdict:
+    if 200 <= response.status < 300:
+        rejected, message = partial_success(content)
+        return Verdict(True, rejected=min(rejected, spans), reason=message)
+    reason = f"HTTP {response.status} {response.reason[:100]}"
+    location = response.getheader("Location")
+    if location:
+        reason += f", redirected to {location[:200]}"
+    return Verdict(False, too_large=response.status == 413, reason=reason)
+
+
+def partial_success(answer: bytes) -> tuple[int, str]:
+    """How many spans the collector rejected in an answer that says success, and why; 0 when it does not parse."""
+    found = _PARTIAL_SUCCESS.match(answer)
+    if found is None:
+        return 0, ""
+    varint, message = found.group(1) or b"", found.group(2) or b""
+    rejected = sum((byte & 0x7F) << 7 * place for place, byte in enumerate(varint))
+    return rejected if rejected < 1 << 63 else 0, message.decode("utf-8", "replace")[:500]
+
+
+def _retry_after_s(text: str | None) -> float:
+    """Seconds of a Retry-After header, which holds seconds or a date; 0 where it says neither."""
+    from email.utils import parsedate_to_datetime
+
+    if text is None:
+        return 0.0
+    try:
+        return float(text) if text.strip().isdigit() else parsedate_to_datetime(text).timestamp() - time.time()
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+
+
+def _tls_context() -> ssl.SSLContext:
+    """The system's trust, or the certificates that OpenTelemetry's variables name."""
+    import ssl
+
+    def named(setting: str) -> str | None:
+        signal = os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{setting}")
+        return signal or os.environ.get(f"OTEL_EXPORTER_OTLP_{setting}") or None
+
+    context = ssl.create_default_context(cafile=named("CERTIFICATE"))
+    certificate = named("CLIENT_CERTIFICATE")
+    if certificate is not None:
+        context.load_cert_chain(certificate, named("CLIENT_KEY"))
+    return context
+
+
+def require_grpc() -> None:
+    """Raise ExportError when the official gRPC exporter is not installed. Imports no more than its parent packages."""
+    from importlib.util import find_spec
+
+    try:
+        installed = find_spec("opentelemetry.exporter.otlp.proto.grpc") and find_spec("grpc")
+    except ModuleNotFoundError:
+        installed = None
+    if installed is None:
+        raise ExportError(
+            "asked to export spans by grpc, but the official exporter is not installed; "
+            "install instrument-sdk[grpc], or set the protocol to http/protobuf"
+        )
+
+
+class Grpc:
+    """OTLP over gRPC by the official exporter, with its own retries.
+
+    The official exporter does not tell how many spans the collector rejected: here those count as exported.
+    """
+
+    request_spans = 1_000  # receivers stop at 4 MiB; the official exporter says no sizes
+    said: ClassVar[str] = ""
+    _of_parents: ClassVar[list[Any]] = []
+
+    def __init__(self, settings: Otlp) -> None:
+        require_grpc()
+        self._settings = settings
+        self._exporter: Any = None
+        self._resource: Any = None
+
+    def speak_for(self, resource: Mapping[str, object]) -> None:
+        """Send under this resource from now on."""
+        from opentelemetry.sdk.resources import Resource
+
+        self._resource = Resource(_official(resource))
+
+    def encode(
+        self, spans: Sequence[Span], ids: packing.Ids, origin: Origin, threads: Mapping[int, str]
+    ) -> Iterator[ReadableSpan]:
+        """Each span and device interval as the SDK's own, with our ids and times."""
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+        scope = InstrumentationScope(packing.SCOPE, packing.version(), packing.SCHEMA_URL)
+        unset = Status(StatusCode.UNSET)
+        for trace_id, own, parent, flags, span, interval in packing.identify(spans, ids):
+            name, kind, status, w3c_flags = span.site.name, SpanKind.INTERNAL, unset, TraceFlags(flags & 0xFF)
+            if interval is not None:
+                name, attributes = packing.device_name(span.site), packing.device_attributes(span, interval)
+            else:
+                attributes = packing.attributes_of(span, threads)
+                kind = SpanKind.SERVER if span.site.kind == "request" else kind
+                status = unset if span.error is None else Status(StatusCode.ERROR, str(packing.plain(span.error)))
+            yield ReadableSpan(
+                str(packing.plain(name)),
+                context=SpanContext(trace_id, own, False, w3c_flags),
+                parent=SpanContext(trace_id, parent, bool(flags & packing.IS_REMOTE), w3c_flags) if parent else None,
+                resource=self._resource,
+                attributes=_official(attributes),
+                kind=kind,
+                status=status,
+                start_time=origin.realtime_of((interval or span).start_ns),
+                end_time=origin.realtime_of((interval or span).end_ns),
+                instrumentation_scope=scope,
+            )
+
+    def size(self, _piece: ReadableSpan) -> int:
+        """Nothing: the official exporter packs, so only the number of spans is known."""
+        return 0
+
+    def send(self, pieces: Sequence[ReadableSpan], left_s: Callable[[], float], _pause: object) -> Verdict:
+        """Deliver one request, within the time that the official exporter was given."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        if left_s() <= 0:
+            return Verdict(False)
+        Grpc.said = "the official gRPC exporter reported a failure"
+        exporter = self._exporter = self._exporter or self._open()
+        try:
+            taken = exporter.export(pieces) is SpanExportResult.SUCCESS
+        except Exception as fault:  # `abort` may close the channel between two of its tries
+            return Verdict(False, reason=f"{type(fault).__name__}: {fault}")
+        return Verdict(taken, reason="" if taken else self.said)
+
+    def _open(self) -> OTLPSpanExporter:
+        import logging
+        from importlib import import_module
+
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        compression = import_module("grpc").Compression
+        filters = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters
+        if _listen not in filters:
+            filters.insert(0, _listen)  # before the exporter's own, which hides what was said in the last 20 s
+        return OTLPSpanExporter(
+            endpoint=self._settings.endpoint,
+            headers=tuple((name.lower(), value) for name, value in self._settings.headers),
+            timeout=self._settings.timeout_ns / 1e9,
+            compression=compression.Gzip if self._settings.compression == "gzip" else compression.NoCompression,
+        )
+
+    def close(self) -> None:
+        """Close the channel; the next request opens another."""
+        exporter, self._exporter = self._exporter, None
+        if exporter is not None:
+            exporter.shutdown()
+
+    abort = close
+
+    def forked(self) -> None:
+        """Leave the channel alone: closing or collecting the parent's in a child can hang it."""
+        self._of_parents.append(self._exporter)
+        self._exporter = None
+
+
+def _listen(record: logging.LogRecord) -> bool:
+    """A log filter that keeps for the report what the official exporter says of our requests: we say it once.
+
+    It stays for good, because a request that `stop` gave up may still be logged later.
+    """
+    if record.threadName != THREAD_NAME:
+        return True
+    Grpc.said = record.getMessage()
+    return False
+
+
+def _official(attributes: Mapping[str, object]) -> dict[str, Any]:
+    return {str(packing.plain(key)): packing.plain(value) for key, value in attributes.items()}
+
+
+Sender = Http | Grpc
+"""Either way; the exporter does not care which."""
+
+
+def sender_for(settings: Otlp) -> Sender:
+    """The sender that the profile's protocol asks for; ExportError for settings that cannot work."""
+    if settings.protocol == "grpc":
+        return Grpc(settings)
+    if settings.protocol == "http/protobuf":
+        return Http(settings)
+    raise ExportError(f"asked to export spans by {settings.protocol!r}; there are http/protobuf and grpc")

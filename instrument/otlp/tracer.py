@@ -1,0 +1,78 @@
+"""The service's own OpenTelemetry, where it has one: its current span, its resource, how we stay out of its sight."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+from instrument.errors import FAULTS
+from instrument.otlp.packing import version
+from instrument.spans import Origin, RemoteParent
+
+_UNNAMED = "unknown_service"
+
+
+def current_parent() -> RemoteParent | None:
+    """The OpenTelemetry span that is current on this thread, or None.
+
+    For the service's threads: about 30 ns while nobody has imported OpenTelemetry, then 0.2 us without a current span
+    and 0.9 us with one. Never raises.
+    """
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return None
+    try:
+        context = trace.get_current_span().get_span_context()
+        if context.is_valid:
+            return RemoteParent(context.trace_id, context.span_id, int(context.trace_flags))
+    except Exception as fault:  # another tracer's object; the request goes on without it
+        FAULTS.note("read of the current OpenTelemetry span", fault)
+    return None
+
+
+def resource_attributes(origin: Origin, instance: str, provider: Mapping[str, object]) -> dict[str, object]:
+    """The service as OpenTelemetry names it: the provider's word over the profile's, that over the environment's.
+
+    `instance` is its service.instance.id where none of them has one.
+    """
+    found: dict[str, object] = {
+        "service.instance.id": instance,
+        "host.name": origin.host or socket.gethostname(),
+        "telemetry.distro.name": "instrument",
+        "telemetry.distro.version": version(),
+    }
+    try:
+        from opentelemetry.sdk.resources import Resource
+
+        found.update(Resource.create().attributes)
+    except Exception as fault:  # a detector that somebody configured
+        FAULTS.note("OpenTelemetry resource", fault)
+    for attributes in ({"service.name": origin.service}, provider):
+        unnamed = str(attributes.get("service.name") or _UNNAMED).startswith(_UNNAMED)
+        found.update({key: value for key, value in attributes.items() if not (unnamed and key == "service.name")})
+    found.setdefault("service.name", _UNNAMED)
+    found["process.pid"] = os.getpid()
+    return found
+
+
+def provider_attributes() -> dict[str, object]:
+    """The resource of the tracer provider that the service configured; nothing without one."""
+    trace = sys.modules.get("opentelemetry.trace")
+    try:
+        resource = None if trace is None else getattr(trace.get_tracer_provider(), "resource", None)
+        return {} if resource is None else dict(resource.attributes)
+    except Exception as fault:  # a provider that somebody else wrote
+        FAULTS.note("read of the tracer provider's resource", fault)
+        return {}
+
+
+def suppress_instrumentation() -> None:
+    """Keep other instrumentations off the calling thread's work, in the way that they agreed on."""
+    context = sys.modules.get("opentelemetry.context")
+    if context is None:
+        return
+    for name in ("_SUPPRESS_INSTRUMENTATION_KEY", "_SUPPRESS_HTTP_INSTRUMENTATION_KEY"):
+        key = getattr(context, name, "suppress_instrumentation")
+        context.attach(context.set_value(key, True))
