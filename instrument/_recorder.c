@@ -34,7 +34,7 @@
 #endif
 
 static inline int64_t
-read_clock(void)
+read_monotonic(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -60,12 +60,24 @@ typedef struct {
     uint32_t *chunks[CHUNKS];
 } totals_t;
 
+/* One cache line. What few spans have lies in a tuple of its own: (active ns or -1, name of the error, attributes). */
 typedef struct {
-    uint64_t span_id, parent_id, root_id, task;
-    int64_t start_ns, end_ns, children_ns, active_ns;
-    PyObject *error, *attributes;
+    uint64_t span_id, parent_id, root_id;
+    int64_t start_ns, end_ns, children_ns;
+    PyObject *rare;
     uint32_t node;
+    uint32_t task; /* the task's address, without its four low bits */
 } row_t;
+
+_Static_assert(sizeof(row_t) == 64, "a row is one cache line");
+
+/* Totals by node index, in pages: a thread pays for the call paths that it uses. */
+typedef struct {
+    totals_t ***pages;
+    uint32_t slots;
+} book_t;
+
+#define PAGE 64
 
 struct ring;
 
@@ -121,8 +133,7 @@ typedef struct ring {
     long thread_id;
     PyObject *name;
     char ended;
-    totals_t **totals;
-    uint32_t totals_slots;
+    book_t totals;
     Current *current;
     PyObject *context; /* the context that `current` belongs to */
 } Ring;
@@ -134,9 +145,18 @@ typedef struct {
 
 struct stretch;
 
+/* The processor's time stamp counter as nanoseconds of the monotonic clock. */
+typedef struct {
+    char in_use;
+    int64_t base_ticks, base_ns;
+    uint64_t rate; /* ns a tick, times 2^32 */
+    int64_t first_ticks, first_ns; /* the pair that the calibration began with */
+} ticks_t;
+
 typedef struct core {
     PyObject_HEAD
     char on;
+    ticks_t ticks;
     Current *currents;
     struct stretch *stretches;
     uint64_t uid;
@@ -152,8 +172,7 @@ typedef struct core {
     node_t *overflow;
     PyObject *rings; /* list of Ring */
     uint64_t ended_rows, row_budget;
-    totals_t **ended_totals;
-    uint32_t ended_slots;
+    book_t ended_totals;
     PyObject *counts;
     PyObject *user_sites; /* sites of scopes of kind user, by name */
     PyObject *scope_type;
@@ -168,6 +187,8 @@ typedef struct {
     PyObject *dict;
     PyObject *weak_references;
     node_t *parent_seen, *node_seen; /* where this function was called last */
+    char muted;
+    uint64_t muted_calls;
 } Function;
 
 typedef struct {
@@ -195,6 +216,53 @@ static uint64_t last_uid;
 static _Thread_local uint64_t cached_uid;
 static _Thread_local Ring *cached_ring;
 static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_name_dunder, *str_make_scope;
+
+/* ------------------------------------------------------------------ the clock */
+
+#if defined(__x86_64__)
+#include <x86intrin.h>
+#define HAS_TICKS 1
+static inline int64_t
+read_ticks(void)
+{
+    /* Not serialised: what the processor moves across it is a few nanoseconds, a fence costs ten. */
+    return (int64_t)__rdtsc();
+}
+#else
+#define HAS_TICKS 0
+static inline int64_t
+read_ticks(void)
+{
+    return 0;
+}
+#endif
+
+static inline int64_t
+ticks_as_ns(const ticks_t *ticks, int64_t now)
+{
+    return ticks->base_ns + (int64_t)(((__int128)(now - ticks->base_ticks) * (__int128)ticks->rate) >> 32);
+}
+
+static inline int64_t
+read_clock(const Core *core)
+{
+    return core->ticks.in_use ? ticks_as_ns(&core->ticks, read_ticks()) : read_monotonic();
+}
+
+/* One moment on both clocks: the tightest of several readings. */
+static void
+read_both(int64_t *ticks, int64_t *ns)
+{
+    int64_t best = INT64_MAX;
+    for (int i = 0; i < 16; i++) {
+        int64_t before = read_ticks(), now = read_monotonic(), after = read_ticks();
+        if (after - before < best) {
+            best = after - before;
+            *ticks = before + (after - before) / 2;
+            *ns = now;
+        }
+    }
+}
 
 /* ------------------------------------------------------------------ counts and nodes */
 
@@ -312,23 +380,34 @@ node_of(Core *core, node_t *parent, PyObject *site)
 
 /* ------------------------------------------------------------------ totals */
 
-static totals_t *
-totals_of(totals_t ***totals, uint32_t *slots, uint32_t index)
+static inline totals_t *
+known_totals(const book_t *book, uint32_t index)
 {
-    if (index >= *slots) {
-        uint32_t wanted = *slots ? *slots : 32;
-        while (wanted <= index)
+    totals_t **page = index / PAGE < book->slots ? book->pages[index / PAGE] : NULL;
+    return page == NULL ? NULL : page[index % PAGE];
+}
+
+static totals_t *
+totals_of(book_t *book, uint32_t index)
+{
+    uint32_t number = index / PAGE;
+    if (number >= book->slots) {
+        uint32_t wanted = book->slots ? book->slots : 8;
+        while (wanted <= number)
             wanted *= 2;
-        totals_t **grown = PyMem_Realloc(*totals, wanted * sizeof(totals_t *));
+        totals_t ***grown = PyMem_Realloc(book->pages, wanted * sizeof(totals_t **));
         if (grown == NULL)
             return NULL;
-        memset(grown + *slots, 0, (wanted - *slots) * sizeof(totals_t *));
-        *totals = grown;
-        *slots = wanted;
+        memset(grown + book->slots, 0, (wanted - book->slots) * sizeof(totals_t **));
+        book->pages = grown;
+        book->slots = wanted;
     }
-    if ((*totals)[index] == NULL)
-        (*totals)[index] = PyMem_Calloc(1, sizeof(totals_t));
-    return (*totals)[index];
+    if (book->pages[number] == NULL && (book->pages[number] = PyMem_Calloc(PAGE, sizeof(totals_t *))) == NULL)
+        return NULL;
+    totals_t **totals = &book->pages[number][index % PAGE];
+    if (*totals == NULL)
+        *totals = PyMem_Calloc(1, sizeof(totals_t));
+    return *totals;
 }
 
 /* The index that tally.bucket computes. */
@@ -376,25 +455,29 @@ merge_totals(totals_t *into, const totals_t *from)
 }
 
 static void
-free_totals(totals_t **totals, uint32_t slots)
+free_book(book_t *book)
 {
-    for (uint32_t i = 0; i < slots; i++) {
-        if (totals[i] == NULL)
-            continue;
-        for (uint32_t c = 0; c < CHUNKS; c++)
-            PyMem_Free(totals[i]->chunks[c]);
-        PyMem_Free(totals[i]);
+    for (uint32_t p = 0; p < book->slots; p++) {
+        for (uint32_t i = 0; book->pages[p] != NULL && i < PAGE; i++) {
+            totals_t *totals = book->pages[p][i];
+            for (uint32_t c = 0; totals != NULL && c < CHUNKS; c++)
+                PyMem_Free(totals->chunks[c]);
+            PyMem_Free(totals);
+        }
+        PyMem_Free(book->pages[p]);
     }
-    PyMem_Free(totals);
+    PyMem_Free(book->pages);
+    book->pages = NULL;
+    book->slots = 0;
 }
 
 /* {node index: (calls, errors, total, self, min, max, bytes, first, {bucket: times})} */
 static PyObject *
-totals_as_dict(totals_t **totals, uint32_t slots)
+book_as_dict(const book_t *book)
 {
     PyObject *all = PyDict_New();
-    for (uint32_t n = 0; all != NULL && n < slots; n++) {
-        totals_t *t = totals[n];
+    for (uint32_t n = 0; all != NULL && n < book->slots * PAGE; n++) {
+        totals_t *t = known_totals(book, n);
         if (t == NULL || t->calls == 0)
             continue;
         PyObject *histogram = PyDict_New();
@@ -430,8 +513,7 @@ static void
 clear_rows(Ring *ring)
 {
     for (uint64_t i = 0; ring->rows != NULL && i < ring->capacity && i < ring->head; i++) {
-        Py_CLEAR(ring->rows[i].error);
-        Py_CLEAR(ring->rows[i].attributes);
+        Py_CLEAR(ring->rows[i].rare);
     }
 }
 
@@ -440,7 +522,7 @@ Ring_dealloc(Ring *self)
 {
     clear_rows(self);
     free(self->rows);
-    free_totals(self->totals, self->totals_slots);
+    free_book(&self->totals);
     Py_XDECREF(self->current);
     Py_XDECREF(self->context);
     Py_XDECREF(self->name);
@@ -450,9 +532,16 @@ Ring_dealloc(Ring *self)
 static PyObject *
 row_as_tuple(const row_t *row)
 {
-    return Py_BuildValue("(IKKKKLLLLOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
-                         row->start_ns, row->end_ns, row->children_ns, row->active_ns,
-                         row->error != NULL ? row->error : Py_None, row->attributes != NULL ? row->attributes : Py_None);
+    PyObject *active = NULL, *error = Py_None, *attributes = Py_None;
+    if (row->rare != NULL) {
+        active = PyTuple_GET_ITEM(row->rare, 0);
+        error = PyTuple_GET_ITEM(row->rare, 1);
+        attributes = PyTuple_GET_ITEM(row->rare, 2);
+        return Py_BuildValue("(IKKKILLLOOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
+                             row->start_ns, row->end_ns, row->children_ns, active, error, attributes);
+    }
+    return Py_BuildValue("(IKKKILLLiOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
+                         row->start_ns, row->end_ns, row->children_ns, -1, error, attributes);
 }
 
 static PyObject *
@@ -501,7 +590,7 @@ Ring_first_after(Ring *self, PyObject *argument)
 static PyObject *
 Ring_copied_totals(Ring *self, PyObject *Py_UNUSED(none))
 {
-    return totals_as_dict(self->totals, self->totals_slots);
+    return book_as_dict(&self->totals);
 }
 
 static PyMethodDef Ring_methods[] = {
@@ -579,7 +668,7 @@ shrink(Ring *ring)
     ring->mask = capacity - 1;
 }
 
-/* Give up the rings of threads that have ended, oldest first, until a quarter of the budget is free and few enough
+/* Give up the rings of threads that have ended, oldest first, until there is room for another and few enough
  * are left; their totals stay. */
 static void
 retire(Core *core)
@@ -593,19 +682,18 @@ retire(Core *core)
         }
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(core->rings);) {
-        if (ended <= ENDED_RINGS_KEPT && free_rows(core) >= core->row_budget / 4)
+        if (ended <= ENDED_RINGS_KEPT && free_rows(core) >= core->row_budget / 32)
             return;
         Ring *ring = (Ring *)PyList_GET_ITEM(core->rings, i);
         if (!ring->ended) {
             i++;
             continue;
         }
-        for (uint32_t n = 0; n < ring->totals_slots; n++) {
-            if (ring->totals[n] == NULL)
-                continue;
-            totals_t *into = totals_of(&core->ended_totals, &core->ended_slots, n);
+        for (uint32_t n = 0; n < ring->totals.slots * PAGE; n++) {
+            totals_t *from = known_totals(&ring->totals, n);
+            totals_t *into = from == NULL ? NULL : totals_of(&core->ended_totals, n);
             if (into != NULL)
-                merge_totals(into, ring->totals[n]);
+                merge_totals(into, from);
         }
         core->ended_rows += ring->head;
         if (PyList_SetSlice(core->rings, i, i + 1, NULL) < 0) {
@@ -1089,7 +1177,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     current->top = frame;
     if (current->eager)
         publish(core, current);
-    frame->start_ns = frame->counted_from_ns = read_clock();
+    frame->start_ns = frame->counted_from_ns = read_clock(core);
     return self;
 }
 
@@ -1097,25 +1185,30 @@ static void
 store(Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error)
 {
     row_t *row = &ring->rows[ring->head & ring->mask];
-    PyObject *old_error = row->error, *old_attributes = row->attributes;
+    PyObject *old = row->rare, *rare = NULL;
+    if (error != NULL || frame->attributes != NULL || active_ns >= 0) {
+        rare = Py_BuildValue("(LOO)", active_ns, error != NULL ? error : Py_None,
+                             frame->attributes != NULL ? frame->attributes : Py_None);
+        if (rare == NULL)
+            PyErr_Clear();
+    }
+    if (end_ns < frame->start_ns) /* the time stamp counters of two processors may differ by a little */
+        end_ns = frame->start_ns;
     int64_t total_ns = end_ns - frame->start_ns;
     int64_t own_ns = (active_ns < 0 ? total_ns : active_ns) - frame->children_ns;
-    row->node = frame->node->index;
     row->span_id = frame->span_id;
     row->parent_id = frame->parent_id;
     row->root_id = frame->root_id;
-    row->task = frame->task;
     row->start_ns = frame->start_ns;
     row->end_ns = end_ns;
     row->children_ns = frame->children_ns;
-    row->active_ns = active_ns;
-    row->error = Py_XNewRef(error);
-    row->attributes = Py_XNewRef(frame->attributes);
+    row->rare = rare;
+    row->node = frame->node->index;
+    row->task = (uint32_t)(frame->task >> 4);
     ring->head++;
-    uint32_t index = frame->node->index;
-    totals_t *totals = index < ring->totals_slots ? ring->totals[index] : NULL;
+    totals_t *totals = known_totals(&ring->totals, frame->node->index);
     if (totals == NULL)
-        totals = totals_of(&ring->totals, &ring->totals_slots, index);
+        totals = totals_of(&ring->totals, frame->node->index);
     if (totals != NULL) {
         if (totals->calls == 0) {
             totals->min_ns = totals->max_ns = total_ns;
@@ -1144,9 +1237,7 @@ store(Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *e
         }
         count_bucket(totals, bucket_of((uint64_t)total_ns), 1);
     }
-    /* Last: these may run code of the host's. */
-    Py_XDECREF(old_error);
-    Py_XDECREF(old_attributes);
+    Py_XDECREF(old); /* last: it may run code of the host's */
 }
 
 /* Count a span's time against the span above it, where both ran on one thread and task. */
@@ -1200,7 +1291,7 @@ error_name(PyObject *error)
 static int
 close_frame(Core *core, Frame *self, PyObject *error)
 {
-    int64_t end_ns = read_clock();
+    int64_t end_ns = read_clock(core);
     frame_t *frame = &self->frame;
     if (frame->state == CLOSED) {
         count(core, "scope ended twice");
@@ -1255,8 +1346,10 @@ static PyObject *
 Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Core *core = self->core;
-    if (!core->on)
+    if (!core->on || self->muted) {
+        self->muted_calls += core->on;
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    }
     Ring *ring = ring_of(core);
     Current *current = ring == NULL ? NULL : current_of(core, ring);
     if (current == NULL) {
@@ -1275,9 +1368,9 @@ Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *na
     current->top = &frame;
     if (current->eager)
         publish(core, current);
-    frame.start_ns = frame.counted_from_ns = read_clock();
+    frame.start_ns = frame.counted_from_ns = read_clock(core);
     PyObject *result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    int64_t end_ns = read_clock();
+    int64_t end_ns = read_clock(core);
     PyObject *error = result == NULL ? raised_name() : NULL;
     frame.state = CLOSED;
     if (current->top == &frame) {
@@ -1402,7 +1495,21 @@ static PyMethodDef Function_methods[] = {
     {NULL},
 };
 
+static PyMemberDef Function_members[] = {
+    {"__instrument_muted__", T_BOOL, offsetof(Function, muted), 0, "whether calls pass without a span"},
+    {"__instrument_muted_calls__", T_ULONGLONG, offsetof(Function, muted_calls), READONLY, "calls that passed so"},
+    {NULL},
+};
+
+/* What asks `isinstance(f, FunctionType)` or `inspect.isfunction(f)` wants to know how to call it: like the function. */
+static PyObject *
+Function_class(Function *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef((PyObject *)(PyFunction_Check(self->wrapped) ? &PyFunction_Type : Py_TYPE(self)));
+}
+
 static PyGetSetDef Function_getset[] = {
+    {"__class__", (getter)Function_class, NULL, NULL, NULL},
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
     {NULL},
 };
@@ -1424,6 +1531,7 @@ static PyTypeObject FunctionType_ = {
     .tp_dictoffset = offsetof(Function, dict),
     .tp_weaklistoffset = offsetof(Function, weak_references),
     .tp_methods = Function_methods,
+    .tp_members = Function_members,
     .tp_getset = Function_getset,
 };
 
@@ -1602,7 +1710,7 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
     if (current == NULL)
         return NULL;
     frame_t *own = &self->frame->frame;
-    int64_t now_ns = read_clock();
+    int64_t now_ns = read_clock(core);
     int64_t gap_ns = now_ns - self->suspended_ns;
     frame_t *frame = self->inner;
     if (frame == NULL) { /* finished already */
@@ -1636,7 +1744,7 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     if (self->frame == NULL || self->inner != NULL)
         Py_RETURN_NONE;
     frame_t *own = &self->frame->frame;
-    int64_t now_ns = read_clock();
+    int64_t now_ns = read_clock(core);
     int64_t step_ns = now_ns - self->resumed_ns;
     Ring *ring = ring_of(core);
     Current *current = ring == NULL ? NULL : current_of(core, ring);
@@ -1675,7 +1783,7 @@ Stretch_finish(Stretch *self, PyObject *error)
     Py_CLEAR(self->frame->published);
     drop_inner(self);
     PyObject *name = error == Py_None ? NULL : error_name(error);
-    store(ring, frame, read_clock(), self->active_ns, name);
+    store(ring, frame, read_clock(self->core), self->active_ns, name);
     Py_XDECREF(name);
     Py_RETURN_NONE;
 }
@@ -1781,7 +1889,7 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->counts);
     Py_XDECREF(self->user_sites);
     Py_XDECREF(self->scope_type);
-    free_totals(self->ended_totals, self->ended_slots);
+    free_book(&self->ended_totals);
     for (uint32_t i = 0; i < self->node_count; i++) {
         PyMem_Free(self->nodes[i]->table);
         Py_DECREF(self->nodes[i]->site);
@@ -1825,7 +1933,7 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "record(site, start_ns, attributes)");
         return NULL;
     }
-    int64_t end_ns = read_clock();
+    int64_t end_ns = read_clock(self);
     int64_t start_ns = PyLong_AsLongLong(args[1]);
     if (start_ns == -1 && PyErr_Occurred())
         return NULL;
@@ -1884,7 +1992,7 @@ Core_rings(Core *self, PyObject *Py_UNUSED(none))
 static PyObject *
 Core_ended_totals(Core *self, PyObject *Py_UNUSED(none))
 {
-    return totals_as_dict(self->ended_totals, self->ended_slots);
+    return book_as_dict(&self->ended_totals);
 }
 
 /* The nodes from a number on, as (site, index of the parent or -1). */
@@ -1915,10 +2023,12 @@ add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
     int known = PySet_Contains(seen, key);
     if (known == 0 && PySet_Add(seen, key) == 0 && frame->state != CLOSED) {
         row_t row = {.span_id = frame->span_id, .parent_id = frame->parent_id, .root_id = frame->root_id,
-                     .task = frame->task, .start_ns = frame->start_ns, .end_ns = now_ns,
-                     .children_ns = frame->children_ns, .active_ns = -1, .attributes = frame->attributes,
-                     .node = frame->node->index};
+                     .start_ns = frame->start_ns, .end_ns = now_ns, .children_ns = frame->children_ns,
+                     .node = frame->node->index, .task = (uint32_t)(frame->task >> 4)};
+        if (frame->attributes != NULL)
+            row.rare = Py_BuildValue("(iOO)", -1, Py_None, frame->attributes);
         PyObject *tuple = row_as_tuple(&row);
+        Py_XDECREF(row.rare);
         PyObject *pair = tuple == NULL ? NULL : Py_BuildValue("(lN)", frame->ring->thread_id, tuple);
         if (pair == NULL || PyList_Append(found, pair) < 0)
             known = -1;
@@ -1932,7 +2042,7 @@ add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
 static PyObject *
 Core_open_rows(Core *self, PyObject *Py_UNUSED(none))
 {
-    int64_t now_ns = read_clock();
+    int64_t now_ns = read_clock(self);
     PyObject *found = PyList_New(0), *seen = PySet_New(NULL);
     int failed = found == NULL || seen == NULL;
     /* A collection in between could end a context and take it off the list. */
@@ -2028,13 +2138,74 @@ Core_reset(Core *self, PyObject *argument)
     if (rings == NULL)
         return NULL;
     self->uid = ++last_uid;
-    free_totals(self->ended_totals, self->ended_slots);
-    self->ended_totals = NULL;
-    self->ended_slots = 0;
+    free_book(&self->ended_totals);
     self->ended_rows = 0;
     PyDict_Clear(self->counts);
     Py_SETREF(self->rings, rings); /* last: freeing rows may run code of the host's */
     Py_RETURN_NONE;
+}
+
+/* Begin to read the time stamp counter. False where the processor has none. Calibrated over about two milliseconds,
+ * refined by each check_ticks. */
+static PyObject *
+Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
+{
+    if (!HAS_TICKS)
+        Py_RETURN_FALSE;
+    ticks_t ticks = {0};
+    int64_t now_ticks = 0, now_ns = 0;
+    read_both(&ticks.first_ticks, &ticks.first_ns);
+    do {
+        read_both(&now_ticks, &now_ns);
+    } while (now_ns - ticks.first_ns < 2000000);
+    if (now_ticks <= ticks.first_ticks)
+        Py_RETURN_FALSE;
+    ticks.rate = (uint64_t)(((unsigned __int128)(now_ns - ticks.first_ns) << 32) / (uint64_t)(now_ticks - ticks.first_ticks));
+    ticks.base_ticks = now_ticks;
+    ticks.base_ns = now_ns;
+    ticks.in_use = 1;
+    self->ticks = ticks;
+    Py_RETURN_TRUE;
+}
+
+/* Compare with the monotonic clock; the counter catches up over the next second instead of jumping. Returns by how
+ * many ns it was off, or None after giving the counter up because that was more than `limit_ns`, or it is not in use. */
+static PyObject *
+Core_check_ticks(Core *self, PyObject *argument)
+{
+    long long limit_ns = PyLong_AsLongLong(argument);
+    if (limit_ns == -1 && PyErr_Occurred())
+        return NULL;
+    ticks_t *ticks = &self->ticks;
+    if (!ticks->in_use)
+        Py_RETURN_NONE;
+    int64_t now_ticks = 0, now_ns = 0;
+    read_both(&now_ticks, &now_ns);
+    int64_t shown_ns = ticks_as_ns(ticks, now_ticks);
+    int64_t off_ns = shown_ns - now_ns;
+    if (off_ns > limit_ns || off_ns < -limit_ns || now_ticks <= ticks->first_ticks) {
+        ticks->in_use = 0;
+        count(self, "time stamp counter given up because it strayed from the monotonic clock");
+        Py_RETURN_NONE;
+    }
+    uint64_t rate = (uint64_t)(((unsigned __int128)(now_ns - ticks->first_ns) << 32) / (uint64_t)(now_ticks - ticks->first_ticks));
+    ticks->base_ticks = now_ticks;
+    ticks->base_ns = shown_ns;
+    ticks->rate = rate - (uint64_t)((__int128)rate * off_ns / 1000000000);
+    return PyLong_FromLongLong(off_ns);
+}
+
+static PyObject *
+Core_stop_ticks(Core *self, PyObject *Py_UNUSED(none))
+{
+    self->ticks.in_use = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Core_now_ns(Core *self, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromLongLong(read_clock(self));
 }
 
 static PyObject *
@@ -2061,6 +2232,10 @@ static PyMethodDef Core_methods[] = {
     {"publish", (PyCFunction)Core_publish, METH_NOARGS, "Make the current span known to a context about to be copied."},
     {"forget_current", (PyCFunction)Core_forget_current, METH_NOARGS, "Forget what is open in this context."},
     {"_reset", (PyCFunction)Core_reset, METH_O, "Forget every row and total; a new limit in bytes, or None."},
+    {"start_ticks", (PyCFunction)Core_start_ticks, METH_NOARGS, "Begin to read the time stamp counter."},
+    {"check_ticks", (PyCFunction)Core_check_ticks, METH_O, "Compare the counter with the monotonic clock."},
+    {"stop_ticks", (PyCFunction)Core_stop_ticks, METH_NOARGS, "Read the monotonic clock again."},
+    {"now_ns", (PyCFunction)Core_now_ns, METH_NOARGS, "The clock that spans are timed with."},
     {"count", (PyCFunction)Core_count, METH_O, "Count an irregular event."},
     {NULL},
 };

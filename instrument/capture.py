@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from instrument.profile import Capture, Rate
@@ -42,7 +43,7 @@ class Trees:
         self._keep = keep
         self._requests: OrderedDict[int, list[Held]] = OrderedDict()
         self._held_rows = 0
-        self._kept: OrderedDict[int, RemoteParent | None] = OrderedDict()
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._recent: deque[tuple[int, list[Held]]] = deque()
         self._recent_rows = 0
@@ -59,7 +60,10 @@ class Trees:
                 if row[1] == row[3] and site.kind == "request":
                     ended.append((row, thread_id))
                 elif row[3] in self._kept:
-                    loose.setdefault(row[3], []).append(self._recorder.span(row, thread_id))
+                    if self._kept[row[3]].takes_one(self._spans_per_request):
+                        loose.setdefault(row[3], []).append(self._recorder.span(row, thread_id))
+                    else:
+                        self._counts["spans beyond spans_per_request"] += 1
                 elif self._recorder.in_request(row):
                     self._hold(row, thread_id)
                 elif self._sampled(row[3]):
@@ -69,8 +73,9 @@ class Trees:
         for row, thread_id in ended:
             self._end_request(row, thread_id)
         for root_id, spans in loose.items():
+            kept = self._kept.get(root_id)
             for span in spans:
-                span.remote = self._kept.get(root_id)
+                span.remote = kept.remote if kept is not None else None
             self._keep(spans)
         return [(row[5], row[6]) for row, _ in ended]
 
@@ -119,7 +124,7 @@ class Trees:
 
     def _hand_over(self, held: list[Held], remote: RemoteParent | None) -> None:
         root_id = held[-1][0][3]
-        self._kept[root_id] = remote
+        self._kept[root_id] = _Kept(remote, len(held) - 1)
         if len(self._kept) > KEPT_ROOTS:
             self._kept.popitem(last=False)
         self._counts["requests kept"] += 1
@@ -148,6 +153,18 @@ class Trees:
     def counts(self) -> Mapping[str, Any]:
         """Requests seen and kept, and what was not kept, by reason."""
         return dict(self._counts)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A request that was handed over, and how many spans below it. A task that it has left behind may add to them."""
+
+    remote: RemoteParent | None
+    spans: int
+
+    def takes_one(self, limit: int) -> bool:
+        self.spans += 1
+        return self.spans <= limit
 
 
 class _Allowance:

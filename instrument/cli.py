@@ -176,7 +176,9 @@ def _check(options: argparse.Namespace, host: list[str]) -> int:
     verdicts = profiler.check(profile, options.modules)
     print(f"profile {profile.source}: service {profile.service}")
     for setting, origin in sorted(profile.origins.items()):
-        print(f"  {setting} = {_setting(profile, setting)} (from {origin})")
+        value = _setting(profile, setting)
+        if value is not None or origin != "default":
+            print(f"  {setting} = {'not set' if value is None else value} (from {origin})")
     print(f"recorder: {'native' if RECORDER.native else 'pure Python'}")
     print(f"rules: {len(profile.functions)} functions, {len(profile.layers)} layers, {len(profile.copies)} copies")
     for verdict in verdicts:

@@ -585,14 +585,19 @@ def stop_on_sigterm() -> None:
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return
 
-    def handle(number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         running = _session
         if running is not None and running._postpone(number):
             return
-        # On a thread of its own: the interrupted main thread may hold any lock.
-        ending = threading.Thread(target=stop, name="instrument-exit", daemon=True)
+        # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
+        # come again.
+        inside = _is_inside(frame)
+        ending = threading.Thread(target=_send_again if inside else stop, args=(number,) if inside else ())
+        ending.name, ending.daemon = "instrument-exit", True
         try:
             ending.start()
+            if inside:
+                return
             ending.join(EXIT_LIMIT_NS / 1e9 * 2)
         except RuntimeError:
             pass  # the interpreter is ending, where no thread can begin
@@ -605,6 +610,20 @@ def stop_on_sigterm() -> None:
 
     signal.signal(signal.SIGTERM, handle)
     session()._last_undos.append(release)
+
+
+def _is_inside(frame: FrameType | None) -> bool:
+    """Whether the session or its selection is at work in a frame or above it. Neither runs code of the service."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") in (__name__, Selection.__module__):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _send_again(number: int) -> None:
+    time.sleep(0.02)
+    os.kill(os.getpid(), number)
 
 
 def _forget(session: Session) -> None:

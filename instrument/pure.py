@@ -335,21 +335,23 @@ def make_function(core: Core, function: Callable[..., Any], site: Site) -> Any:
             above = parent[0] if parent[11] else core._root
             node = above.children.get(site) or core._node(above, site)
             frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, None, 1]
-        set_(frame)
-        ring.top = frame
-        frame[7] = frame[9] = start = clock()
+        # All of it in one `try`: a signal handler may raise after any call.
         try:
+            set_(frame)
+            ring.top = frame
+            frame[7] = frame[9] = start = clock()
             result = function(*args, **kwargs)
+            end = clock()
+            if get() is not frame or frame[6] is not parent:
+                core.close(frame)
+                return result
+            set_(parent)
+            frame[11] = 0
         except BaseException as error:
-            core.close(frame, error)
+            if frame[11]:
+                core.close(frame, error)
             raise
-        end = clock()
-        if get() is not frame or frame[6] is not parent:
-            core.close(frame)
-            return result
-        set_(parent)
         ring.top = parent
-        frame[11] = 0
         if parent is not None:
             frame[6] = None
             if parent[5] is ring and parent[8] == task:

@@ -219,7 +219,7 @@ class _Recording:
 
     def cursor(self) -> Cursor:
         """A reader that sees every row from now on once, as long as it comes before the ring wraps."""
-        return Cursor(self.rings)
+        return Cursor(self.rings, lambda: self.ended_rows)
 
     def threads(self) -> dict[int, str]:
         """Native thread ids and names of the threads that recorded and whose rows are still held."""

@@ -198,14 +198,14 @@ class Rings:
         return self._budget - sum(ring.capacity for ring in self._rings)
 
     def _retire(self) -> None:
-        """Give up the rings of threads that have ended, oldest first, until a quarter is free and few enough are left.
+        """Give up the rings of threads that have ended, oldest first, until there is room and few enough are left.
 
         Their totals are taken over.
         """
         ended = [ring for ring in self._rings if ring.ended]
         for ring in ended:
             ring.shrink()
-        while ended and (len(ended) > ENDED_RINGS_KEPT or self._free() < self._budget // 4):
+        while ended and (len(ended) > ENDED_RINGS_KEPT or self._free() < self._budget // 32):
             ring = ended.pop(0)
             for index, totals in ring.copied_totals().items():
                 self.ended_totals.setdefault(index, Totals()).merge(totals)
@@ -224,27 +224,38 @@ class Rings:
 
 
 class Cursor:
-    """One reader's place in every ring: each row is read once, and what came too late to be read is counted."""
+    """One reader's place in every ring: each row is read once, and what came too late to be read is counted.
 
-    def __init__(self, rings: Callable[[], list[Any]]) -> None:
+    `rings` tells the rings there are now, `ended_rows` how many rows went with rings that were given up.
+    """
+
+    def __init__(self, rings: Callable[[], list[Any]], ended_rows: Callable[[], int]) -> None:
         self._rings = rings
+        self._ended_rows = ended_rows
         self._places: dict[int, tuple[Any, int]] = {}
-        self.lost = 0
+        self._seen = 0
+        self._written = 0
         self.read()
+        self._seen = self._written
+
+    @property
+    def lost(self) -> int:
+        """Rows that were overwritten, or went with their ring, before they were read."""
+        return self._written - self._seen
 
     def read(self) -> list[tuple[int, list[Row]]]:
         """The rows since the last read, with the native id of their thread, in order within each thread."""
         batches: list[tuple[int, list[Row]]] = []
         places: dict[int, tuple[Any, int]] = {}
+        written = self._ended_rows()  # first: a ring given up in between is counted the next time
         for ring in self._rings():
             since = self._places.get(id(ring), (ring, 0))[1]
-            rows, head, lost = ring.newest(since)
-            self.lost += lost
+            rows, head, _ = ring.newest(since)
             places[id(ring)] = (ring, head)
+            written += head
+            self._seen += len(rows)
             if rows:
                 batches.append((ring.thread_id, rows))
-        for key, (ring, since) in self._places.items():
-            if key not in places:
-                self.lost += ring.head - since
         self._places = places
+        self._written = written
         return batches

@@ -194,16 +194,14 @@ class Tally:
         paths: dict[int, tuple[Site, ...]] = {}
 
         def path_of(span: Span) -> tuple[Site, ...]:
-            chain = []
+            chain: dict[int, Site] = {}
             above: Span | None = span
-            while above is not None and above.span_id not in paths:
-                chain.append(above)
+            while above is not None and above.span_id not in paths and above.span_id not in chain:
+                chain[above.span_id] = above.site
                 above = by_id.get(above.parent_id)
-                if above in chain:
-                    break
             base = paths.get(above.span_id, ()) if above is not None else ()
-            for link in reversed(chain):
-                base = paths[link.span_id] = (*base, link.site)
+            for span_id, site in reversed(chain.items()):
+                base = paths[span_id] = (*base, site)
             return base
 
         names = dict(threads or {})

@@ -130,6 +130,21 @@ def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Any)
     assert kept.of.counts()["spans beyond spans_per_request"] == 7
 
 
+def test_a_task_that_a_kept_request_has_left_behind_does_not_add_to_it_for_ever(recorder: Any) -> None:
+    kept = Kept(recorder, Capture(sample=1.0), spans_per_request=5)
+    request = recorder.open(REQUEST)
+    background = recorder.open(STEP)
+    recorder.close(request)
+    for _ in range(20):
+        recorder.close(recorder.open(LEAF))
+    assert sum(map(len, kept.read())) == 6
+    for _ in range(20):
+        recorder.close(recorder.open(LEAF))
+    recorder.close(background)
+    assert kept.read() == []
+    assert kept.of.counts()["spans beyond spans_per_request"] == 36
+
+
 def test_requests_that_never_end_do_not_grow_without_bound(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.capture.HELD_ROWS", 20)
     kept = Kept(recorder, Capture(sample=1.0))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from otlp_receiver import receiver
 
 from instrument import chrome
 
@@ -148,15 +149,27 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.1)
             time.sleep(30)
+        if "reading" in sys.argv:
+            verdicts = profiler.session().selection.verdicts
+
+            def interrupted():
+                with profiler.session().selection._lock:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.1)
+                return verdicts()
+
+            profiler.session().selection.verdicts = interrupted
+            profiler.session().summary()
+            time.sleep(30)
         chrome.dump = slow
         """,
     )
-    for arguments in ([], ["locked"]):
+    for arguments in ([], ["locked"], ["reading"]):
         started = time.monotonic()
         done = run("run", "--profile", "profile.yaml", "--", "main.py", *arguments)
         assert (done.returncode, "Profiling Report" in done.stderr) == (-signal.SIGTERM, True), done.stderr
         assert time.monotonic() - started < 8
-    assert len(traces()) == 2
+    assert len(traces()) == 3
 
 
 def test_an_exit_waits_for_a_stop_that_a_daemon_thread_has_begun(folder: Path) -> None:
@@ -438,3 +451,21 @@ def test_help_names_the_verbs() -> None:
     assert done.returncode == 0
     for verb in ("run", "check", "report"):
         assert verb in done.stdout
+
+
+def test_a_process_that_ends_at_once_still_delivers_with_its_resource(folder: Path) -> None:
+    write(folder / "main.py", "from work import step\nstep(1)\n")
+    write(folder / "otlp.yaml", 'functions: [{match: "work:step"}]\nexport: {otlp: {}}')
+    with receiver() as collector:
+        environ = {
+            **os.environ,
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.http_port}",
+            "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test%20bench",
+        }
+        for _ in range(5):
+            done = run("run", "--profile", "otlp.yaml", "--", "main.py", env=environ)
+            assert (done.returncode, done.stderr) == (0, "")
+        spans = collector.spans()
+    assert [span.name for span in spans] == ["step"] * 5
+    assert {span.resource["deployment.environment.name"] for span in spans} == {"test bench"}
+    assert len({span.resource["service.instance.id"] for span in spans}) == 5

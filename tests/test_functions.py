@@ -22,6 +22,7 @@ from instrument.probes.functions import (
     Unreachable,
     attach,
     find,
+    held_elsewhere,
     loaded_modules,
     matches,
     rebind,
@@ -295,6 +296,13 @@ class Slotted:
     __slots__ = ("x",)
     def go(self): return 6
 
+class Called:
+    def __init__(self): ...
+    def __call__(self): ...
+    def __del__(self): ...
+    def __getattr__(self, name): raise AttributeError(name)
+    def go(self): ...
+
 class Base(abc.ABC):
     @abc.abstractmethod
     def must(self): ...
@@ -333,6 +341,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         ("some_service:*.step", ["Engine.step", "Fast.step"]),
         ("some_service:Engine.**", ["Engine.step", "Engine._inner", "Engine.make", "Engine.fixed", "Engine.Part.turn"]),
         ("some_service:Engine.Part.turn", ["Engine.Part.turn"]),
+        ("some_service:Called.*", ["Called.__init__", "Called.__call__", "Called.go"]),
+        ("some_service:Called.__*", ["Called.__init__", "Called.__call__", "Called.__del__", "Called.__getattr__"]),
+        ("some_service:Called.__del__", ["Called.__del__"]),
         ("some_service:Wrapper", ["Wrapper.wrap", "Wrapper.fill"]),
         ("some_service:Wrapper.*", []),
     ],
@@ -437,6 +448,22 @@ def test_looking_through_all_modules_wakes_none_and_survives_what_only_looks_lik
     rebind([(module.plain, module.plain)])
     assert ("asleep", asleep) in loaded_modules()
     assert ("some_service", module) in loaded_modules()
+
+
+def test_functions_that_something_else_holds_are_told_with_the_type_of_the_holder(module: types.ModuleType) -> None:
+    def targets() -> list[Target]:
+        return [thing for thing in find(module, "some_service:*") if isinstance(thing, Target)]
+
+    class Route:
+        __slots__ = ("endpoint",)
+
+    assert held_elsewhere(targets()) == {}
+    table, route = {"/": module.plain}, Route()
+    route.endpoint = module.coroutine
+    held = held_elsewhere(targets())
+    assert held == {id(module.plain): "dict", id(module.coroutine): "Route"}
+    del table, route
+    assert held_elsewhere(targets()) == {}
 
 
 def test_undo_leaves_alone_what_somebody_else_has_set_since(module: types.ModuleType, recorder: Recorder) -> None:

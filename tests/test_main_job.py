@@ -174,7 +174,9 @@ def test_the_summary_explains_the_service_and_names_what_it_could_not_see(run: R
 def test_a_collector_that_is_not_there_costs_the_service_nothing_but_a_line(tmp_path: Path) -> None:
     profile = ROOT / "configs" / "chat.yaml"
     command = [sys.executable, "-m", "instrument", "run", "--profile", str(profile), "--", "-m", "chat.server"]
-    stderr = demonstrate(tmp_path, [], ["--", *command, "--port", "0"], OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9")
+    stderr = demonstrate(
+        tmp_path, [], ["--", *command, "--port", "0"], OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9"
+    )
     assert "by the OTLP export" in stderr
     assert "Traceback" not in stderr
 

@@ -6,7 +6,6 @@ The collectors are real: `ddapm-test-agent`, and small HTTP servers that misbeha
 from __future__ import annotations
 
 import email.utils
-import gzip
 import http.client
 import importlib.util
 import itertools
@@ -20,371 +19,40 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTracePartialSuccess,
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
+from otlp_collectors import (
+    Behave,
+    Handler,
+    at_most,
+    babble,
+    be_slow,
+    collecting,
+    drip,
+    first,
+    hang_up,
+    hang_up_now,
+    mumble,
+    promise_more,
+    refuse_with,
+    reject_two,
+    swallow,
+    take,
+    warn,
 )
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue
-from opentelemetry.proto.trace.v1 import trace_pb2
 from otlp_receiver import Receiver, free_port, receiver
+from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes, span, tree
 
 from instrument.errors import FAULTS, ExportError
-from instrument.otlp import Delivery, Exporter, current_parent, packing, senders
+from instrument.otlp import Delivery, Exporter, current_parent, senders
 from instrument.otlp.exporter import REQUEST_BYTES
-from instrument.otlp.packing import Ids
 from instrument.profile import Otlp
-from instrument.spans import DeviceInterval, Origin, RemoteParent, Site, Span
+from instrument.spans import DeviceInterval, RemoteParent, Site
 
-SECOND = 10**9
-ORIGIN = Origin(pid=1, service="chat", monotonic_ns=1_000, realtime_ns=1_700_000_000 * SECOND + 123_456_789, host="box")
-THREADS = {7: "MainThread", 8: "wörker"}
-SITE = Site("op", "op")
-LAYER = Site("Linear", "layer", "chat.net", "Mlp.forward", "/srv/chat/net.py", 42, "model.layers.3.mlp")
 REMOTE = RemoteParent(0xABCDEF0123456789_0011223344556677, 0x0102030405060708, 1)
-
-
-def span(site: Site = SITE, span_id: int = 1, parent_id: int = 0, root_id: int = 1, **facts: Any) -> Span:
-    times = {"start_ns": 2_000, "end_ns": 5_000, "active_ns": 3_000, "self_ns": 3_000, "thread_id": 7, "task_id": 0}
-    return Span(site, span_id, parent_id, root_id, **{**times, **facts})
-
-
-def tree(spans: int, first_id: int = 1, site: Site = SITE, **facts: Any) -> list[Span]:
-    """A root and its children, three to a parent, with numbers from `first_id`."""
-    return [
-        span(site, first_id + i, first_id + (i - 1) // 3 if i else 0, first_id, start_ns=2_000 + i, **facts)
-        for i in range(spans)
-    ]
-
-
-# -------------------------------------------------------------------- what a span becomes
-
-
-def decoded(spans: Sequence[Span], ids: Ids) -> list[trace_pb2.Span]:
-    """The packed spans as the official messages read them."""
-    request = ExportTraceServiceRequest.FromString(packing.request_of(b"", packing.pack(spans, ids, ORIGIN, THREADS)))
-    (of_resource,) = request.resource_spans
-    (of_scope,) = of_resource.scope_spans
-    assert of_scope.scope.name == "instrument"
-    assert of_scope.schema_url == "https://opentelemetry.io/schemas/1.44.0"
-    return list(of_scope.spans)
-
-
-def value_of(value: AnyValue) -> Any:
-    kind = value.WhichOneof("value")
-    return [value_of(item) for item in value.array_value.values] if kind == "array_value" else getattr(value, kind)
-
-
-def attributes_of(message: trace_pb2.Span) -> dict[str, Any]:
-    found = {pair.key: value_of(pair.value) for pair in message.attributes}
-    assert len(found) == len(message.attributes), "an attribute came twice"
-    return found
-
-
-def legal(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
-
-
-def said(value: Any) -> Any:
-    """An attribute's value as it must arrive."""
-    if isinstance(value, str):
-        return legal(value)
-    if isinstance(value, list | tuple):
-        return [said(item) for item in value]
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return str(value)
-    return value
-
-
-texts = st.text(st.characters(exclude_categories=()), max_size=8)
-values = st.one_of(
-    texts,
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.floats(allow_nan=False),
-    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
-    st.lists(texts, max_size=3).map(tuple),
-    st.lists(st.booleans(), max_size=2),
-)
-keys = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).map("user.".__add__)
-attributes = st.dictionaries(keys, values, max_size=4)
-times = st.tuples(st.integers(1_000, 2**62), st.integers(0, 2**40)).map(lambda t: (t[0], t[0] + t[1]))
-sites = st.builds(
-    Site,
-    name=texts,
-    kind=st.sampled_from(("request", "op", "layer", "user")),
-    module=texts,
-    qualname=texts,
-    file=texts,
-    line=st.integers(0, 2**31),
-    instance=texts,
-    attributes=attributes.map(lambda found: tuple(found.items())),
-)
-intervals = st.builds(
-    lambda device, stream, span_times, label: DeviceInterval(device, stream, *span_times, label, 5),
-    st.integers(0, 7),
-    st.integers(0, 2**64 - 1),
-    times,
-    st.sampled_from(("exclusive", "overlapped")),
-)
-remotes = st.builds(RemoteParent, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.integers(0, 255))
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> list[Span]:
-    numbers = draw(st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=5, unique=True))
-    places = draw(st.lists(sites, min_size=1, max_size=2))
-    found = []
-    for place, number in enumerate(numbers):
-        start_ns, end_ns = draw(times)
-        found.append(
-            Span(
-                site=draw(st.sampled_from(places)),
-                span_id=number,
-                parent_id=draw(st.sampled_from(numbers[:place])) if place else 0,
-                root_id=numbers[0],
-                thread_id=draw(st.sampled_from((7, 8, 9))),
-                task_id=draw(st.integers(0, 2**62)),
-                start_ns=start_ns,
-                end_ns=end_ns,
-                active_ns=draw(st.sampled_from((end_ns - start_ns, 0))),
-                self_ns=draw(st.integers(0, end_ns - start_ns)),
-                error=draw(st.none() | texts),
-                attributes=draw(attributes),
-                device=tuple(draw(st.lists(intervals, max_size=2))),
-                clipped=draw(st.booleans()),
-                remote=None if place else draw(st.none() | remotes),
-            )
-        )
-    return found
-
-
-def expected_attributes(of: Span) -> dict[str, Any]:
-    site = of.site
-    found = {key: said(value) for key, value in (*site.attributes, *of.attributes.items())}
-    candidates = {
-        "instrument.kind": (site.kind, True),
-        "instrument.instance": (legal(site.instance), site.instance),
-        "code.function.name": (legal(site.function), site.function),
-        "code.file.path": (legal(site.file), site.file),
-        "code.line.number": (site.line, site.line),
-        "thread.id": (of.thread_id, True),
-        "thread.name": (THREADS.get(of.thread_id), of.thread_id in THREADS),
-        "instrument.self_ns": (of.self_ns, True),
-        "instrument.active_ns": (of.active_ns, of.active_ns != of.total_ns),
-        "instrument.task_id": (of.task_id, of.task_id),
-        "instrument.clipped": (True, of.clipped),
-        "error.type": (legal(of.error or ""), of.error is not None),
-    }
-    return found | {key: value for key, (value, there) in candidates.items() if there}
-
-
-@given(trees())
-@settings(max_examples=120, deadline=None)
-def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span]) -> None:
-    ids = Ids()
-    messages = iter(decoded(spans, ids))
-    remote = spans[0].remote
-    trace_id = (ids.trace_id(spans[0].root_id) if remote is None else remote.trace_id).to_bytes(16, "big")
-    w3c_flags = 1 if remote is None else remote.flags
-    for of in spans:
-        message = next(messages)
-        own_id = ids.span_id(of.span_id).to_bytes(8, "big")
-        parent_id = ids.span_id(of.parent_id) if of.parent_id else remote.span_id if remote else None
-        from_remote = not of.parent_id and remote is not None
-        assert message.trace_id == trace_id
-        assert message.span_id == own_id
-        assert message.parent_span_id == (b"" if parent_id is None else parent_id.to_bytes(8, "big"))
-        assert message.name == legal(of.site.name)
-        assert message.kind == (2 if of.site.kind == "request" else 1)
-        assert message.start_time_unix_nano == ORIGIN.realtime_of(of.start_ns)
-        assert message.end_time_unix_nano == ORIGIN.realtime_of(of.end_ns)
-        assert message.flags == (0x300 if from_remote else 0x100) | w3c_flags
-        assert (message.status.code, message.status.message) == (
-            (2, legal(of.error)) if of.error is not None else (0, "")
-        )
-        assert attributes_of(message) == expected_attributes(of)
-        for interval in of.device:
-            message = next(messages)
-            assert (message.trace_id, message.parent_span_id) == (trace_id, own_id)
-            assert message.name == legal(of.site.name) + " (device)"
-            assert (message.kind, message.flags) == (1, 0x100 | w3c_flags)
-            assert message.start_time_unix_nano == ORIGIN.realtime_of(interval.start_ns)
-            assert message.end_time_unix_nano == ORIGIN.realtime_of(interval.end_ns)
-            assert attributes_of(message) == {
-                "cuda.device.index": interval.device,
-                "instrument.device.stream": said(interval.stream),
-                "instrument.device.label": interval.label,
-                "instrument.device.uncertainty_ns": 5,
-            }
-    assert next(messages, None) is None
-
-
-@given(trees())
-@settings(max_examples=60, deadline=None)
-def test_what_goes_by_grpc_is_what_goes_by_http(spans: list[Span]) -> None:
-    by_http, by_grpc = Ids(), Ids()
-    by_grpc._seed, by_grpc._trace_seeds = by_http._seed, by_http._trace_seeds
-    sender = senders.Grpc(Otlp("http://127.0.0.1:1", "grpc"))
-    sender.speak_for({"service.name": "chat"})
-    official = encode_spans(list(sender.encode(spans, by_grpc, ORIGIN, THREADS)))
-    messages = decoded(spans, by_http)
-    for message in messages:
-        message.flags &= 0x300  # the official encoder leaves out the flags of the W3C
-    assert [_comparable(m) for m in official.resource_spans[0].scope_spans[0].spans] == [
-        _comparable(m) for m in messages
-    ]
-
-
-def _comparable(message: trace_pb2.Span) -> tuple[Any, ...]:
-    ids = (message.trace_id, message.span_id, message.parent_span_id)
-    times = (message.start_time_unix_nano, message.end_time_unix_nano)
-    status = (message.status.code, message.status.message)
-    return (*ids, *times, *status, message.name, message.kind, message.flags, attributes_of(message))
-
-
-@pytest.mark.parametrize(
-    ("direction", "memcpy_kind"),
-    [
-        ("h2d", "MemcpyHostToDevice"),
-        ("d2h", "MemcpyDeviceToHost"),
-        ("d2d", "MemcpyDeviceToDevice"),
-        ("p2p", "MemcpyDeviceToDevice"),
-    ],
-)
-@pytest.mark.parametrize("on_site", [True, False])
-def test_a_copy_names_its_kind_as_cuda_does_and_its_device_span_too(
-    direction: str, memcpy_kind: str, on_site: bool
-) -> None:
-    site = Site("to", "copy", attributes=(("direction", direction),) if on_site else ())
-    given_attributes = {"bytes": 4096, "pinned": True, "sync": False, "note": "x"}
-    given_attributes |= {} if on_site else {"direction": direction}
-    copy, on_device = decoded([span(site, attributes=given_attributes, device=(DeviceInterval(1, 3, 1, 2),))], Ids())
-    ours = {
-        "cuda.memcpy.kind": memcpy_kind,
-        "instrument.direction": direction,
-        "instrument.bytes": 4096,
-        "instrument.pinned": True,
-        "instrument.sync": False,
-        "note": "x",
-    }
-    assert ours.items() <= attributes_of(copy).items()
-    assert not {"direction", "bytes", "pinned", "sync"} & attributes_of(copy).keys()
-    assert {"cuda.memcpy.kind": memcpy_kind, "instrument.bytes": 4096}.items() <= attributes_of(on_device).items()
-
-
-def test_a_span_that_is_no_copy_keeps_its_bytes_under_their_own_name() -> None:
-    (message,) = decoded([span(attributes={"bytes": 5, "direction": "h2d"})], Ids())
-    assert attributes_of(message) == {
-        "bytes": 5,
-        "direction": "h2d",
-        "instrument.kind": "op",
-        "instrument.self_ns": 3_000,
-        "thread.id": 7,
-        "thread.name": "MainThread",
-    }
-
-
-def test_a_spans_attribute_wins_over_its_sites_and_ours_over_both() -> None:
-    site = Site("op", "op", attributes=(("size", 1), ("colour", "red"), ("thread.id", -1), ("instrument.kind", "mine")))
-    (message,) = decoded([span(site, attributes={"size": 2, "instrument.self_ns": 0, "code.file.path": "x"})], Ids())
-    found = attributes_of(message)
-    assert found["size"] == 2
-    assert found["colour"] == "red"
-    assert (found["thread.id"], found["instrument.kind"], found["instrument.self_ns"]) == (7, "op", 3_000)
-    assert "code.file.path" not in found
-
-
-class Tensor:
-    """Whose content may not be looked at."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"looked into with {name}")
-
-    __str__ = __repr__ = __int__ = __float__ = __index__ = __len__ = __iter__ = lambda self: self.looked  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    ("value", "arrives"),
-    [
-        (2**63 - 1, 2**63 - 1),
-        (-(2**63), -(2**63)),
-        (2**63, str(2**63)),
-        (1 << 40_000, hex(1 << 40_000)),
-        (True, True),
-        (-0.5, -0.5),
-        (float("inf"), float("inf")),
-        ((1, "a", True), [1, "a", True]),
-        ([], []),
-        (range(3), [0, 1, 2]),
-        (None, "<NoneType>"),
-        (b"secret", "<bytes>"),
-        (Tensor(), "<Tensor>"),
-        ([Tensor()], ["<Tensor>"]),
-        ({"a": 1}, "<dict>"),
-        (type("Name", (str,), {"__str__": lambda self: "lie"})("truth"), "truth"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_value_arrives_as_otlp_can_say_it(value: Any, arrives: Any) -> None:
-    (message,) = decoded([span(attributes={"value": value})], Ids())
-    assert attributes_of(message)["value"] == arrives
-
-
-def test_numbers_of_numpy_arrive_as_numbers() -> None:
-    numpy = pytest.importorskip("numpy")
-    (message,) = decoded([span(attributes={"i": numpy.int32(-3), "f": numpy.float32(0.5), "a": numpy.ones(9)})], Ids())
-    found = attributes_of(message)
-    assert (found["i"], found["f"], found["a"]) == (-3, 0.5, "<ndarray>")
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1, 2**63, -5 % 2**64])
-def test_ids_are_distinct_and_never_zero_whatever_the_seed(seed: int) -> None:
-    ids = Ids()
-    ids._seed, ids._trace_seeds = seed, [seed, seed]
-    found = [ids.span_id(number) for number in range(1, 3_000)] + [ids.device_span_id() for _ in range(3_000)]
-    found += [ids.span_id(number) for number in range(2**63 - 3_000, 2**63)]
-    assert len(set(found)) == len(found)
-    assert all(0 < found_id < 2**64 for found_id in found)
-    traces = [ids.trace_id(number) for number in range(1, 3_000)]
-    assert len(set(traces)) == len(traces)
-    assert all(trace_id >> 64 > 0 and trace_id & (2**64 - 1) > 0 for trace_id in traces)
-
-
-def test_two_processes_share_no_ids() -> None:
-    one, other = Ids(), Ids()
-    assert one.instance != other.instance
-    assert not {one.span_id(n) for n in range(1, 2_000)} & {other.span_id(n) for n in range(1, 2_000)}
-    assert one.trace_id(1) != other.trace_id(1)
-
-
-@given(st.integers(-(2**63), 2**63 - 1), st.text(max_size=200))
-@settings(deadline=None)
-def test_a_partial_success_is_read_as_the_official_message_wrote_it(rejected: int, message: str) -> None:
-    partial = ExportTracePartialSuccess(rejected_spans=rejected, error_message=message)
-    answer = ExportTraceServiceResponse(partial_success=partial).SerializeToString()
-    assert senders.partial_success(answer) == (max(0, rejected), message)
-
-
-@given(st.binary(max_size=40))
-@settings(deadline=None)
-def test_an_answer_that_is_no_message_breaks_nothing(answer: bytes) -> None:
-    rejected, message = senders.partial_success(answer)
-    assert rejected >= 0
-    assert isinstance(message, str)
-
-
-# -------------------------------------------------------------------- the exporter under test
 
 
 @contextmanager
@@ -509,7 +177,8 @@ def test_a_configured_tracer_provider_and_we_are_the_same_service_instance(
     from opentelemetry.sdk.trace import TracerProvider
 
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
-    resource = Resource.create({"service.name": theirs, "team": "a"} if theirs else {"team": "a"})
+    named = {"service.name": theirs} if theirs else {}
+    resource = Resource.create({"team": "a", "service.instance.id": "chat-0", **named})
     with exporting(way_to(collector)) as exporter:
         exporter.offer(tree(1, site=Site("before")))
         assert exporter.flush(5 * SECOND).complete
@@ -520,7 +189,7 @@ def test_a_configured_tracer_provider_and_we_are_the_same_service_instance(
     before, after = found["before"], found["after"]
     assert (before.resource["service.name"], before.resource.get("team")) == ("chat", None)
     assert (after.resource["service.name"], after.resource["team"]) == (theirs or "chat", "a")
-    assert after.resource["service.instance.id"] == resource.attributes["service.instance.id"]
+    assert after.resource["service.instance.id"] == "chat-0"
 
 
 def test_the_current_span_of_opentelemetry_is_the_parent() -> None:
@@ -572,153 +241,6 @@ def test_other_instrumentations_do_not_see_our_requests(collector: Receiver, mon
 
 # -------------------------------------------------------------------- collectors that misbehave
 
-Behave = Callable[["Handler", int], None]
-"""What a collector does with a request of so many spans."""
-
-
-class Collector(ThreadingHTTPServer):
-    """Decodes each request with the official messages, then behaves as it was told."""
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, behave: Behave, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
-        self.behave = behave
-        self.closing = threading.Event()
-        self.taken: list[str] = []
-        self.tries = 0
-        self.headers: list[Mapping[str, str]] = []
-        self.open: set[socket.socket] = set()
-
-    @property
-    def settings(self) -> Otlp:
-        return Otlp(f"http://127.0.0.1:{self.server_port}/v1/traces", timeout_ns=SECOND)
-
-    def handle_error(self, *_: Any) -> None:
-        """The client may leave when it likes."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Collector
-
-    def setup(self) -> None:
-        super().setup()
-        self.server.open.add(self.connection)
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers["Content-Encoding"] == "gzip":
-            body = gzip.decompress(body)
-        self.names = [
-            found.name
-            for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans
-            for of_scope in of_resource.scope_spans
-            for found in of_scope.spans
-        ]
-        self.server.tries += 1
-        self.server.headers.append(dict(self.headers.items()))
-        self.server.behave(self, len(self.names))
-
-    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-        if status == 200:
-            self.server.taken += self.names
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing on the test's output."""
-
-
-@contextmanager
-def collecting(behave: Behave, port: int = 0) -> Iterator[Collector]:
-    server = Collector(behave, port)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.closing.set()
-        server.shutdown()
-        server.server_close()
-        for connection in server.open:
-            hang_up_now(connection)
-            connection.close()
-        thread.join()
-
-
-def hang_up_now(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the exporter was quicker
-
-
-def take(handler: Handler, _: int) -> None:
-    handler.answer(200)
-
-
-def refuse_with(status: int, **headers: str) -> Behave:
-    return lambda handler, _: handler.answer(status, **headers)
-
-
-def swallow(handler: Handler, _: int) -> None:
-    handler.server.closing.wait(20)
-
-
-def drip(handler: Handler, _: int) -> None:
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
-    while not handler.server.closing.wait(0.05):
-        handler.wfile.write(b".")
-
-
-def babble(handler: Handler, _: int) -> None:
-    handler.wfile.write(b"\x00\xff not http at all\r\n\r\n")
-    handler.close_connection = True
-
-
-def hang_up(handler: Handler, _: int) -> None:
-    handler.close_connection = True
-
-
-def be_slow(handler: Handler, _: int) -> None:
-    handler.server.closing.wait(0.2)
-    handler.answer(200)
-
-
-def lie(handler: Handler, spans: int) -> None:
-    partial = ExportTracePartialSuccess(rejected_spans=2, error_message="quota")
-    handler.answer(200, ExportTraceServiceResponse(partial_success=partial).SerializeToString())
-
-
-def warn(handler: Handler, _: int) -> None:
-    partial = ExportTracePartialSuccess(error_message="deprecated")
-    handler.answer(200, ExportTraceServiceResponse(partial_success=partial).SerializeToString())
-
-
-def mumble(handler: Handler, _: int) -> None:
-    handler.answer(200, b"\xff\xfe\x00 thanks")
-
-
-def promise_more(handler: Handler, _: int) -> None:
-    handler.answer(200, b"", Transfer_Encoding="chunked")
-    handler.close_connection = True
-
-
-def first(count: int, behave: Behave, then: Behave = take) -> Behave:
-    """Misbehave for so many requests, then take them."""
-    return lambda handler, spans: (behave if handler.server.tries <= count else then)(handler, spans)
-
-
-def at_most(limit: int) -> Behave:
-    return lambda handler, spans: handler.answer(413 if spans > limit else 200)
-
-
 FATES: dict[str, tuple[Behave, str, str]] = {
     "takes it": (take, "exported", ""),
     "takes its time": (be_slow, "exported", ""),
@@ -765,21 +287,15 @@ def test_every_span_has_one_fate_whatever_the_collector_does(behave: Behave, fat
     assert len(server.taken) == (7 if fate == "exported" else 0)
 
 
-def test_a_collector_that_takes_only_part_is_believed() -> None:
-    with collecting(lie) as server, exporting(server.settings) as exporter:
-        exporter.offer(tree(5))
+@pytest.mark.parametrize(("offered", "rejected"), [(5, 2), (1, 1)], ids=["a part", "more than it got"])
+def test_a_collector_that_rejects_two_spans_is_believed_where_it_can_be(offered: int, rejected: int) -> None:
+    with collecting(reject_two) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(offered))
         delivery = exporter.flush(2 * SECOND)
         counts = adds_up(exporter)
-    assert (delivery.exported, delivery.rejected, delivery.reason) == (3, 2, "quota")
-    assert (delivery.settled, delivery.complete) == (True, False)
+    assert delivery == Delivery(offered, offered - rejected, rejected, 0, 0, 0, settled=True, reason="quota")
+    assert not delivery.complete
     assert (counts["exported_trees"], counts["rejected_trees"]) == (0, 1)
-
-
-def test_a_collector_that_rejects_more_than_it_got_changes_no_sum() -> None:
-    with collecting(lie) as server, exporting(server.settings) as exporter:
-        exporter.offer(tree(1))
-        assert exporter.flush(2 * SECOND).rejected == 1
-        adds_up(exporter)
 
 
 def test_after_a_refused_size_later_requests_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -997,7 +513,7 @@ def test_device_intervals_count_as_the_spans_that_they_become() -> None:
 
 def test_sums_hold_while_threads_offer_and_the_collector_wavers() -> None:
     def waver(handler: Handler, spans: int) -> None:
-        (take, refuse_with(400), lie, hang_up, at_most(50))[handler.server.tries % 5](handler, spans)
+        (take, refuse_with(400), reject_two, hang_up, at_most(50))[handler.server.tries % 5](handler, spans)
 
     with collecting(waver) as server, exporting(server.settings) as exporter:
 
@@ -1076,22 +592,14 @@ def test_a_failing_collector_is_logged_once_and_its_recovery_once(caplog: pytest
     ]
 
 
-def test_trees_are_sent_within_two_seconds_without_being_asked() -> None:
+@pytest.mark.parametrize(("spans", "within_s"), [(1, 2), (2_000, 0.8)])
+def test_few_spans_are_sent_soon_and_many_at_once_without_being_asked(spans: int, within_s: float) -> None:
     with collecting(take) as server, exporting(server.settings) as exporter:
-        exporter.offer(tree(1))
-        deadline = time.monotonic() + 2
+        exporter.offer(tree(spans))
+        deadline = time.monotonic() + within_s
         while not server.taken and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert server.taken == ["op"]
-
-
-def test_many_spans_are_sent_at_once_without_being_asked() -> None:
-    with collecting(take) as server, exporting(server.settings) as exporter:
-        exporter.offer(tree(2_000))
-        deadline = time.monotonic() + 0.8
-        while not server.taken and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(server.taken) == 2_000
+        assert server.taken == ["op"] * spans
 
 
 # -------------------------------------------------------------------- settings that cannot work, TLS, gRPC, fork

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import copy
 import gc
 import inspect
 import pickle
@@ -484,6 +485,19 @@ def test_a_cursor_reads_every_row_once_and_counts_what_came_too_late(make_record
     assert cursor.lost == 2 * capacity
 
 
+def test_rows_that_went_with_the_rings_of_ended_threads_count_as_lost(make_recorder: Any) -> None:
+    recorder = make_recorder(ring_bytes=1 << 20)
+    function = wrapped(recorder, "f")(lambda: None)
+    cursor = recorder.cursor()
+    for _ in range(1_100):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+    read = sum(len(rows) for _, rows in cursor.read())
+    assert 0 < read < 1_100
+    assert read + cursor.lost == 1_100
+
+
 def test_rows_read_while_other_threads_write_are_whole_and_come_once(make_recorder: Any) -> None:
     recorder = make_recorder(ring_bytes=1 << 20)
     function = wrapped(recorder, "f")(lambda: None)
@@ -613,3 +627,143 @@ def test_a_signal_handler_that_records_while_its_thread_folds_does_not_deadlock(
 
 def test_the_cost_of_a_probe_is_measured_without_a_trace_in_this_thread() -> None:
     assert 10 < measure_cost_ns() < 1e6
+
+
+def test_frameworks_that_ask_for_a_function_get_one(recorder: Any) -> None:
+    """Starlette calls an endpoint that is no function as an ASGI application."""
+    pytest.importorskip("starlette")
+    httpx = pytest.importorskip("httpx")
+    from starlette.applications import Starlette
+    from starlette.responses import PlainTextResponse
+    from starlette.routing import Route
+
+    @wrapped(recorder)
+    def home(request: Any) -> PlainTextResponse:
+        return PlainTextResponse("hello")
+
+    class Owner:
+        method = home
+
+    assert inspect.isfunction(home)
+    assert inspect.getmembers(Owner, inspect.isfunction) == [("method", home)]
+    assert inspect.ismethod(Owner().method)
+    assert copy.deepcopy(home) is home
+    assert inspect.getsource(home).lstrip().startswith("@wrapped")
+
+    async def ask() -> str:
+        transport = httpx.ASGITransport(app=Starlette(routes=[Route("/", home)]))
+        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            return str((await client.get("/")).text)
+
+    assert asyncio.run(ask()) == "hello"
+    assert tree(recorder) == "home"
+
+
+def test_tasks_that_start_one_another_for_ever_hold_no_chain_of_the_past(recorder: Any) -> None:
+    async def tick(left: int) -> None:
+        if left:
+            asyncio.get_running_loop().create_task(made(left - 1))
+        else:
+            done.set()
+
+    made = recorder.wrap(tick, Site("tick"))
+
+    async def main() -> int:
+        nonlocal done
+        done = asyncio.Event()
+        before = len(gc.get_objects())
+        await made(2_000)
+        await done.wait()
+        gc.collect()
+        return len(gc.get_objects()) - before
+
+    done: asyncio.Event
+    assert asyncio.run(main()) < 2_000
+    assert recorder.node_count < 10
+    assert recorder.tally().calls == 2_001
+
+
+def test_a_scope_left_open_across_a_yield_is_not_current_outside_and_does_not_count_the_gap(recorder: Any) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+
+    @wrapped(recorder)
+    def numbers() -> Iterator[int]:
+        with recorder.make_scope("inside"):
+            yield 1
+            leaf()
+            yield 2
+
+    @wrapped(recorder)
+    def consumer() -> None:
+        for _ in numbers():
+            leaf()
+            time.sleep(0.003)
+
+    consumer()
+    assert tree(recorder) == outline(
+        """
+        consumer
+          numbers
+            inside
+              leaf
+          leaf
+          leaf
+        """
+    )
+    assert sum(span.self_ns for span in recorder.spans()) == spans_by_name(recorder)["consumer"].total_ns
+    assert recorder.counts() == {}
+
+
+def test_deep_recursion_ends_as_without_us(recorder: Any) -> None:
+    def recurse(depth: int) -> int:
+        return 0 if not depth else 1 + made(depth - 1)
+
+    made = recorder.wrap(recurse, Site("recurse"))
+    assert made(200) == 200
+    with pytest.raises(RecursionError):
+        made(100_000)
+    assert recorder.current_id() == 0
+    assert made(200) == 200
+
+
+def test_another_profiler_and_a_tracer_may_run_at_the_same_time(recorder: Any) -> None:
+    events: list[str] = []
+    function = recorder.wrap(lambda: None, Site("f"))
+    sys.setprofile(lambda frame, event, arg: events.append(event))
+    sys.settrace(lambda frame, event, arg: None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        sys.settrace(None)
+    assert events
+    assert tree(recorder) == "f"
+
+
+def test_a_signal_handler_that_raises_in_the_middle_leaves_no_span_open(recorder: Any) -> None:
+    import signal
+
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    inner = recorder.wrap(lambda: sum(range(200)), Site("inner"))
+
+    def spin() -> None:
+        while True:
+            inner()
+
+    made = recorder.wrap(spin, Site("outer"))
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        for _ in range(20):
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            with pytest.raises(Alarm):
+                made()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert recorder.open_rows() == []
+    assert recorder.current_id() == 0
+    assert recorder.tally().calls > 20

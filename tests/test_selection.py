@@ -136,6 +136,29 @@ def test_names_bound_in_an_import_cycle_record_too(
     assert text.encode is text.alias
 
 
+def test_a_function_that_its_module_has_put_into_a_table_is_named_as_seen_in_part(
+    tmp_path: Path, service: Callable[[], Any], select: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    (tmp_path / "served_text.py").write_text(
+        "ROUTES = {}\n"
+        "def route(f): ROUTES['/'] = f; return f\n"
+        "@route\ndef encode(t): return t\n"
+        "def other(t): return encode(t)\n"
+    )
+    selection = select('functions: [{match: "served_text:*"}]')
+    service()
+    text = sys.modules["served_text"]
+    text.ROUTES["/"]("not seen")
+    text.other("seen")
+    assert tree(recorder) == "other\n  encode"
+    assert states(selection) == [
+        "served_text:route attached",
+        "served_text:encode partly",
+        "served_text:other attached",
+    ]
+    assert "a dict held it before we came" in str(selection.verdicts()[1])
+
+
 def test_a_class_that_lets_nothing_be_set_is_named_and_the_others_are_attached(
     tmp_path: Path, service: Callable[[], Any], select: Callable[[str], Selection]
 ) -> None:
@@ -177,6 +200,16 @@ def test_the_first_rule_that_matches_has_the_target(
     service().handle("a")
     assert tree(recorder) == "first"
     assert [verdict.why for verdict in selection.verdicts()][1].endswith("has it")
+
+
+def test_a_target_that_a_rule_names_twice_is_attached_once(
+    service: Callable[[], Any], select: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    selection = select('functions: [{match: ["served_text:encode", "served_text:*", "!**:_*"]}]')
+    service().handle("a")
+    assert tree(recorder) == "encode"
+    assert states(selection) == ["served_text:encode attached"]
+    assert len(selection._bound) == 1
 
 
 def test_a_decorated_function_keeps_its_own_span_and_is_recorded_once(

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 from instrument.errors import FAULTS, logger
 from instrument.otlp.packing import Ids
 from instrument.otlp.senders import THREAD_NAME, Sender, Verdict, sender_for
-from instrument.otlp.tracer import provider_attributes, resource_attributes, suppress_instrumentation
+from instrument.otlp.tracer import (
+    detected_attributes,
+    provider_attributes,
+    resource_attributes,
+    suppress_instrumentation,
+)
 from instrument.spans import Origin, Span
 
 if TYPE_CHECKING:
@@ -101,6 +106,7 @@ class Exporter:
         self._closed = False
         self._request_bytes = REQUEST_BYTES
         self._resource_key: tuple[object, ...] = ()
+        self._detected: Mapping[str, object] = {}
         self._reason = ""
         self._failing = False
         self._quiet_until_ns = 0
@@ -246,6 +252,7 @@ class Exporter:
     def _run(self, sender: Sender) -> None:
         """The export thread: every second, or when enough waits or somebody asks, send all that waits."""
         me = threading.current_thread()
+        self._detected = detected_attributes()  # now: at the first send the interpreter may be about to exit
         while self._thread is me:
             try:
                 reply = self._wake.get(timeout=_BATCH_DELAY_S)
@@ -295,7 +302,7 @@ class Exporter:
         provider = provider_attributes()
         key = (self.ids, origin, provider)
         if key != self._resource_key:
-            sender.speak_for(resource_attributes(origin, self.ids.instance, provider))
+            sender.speak_for(resource_attributes(origin, self.ids.instance, self._detected, provider))
             self._resource_key = key
             suppress_instrumentation()
 

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from urllib.parse import unquote
 
 from instrument.errors import FAULTS
 from instrument.otlp.packing import version
@@ -32,8 +33,28 @@ def current_parent() -> RemoteParent | None:
     return None
 
 
-def resource_attributes(origin: Origin, instance: str, provider: Mapping[str, object]) -> dict[str, object]:
-    """The service as OpenTelemetry names it: the provider's word over the profile's, that over the environment's.
+def detected_attributes() -> dict[str, object]:
+    """What OpenTelemetry's SDK finds out about this process and reads from `OTEL_RESOURCE_ATTRIBUTES`.
+
+    Imports the SDK and runs detectors that somebody configured: tens of milliseconds, on the export thread. Where the
+    interpreter is about to exit the SDK refuses; then only the variable counts.
+    """
+    try:
+        from opentelemetry.sdk.resources import Resource
+
+        return dict(Resource.create().attributes)
+    except RuntimeError:  # threads and exit handlers can no longer be made
+        pairs = (pair.partition("=") for pair in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","))
+        return {unquote(key.strip()): unquote(value.strip()) for key, equals, value in pairs if equals and key.strip()}
+    except Exception as fault:  # a detector that somebody configured
+        FAULTS.note("OpenTelemetry resource", fault)
+        return {}
+
+
+def resource_attributes(
+    origin: Origin, instance: str, detected: Mapping[str, object], provider: Mapping[str, object]
+) -> dict[str, object]:
+    """The service as OpenTelemetry names it: the provider's word over the profile's, that over what was detected.
 
     `instance` is its service.instance.id where none of them has one.
     """
@@ -43,12 +64,7 @@ def resource_attributes(origin: Origin, instance: str, provider: Mapping[str, ob
         "telemetry.distro.name": "instrument",
         "telemetry.distro.version": version(),
     }
-    try:
-        from opentelemetry.sdk.resources import Resource
-
-        found.update(Resource.create().attributes)
-    except Exception as fault:  # a detector that somebody configured
-        FAULTS.note("OpenTelemetry resource", fault)
+    found.update(detected)
     for attributes in ({"service.name": origin.service}, provider):
         unnamed = str(attributes.get("service.name") or _UNNAMED).startswith(_UNNAMED)
         found.update({key: value for key, value in attributes.items() if not (unnamed and key == "service.name")})

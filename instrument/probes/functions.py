@@ -2,19 +2,21 @@
 
 A rule names `module:qualname`, where `*` stays within a segment and `**` crosses dots. What a pattern with a
 wildcard finds must have been defined in the module itself, so that `text:*` does not reach into what `text` imports;
-a name without wildcards is taken wherever it comes from.
+a name without wildcards is taken wherever it comes from. Of the names that Python itself calls a wildcard finds
+`__init__` and `__call__`; a pattern that begins with two underscores, such as `Engine.__*`, finds them all.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from re import Pattern, escape
 from re import compile as compile_pattern
-from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, ModuleType
+from types import BuiltinFunctionType, BuiltinMethodType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar, overload
 
 from instrument.errors import TargetError
@@ -134,6 +136,8 @@ def _walk(
             continue
         if not matches(wanted, name) or (methods_of is not None and not _is_public(attribute)):
             continue
+        if _is_called_by_python(attribute) and not wanted.rpartition(".")[2].startswith("__"):
+            continue
         function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
         if (isinstance(function, FunctionType) or _records(function)) and function.__module__ == home:
             yield _target(module, owner, attribute, raw, f"{module.__name__}:{name}")
@@ -146,6 +150,10 @@ def _records(function: Any) -> bool:
     except AttributeError:
         return False
     return isinstance(own.get("__instrument__"), Site)
+
+
+def _is_called_by_python(method: str) -> bool:
+    return method.startswith("__") and method.endswith("__") and method not in ("__init__", "__call__")
 
 
 def _is_public(method: str) -> bool:
@@ -188,6 +196,42 @@ def replace(owner: Any, attribute: str, new: Any) -> Undo:
             delattr(owner, attribute)
 
     return undo
+
+
+def held_elsewhere(targets: Sequence[Target]) -> dict[int, str]:
+    """What else holds a module's functions now, such as a table of routes that decorators fill: type names by identity.
+
+    Calls through it go past whatever replaces the module's name. Looks through the heap only where a function has more
+    references than usual, which costs some ten milliseconds.
+    """
+    usual = _usual_references()
+    suspects = {
+        id(target.function): target.function
+        for target in targets
+        if isinstance(target.owner, ModuleType) and not _records(target.function) and _references(target) > usual
+    }
+    if not suspects:
+        return {}
+    ours = {id(suspects), *map(id, targets), *(id(namespace(module)) for _, module in loaded_modules())}
+    held: dict[int, str] = {}
+    for holder in gc.get_referrers(*suspects.values()):
+        if id(holder) not in ours and not isinstance(holder, FrameType):
+            for thing in gc.get_referents(holder):
+                if id(thing) in suspects:
+                    held.setdefault(id(thing), type(holder).__name__)
+    return held
+
+
+def _references(target: Target) -> int:
+    return sys.getrefcount(target.function)
+
+
+def _usual_references() -> int:
+    """References to a function that nobody but its module holds, as `held_elsewhere` meets it."""
+    module = ModuleType("usual")
+    namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
+    (target,) = find(module, "usual:usual")
+    return _references(target) if isinstance(target, Target) else sys.maxsize
 
 
 def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:

@@ -30,8 +30,9 @@ from instrument.spans import Site
 class Verdict:
     """What became of one rule, or of one target of it.
 
-    `state` is one of `attached`, `waiting` (its module has not been imported, or no layer has run yet), `nothing`
-    (the module is there and holds nothing of that name), `unreachable`. `target` is "" for a rule as a whole.
+    `state` is one of `attached`, `partly` (attached, but something else holds the function as it was), `waiting` (its
+    module has not been imported, or no layer has run yet), `nothing` (the module is there and holds nothing of that
+    name), `unreachable`. `target` is "" for a rule as a whole.
     """
 
     rule: str
@@ -108,14 +109,20 @@ class Selection:
             bound_before = len(self._bound)
             if module.__name__ == "torch":
                 self._attach_torch(module)
-            for index, rule in enumerate(self.profile.functions):
-                for text in rule.match:
-                    if matches(text.partition(":")[0], module.__name__):
-                        for found in list(functions.find(module, text)):
-                            self._attach_function(index, rule, found)
+            found = {
+                (index, thing.label): thing
+                for index, rule in enumerate(self.profile.functions)
+                for text in rule.match
+                if matches(text.partition(":")[0], module.__name__)
+                for thing in functions.find(module, text)
+            }
+            held = functions.held_elsewhere([thing for thing in found.values() if isinstance(thing, Target)])
+            for (index, _), thing in found.items():
+                holder = held.get(id(thing.function)) if isinstance(thing, Target) else None
+                self._attach_function(index, self.profile.functions[index], thing, holder)
             functions.rebind(self._bound[bound_before:])
 
-    def _attach_function(self, index: int, rule: FunctionRule, found: Target | Unreachable) -> None:
+    def _attach_function(self, index: int, rule: FunctionRule, found: Target | Unreachable, holder: str | None) -> None:
         if any(_excludes(text, found.label) for text in rule.exclude):
             return
         if isinstance(found, Unreachable):
@@ -142,7 +149,11 @@ class Selection:
         self._undos.append(undo)
         if isinstance(found.owner, ModuleType):
             self._bound.append((found.function, wrapped))
-        self._found[index][found.label] = Verdict(rule.text, "attached", found.label)
+        state, why = "attached", ""
+        if holder is not None:
+            state = "partly"
+            why = f"a {holder} held it before we came, calls through that are not seen; use @profiled in the source"
+        self._found[index][found.label] = Verdict(rule.text, state, found.label, why)
 
     def _attach_torch(self, torch: ModuleType) -> None:
         if self._torch is torch:

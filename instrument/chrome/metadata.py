@@ -1,0 +1,172 @@
+"""The key `instrument` of a file: all that a trace and its tally know beside the events, written and read back.
+
+Viewers ignore it. Sites stand in it once, and the events name them by their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from instrument.chrome.text import checked, clean, encode, index, safe
+from instrument.spans import Cost, Origin, Site, Span, Trace
+from instrument.tally import Tally, Totals
+
+FORMAT = 1
+"""Version of what stands in the key."""
+
+LIMIT_LINKS = 20_000_000
+"""Most links of all call paths together, which bounds the memory that a hostile file can ask for."""
+
+_SUMS = tuple(known.name for known in fields(Totals) if known.name != "histogram")
+_JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
+
+
+def _facts(thing: Any) -> dict[str, Any]:
+    """The fields of a flat dataclass, without those that are empty by default; `made` is the way back."""
+    values = {known.name: (getattr(thing, known.name), known.default) for known in fields(thing)}
+    return {name: safe(value) for name, (value, default) in values.items() if value or value != default}
+
+
+def made(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
+    """A flat dataclass from those of its fields that are there, each checked to be of the field's type."""
+    found = [known for known in fields(kind) if known.name in facts and known.name not in more]
+    return kind(**{known.name: checked(facts[known.name], *_JSON_TYPES[str(known.type)]) for known in found}, **more)
+
+
+def attribute(value: Any) -> Any:
+    """The value of an attribute, in which JSON's lists were tuples."""
+    return tuple(map(attribute, value)) if isinstance(value, list) else value
+
+
+# Written
+
+
+class SiteText(NamedTuple):
+    """What the events of a site share: the start, the end of `args`, the name to show, the kind."""
+
+    head: str
+    tail: str
+    name: str
+    kind: str
+
+
+class Sites:
+    """The sites of a file, each once, by order of first sight; `texts` is what their events share."""
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self.entries: dict[str, int] = {}
+        self.texts: dict[Site, SiteText] = {}
+        for site in sites:
+            place = self.place(site)
+            code = f',"code":{encode(clean(site.function))}' if site.function else ""
+            name = encode(clean(site.instance if site.kind == "layer" and site.instance else site.name))
+            kind = encode(clean(site.kind))
+            head = f'{{"ph":"X","name":{name},"cat":{kind},"ts":'
+            self.texts[site] = SiteText(head, f',"site":{place}{code}}}', name, kind)
+
+    def place(self, site: Site) -> int:
+        """Where a site stands among the entries."""
+        return self.entries.setdefault(encode(_facts(site)), len(self.entries))
+
+
+def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int) -> str:
+    """The JSON of the key. `base_ns` is the time from which the file counts."""
+    counted = "null" if tally is None else _tally_text(tally, base_ns, sites)
+    facts = {
+        "format": FORMAT,
+        "about": "Times in ns. A device slice is the stretch of a stream between two events, not a kernel.",
+        "origin": _facts(trace.origin),
+        "window": trace.window,
+        "base_ns": base_ns,
+        "base_epoch_ns": trace.origin.realtime_of(base_ns),
+        "start_ns": trace.start_ns,
+        "end_ns": trace.end_ns,
+        "threads": safe(list(trace.threads.items())),
+        "losses": safe(dict(trace.losses)),
+        "notes": safe(list(trace.notes)),
+        "cost": trace.cost and _facts(trace.cost),
+        "arrows_left_out": arrows_left_out,
+    }
+    text = encode(facts)[:-1] + ',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}'
+    # JSON allows DEL as it is, but Perfetto 52 and 55 refuse a file that has it outside of the events.
+    return text.replace("\x7f", "\\u007f")
+
+
+def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
+    """A tally: its nodes as [parent or -1, site], and its rows, whose `first_ns` counts from the base."""
+    places = {site: sites.place(site) for row in tally.rows() for site in row.path}
+    nodes: dict[tuple[int, int], int] = {}
+    rows = []
+    for row in tally.rows():
+        node = -1
+        for site in row.path:
+            node = nodes.setdefault((node, places[site]), len(nodes))
+        sums = {name: getattr(row.totals, name) for name in _SUMS}
+        sums["first_ns"] -= base_ns
+        histogram = [number for bucket in sorted(row.totals.histogram.items()) for number in bucket]
+        rows.append(encode([node, row.thread_id, *sums.values(), histogram]))
+    threads = encode(safe(list(tally.threads.items())))
+    return f'{{"threads":{threads},"nodes":{encode(list(nodes))},"rows":[\n' + ",\n".join(rows) + "]}"
+
+
+# Read back
+
+
+class Metadata:
+    """What `metadata` wrote: the base and the sites at once, as events need them, and the rest when asked for."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        if facts["format"] != FORMAT:
+            found = f"its format is {facts['format']!r:.20}, and this version reads {FORMAT}"
+            raise ValueError(f"{found}; read it with the version of instrument that wrote it")
+        self.base_ns: int = checked(facts["base_ns"], int)
+        self.sites = [_site(entry) for entry in facts["sites"]]
+        self._facts = facts
+
+    def trace(self, spans: list[Span]) -> Trace:
+        """The trace that has these spans."""
+        facts = self._facts
+        return Trace(
+            origin=made(Origin, facts["origin"]),
+            start_ns=checked(facts["start_ns"], int),
+            end_ns=checked(facts["end_ns"], int),
+            spans=spans,
+            threads=_names(facts["threads"]),
+            losses={reason: checked(lost, int) for reason, lost in facts["losses"].items()},
+            notes=tuple(checked(note, str) for note in facts["notes"]),
+            window=checked(facts["window"], int),
+            cost=None if facts["cost"] is None else made(Cost, facts["cost"]),
+        )
+
+    def tally(self) -> Tally | None:
+        """The tally, if one was saved."""
+        saved = self._facts["tally"]
+        if saved is None:
+            return None
+        tally = Tally(_names(saved["threads"]))
+        paths: list[tuple[Site, ...]] = []
+        links = 0
+        for parent, site in saved["nodes"]:
+            paths.append((*(() if parent == -1 else paths[index(parent)]), self.sites[index(site)]))
+            links += len(paths[-1])
+            if links > LIMIT_LINKS:
+                raise ValueError("its call paths are longer than any program's; it is damaged")
+        for node, thread_id, *numbers, histogram in saved["rows"]:
+            sums = dict(zip(_SUMS, (checked(number, int) for number in numbers), strict=True))
+            sums["first_ns"] += self.base_ns
+            pairs = zip(map(index, histogram[::2]), map(index, histogram[1::2]), strict=True)
+            path = () if node == -1 else paths[index(node)]
+            tally.totals(path, checked(thread_id, int)).merge(Totals(**sums, histogram=dict(pairs)))
+        return tally
+
+
+def _site(facts: dict[str, Any]) -> Site:
+    pairs = tuple((checked(key, str), attribute(value)) for key, value in facts.get("attributes", ()))
+    site: Site = made(Site, facts, attributes=pairs)
+    return site
+
+
+def _names(pairs: Any) -> dict[int, str]:
+    return {checked(thread_id, int): checked(name, str) for thread_id, name in pairs}

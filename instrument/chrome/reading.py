@@ -1,0 +1,319 @@
+"""Reading a trace: a file that `dump` wrote, exactly, or that of another profiler, by its slices."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from itertools import count
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from instrument.chrome.lanes import SPARE_TIDS
+from instrument.chrome.metadata import LIMIT_LINKS, Metadata, attribute, made
+from instrument.chrome.text import Json, checked, index, nanoseconds
+from instrument.errors import TraceError
+from instrument.spans import KINDS, DeviceInterval, Origin, RemoteParent, Site, Span, Trace, assign_self_times
+from instrument.tally import Tally
+
+LIMIT_BYTES = 2 << 30
+"""Most bytes of text that `load` reads unless told otherwise; browsers give up far below."""
+
+# What else bounds the memory and time that a hostile file can ask for: spans, and parents that start after their
+# children.
+LIMIT_SPANS, LIMIT_BACKWARD = 10_000_000, 1000
+
+KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, "cpu_op": "op", "kernel": "op", "gpu_memcpy": "copy"}
+
+
+# The file
+
+
+def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
+    """Read a trace and its tally from Chrome JSON, plain or packed with gzip.
+
+    What `dump` wrote comes back exactly, spans by start. Other profilers' traces are read by their slices: lanes
+    become threads, containment makes the trees, and self times follow from these. A file without a tally has it
+    counted from its spans. At most `limit_bytes` of unpacked text are read, one event at a time.
+
+    Raises `TraceError` for whatever cannot be read.
+    """
+    why: str
+    cause: Exception
+    try:
+        return _load(Path(path), limit_bytes)
+    except RecursionError as problem:
+        why, cause = "it nests deeper than any trace; give a Chrome trace in JSON", problem
+    except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
+        why, cause = "its gzip data is cut off or damaged; write or copy it again", problem
+    except OSError as problem:
+        why, cause = f"{problem.strerror or problem}; give a trace file that may be read", problem
+    except UnicodeDecodeError as problem:
+        why, cause = "it is not UTF-8 text; give a Chrome trace in JSON", problem
+    except ValueError as problem:
+        why, cause = str(problem), problem
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as problem:
+        why, cause = f"a part is missing or of a wrong type ({problem!r:.80}); write or copy it again", problem
+    raise TraceError(f"cannot read the trace {os.fspath(path)}: {why}") from cause
+
+
+def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally]:
+    facts = source.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise ValueError("it is not a regular file; give a trace file")
+    if not facts.st_size:
+        raise ValueError("it is empty; write it again")
+    with source.open("rb") as file:
+        gzipped = file.read(2) == b"\x1f\x8b"
+    with gzip.open(source) if gzipped else source.open("rb") as file:
+        text = Json(file.read, limit_bytes)
+        if not gzipped:
+            text.refuse_beyond_limit(facts.st_size)
+        return _content(text)
+
+
+def _content(text: Json) -> tuple[Trace, Tally]:
+    foreign = _Foreign()
+    own: _Own | None = None
+    for key, value in _members(text):
+        if key is None:
+            (own or foreign).add(value)
+        elif key == "instrument" and isinstance(value, dict) and "format" in value:
+            if foreign.spans or foreign.marks:
+                raise ValueError("its key 'instrument' comes after its events; put its keys in order (`jq -S .`)")
+            own = _Own(Metadata(value))
+        elif key == "baseTimeNanoseconds":
+            foreign.epoch_ns = checked(value, int)
+        elif key == "host_name":
+            foreign.host = checked(value, str)
+    trace = (own or foreign).trace()
+    tally = own.metadata.tally() if own else None
+    return trace, _counted(trace) if tally is None else tally
+
+
+def _members(text: Json) -> Iterator[tuple[str | None, Any]]:
+    """The file's top-level keys and values; each event by itself, with None for a key."""
+    if text.peek() == "\ufeff":
+        raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
+    if text.take("{[") == "[":
+        yield from _elements(text)
+    else:
+        end, has_events = text.take("}") if text.peek() == "}" else ",", False
+        while end == ",":
+            key = checked(text.value(), str)
+            text.take(":")
+            if key == "traceEvents":
+                text.take("[")
+                yield from _elements(text)
+                has_events = True
+            else:
+                yield key, text.value()
+            end = text.take(",}")
+        if not has_events:
+            raise ValueError("it has no list 'traceEvents'; give a Chrome trace in JSON")
+    if text.peek():
+        raise ValueError("something follows its end; write or copy it again")
+
+
+def _elements(text: Json) -> Iterator[tuple[None, dict[str, Any]]]:
+    end = text.take("]") if text.peek() == "]" else ","
+    while end == ",":
+        yield None, checked(text.value(), dict)
+        end = text.take(",]")
+
+
+def _counted(trace: Trace) -> Tally:
+    """The tally of a trace's spans, unless call paths are so long that it would take endless memory or time."""
+    span_ids = {span.span_id for span in trace.spans}
+    depths: dict[int, int] = {}
+    links = backward = 0
+    for span in trace.spans:
+        depth = depths[span.span_id] = 1 + depths.get(span.parent_id, 0)
+        links += depth
+        backward += depth == 1 and span.parent_id in span_ids
+        if links > LIMIT_LINKS or backward > LIMIT_BACKWARD:
+            raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
+    return Tally.of_spans(trace.spans, trace.threads)
+
+
+# Slices
+
+
+def _end(start_ns: int, end_ns: int) -> int:
+    """The end of a slice, which must not lie before its start."""
+    if end_ns < start_ns:
+        raise ValueError("a slice in it ends before it starts; it is damaged")
+    return end_ns
+
+
+class _Own:
+    """Reads the events of what `dump` wrote."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self._spans: list[Span] = []
+        self._intervals: dict[int, list[tuple[int, DeviceInterval]]] = {}
+
+    def add(self, event: dict[str, Any]) -> None:
+        phase = checked(event.get("ph", ""), str)
+        if phase not in ("X", "b"):
+            return
+        args = event["args"]
+        start_ns = self.metadata.base_ns + nanoseconds(event["ts"])
+        total_ns = nanoseconds(event["dur"]) if phase == "X" else checked(args["total_ns"], int)
+        end_ns = _end(start_ns, start_ns + total_ns)
+        if "owner" in args:
+            stream = checked(args["stream"] if "stream" in args else args["enclosing_stream"], int)
+            interval = made(DeviceInterval, args, stream=stream, start_ns=start_ns, end_ns=end_ns)
+            self._intervals.setdefault(args["owner"], []).append((index(args["place"]), interval))
+            return
+        error, remote = args.get("error"), args.get("remote")
+        self._spans.append(
+            Span(
+                site=self.metadata.sites[index(args["site"])],
+                span_id=checked(args["id"], int),
+                parent_id=checked(args["parent"], int),
+                root_id=checked(args["root"], int),
+                thread_id=checked(args.get("thread", event["tid"]), int),
+                task_id=checked(args.get("task", 0), int),
+                start_ns=start_ns,
+                end_ns=end_ns,
+                active_ns=checked(args.get("active_ns", total_ns), int),
+                self_ns=checked(args["self_ns"], int),
+                error=None if error is None else checked(error, str),
+                attributes={key: attribute(value) for key, value in args.get("attributes", {}).items()},
+                clipped=checked(args.get("clipped", False), bool),
+                remote=None if remote is None else _remote(remote),
+            )
+        )
+        if len(self._spans) > LIMIT_SPANS:
+            raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
+
+    def trace(self) -> Trace:
+        self._spans.sort(key=lambda s: (s.start_ns, -s.end_ns, s.span_id))
+        for span in self._spans:
+            span.device = tuple(map(itemgetter(1), sorted(self._intervals.get(span.span_id, ()), key=itemgetter(0))))
+        return self.metadata.trace(self._spans)
+
+
+def _remote(facts: dict[str, Any]) -> RemoteParent:
+    return RemoteParent(int(facts["trace_id"], 16), int(facts["span_id"], 16), checked(facts["flags"], int))
+
+
+class _Foreign:
+    """Reads other profilers' traces: slices, whether complete, of begins and ends, or async, and names.
+
+    `marks` are the begins by lane or async key, each a time and a span, and the ends, each a time and None.
+    """
+
+    def __init__(self) -> None:
+        self.epoch_ns = 0
+        self.host = ""
+        self.spans: list[Span] = []
+        self.marks: dict[tuple[Any, ...], list[tuple[int, Span | None]]] = {}
+        self._tasks: dict[tuple[Any, ...], int] = {}
+        self._sites: dict[tuple[str, str], Site] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._thread_ids: dict[tuple[Any, ...], int] = {}
+        self._taken: set[Any] = set()
+        self._spare_ids = count(SPARE_TIDS)
+        self._count = 0
+
+    def add(self, event: dict[str, Any]) -> None:
+        phase = checked(event.get("ph", ""), str)
+        row = tuple(checked(event.get(key), int, str, type(None)) for key in ("pid", "tid"))
+        if phase == "M" and event.get("name") in ("process_name", "thread_name"):
+            self._names[row if event["name"] == "thread_name" else (row[0], None)] = checked(event["args"]["name"], str)
+        if phase not in ("X", "B", "E", "b", "e"):
+            return
+        self._count += 1
+        if self._count > LIMIT_SPANS:
+            raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
+        start_ns = nanoseconds(event.get("ts"))
+        key = (row[0], *(f"{event.get(part)}" for part in ("cat", "id", "id2"))) if phase in "be" else row
+        if phase in "Ee":
+            self.marks.setdefault(key, []).append((start_ns, None))
+            return
+        span = Span(self._site(event), 0, 0, 0, self._thread_id(row), 0, start_ns, start_ns, 0, 0)
+        span.attributes = {k: v for k, v in event.get("args", {}).items() if isinstance(v, (str, int, float))}
+        if phase == "X":
+            span.end_ns = _end(start_ns, nanoseconds(event["ts"] + checked(event.get("dur"), float, int)))
+            self.spans.append(span)
+            return
+        if phase == "b":
+            span.task_id = self._tasks.setdefault(key, 1 + len(self._tasks))
+        self.marks.setdefault(key, []).append((start_ns, span))
+
+    def _thread_id(self, row: tuple[Any, ...]) -> int:
+        if row not in self._thread_ids:
+            usable = type(row[1]) is int and 0 <= row[1] < SPARE_TIDS and row[1] not in self._taken
+            self._thread_ids[row] = row[1] if usable else next(self._spare_ids)
+            self._taken.add(row[1])
+        return self._thread_ids[row]
+
+    def _site(self, event: dict[str, Any]) -> Site:
+        name = checked(event.get("name", "(no name)"), str)
+        kind = KIND_OF_CATEGORY.get(checked(event.get("cat") or "", str), "user")
+        return self._sites.setdefault((name, kind), Site(name, kind))
+
+    def trace(self) -> Trace:
+        strays = self._close_marks()
+        self._nest()
+        assign_self_times(self.spans)
+        pids = [pid for pid, _ in self._thread_ids]
+        one_process = len(set(pids)) == 1
+        threads = {}
+        for row, thread_id in self._thread_ids.items():
+            name = self._names.get(row) or (row[1] if isinstance(row[1], str) else f"thread {row[1]}")
+            process = self._names.get((row[0], None), f"process {row[0]}")
+            threads[thread_id] = name if one_process else f"{process}: {name}"
+        origin = Origin(
+            pid=next((pid for pid in pids if isinstance(pid, int)), 0),
+            service=self._names.get((pids[0], None), "") if pids else "",
+            monotonic_ns=0,
+            realtime_ns=self.epoch_ns,
+            recorder="other",
+            host=self.host,
+        )
+        first_ns = min((span.start_ns for span in self.spans), default=0)
+        last_ns = max((span.end_ns for span in self.spans), default=0)
+        losses = {"slice ends without a begin": strays} if strays else {}
+        return Trace(origin, first_ns, last_ns, self.spans, threads, losses)
+
+    def _close_marks(self) -> int:
+        """Make spans of begins and ends, by time like a stack; returns how many ends had no begin."""
+        times = [span.end_ns for span in self.spans] + [at_ns for marks in self.marks.values() for at_ns, _ in marks]
+        last_ns = max(times, default=0)
+        strays = 0
+        for marks in self.marks.values():
+            opened: list[Span] = []
+            for at_ns, span in sorted(marks, key=itemgetter(0)):
+                if span is not None:
+                    opened.append(span)
+                    self.spans.append(span)
+                elif opened:
+                    opened.pop().end_ns = at_ns
+                else:
+                    strays += 1
+            for span in opened:
+                span.end_ns, span.clipped = last_ns, True
+        return strays
+
+    def _nest(self) -> None:
+        """Make each span a child of the innermost of its lane that holds it. One that crosses another holds none."""
+        opened: dict[tuple[int, int], list[Span]] = {}
+        self.spans.sort(key=lambda s: (s.start_ns, -s.end_ns))
+        for span_id, span in enumerate(self.spans, start=1):
+            stack = opened.setdefault((span.thread_id, span.task_id), [])
+            while stack and stack[-1].end_ns <= span.start_ns:
+                stack.pop()
+            parent = next((above for above in reversed(stack) if above.end_ns >= span.end_ns), None)
+            span.span_id = span.root_id = span_id
+            span.active_ns = span.total_ns
+            if parent is not None:
+                span.parent_id, span.root_id = parent.span_id, parent.root_id
+            if not stack or stack[-1] is parent:
+                stack.append(span)

@@ -1,0 +1,62 @@
+"""Spans for the tests of OTLP, and what a collector must hold of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instrument.spans import Origin, Site, Span
+
+SECOND = 10**9
+ORIGIN = Origin(pid=1, service="chat", monotonic_ns=1_000, realtime_ns=1_700_000_000 * SECOND + 123_456_789, host="box")
+THREADS = {7: "MainThread", 8: "wörker"}
+SITE = Site("op", "op")
+LAYER = Site("Linear", "layer", "chat.net", "Mlp.forward", "/srv/chat/net.py", 42, "model.layers.3.mlp")
+
+
+def span(site: Site = SITE, span_id: int = 1, parent_id: int = 0, root_id: int = 1, **facts: Any) -> Span:
+    times = {"start_ns": 2_000, "end_ns": 5_000, "active_ns": 3_000, "self_ns": 3_000, "thread_id": 7, "task_id": 0}
+    return Span(site, span_id, parent_id, root_id, **{**times, **facts})
+
+
+def tree(spans: int, first_id: int = 1, site: Site = SITE, **facts: Any) -> list[Span]:
+    """A root and its children, three to a parent, with numbers from `first_id`."""
+    return [
+        span(site, first_id + i, first_id + (i - 1) // 3 if i else 0, first_id, start_ns=2_000 + i, **facts)
+        for i in range(spans)
+    ]
+
+
+def legal(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def said(value: Any) -> Any:
+    """An attribute's value as it must arrive."""
+    if isinstance(value, str):
+        return legal(value)
+    if isinstance(value, list | tuple):
+        return [said(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
+    return value
+
+
+def expected_attributes(of: Span) -> dict[str, Any]:
+    """What a collector must hold of a span that is no copy."""
+    site = of.site
+    found = {key: said(value) for key, value in (*site.attributes, *of.attributes.items())}
+    candidates = {
+        "instrument.kind": (site.kind, True),
+        "instrument.instance": (legal(site.instance), site.instance),
+        "code.function.name": (legal(site.function), site.function),
+        "code.file.path": (legal(site.file), site.file),
+        "code.line.number": (site.line, site.line),
+        "thread.id": (of.thread_id, True),
+        "thread.name": (THREADS.get(of.thread_id), of.thread_id in THREADS),
+        "instrument.self_ns": (of.self_ns, True),
+        "instrument.active_ns": (of.active_ns, of.active_ns != of.total_ns),
+        "instrument.task_id": (of.task_id, of.task_id),
+        "instrument.clipped": (True, of.clipped),
+        "error.type": (legal(of.error or ""), of.error is not None),
+    }
+    return found | {key: value for key, (value, there) in candidates.items() if there}

@@ -1,0 +1,303 @@
+"""The wire: what we pack as the official messages read it, and what they write as we read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.trace.v1 import trace_pb2
+from otlp_spans import ORIGIN, THREADS, expected_attributes, legal, said, span
+
+from instrument.otlp import packing, senders
+from instrument.otlp.packing import Ids
+from instrument.profile import Otlp
+from instrument.spans import DeviceInterval, RemoteParent, Site, Span
+
+
+def decoded(spans: Sequence[Span], ids: Ids) -> list[trace_pb2.Span]:
+    """The packed spans as the official messages read them."""
+    request = ExportTraceServiceRequest.FromString(packing.request_of(b"", packing.pack(spans, ids, ORIGIN, THREADS)))
+    (of_resource,) = request.resource_spans
+    (of_scope,) = of_resource.scope_spans
+    assert of_scope.scope.name == "instrument"
+    assert of_scope.schema_url == "https://opentelemetry.io/schemas/1.44.0"
+    return list(of_scope.spans)
+
+
+def value_of(value: AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    return [value_of(item) for item in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+
+
+def attributes_of(message: trace_pb2.Span) -> dict[str, Any]:
+    found = {pair.key: value_of(pair.value) for pair in message.attributes}
+    assert len(found) == len(message.attributes), "an attribute came twice"
+    return found
+
+
+texts = st.text(st.characters(exclude_categories=()), max_size=8)
+values = st.one_of(
+    texts,
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
+    st.lists(texts, max_size=3).map(tuple),
+    st.lists(st.booleans(), max_size=2),
+)
+keys = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).map("user.".__add__)
+attributes = st.dictionaries(keys, values, max_size=4)
+times = st.tuples(st.integers(1_000, 2**62), st.integers(0, 2**40)).map(lambda t: (t[0], t[0] + t[1]))
+sites = st.builds(
+    Site,
+    name=texts,
+    kind=st.sampled_from(("request", "op", "layer", "user")),
+    module=texts,
+    qualname=texts,
+    file=texts,
+    line=st.integers(0, 2**31),
+    instance=texts,
+    attributes=attributes.map(lambda found: tuple(found.items())),
+)
+intervals = st.builds(
+    lambda device, stream, span_times, label: DeviceInterval(device, stream, *span_times, label, 5),
+    st.integers(0, 7),
+    st.integers(0, 2**64 - 1),
+    times,
+    st.sampled_from(("exclusive", "overlapped")),
+)
+remotes = st.builds(RemoteParent, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.integers(0, 255))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Span]:
+    numbers = draw(st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=5, unique=True))
+    places = draw(st.lists(sites, min_size=1, max_size=2))
+    found = []
+    for place, number in enumerate(numbers):
+        start_ns, end_ns = draw(times)
+        found.append(
+            Span(
+                site=draw(st.sampled_from(places)),
+                span_id=number,
+                parent_id=draw(st.sampled_from(numbers[:place])) if place else 0,
+                root_id=numbers[0],
+                thread_id=draw(st.sampled_from((7, 8, 9))),
+                task_id=draw(st.integers(0, 2**62)),
+                start_ns=start_ns,
+                end_ns=end_ns,
+                active_ns=draw(st.sampled_from((end_ns - start_ns, 0))),
+                self_ns=draw(st.integers(0, end_ns - start_ns)),
+                error=draw(st.none() | texts),
+                attributes=draw(attributes),
+                device=tuple(draw(st.lists(intervals, max_size=2))),
+                clipped=draw(st.booleans()),
+                remote=None if place else draw(st.none() | remotes),
+            )
+        )
+    return found
+
+
+@given(trees())
+@settings(max_examples=120, deadline=None)
+def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span]) -> None:
+    ids = Ids()
+    messages = iter(decoded(spans, ids))
+    remote = spans[0].remote
+    trace_id = (ids.trace_id(spans[0].root_id) if remote is None else remote.trace_id).to_bytes(16, "big")
+    w3c_flags = 1 if remote is None else remote.flags
+    for of in spans:
+        message = next(messages)
+        own_id = ids.span_id(of.span_id).to_bytes(8, "big")
+        parent_id = ids.span_id(of.parent_id) if of.parent_id else remote.span_id if remote else None
+        from_remote = not of.parent_id and remote is not None
+        assert message.trace_id == trace_id
+        assert message.span_id == own_id
+        assert message.parent_span_id == (b"" if parent_id is None else parent_id.to_bytes(8, "big"))
+        assert message.name == legal(of.site.name)
+        assert message.kind == (2 if of.site.kind == "request" else 1)
+        assert message.start_time_unix_nano == ORIGIN.realtime_of(of.start_ns)
+        assert message.end_time_unix_nano == ORIGIN.realtime_of(of.end_ns)
+        assert message.flags == (0x300 if from_remote else 0x100) | w3c_flags
+        assert (message.status.code, message.status.message) == (
+            (2, legal(of.error)) if of.error is not None else (0, "")
+        )
+        assert attributes_of(message) == expected_attributes(of)
+        for interval in of.device:
+            message = next(messages)
+            assert (message.trace_id, message.parent_span_id) == (trace_id, own_id)
+            assert message.name == legal(of.site.name) + " (device)"
+            assert (message.kind, message.flags) == (1, 0x100 | w3c_flags)
+            assert message.start_time_unix_nano == ORIGIN.realtime_of(interval.start_ns)
+            assert message.end_time_unix_nano == ORIGIN.realtime_of(interval.end_ns)
+            assert attributes_of(message) == {
+                "cuda.device.index": interval.device,
+                "instrument.device.stream": said(interval.stream),
+                "instrument.device.label": interval.label,
+                "instrument.device.uncertainty_ns": 5,
+            }
+    assert next(messages, None) is None
+
+
+@given(trees())
+@settings(max_examples=60, deadline=None)
+def test_what_goes_by_grpc_is_what_goes_by_http(spans: list[Span]) -> None:
+    by_http, by_grpc = Ids(), Ids()
+    by_grpc._seed, by_grpc._trace_seeds = by_http._seed, by_http._trace_seeds
+    sender = senders.Grpc(Otlp("http://127.0.0.1:1", "grpc"))
+    sender.speak_for({"service.name": "chat"})
+    official = encode_spans(list(sender.encode(spans, by_grpc, ORIGIN, THREADS)))
+    messages = decoded(spans, by_http)
+    for message in messages:
+        message.flags &= 0x300  # the official encoder leaves out the flags of the W3C
+    assert [_comparable(m) for m in official.resource_spans[0].scope_spans[0].spans] == [
+        _comparable(m) for m in messages
+    ]
+
+
+def _comparable(message: trace_pb2.Span) -> tuple[Any, ...]:
+    ids = (message.trace_id, message.span_id, message.parent_span_id)
+    times = (message.start_time_unix_nano, message.end_time_unix_nano)
+    status = (message.status.code, message.status.message)
+    return (*ids, *times, *status, message.name, message.kind, message.flags, attributes_of(message))
+
+
+@pytest.mark.parametrize(
+    ("direction", "memcpy_kind"),
+    [
+        ("h2d", "MemcpyHostToDevice"),
+        ("d2h", "MemcpyDeviceToHost"),
+        ("d2d", "MemcpyDeviceToDevice"),
+        ("p2p", "MemcpyDeviceToDevice"),
+    ],
+)
+@pytest.mark.parametrize("on_site", [True, False])
+def test_a_copy_names_its_kind_as_cuda_does_and_its_device_span_too(
+    direction: str, memcpy_kind: str, on_site: bool
+) -> None:
+    site = Site("to", "copy", attributes=(("direction", direction),) if on_site else ())
+    given_attributes = {"bytes": 4096, "pinned": True, "sync": False, "note": "x"}
+    given_attributes |= {} if on_site else {"direction": direction}
+    copy, on_device = decoded([span(site, attributes=given_attributes, device=(DeviceInterval(1, 3, 1, 2),))], Ids())
+    ours = {
+        "cuda.memcpy.kind": memcpy_kind,
+        "instrument.direction": direction,
+        "instrument.bytes": 4096,
+        "instrument.pinned": True,
+        "instrument.sync": False,
+        "note": "x",
+    }
+    assert ours.items() <= attributes_of(copy).items()
+    assert not {"direction", "bytes", "pinned", "sync"} & attributes_of(copy).keys()
+    assert {"cuda.memcpy.kind": memcpy_kind, "instrument.bytes": 4096}.items() <= attributes_of(on_device).items()
+
+
+def test_a_span_that_is_no_copy_keeps_its_bytes_under_their_own_name() -> None:
+    (message,) = decoded([span(attributes={"bytes": 5, "direction": "h2d"})], Ids())
+    assert attributes_of(message) == {
+        "bytes": 5,
+        "direction": "h2d",
+        "instrument.kind": "op",
+        "instrument.self_ns": 3_000,
+        "thread.id": 7,
+        "thread.name": "MainThread",
+    }
+
+
+def test_a_spans_attribute_wins_over_its_sites_and_ours_over_both() -> None:
+    site = Site("op", "op", attributes=(("size", 1), ("colour", "red"), ("thread.id", -1), ("instrument.kind", "mine")))
+    (message,) = decoded([span(site, attributes={"size": 2, "instrument.self_ns": 0, "code.file.path": "x"})], Ids())
+    found = attributes_of(message)
+    assert found["size"] == 2
+    assert found["colour"] == "red"
+    assert (found["thread.id"], found["instrument.kind"], found["instrument.self_ns"]) == (7, "op", 3_000)
+    assert "code.file.path" not in found
+
+
+class Tensor:
+    """Whose content may not be looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"looked into with {name}")
+
+    __str__ = __repr__ = __int__ = __float__ = __index__ = __len__ = __iter__ = lambda self: self.looked  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("value", "arrives"),
+    [
+        (2**63 - 1, 2**63 - 1),
+        (-(2**63), -(2**63)),
+        (2**63, str(2**63)),
+        (1 << 40_000, hex(1 << 40_000)),
+        (True, True),
+        (-0.5, -0.5),
+        (float("inf"), float("inf")),
+        ((1, "a", True), [1, "a", True]),
+        ([], []),
+        (range(3), [0, 1, 2]),
+        (None, "<NoneType>"),
+        (b"secret", "<bytes>"),
+        (Tensor(), "<Tensor>"),
+        ([Tensor()], ["<Tensor>"]),
+        ({"a": 1}, "<dict>"),
+        (type("Name", (str,), {"__str__": lambda self: "lie"})("truth"), "truth"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_arrives_as_otlp_can_say_it(value: Any, arrives: Any) -> None:
+    (message,) = decoded([span(attributes={"value": value})], Ids())
+    assert attributes_of(message)["value"] == arrives
+
+
+def test_numbers_of_numpy_arrive_as_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    (message,) = decoded([span(attributes={"i": numpy.int32(-3), "f": numpy.float32(0.5), "a": numpy.ones(9)})], Ids())
+    found = attributes_of(message)
+    assert (found["i"], found["f"], found["a"]) == (-3, 0.5, "<ndarray>")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1, 2**63, -5 % 2**64])
+def test_ids_are_distinct_and_never_zero_whatever_the_seed(seed: int) -> None:
+    ids = Ids()
+    ids._seed, ids._trace_seeds = seed, [seed, seed]
+    found = [ids.span_id(number) for number in range(1, 3_000)] + [ids.device_span_id() for _ in range(3_000)]
+    found += [ids.span_id(number) for number in range(2**63 - 3_000, 2**63)]
+    assert len(set(found)) == len(found)
+    assert all(0 < found_id < 2**64 for found_id in found)
+    traces = [ids.trace_id(number) for number in range(1, 3_000)]
+    assert len(set(traces)) == len(traces)
+    assert all(trace_id >> 64 > 0 and trace_id & (2**64 - 1) > 0 for trace_id in traces)
+
+
+def test_two_processes_share_no_ids() -> None:
+    one, other = Ids(), Ids()
+    assert one.instance != other.instance
+    assert not {one.span_id(n) for n in range(1, 2_000)} & {other.span_id(n) for n in range(1, 2_000)}
+    assert one.trace_id(1) != other.trace_id(1)
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.text(max_size=200))
+@settings(deadline=None)
+def test_a_partial_success_is_read_as_the_official_message_wrote_it(rejected: int, message: str) -> None:
+    partial = ExportTracePartialSuccess(rejected_spans=rejected, error_message=message)
+    answer = ExportTraceServiceResponse(partial_success=partial).SerializeToString()
+    assert senders.partial_success(answer) == (max(0, rejected), message)
+
+
+@given(st.binary(max_size=40))
+@settings(deadline=None)
+def test_an_answer_that_is_no_message_breaks_nothing(answer: bytes) -> None:
+    rejected, message = senders.partial_success(answer)
+    assert rejected >= 0
+    assert isinstance(message, str)
