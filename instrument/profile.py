@@ -39,6 +39,7 @@ from instrument.spans import KINDS
 
 TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
+CLOCKS: tuple[str, ...] = ("monotonic", "tsc")
 DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p")
 VIEWS: tuple[str, ...] = ("events",)
 SORT_KEYS: tuple[str, ...] = ("default", "calls", "total", "max", "min", "ave")
@@ -209,6 +210,7 @@ class Profile:
     service: str = "unknown_service"
     tracer_option: str = "Default"
     state: str = "All"
+    clock: str = "monotonic"
     functions: tuple[FunctionRule, ...] = ()
     layers: tuple[LayerRule, ...] = ()
     copies: tuple[CopyRule, ...] = ()
@@ -521,6 +523,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "service": Key("service", string),
         "tracer_option": Key("tracer_option", one_of(*TRACER_OPTIONS)),
         "state": Key("state", one_of(*STATES)),
+        "clock": Key("clock", one_of(*CLOCKS)),
         "functions": Key("functions", each(_function_rule, _RULES)),
         "layers": Key("layers", each(_layer_rule, _RULES)),
         "copies": Key("copies", each(_copy_rule, _RULES)),

@@ -26,6 +26,7 @@ from typing import Any, TextIO
 from instrument import chrome, otlp
 from instrument.capture import Trees
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
+from instrument.probes import contexts
 from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection, Verdict
 from instrument.profile import Profile, Schedule, Summary, load
@@ -33,6 +34,10 @@ from instrument.recorder import RECORDER, measure_cost_ns
 from instrument.report.events import events
 from instrument.spans import Cost, Origin, Span, Trace
 from instrument.tally import Tally
+
+TICKS_CHECK_NS = 10**9
+TICKS_LIMIT_NS = 50_000
+"""How far the time stamp counter may stray from the monotonic clock in a second before it is given up."""
 
 PUMP_S = 0.2
 """How often finished spans are looked through; a thread's ring must hold what it records in that time."""
@@ -67,6 +72,7 @@ class Session:
         self._losses: Counter[str] = Counter()
         self._complaints: deque[str] = deque(maxlen=COMPLAINTS_KEPT)
         self._cost_ns: float | None = None
+        self._ticks_checked_ns: int | None = None
         self._forked = False
         self._begin()
 
@@ -86,7 +92,9 @@ class Session:
                 self._exporter = otlp.Exporter(self.profile.export.otlp, self.origin(), RECORDER.threads)
                 self._exporter.start()
                 RECORDER.remote_parent = otlp.current_parent
+            self._undos.append(contexts.watch())
             self._undos.append(self.selection.attach())
+            self._choose_clock()
             RECORDER.on = True
             self._start_thread()
         except BaseException:
@@ -95,14 +103,33 @@ class Session:
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
 
+    def _choose_clock(self) -> None:
+        if self.profile.clock != "tsc":
+            return
+        unsound = RECORDER.use_ticks()
+        if unsound:
+            self._complaints.append(f"clock: tsc is not used: {unsound}")
+            return
+        self._ticks_checked_ns = time.monotonic_ns()
+        self._undos.append(RECORDER.stop_ticks)
+
+    def _check_clock(self) -> None:
+        """Hold the time stamp counter against the monotonic clock once a second."""
+        now = time.monotonic_ns()
+        if self._ticks_checked_ns is None or now - self._ticks_checked_ns < TICKS_CHECK_NS:
+            return
+        self._ticks_checked_ns = now
+        if RECORDER.check_ticks(TICKS_LIMIT_NS) is None:
+            self._ticks_checked_ns = None  # given up and counted
+
     def _start_thread(self) -> None:
         if self._has_reader():
             self._thread = threading.Thread(target=self._pump_until_stopped, name="instrument", daemon=True)
             self._thread.start()
 
     def _has_reader(self) -> bool:
-        """Whether anything looks at spans while the service runs. Otherwise no thread does."""
-        return self._exporter is not None or self.profile.schedule is not None
+        """Whether anything looks at spans, or at the clock, while the service runs. Otherwise no thread does."""
+        return self._exporter is not None or self.profile.schedule is not None or self._ticks_checked_ns is not None
 
     def _undo(self) -> None:
         RECORDER.on = False
@@ -150,6 +177,7 @@ class Session:
             if not held or not self._has_reader():
                 return
             self._renew_clock()
+            self._check_clock()
             for _, end_ns in self._trees.take(self._cursor.read()):
                 window = self._windows.step(end_ns)
                 if window is not None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -64,6 +65,10 @@ class _Recording:
         def current_id(self) -> int: ...
         def publish(self) -> None: ...
         def forget_current(self) -> None: ...
+        def start_ticks(self) -> bool: ...
+        def check_ticks(self, limit_ns: int, /) -> int | None: ...
+        def stop_ticks(self) -> None: ...
+        def now_ns(self) -> int: ...
         def innermost_manual(self, name: str | None, /) -> Any: ...
         def ended_totals(self) -> dict[int, Any]: ...
         def make_function(self, function: Callable[..., Any], site: Site) -> Any: ...
@@ -242,6 +247,15 @@ class _Recording:
 
     # ---------------------------------------------------------------- life
 
+    def use_ticks(self) -> str:
+        """Time spans with the processor's time stamp counter from now on. Returns why not, "" where it is so."""
+        if not self.native:
+            return "the recorder in Python reads CLOCK_MONOTONIC only"
+        unsound = _unsound_ticks()
+        if not unsound and not self.start_ticks():
+            unsound = "the processor has none"
+        return unsound
+
     def reset(self, ring_bytes: int | None = None) -> None:
         """Forget every row and total. Call paths stay known; a span that is open now will be counted when it ends."""
         self._reset(ring_bytes)
@@ -368,6 +382,21 @@ def measure_cost_ns(calls: int = 2_000, rounds: int = 5) -> float:
         return max(min(on for on, _ in pairs) - min(bare for _, bare in pairs), 0) / calls
 
     return copy_context().run(best)
+
+
+def _unsound_ticks() -> str:
+    """Why the time stamp counter cannot be trusted on this machine, "" where processor and kernel say it can."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("flags")[2].split("\n")[0]
+        source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text(encoding="ascii")
+    except OSError as error:
+        return f"the kernel does not say whether it is sound ({error})"
+    missing = {"constant_tsc", "nonstop_tsc"}.difference(flags.split())
+    if missing:
+        return f"the processor does not claim {' and '.join(sorted(missing))}"
+    if source.strip() != "tsc":
+        return f"the kernel keeps its time by {source.strip()}, not by the counter"
+    return ""
 
 
 def _thread_name() -> str:

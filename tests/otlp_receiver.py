@@ -99,7 +99,9 @@ def receiver() -> Iterator[Receiver]:
         yield found
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def free_port() -> int:

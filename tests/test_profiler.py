@@ -469,3 +469,19 @@ def test_check_of_a_service_that_starts_a_session_itself_starts_none(
     assert (verdict.state, sys.modules["checked_start"].started) == ("attached", None)
     with pytest.raises(StateError, match="no session runs"):
         instrument.session()
+
+
+def test_the_time_stamp_counter_is_used_where_it_is_sound_and_named_where_it_is_not() -> None:
+    session = begin("clock: tsc")
+    request(3)
+    reason = RECORDER.use_ticks()
+    text = instrument.summary()
+    assert ("clock: tsc is not used" in text) == bool(reason)
+    session._ticks_checked_ns = 1 if session._ticks_checked_ns else None
+    session._check_clock()
+    instrument.stop()
+    if RECORDER.native:
+        assert abs(RECORDER.now_ns() - time.monotonic_ns()) < 10**6
+    spans = RECORDER.spans()
+    assert len(spans) == 6
+    assert all(session.start_ns - 50_000 < span.start_ns <= span.end_ns for span in spans)

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -767,3 +768,54 @@ def test_a_signal_handler_that_raises_in_the_middle_leaves_no_span_open(recorder
     assert recorder.open_rows() == []
     assert recorder.current_id() == 0
     assert recorder.tally().calls > 20
+
+
+def test_the_time_stamp_counter_agrees_with_the_monotonic_clock_or_says_why_it_is_not_used(recorder: Any) -> None:
+    reason = recorder.use_ticks()
+    if reason:
+        assert "recorder in Python" in reason or "processor" in reason or "kernel" in reason
+        return
+    function = wrapped(recorder, "f")(lambda: time.sleep(0.005))
+    for _ in range(5):
+        before = time.monotonic_ns()
+        function()
+        after = time.monotonic_ns()
+        span = max(recorder.spans(), key=lambda span: span.span_id)
+        assert before - 20_000 < span.start_ns <= span.end_ns < after + 20_000
+        assert abs(recorder.check_ticks(50_000)) < 50_000
+
+
+def test_a_time_stamp_counter_that_strays_is_given_up_and_counted(recorder: Any) -> None:
+    if recorder.use_ticks():
+        pytest.skip("no sound time stamp counter, or the recorder in Python")
+    time.sleep(0.01)
+    assert recorder.check_ticks(-1) is None
+    assert recorder.check_ticks(50_000) is None
+    assert list(recorder.counts()) == ["time stamp counter given up because it strayed from the monotonic clock"]
+    before = time.monotonic_ns()
+    assert before <= recorder.now_ns() <= time.monotonic_ns()
+
+
+@pytest.mark.parametrize(
+    ("flags", "source", "reason"),
+    [
+        ("fpu constant_tsc nonstop_tsc", "tsc", ""),
+        ("fpu constant_tsc", "tsc", "does not claim nonstop_tsc"),
+        ("fpu constant_tsc nonstop_tsc", "kvm-clock", "keeps its time by kvm-clock"),
+        (None, "tsc", "does not say"),
+    ],
+)
+def test_processor_and_kernel_must_both_call_the_counter_sound(
+    monkeypatch: pytest.MonkeyPatch, flags: str | None, source: str, reason: str
+) -> None:
+    from instrument import recorder as module
+
+    def read(path: Path, **_: object) -> str:
+        if flags is None:
+            raise FileNotFoundError(path)
+        return f"model name: x\nflags\t\t: {flags}\nbugs: none\n" if path.name == "cpuinfo" else f"{source}\n"
+
+    monkeypatch.setattr(Path, "read_text", read)
+    found = module._unsound_ticks()
+    assert reason in found
+    assert bool(found) == bool(reason)
