@@ -587,6 +587,23 @@ Ring_first_after(Ring *self, PyObject *argument)
     return PyLong_FromUnsignedLongLong(low);
 }
 
+/* [(node index, calls, total ns)] of each call path. */
+static PyObject *
+Ring_usage(Ring *self, PyObject *Py_UNUSED(none))
+{
+    PyObject *found = PyList_New(0);
+    for (uint32_t n = 0; found != NULL && n < self->totals.slots * PAGE; n++) {
+        totals_t *totals = known_totals(&self->totals, n);
+        if (totals == NULL || totals->calls == 0)
+            continue;
+        PyObject *item = Py_BuildValue("(IKL)", n, totals->calls, totals->total_ns);
+        if (item == NULL || PyList_Append(found, item) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(item);
+    }
+    return found;
+}
+
 static PyObject *
 Ring_copied_totals(Ring *self, PyObject *Py_UNUSED(none))
 {
@@ -596,6 +613,7 @@ Ring_copied_totals(Ring *self, PyObject *Py_UNUSED(none))
 static PyMethodDef Ring_methods[] = {
     {"newest", (PyCFunction)Ring_newest, METH_O, "Rows from a number on, the head, and how many came too late."},
     {"first_after", (PyCFunction)Ring_first_after, METH_O, "The number of the first row that ended after a time."},
+    {"usage", (PyCFunction)Ring_usage, METH_NOARGS, "Node index, calls and total ns of each call path."},
     {"copied_totals", (PyCFunction)Ring_copied_totals, METH_NOARGS, "Totals by node index, as tuples."},
     {NULL},
 };
@@ -1497,7 +1515,7 @@ static PyMethodDef Function_methods[] = {
 
 static PyMemberDef Function_members[] = {
     {"__instrument_muted__", T_BOOL, offsetof(Function, muted), 0, "whether calls pass without a span"},
-    {"__instrument_muted_calls__", T_ULONGLONG, offsetof(Function, muted_calls), READONLY, "calls that passed so"},
+    {"__instrument_muted_calls__", T_ULONGLONG, offsetof(Function, muted_calls), 0, "calls that passed so"},
     {NULL},
 };
 

@@ -40,6 +40,7 @@ from instrument.spans import KINDS
 TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
 CLOCKS: tuple[str, ...] = ("monotonic", "tsc")
+PERCENT_SYNTAX = r"[0-9]{1,3}(?:\.[0-9]{1,18})?%"
 DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p")
 VIEWS: tuple[str, ...] = ("events",)
 SORT_KEYS: tuple[str, ...] = ("default", "calls", "total", "max", "min", "ave")
@@ -211,6 +212,7 @@ class Profile:
     tracer_option: str = "Default"
     state: str = "All"
     clock: str = "monotonic"
+    budget: float | None = None
     functions: tuple[FunctionRule, ...] = ()
     layers: tuple[LayerRule, ...] = ()
     copies: tuple[CopyRule, ...] = ()
@@ -282,6 +284,19 @@ def _share(node: Node) -> float:
     if not number or not _DECIMAL.fullmatch(node.text) or not 0 <= float(node.text) <= 1:
         node.refuse("a number from 0 to 1")
     return float(node.text)
+
+
+def _percent(node: Node) -> float:
+    # At most 18 digits a side, as for other quantities: more mean a mistake.
+    text = spelled(PERCENT_SYNTAX, "a percentage above 0%, up to 100%, such as 1%", _with_percent)(node)
+    share = float(text[:-1]) / 100
+    if not 0 < share <= 1:
+        node.refuse("a percentage above 0%, up to 100%, such as 1%")
+    return share
+
+
+def _with_percent(text: str) -> str:
+    return text + "%"
 
 
 def _duration(example: str, least: str = "") -> Read:
@@ -524,6 +539,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "tracer_option": Key("tracer_option", one_of(*TRACER_OPTIONS)),
         "state": Key("state", one_of(*STATES)),
         "clock": Key("clock", one_of(*CLOCKS)),
+        "budget": Key("budget", _percent),
         "functions": Key("functions", each(_function_rule, _RULES)),
         "layers": Key("layers", each(_layer_rule, _RULES)),
         "copies": Key("copies", each(_copy_rule, _RULES)),

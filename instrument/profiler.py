@@ -26,6 +26,7 @@ from typing import Any, TextIO
 from instrument import chrome, otlp
 from instrument.capture import Trees
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
+from instrument.governor import Governor
 from instrument.probes import contexts
 from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection, Verdict
@@ -34,6 +35,9 @@ from instrument.recorder import RECORDER, measure_cost_ns
 from instrument.report.events import events
 from instrument.spans import Cost, Origin, Span, Trace
 from instrument.tally import Tally
+
+GOVERNOR_NS = 10**9
+"""How often the cost of the probes is held against `budget`."""
 
 TICKS_CHECK_NS = 10**9
 TICKS_LIMIT_NS = 50_000
@@ -73,6 +77,8 @@ class Session:
         self._complaints: deque[str] = deque(maxlen=COMPLAINTS_KEPT)
         self._cost_ns: float | None = None
         self._ticks_checked_ns: int | None = None
+        self._governor: Governor | None = None
+        self._governed_ns = 0
         self._forked = False
         self._begin()
 
@@ -95,6 +101,10 @@ class Session:
             self._undos.append(contexts.watch())
             self._undos.append(self.selection.attach())
             self._choose_clock()
+            if self.profile.budget is not None:
+                self._cost_ns = measure_cost_ns()
+                self._governor = Governor(RECORDER, self.profile.budget, self._cost_ns, time.monotonic_ns())
+                self._undos.append(self._governor.release)
             RECORDER.on = True
             self._start_thread()
         except BaseException:
@@ -113,6 +123,12 @@ class Session:
         self._ticks_checked_ns = time.monotonic_ns()
         self._undos.append(RECORDER.stop_ticks)
 
+    def _govern(self) -> None:
+        now = time.monotonic_ns()
+        if self._governor is not None and now - self._governed_ns >= GOVERNOR_NS:
+            self._governed_ns = now
+            self._governor.step(now)
+
     def _check_clock(self) -> None:
         """Hold the time stamp counter against the monotonic clock once a second."""
         now = time.monotonic_ns()
@@ -129,7 +145,12 @@ class Session:
 
     def _has_reader(self) -> bool:
         """Whether anything looks at spans, or at the clock, while the service runs. Otherwise no thread does."""
-        return self._exporter is not None or self.profile.schedule is not None or self._ticks_checked_ns is not None
+        return (
+            self._exporter is not None
+            or self.profile.schedule is not None
+            or self.profile.budget is not None
+            or self._ticks_checked_ns is not None
+        )
 
     def _undo(self) -> None:
         RECORDER.on = False
@@ -178,6 +199,7 @@ class Session:
                 return
             self._renew_clock()
             self._check_clock()
+            self._govern()
             for _, end_ns in self._trees.take(self._cursor.read()):
                 window = self._windows.step(end_ns)
                 if window is not None:
@@ -251,6 +273,8 @@ class Session:
                 + ", ".join(self.selection.late)
                 + ": module-level names were replaced; copies kept in lists, closures or instances are not seen"
             )
+        if self._governor is not None:
+            notes.extend(self._governor.notes())
         notes.extend(self._complaints)
         return notes
 

@@ -307,15 +307,18 @@ class Core:
         return found
 
 
-def make_function(core: Core, function: Callable[..., Any], site: Site) -> Any:
+def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
     """A function around the function: `open`, the call and `close` in one body, three Python calls fewer."""
     current = core._current
     get, set_ = current.get, current.set
     next_id = core._next_id
+    muted = core.muted
     clock = _clock
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not core.on:
+        if not core.on or site in muted:
+            if core.on:
+                core.pass_muted(site)
             return function(*args, **kwargs)
         parent = get()
         try:

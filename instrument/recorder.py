@@ -10,7 +10,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import copy_context
 from pathlib import Path
 from types import TracebackType
@@ -84,6 +86,9 @@ class _Recording:
         self._tree: list[Node] = []
         self._tree_root = Node(-1, Site("(root)"), None)
         self._reading = threading.RLock()
+        self.muted: set[Site] = set()
+        self._passed: Counter[Site] = Counter()
+        self._functions: dict[Site, weakref.WeakSet[Any]] = {}
 
     # ---------------------------------------------------------------- functions and scopes
 
@@ -136,6 +141,55 @@ class _Recording:
             return
         self._manual_open -= 1
         self.close(frame, error)
+
+    # ---------------------------------------------------------------- muting
+
+    def may_mute(self, site: Site, function: Any = None) -> None:
+        """Let the site be muted: that of a plain function, which is given, or of a probe that asks `muted` itself."""
+        self._functions.setdefault(site, weakref.WeakSet())
+        if function is not None:
+            self._functions[site].add(function)
+
+    def mute(self, site: Site) -> bool:
+        """Let the site's calls pass without a span from now on, counted. False where it cannot be muted."""
+        if site not in self._functions or site in self.muted:
+            return False
+        self.muted.add(site)
+        self._tell_functions(site, muted=True)
+        return True
+
+    def unmute(self, site: Site) -> None:
+        """Record the site's calls again."""
+        self.muted.discard(site)
+        self._tell_functions(site, muted=False)
+
+    def _tell_functions(self, site: Site, *, muted: bool) -> None:
+        """The recorder in Python asks the set at each call; a native function has a switch of its own."""
+        if self.native:
+            for function in self._functions.get(site, ()):
+                function.__instrument_muted__ = muted
+
+    def pass_muted(self, site: Site) -> None:
+        """Count a call of a muted site."""
+        self._passed[site] += 1
+
+    def muted_calls(self) -> dict[Site, int]:
+        """How many calls of each site passed without a span."""
+        passed = dict(self._passed)
+        if self.native:
+            for site, functions in list(self._functions.items()):
+                calls = sum(function.__instrument_muted_calls__ for function in functions)
+                if calls:
+                    passed[site] = passed.get(site, 0) + calls
+        return passed
+
+    def usage(self) -> Iterator[tuple[int, Site, int, int]]:
+        """Thread id, site, calls and total ns of every call path that was recorded: what a look at the load needs."""
+        for ring in self.rings():
+            cells = ring.usage()
+            nodes = self._known_nodes()
+            for index, calls, total_ns in cells:
+                yield ring.thread_id, nodes[index].site, calls, total_ns
 
     # ---------------------------------------------------------------- reading
 
@@ -260,6 +314,13 @@ class _Recording:
         """Forget every row and total. Call paths stay known; a span that is open now will be counted when it ends."""
         self._reset(ring_bytes)
         self._manual_open = 0
+        for site in list(self.muted):
+            self.unmute(site)
+        self._passed.clear()
+        if self.native:
+            for functions in list(self._functions.values()):
+                for function in functions:
+                    function.__instrument_muted_calls__ = 0
 
     def after_fork_in_child(self) -> None:
         """Start clean in a forked child: own rings, no parents from before the fork."""

@@ -109,6 +109,12 @@ class Ring:
         finally:
             self.lock.release()
 
+    def usage(self) -> list[tuple[int, int, int]]:
+        """Node index, calls and total ns of each call path."""
+        with self.lock:
+            self.fold(self.nodes)
+            return [(index, totals.calls, totals.total_ns) for index, totals in self.totals.items()]
+
     def copied_totals(self) -> dict[int, Totals]:
         """The totals up to now, for another thread to keep."""
         with self.lock:

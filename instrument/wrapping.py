@@ -33,6 +33,7 @@ def wrap(recorder: Any, function: Function, site: Site) -> Function:
         made = _request(recorder, function, site)
     else:
         made = recorder.make_function(function, site)
+        recorder.may_mute(site, made)
     functools.update_wrapper(made, function)
     made.__instrument__ = site
     return made  # type: ignore[no-any-return]

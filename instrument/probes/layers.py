@@ -184,13 +184,16 @@ class Layers:
     def _wrap(self, forward: FunctionType) -> FunctionType:
         recorder, sites, decide = self._recorder, self._sites, self._decide
         open_, close, is_compiling = recorder.open, recorder.close, self._is_compiling
-        not_selected = _NOT_SELECTED
+        not_selected, muted, pass_muted = _NOT_SELECTED, recorder.muted, recorder.pass_muted
 
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.on:
                 return forward(self, *args, **kwargs)
             site = sites.get(id(self)) or decide(self)
             if site is not_selected:
+                return forward(self, *args, **kwargs)
+            if site in muted:
+                pass_muted(site)
                 return forward(self, *args, **kwargs)
             frame = open_(site)
             try:
@@ -234,6 +237,7 @@ class Layers:
             if site is None:
                 site = self._shared.setdefault((index, cls, path), self._site(rule, cls, path))
                 self.hits[index] += 1
+                self._recorder.may_mute(site)
             return site
         return _NOT_SELECTED
 

@@ -1,0 +1,111 @@
+"""The overhead governor: keeps what the probes cost each thread within a share of its time.
+
+Once a second it estimates the cost of every site on every thread, from the calls since the last time and the measured
+cost of a call. Where a thread is over the budget, the sites that cost most and tell least are muted: those with many
+calls that are short beside their own cost. They are counted while muted, named in every output, and come back when
+there is room for them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from instrument.recorder import Recorder
+from instrument.spans import Site
+
+ROOM = 0.8
+"""A muted site comes back only where the budget would then be used up to this share at most, or it would flap."""
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one site did on one thread since the last look: calls and their total time in ns."""
+
+    calls: int = 0
+    total_ns: int = 0
+
+
+class Governor:
+    """Holds a recorder within `budget`, the share of each thread's time that its probes may cost (0.01 is 1 %).
+
+    `step` is called now and then by one thread. `cost_ns` is what a span around a function adds to a call.
+    """
+
+    def __init__(self, recorder: Recorder, budget: float, cost_ns: float, now_ns: int) -> None:
+        self._recorder = recorder
+        self._budget = budget
+        self._cost_ns = cost_ns
+        self._at_ns = now_ns
+        self._before: dict[tuple[int, Site], tuple[int, int]] = {}
+        self._passed_before: dict[Site, int] = {}
+        self.muted: dict[Site, int] = {}
+        """When each muted site was muted, in the order of muting."""
+
+    def step(self, now_ns: int) -> None:
+        """Look at what happened since the last time; mute what is too much, bring back what there is room for."""
+        elapsed_ns = now_ns - self._at_ns
+        if elapsed_ns <= 0:
+            return
+        self._at_ns = now_ns
+        threads = self._uses()
+        allowed_ns = self._budget * elapsed_ns
+        heaviest_ns = 0.0
+        for uses in threads.values():
+            spent_ns = sum(use.calls for use in uses.values()) * self._cost_ns
+            for site in sorted(uses, key=lambda site: self._burden(uses[site]), reverse=True):
+                if spent_ns <= allowed_ns:
+                    break
+                if self._recorder.mute(site):
+                    self.muted[site] = now_ns
+                    spent_ns -= uses[site].calls * self._cost_ns
+            heaviest_ns = max(heaviest_ns, spent_ns)
+        self._bring_back(heaviest_ns, allowed_ns, now_ns)
+
+    def _uses(self) -> dict[int, dict[Site, _Use]]:
+        """By thread and site, what was recorded since the last time."""
+        threads: dict[int, dict[Site, _Use]] = {}
+        seen: dict[tuple[int, Site], tuple[int, int]] = {}
+        for thread_id, site, calls, total_ns in self._recorder.usage():
+            key = (thread_id, site)
+            known_calls, known_ns = seen.get(key, (0, 0))
+            seen[key] = (known_calls + calls, known_ns + total_ns)
+        for (thread_id, site), (calls, total_ns) in seen.items():
+            calls_before, total_before = self._before.get((thread_id, site), (0, 0))
+            if calls > calls_before:
+                use = threads.setdefault(thread_id, {}).setdefault(site, _Use())
+                use.calls, use.total_ns = calls - calls_before, total_ns - total_before
+        self._before = seen
+        return threads
+
+    def _burden(self, use: _Use) -> float:
+        """What muting a site spares, weighed by how little its spans tell: its cost, as a share of what it timed."""
+        cost_ns = use.calls * self._cost_ns
+        return cost_ns * cost_ns / (use.total_ns + cost_ns)
+
+    def _bring_back(self, spent_ns: float, allowed_ns: float, now_ns: int) -> None:
+        passed = self._recorder.muted_calls()
+        for site, muted_ns in list(self.muted.items()):
+            rate_calls = passed.get(site, 0) - self._passed_before.get(site, 0)
+            if muted_ns < now_ns and spent_ns + rate_calls * self._cost_ns <= ROOM * allowed_ns:
+                self._recorder.unmute(site)
+                del self.muted[site]
+                spent_ns += rate_calls * self._cost_ns
+        self._passed_before = passed
+
+    def notes(self) -> list[str]:
+        """A sentence for each site that was muted at any time: how many of its calls passed without a span."""
+        passed: Mapping[Site, int] = self._recorder.muted_calls()
+        return [
+            f"{site.name} ({site.function or site.kind}): {calls} calls were not recorded, "
+            f"to stay within the budget of {self._budget:.3g} of each thread's time"
+            + ("" if site in self.muted else "; it is recorded again")
+            for site, calls in passed.items()
+            if calls
+        ]
+
+    def release(self) -> None:
+        """Bring every site back."""
+        for site in list(self.muted):
+            self._recorder.unmute(site)
+        self.muted.clear()
