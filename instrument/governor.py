@@ -29,13 +29,13 @@ class _Use:
 class Governor:
     """Holds a recorder within `budget`, the share of each thread's time that its probes may cost (0.01 is 1 %).
 
-    `step` is called now and then by one thread. `cost_ns` is what a span around a function adds to a call.
+    `step` is called now and then by one thread. `costs_ns` is what a span adds, by the shape of its probe.
     """
 
-    def __init__(self, recorder: Recorder, budget: float, cost_ns: float, now_ns: int) -> None:
+    def __init__(self, recorder: Recorder, budget: float, costs_ns: Mapping[str, float], now_ns: int) -> None:
         self._recorder = recorder
         self._budget = budget
-        self._cost_ns = cost_ns
+        self._costs_ns = costs_ns
         self._at_ns = now_ns
         self._before: dict[tuple[int, Site], tuple[int, int]] = {}
         self._passed_before: dict[Site, int] = {}
@@ -52,13 +52,13 @@ class Governor:
         allowed_ns = self._budget * elapsed_ns
         heaviest_ns = 0.0
         for uses in threads.values():
-            spent_ns = sum(use.calls for use in uses.values()) * self._cost_ns
-            for site in sorted(uses, key=lambda site: self._burden(uses[site]), reverse=True):
+            spent_ns = sum(self._cost_ns(site, use.calls) for site, use in uses.items())
+            for site in self._by_burden(uses):
                 if spent_ns <= allowed_ns:
                     break
                 if self._recorder.mute(site):
                     self.muted[site] = now_ns
-                    spent_ns -= uses[site].calls * self._cost_ns
+                    spent_ns -= self._cost_ns(site, uses[site].calls)
             heaviest_ns = max(heaviest_ns, spent_ns)
         self._bring_back(heaviest_ns, allowed_ns, now_ns)
 
@@ -78,19 +78,26 @@ class Governor:
         self._before = seen
         return threads
 
-    def _burden(self, use: _Use) -> float:
-        """What muting a site spares, weighed by how little its spans tell: its cost, as a share of what it timed."""
-        cost_ns = use.calls * self._cost_ns
-        return cost_ns * cost_ns / (use.total_ns + cost_ns)
+    def _cost_ns(self, site: Site, calls: int) -> float:
+        return calls * self._costs_ns[self._recorder.shapes.get(site, "scope")]
+
+    def _by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
+        """Heaviest first: what muting a site spares, weighed by how little it tells (its cost over what it timed)."""
+
+        def burden(site: Site) -> float:
+            cost_ns = self._cost_ns(site, uses[site].calls)
+            return cost_ns * cost_ns / (uses[site].total_ns + cost_ns)
+
+        return sorted(uses, key=burden, reverse=True)
 
     def _bring_back(self, spent_ns: float, allowed_ns: float, now_ns: int) -> None:
         passed = self._recorder.muted_calls()
         for site, muted_ns in list(self.muted.items()):
-            rate_calls = passed.get(site, 0) - self._passed_before.get(site, 0)
-            if muted_ns < now_ns and spent_ns + rate_calls * self._cost_ns <= ROOM * allowed_ns:
+            would_ns = self._cost_ns(site, passed.get(site, 0) - self._passed_before.get(site, 0))
+            if muted_ns < now_ns and spent_ns + would_ns <= ROOM * allowed_ns:
                 self._recorder.unmute(site)
                 del self.muted[site]
-                spent_ns += rate_calls * self._cost_ns
+                spent_ns += would_ns
         self._passed_before = passed
 
     def notes(self) -> list[str]:

@@ -31,7 +31,7 @@ from instrument.probes import contexts
 from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection, Verdict
 from instrument.profile import Profile, Schedule, Summary, load
-from instrument.recorder import RECORDER, measure_cost_ns
+from instrument.recorder import RECORDER, measure_costs_ns
 from instrument.report.events import events
 from instrument.spans import Cost, Origin, Span, Trace
 from instrument.tally import Tally
@@ -75,7 +75,7 @@ class Session:
         self._newest_file: Path | None = None
         self._losses: Counter[str] = Counter()
         self._complaints: deque[str] = deque(maxlen=COMPLAINTS_KEPT)
-        self._cost_ns: float | None = None
+        self._costs_ns: dict[str, float] | None = None
         self._ticks_checked_ns: int | None = None
         self._governor: Governor | None = None
         self._governed_ns = 0
@@ -102,8 +102,8 @@ class Session:
             self._undos.append(self.selection.attach())
             self._choose_clock()
             if self.profile.budget is not None:
-                self._cost_ns = measure_cost_ns()
-                self._governor = Governor(RECORDER, self.profile.budget, self._cost_ns, time.monotonic_ns())
+                costs = self._measured_costs()
+                self._governor = Governor(RECORDER, self.profile.budget, costs, time.monotonic_ns())
                 self._undos.append(self._governor.release)
             RECORDER.on = True
             self._start_thread()
@@ -245,10 +245,22 @@ class Session:
         )
 
     def cost(self) -> Cost:
-        """What the instrumentation has cost so far, from the cost of one probe measured on this machine."""
-        if self._cost_ns is None:
-            self._cost_ns = measure_cost_ns()
-        return Cost(RECORDER.calls, self._cost_ns, (self.end_ns or time.monotonic_ns()) - self.start_ns)
+        """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.
+
+        A generator counts as one step, whatever it made.
+        """
+        costs = self._measured_costs()
+        by_shape: Counter[str] = Counter()
+        for _, site, calls, _ in RECORDER.usage():
+            by_shape[RECORDER.shapes.get(site, "scope")] += calls
+        counted = sum(by_shape.values())
+        mean_ns = sum(calls * costs[shape] for shape, calls in by_shape.items()) / counted if counted else 0.0
+        return Cost(RECORDER.calls, mean_ns, (self.end_ns or time.monotonic_ns()) - self.start_ns)
+
+    def _measured_costs(self) -> dict[str, float]:
+        if self._costs_ns is None:
+            self._costs_ns = measure_costs_ns()
+        return self._costs_ns
 
     def losses(self) -> Mapping[str, int]:
         """Everything that was recorded and not kept, by reason."""

@@ -25,12 +25,16 @@ def wrap(recorder: Any, function: Function, site: Site) -> Function:
     made: Any
     if inspect.isasyncgenfunction(function):
         made = _async_generator(recorder, function, site)
+        recorder.note_shape(site, "generator")
     elif inspect.iscoroutinefunction(function):
         made = _coroutine(recorder, function, site)
+        recorder.note_shape(site, "coroutine")
     elif inspect.isgeneratorfunction(function):
         made = _generator(recorder, function, site)
+        recorder.note_shape(site, "generator")
     elif site.kind == "request":
         made = _request(recorder, function, site)
+        recorder.note_shape(site, "wrapper")
     else:
         made = recorder.make_function(function, site)
         recorder.may_mute(site, made)

@@ -11,7 +11,7 @@ import pytest
 from instrument.governor import Governor
 from instrument.spans import Site
 
-COST_NS = 100.0
+COSTS_NS = dict.fromkeys(("call", "wrapper", "coroutine", "generator", "scope"), 100.0)
 SECOND_NS = 10**9
 
 
@@ -20,7 +20,7 @@ class Clock:
 
     def __init__(self, recorder: Any, budget: float) -> None:
         self.now_ns = 0
-        self.governor = Governor(recorder, budget, COST_NS, 0)
+        self.governor = Governor(recorder, budget, COSTS_NS, 0)
 
     def second(self) -> list[str]:
         """Let a second pass; names of what is muted then."""

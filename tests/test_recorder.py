@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-from instrument.recorder import measure_cost_ns
+from instrument.recorder import measure_costs_ns
 from instrument.spans import RemoteParent, Site
 from instrument.tally import OVERFLOW
 
@@ -626,8 +626,10 @@ def test_a_signal_handler_that_records_while_its_thread_folds_does_not_deadlock(
     assert recorder.tally().calls == ring.capacity // 4 + 1
 
 
-def test_the_cost_of_a_probe_is_measured_without_a_trace_in_this_thread() -> None:
-    assert 10 < measure_cost_ns() < 1e6
+def test_the_cost_of_each_shape_of_probe_is_measured_without_a_trace_in_this_thread() -> None:
+    costs = measure_costs_ns()
+    assert set(costs) == {"call", "coroutine", "generator", "scope", "wrapper"}
+    assert all(1 < cost_ns < 1e6 for cost_ns in costs.values())
 
 
 def test_frameworks_that_ask_for_a_function_get_one(recorder: Any) -> None:
