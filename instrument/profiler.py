@@ -30,11 +30,12 @@ from instrument.governor import Governor
 from instrument.probes import contexts
 from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection, Verdict
-from instrument.profile import Profile, Schedule, Summary, load
+from instrument.profile import Profile, Summary, load
 from instrument.recorder import RECORDER, measure_costs_ns
 from instrument.report.events import events
 from instrument.spans import Cost, Origin, Span, Trace
 from instrument.tally import Tally
+from instrument.window import Windows
 
 GOVERNOR_NS = 10**9
 """How often the cost of the probes is held against `budget`."""
@@ -87,7 +88,7 @@ class Session:
         self.end_ns: int | None = None
         self._cursor = RECORDER.cursor()
         self._clock_renewed_ns = self.start_ns
-        self._windows = _Windows(self.profile.schedule, self.start_ns)
+        self._windows = Windows(self.profile.schedule, self.start_ns)
         self._trees = Trees(RECORDER, self.profile.capture, self.profile.limits.spans_per_request, self._keep)
 
     def _start(self) -> None:
@@ -477,52 +478,6 @@ class Session:
 
 _UNSENT = ("failed", "rejected", "dropped")
 _NUMBERED = re.compile(r"\{(?:pid|window)\}")
-
-
-class _Windows:
-    """Which stretches of time become trace files: the whole session, or what the schedule says, a request a step."""
-
-    def __init__(self, schedule: Schedule | None, start_ns: int) -> None:
-        self._schedule = schedule
-        self._steps = 0
-        self._index = 0
-        self._opened_ns: int | None = start_ns if self._records(0) else None
-
-    def _records(self, step: int) -> bool:
-        schedule = self._schedule
-        if schedule is None:
-            return True
-        cycle = schedule.closed + schedule.ready + schedule.record
-        count, within = divmod(step - schedule.skip_first, cycle)
-        if step < schedule.skip_first or (schedule.repeat and count >= schedule.repeat):
-            return False
-        return within >= schedule.closed + schedule.ready
-
-    def _is_last(self, step: int) -> bool:
-        schedule = self._schedule
-        if schedule is None:
-            return False
-        cycle = schedule.closed + schedule.ready + schedule.record
-        return self._records(step) and (step - schedule.skip_first) % cycle == cycle - 1
-
-    def step(self, end_ns: int) -> tuple[int, int, int] | None:
-        """One step has ended. Returns index, start and end of the window that ended with it."""
-        step, self._steps = self._steps, self._steps + 1
-        window = None
-        if self._opened_ns is not None and self._is_last(step):
-            window = (self._index, self._opened_ns, end_ns)
-            self._index += 1
-            self._opened_ns = None
-        if self._opened_ns is None and self._records(self._steps):
-            self._opened_ns = end_ns
-        return window
-
-    def stop(self, end_ns: int) -> tuple[int, int, int] | None:
-        """The window that is open at the end; partial, but not empty."""
-        if self._opened_ns is None or end_ns <= self._opened_ns:
-            return None
-        window, self._opened_ns = (self._index, self._opened_ns, end_ns), None
-        return window
 
 
 _session: Session | None = None

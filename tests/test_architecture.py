@@ -17,7 +17,7 @@ ROOT = Path(instrument.__file__).parent
 FLOORS: list[list[str]] = [
     ["errors", "document", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "recorder", "imports"],
-    ["probes", "capture", "governor", "chrome", "otlp", "report"],
+    ["probes", "capture", "governor", "window", "chrome", "otlp", "report"],
     ["profiler"],
     ["", "__main__", "cli", "autostart"],
 ]

@@ -25,8 +25,9 @@ import instrument
 from instrument import StateError, chrome, profiled, scope
 from instrument.errors import ProfileError
 from instrument.profile import Schedule, loads
-from instrument.profiler import COMPLAINTS_KEPT, Session, _Windows
+from instrument.profiler import COMPLAINTS_KEPT, Session
 from instrument.recorder import RECORDER
+from instrument.window import Windows
 
 
 @pytest.fixture(autouse=True)
@@ -305,16 +306,16 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_schedule_cuts_windows_at_the_ends_of_steps(schedule: Any, windows: list[tuple[int, int, int]]) -> None:
-    cuts = _Windows(schedule, 0)
+    cuts = Windows(schedule, 0)
     assert [window for end in range(1, 8) if (window := cuts.step(end)) is not None] == windows
 
 
 def test_a_partial_window_is_delivered_at_stop_and_an_empty_one_is_not() -> None:
-    cuts = _Windows(Schedule(record=4, skip_first=1, repeat=1), 0)
+    cuts = Windows(Schedule(record=4, skip_first=1, repeat=1), 0)
     assert cuts.step(5) is None
     assert cuts.step(8) is None
     assert cuts.stop(9) == (0, 5, 9)
-    assert _Windows(Schedule(record=1, skip_first=1), 0).stop(9) is None
+    assert Windows(Schedule(record=1, skip_first=1), 0).stop(9) is None
 
 
 def test_a_schedule_writes_one_file_a_window_while_the_service_runs() -> None:
