@@ -112,7 +112,6 @@ class Governor:
         ]
 
     def release(self) -> None:
-        """Bring every site back."""
-        for site in list(self.muted):
+        """Bring every site back, at the end; `notes` still says what was muted until then."""
+        for site in self.muted:
             self._recorder.unmute(site)
-        self.muted.clear()
