@@ -486,3 +486,23 @@ def test_the_time_stamp_counter_is_used_where_it_is_sound_and_named_where_it_is_
     spans = RECORDER.spans()
     assert len(spans) == 6
     assert all(session.start_ns - 50_000 < span.start_ns <= span.end_ns for span in spans)
+
+
+def test_a_request_inside_a_span_of_the_services_own_tracer_becomes_its_child_at_the_collector() -> None:
+    from opentelemetry import trace as opentelemetry_trace
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+    caller = SpanContext(trace_id=0xABC << 64, span_id=0xDEF, is_remote=False, trace_flags=TraceFlags(1))
+    with receiver() as collector:
+        begin(f"export: {{otlp: {{endpoint: 'http://127.0.0.1:{collector.http_port}'}}}}")
+        with opentelemetry_trace.use_span(NonRecordingSpan(caller)):
+            request()
+        request()
+        instrument.stop()
+        spans = collector.spans()
+    requests = [span for span in spans if span.name == "request"]
+    children = {span.parent_id: span for span in spans if span.name == "work"}
+    assert [(span.trace_id, span.parent_id) for span in requests if span.parent_id] == [(0xABC << 64, 0xDEF)]
+    assert len(requests) == 2
+    for span in requests:
+        assert children[span.span_id].trace_id == span.trace_id

@@ -15,6 +15,7 @@ from instrument.otlp.packing import Ids
 from instrument.otlp.senders import THREAD_NAME, Sender, Verdict, sender_for
 from instrument.otlp.tracer import (
     detected_attributes,
+    of_a_child,
     provider_attributes,
     resource_attributes,
     suppress_instrumentation,
@@ -89,6 +90,7 @@ class Exporter:
         self._threads = threads
         self.origin = origin
         self._sender = sender_for(settings)
+        self._detected: Mapping[str, object] | None = None
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -106,13 +108,18 @@ class Exporter:
         self._closed = False
         self._request_bytes = REQUEST_BYTES
         self._resource_key: tuple[object, ...] = ()
-        self._detected: Mapping[str, object] = {}
         self._reason = ""
         self._failing = False
         self._quiet_until_ns = 0
 
     def start(self) -> None:
-        """Start the thread; nothing happens when it runs already. What was offered before is sent too."""
+        """Start the thread; nothing happens when it runs already. What was offered before is sent too.
+
+        The first start imports OpenTelemetry's SDK on the calling thread, about 0.1 s. Not on the export thread: a
+        fork in the middle of an import leaves the child with a module that it can never import.
+        """
+        if self._detected is None:
+            self._detected = detected_attributes()
         with self._lock:
             if self._thread is not None:
                 return
@@ -206,6 +213,8 @@ class Exporter:
         """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
         self._sender.forked()
         self._begin_anew()
+        if self._detected is not None:
+            self._detected = of_a_child(self._detected)
 
     def _take_in(self) -> None:
         """With the lock: move what was offered to the queue, and keep the queue within its bound."""
@@ -252,7 +261,6 @@ class Exporter:
     def _run(self, sender: Sender) -> None:
         """The export thread: every second, or when enough waits or somebody asks, send all that waits."""
         me = threading.current_thread()
-        self._detected = detected_attributes()  # now: at the first send the interpreter may be about to exit
         while self._thread is me:
             try:
                 reply = self._wake.get(timeout=_BATCH_DELAY_S)
@@ -302,7 +310,7 @@ class Exporter:
         provider = provider_attributes()
         key = (self.ids, origin, provider)
         if key != self._resource_key:
-            sender.speak_for(resource_attributes(origin, self.ids.instance, self._detected, provider))
+            sender.speak_for(resource_attributes(origin, self.ids.instance, self._detected or {}, provider))
             self._resource_key = key
             suppress_instrumentation()
 
