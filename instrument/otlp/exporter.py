@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +116,11 @@ class Exporter:
     def start(self) -> None:
         """Start the thread; nothing happens when it runs already. What was offered before is sent too.
 
-        The first start imports OpenTelemetry's SDK on the calling thread, about 0.1 s. Not on the export thread: a
+        The first start imports what sending needs on the calling thread, about 0.1 s. Not on the export thread: a
         fork in the middle of an import leaves the child with a module that it can never import.
         """
+        for name in self._sender.modules:
+            import_module(name)
         if self._detected is None:
             self._detected = detected_attributes()
         with self._lock:

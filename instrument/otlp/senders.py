@@ -57,6 +57,9 @@ class Http:
     methods of `http.client.HTTPConnection` and would make spans of these calls. Proxy variables are not read.
     """
 
+    modules = ("http.client", "email.utils", "importlib.metadata", "ssl", "uuid")
+    """What sending needs, imported before the export thread starts."""
+
     request_spans = 4_000  # there are receivers that drop beyond 8,192
     encode = staticmethod(packing.pack)
 
@@ -265,6 +268,14 @@ class Grpc:
     """
 
     request_spans = 1_000  # receivers stop at 4 MiB; the official exporter says no sizes
+    modules = (
+        "grpc",
+        "importlib.metadata",
+        "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+        "opentelemetry.sdk.trace.export",
+        "uuid",
+    )
+
     said: ClassVar[str] = ""
     _of_parents: ClassVar[list[Any]] = []
 
