@@ -2,7 +2,7 @@
 
 Every shape makes the same empty call with a span around it, in the way that the tracer's documentation shows. All take
 turns in one process, round after round, so that a change of the machine's speed hits them alike. From each turn the
-bare twin of the same round is taken away, so that a slow round does not count twice; the table has the best and the
+bare call of the same round is taken away, so that a slow round does not count twice; the table has the best and the
 median of the rounds, and how far apart the middle half of them lies. The garbage collector stays on, as in a service;
 what was imported before is frozen, so that no tracer pays for the size of another one. Nothing leaves the process:
 OpenTelemetry batches into an exporter that takes everything and does nothing, and ddtrace's finished traces are dropped
@@ -36,15 +36,22 @@ ROUNDS = 41
 Run = Callable[[], None]
 
 
+def nothing() -> None: ...
+
+
 @dataclass
 class Shape:
-    """One thing to time. `bare` names its twin without a span; `cheaper` is how many times cheaper ours is to be."""
+    """One thing to time.
+
+    `bare` names its twin without a span, `rest` runs untimed after each round, `cheaper` is how many times cheaper ours
+    is to be.
+    """
 
     name: str
     run: Run
     bare: str = "bare call"
     cheaper: float | None = None
-    rest: Run | None = None
+    rest: Run = nothing
     costs_ns: list[float] = field(default_factory=list)
 
     @property
@@ -62,9 +69,6 @@ class Shape:
         """Width of the middle half of the rounds, as a share of the median."""
         low, _, high = statistics.quantiles(self.costs_ns, n=4)
         return (high - low) / self.median_ns if self.median_ns else 0.0
-
-
-def nothing() -> None: ...
 
 
 def repeat(function: Callable[[], object]) -> Run:
@@ -88,22 +92,22 @@ def repeat_twice(function: Callable[[], object]) -> Run:
     return run
 
 
-def repeat_inside(span: Callable[[], Any]) -> Run:
-    """A loop of calls, each inside a fresh context manager."""
+def repeat_inside(span: Callable[[str], Any]) -> Run:
+    """A loop of calls, each inside a context manager made for it."""
 
     def run() -> None:
         for _ in range(CALLS):
-            with span():
+            with span("call"):
                 nothing()
 
     return run
 
 
-def inside(span: Callable[[], Any], run: Run) -> Run:
+def inside(span: Callable[[str], Any], run: Run) -> Run:
     """The loop under one open span, as the work of a request is."""
 
     def under() -> None:
-        with span():
+        with span("request"):
             run()
 
     return under
@@ -126,34 +130,42 @@ def clock_shapes() -> list[Shape]:
 
 
 def own_shapes() -> list[Shape]:
-    """Ours: the recorder that is built, its twin in Python, the time stamp counter as its clock, and switched off."""
+    """Ours: the recorder that is built, its twin in Python, the time stamp counter as its clock, and switched off.
 
-    def decorated(recorder: Any, name: str) -> Run:
+    Until a ring has wrapped once, its memory is touched for the first time, which costs page faults. That is a shape of
+    its own, with a new recorder for each round; the others are timed after their rings have wrapped.
+    """
+
+    def decorated(recorder: Any) -> Run:
         recorder.on = True
-        return repeat(recorder.wrap(nothing, Site(name)))
+        call = recorder.wrap(nothing, Site("call"))
+        call()
+        while recorder.calls <= max(ring.capacity for ring in recorder.rings()):
+            repeat(call)()
+        return repeat(call)
 
-    on, off, pure = Recorder(), Recorder(), PureRecorder()
+    on, off, pure, counter = Recorder(), Recorder(), PureRecorder(), Recorder()
+    fresh: list[Run] = []  # all are kept: memory that malloc has had back is not new
+
+    def renew() -> None:
+        recorder = Recorder()
+        recorder.on = True
+        fresh.append(repeat(recorder.wrap(nothing, Site("call"))))
+
+    renew()
     shapes = [
-        Shape("ours, decorated", decorated(on, "call")),
-        Shape("ours, decorated, under a span", inside(lambda: on.scope("request"), decorated(on, "call under"))),
-        Shape("ours, with scope", repeat_inside(lambda: on.scope("block")), "bare with"),
+        Shape("ours, decorated", decorated(on)),
+        Shape("ours, decorated, under a span", inside(on.scope, decorated(on))),
+        Shape("ours, with scope", repeat_inside(on.scope)),
         Shape("ours, off at run time", repeat(off.wrap(nothing, Site("call")))),
-        Shape("ours, decorated, pure Python", decorated(pure, "call")),
+        Shape("ours, decorated, pure Python", decorated(pure)),
+        Shape("ours, decorated, ring not yet full", lambda: fresh[-1](), rest=renew),
     ]
-    counter = Recorder()
     if getattr(counter, "start_ticks", lambda: False)():
-        shapes.append(Shape("ours, decorated, time stamp counter", decorated(counter, "call")))
+        shapes.append(Shape("ours, decorated, time stamp counter", decorated(counter)))
     else:
         print("ours with the time stamp counter: not here, left out")
     return shapes
-
-
-class Bare:
-    """A context manager that does nothing, made anew for each call as a tracer's is."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *raised: object) -> None: ...
 
 
 @contextmanager
@@ -168,11 +180,11 @@ def opentelemetry_shapes() -> Iterator[list[Shape]]:
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(Sink()))
     tracer = provider.get_tracer("bench")
-    span = repeat_inside(lambda: tracer.start_as_current_span("call"))
-    under = inside(lambda: tracer.start_as_current_span("request"), span)
+    span = repeat_inside(tracer.start_as_current_span)
+    under = inside(tracer.start_as_current_span, span)
     yield [
-        Shape("OpenTelemetry SDK, a root span", span, "bare with", 100),
-        Shape("OpenTelemetry SDK, under a span", under, "bare with", 100),
+        Shape("OpenTelemetry SDK, a root span", span, cheaper=100),
+        Shape("OpenTelemetry SDK, under a span", under, cheaper=100),
     ]
     provider.shutdown()
 
@@ -181,7 +193,7 @@ def opentelemetry_shapes() -> Iterator[list[Shape]]:
 def torch_shapes() -> Iterator[list[Shape]]:
     from torch.profiler import record_function
 
-    yield [Shape("torch record_function, no profiler", repeat_inside(lambda: record_function("call")), "bare with", 15)]
+    yield [Shape("torch record_function, no profiler", repeat_inside(record_function), cheaper=15)]
 
 
 @contextmanager
@@ -192,7 +204,7 @@ def viztracer_shapes() -> Iterator[list[Shape]]:
 
     tracer = viztracer.VizTracer(log_sparse=True, verbose=0, register_global=True)
     sparse = repeat(viztracer.log_sparse(nothing))
-    event = repeat_inside(lambda: tracer.log_event("call"))
+    event = repeat_inside(tracer.log_event)
 
     def started() -> None:
         tracer.start()
@@ -202,9 +214,9 @@ def viztracer_shapes() -> Iterator[list[Shape]]:
             tracer.stop()
 
     yield [
-        Shape("VizTracer log_sparse", sparse, "bare call", 40, tracer.clear),
-        Shape("VizTracer log_event, sparse", event, "bare with", 40, tracer.clear),
-        Shape("VizTracer log_event, tracer started", started, "bare with", 40, tracer.clear),
+        Shape("VizTracer log_sparse", sparse, cheaper=40, rest=tracer.clear),
+        Shape("VizTracer log_event, sparse", event, cheaper=40, rest=tracer.clear),
+        Shape("VizTracer log_event, tracer started", started, cheaper=40, rest=tracer.clear),
     ]
 
 
@@ -226,11 +238,11 @@ def ddtrace_shapes() -> Iterator[list[Shape]]:
             return None
 
     tracer.configure(trace_processors=[Sink()])
-    span = repeat_inside(lambda: tracer.trace("call"))
-    under = inside(lambda: tracer.trace("request"), span)
+    span = repeat_inside(tracer.trace)
+    under = inside(tracer.trace, span)
     yield [
-        Shape("ddtrace, a root span", span, "bare with", 60),
-        Shape("ddtrace, under a span", under, "bare with", 60),
+        Shape("ddtrace, a root span", span, cheaper=60),
+        Shape("ddtrace, under a span", under, cheaper=60),
     ]
 
 
@@ -246,6 +258,7 @@ def measure(shapes: list[Shape], rounds: int) -> None:
     """Fill in what each shape costs over its bare twin of the same round, in ns a call."""
     for shape in shapes:  # what a first use makes is no part of a span
         shape.run()
+        shape.rest()
     gc.collect()
     gc.freeze()
     for _ in range(rounds):
@@ -254,8 +267,7 @@ def measure(shapes: list[Shape], rounds: int) -> None:
             start = time.perf_counter_ns()
             shape.run()
             spent[shape.name] = (time.perf_counter_ns() - start) / CALLS
-            if shape.rest is not None:
-                shape.rest()
+            shape.rest()
         for shape in shapes:
             shape.costs_ns.append(spent[shape.name] - (spent[shape.bare] if shape.bare else 0.0))
     gc.unfreeze()
@@ -280,11 +292,12 @@ def print_table(shapes: dict[str, Shape], rounds: int) -> None:
     clock_ns = reads.best_ns - shapes["two calls that read no clock"].best_ns
     print(machine())
     print(f"Python {sys.version.split()[0]}, recorder {'native' if Recorder.native else 'pure Python'}")
-    print(f"{rounds} rounds of {CALLS} calls, shapes in turn; ns over the bare twin of the same round")
+    print(f"{rounds} rounds of {CALLS} calls, shapes in turn; ns over the bare call of the same round")
     print(f"two reads of the clock itself: {clock_ns:.1f} ns (from Python less two calls that read none; best rounds)")
     print()
     print(
-        f"{'shape':<38}{'best ns':>10}{'median ns':>11}{'spread':>8}{'x py reads':>12}{'x clock':>9}{'x ours':>8}{'target':>9}"
+        f"{'shape':<38}{'best ns':>10}{'median ns':>11}{'spread':>8}"
+        f"{'x py reads':>12}{'x clock':>9}{'x ours':>8}{'target':>9}"
     )
     for shape in shapes.values():
         target = f">= {shape.cheaper:g}" if shape.cheaper else ""
@@ -316,7 +329,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"how many, at least 2 (default: {ROUNDS})")
     rounds = max(parser.parse_args().rounds, 2)
     with ExitStack() as opened:
-        shapes = [*clock_shapes(), Shape("bare with", repeat_inside(Bare), ""), *own_shapes()]
+        shapes = [*clock_shapes(), *own_shapes()]
         for name, (package, make) in PEERS.items():
             try:
                 shapes += opened.enter_context(make())

@@ -1,0 +1,159 @@
+"""What the instrumentation costs a service: `python tests/bench/service.py`, from the root of the repository.
+
+The demonstration's server (`examples/chat`) runs bare (A) and under `instrument run` with a profile (B), each time as a
+process of its own, in the order A B B A, so that a steady drift of the machine's speed falls on both alike. The same
+requests go to each, the first of them not counted. Every neighbouring A and B make a pair; it gives one shift of the
+median latency and one of the 99th percentile, as the client sees them. The figures are the medians over the pairs, and
+their 95 % confidence intervals come from drawing the pairs anew (bootstrap).
+
+Where there is more than one core, the server has the last one for itself and the client the others: what the server
+does on any of its threads then adds to its latency, and the client's work does not. An interval wider than the target
+decides nothing, and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from chat import load  # noqa: E402
+
+TARGET = 0.01
+WARM_UP = 64
+DRAWS = 10_000
+LIMIT_S = 120
+LISTENING = "listening on "
+
+
+def environment(seed: int) -> dict[str, str]:
+    """That of the caller, with a fixed hash seed for both of a pair and without a collector or another session."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "INSTRUMENT"))}
+    path = [str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**own, "PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
+
+
+def latencies(
+    profile: Path | None, requests: int, concurrency: int, seed: int, folder: str, core: set[int]
+) -> list[float]:
+    """Seconds of each request to a server of its own, in rising order."""
+    run = ["-m", "instrument", "run", "--profile", str(profile), "--"] if profile else []
+    command = [sys.executable, *run, "-m", "chat.server", "--port", "0"]
+    with (
+        tempfile.TemporaryFile("w+", dir=folder) as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder, env=environment(seed)
+        ) as server,
+    ):
+        assert server.stdout is not None
+        pin(server.pid, core)
+        try:
+            line = server.stdout.readline()
+            if not line.startswith(LISTENING):
+                errors.seek(0)
+                raise RuntimeError(f"the server did not start: {line}{errors.read()[-2000:]}")
+            url = line.removeprefix(LISTENING).strip()
+            asyncio.run(load.run(url, WARM_UP, concurrency, LIMIT_S))
+            answers = asyncio.run(load.run(url, requests, concurrency, LIMIT_S))
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.communicate(timeout=LIMIT_S)
+        errors.seek(0)
+        # A comparison with a session that did not run would show how little nothing costs.
+        if profile and "http.request" not in errors.read():
+            raise RuntimeError("the instrumented server ended without a summary that counts requests")
+    faults = [answer.error for answer in answers if answer.error]
+    if faults:
+        raise RuntimeError(f"{len(faults)} requests failed, the first: {faults[0]}")
+    return sorted(answer.total_s for answer in answers)
+
+
+def pin(process: int, cores: set[int]) -> None:
+    """Keep a process on these cores, where the system can."""
+    if hasattr(os, "sched_setaffinity") and cores:
+        os.sched_setaffinity(process, cores)
+
+
+def server_core() -> set[int]:
+    """The last core that this process may use; none where it has only one."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return set(cores[-1:]) if len(cores) > 1 else set()
+
+
+def quantile(ordered: list[float], share: float) -> float:
+    """Nearest rank."""
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % confidence interval of the median, from samples drawn with replacement; the same for the same values."""
+    draw = random.Random(1)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(DRAWS))
+    return medians[int(0.025 * DRAWS)], medians[int(0.975 * DRAWS)]
+
+
+def verdict(low: float, high: float) -> str:
+    """What the interval says about the target."""
+    if high <= TARGET:
+        return "met"
+    if low > TARGET:
+        return "MISSED"
+    width = high - low
+    wider = f", {width / TARGET:.1f} times as wide as the target" if width > TARGET else ""
+    return f"NOT DECIDED: the interval is {width:.2%} wide{wider}; more --pairs"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="what the instrumentation costs the demonstration's service")
+    parser.add_argument("--pairs", type=int, default=8, help="how many, at least 2 (default: 8)")
+    parser.add_argument("--requests", type=int, default=400, help="to each server (default: 400)")
+    parser.add_argument("--concurrency", type=int, default=8, help="how many at a time (default: 8)")
+    parser.add_argument("--profile", type=Path, default=ROOT / "configs" / "chat.yaml", help="what B records")
+    options = parser.parse_args()
+    if options.pairs < 2 or options.requests < 100:
+        parser.error("--pairs must be at least 2, --requests at least 100")
+    begin = time.perf_counter()
+    core = server_core()
+    if core:
+        pin(0, set(os.sched_getaffinity(0)) - core)
+    shares = {"p50": 0.5, "p99": 0.99}
+    shifts: dict[str, list[float]] = {name: [] for name in shares}
+    bare: dict[str, list[float]] = {name: [] for name in shares}
+    print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"{options.pairs} pairs of processes, {options.requests} requests each, {options.concurrency} at a time\n")
+    with tempfile.TemporaryDirectory() as folder:
+        for pair in range(options.pairs):
+            found: dict[bool, list[float]] = {}
+            for on in (False, True) if pair % 2 == 0 else (True, False):
+                profile = options.profile.resolve() if on else None
+                found[on] = latencies(profile, options.requests, options.concurrency, pair + 1, folder, core)
+            for name, share in shares.items():
+                off_s, on_s = quantile(found[False], share), quantile(found[True], share)
+                bare[name].append(off_s)
+                shifts[name].append(on_s / off_s - 1)
+            print(f"pair {pair + 1}: " + ", ".join(f"{name} {values[-1]:+.2%}" for name, values in shifts.items()))
+    print(f"\n{'latency':<10}{'bare ms':>9}{'shift':>9}{'95 % interval':>22}{'pairs differ by':>17}  target")
+    for name, values in shifts.items():
+        low, high = interval(values)
+        print(
+            f"{name:<10}{statistics.median(bare[name]) * 1e3:>9.1f}{statistics.median(values):>+9.2%}"
+            f"{f'{low:+.2%} to {high:+.2%}':>22}{max(values) - min(values):>17.2%}"
+            f"  <= {TARGET:.0%} {verdict(low, high)}"
+        )
+    print(f"took {time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
