@@ -278,6 +278,11 @@ class Core:
         """Forget what is open in this context."""
         self._current.set(None)
 
+    def _forget_all(self) -> None:
+        """Forget what is open in every context: in a forked child, where the other threads are gone."""
+        self._suspended.clear()
+        self._current.set(None)
+
     def innermost_manual(self, name: str | None) -> Frame | None:
         """The innermost open frame of this context that was opened as manual, by name where one is given."""
         frame = self._current.get()
@@ -359,6 +364,8 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
             frame[6] = None
             if parent[5] is ring and parent[8] == task:
                 parent[4] += end - start
+        if ring.ended:  # by a reset
+            ring = core._ring()
         head = ring.head
         ring.rows[head & ring.mask] = (
             node.index, span_id, frame[2], frame[3], task, start, end, frame[4], -1, None, None,

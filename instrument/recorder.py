@@ -79,6 +79,7 @@ class _Recording:
         def stretch(self, site: Site) -> Any: ...
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
         def _reset(self, ring_bytes: int | None, /) -> None: ...
+        def _forget_all(self) -> None: ...
 
     def _begin(self) -> None:
         self.scope_name_limit = SCOPE_NAME_LIMIT
@@ -339,7 +340,7 @@ class _Recording:
         """Start clean in a forked child: own rings, no parents from before the fork."""
         self._reading = threading.RLock()
         self.reset()
-        self.forget_current()
+        self._forget_all()
 
 
 class PureRecorder(_Recording, pure.Core):
