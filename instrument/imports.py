@@ -20,7 +20,7 @@ Undo = Callable[[], None]
 class _Loader:
     """Stands in for a module's loader until the module's code runs, then steps out of its spec again."""
 
-    def __init__(self, loader: Any, imported: Callable[[ModuleType], None]) -> None:
+    def __init__(self, loader: Any, imported: Callable[[ModuleType], object]) -> None:
         self._loader = loader
         self._imported = imported
 
@@ -53,7 +53,7 @@ class _Loader:
 class Finder:
     """First on `sys.meta_path`; asks the others and wraps the loader of the modules that are wanted."""
 
-    def __init__(self, wants: Callable[[str], bool], imported: Callable[[ModuleType], None]) -> None:
+    def __init__(self, wants: Callable[[str], bool], imported: Callable[[ModuleType], object]) -> None:
         self._wants = wants
         self._imported = imported
         self._busy = threading.local()
@@ -82,7 +82,7 @@ class Finder:
             self._busy.name = before
 
 
-def install(wants: Callable[[str], bool], imported: Callable[[ModuleType], None]) -> Undo:
+def install(wants: Callable[[str], bool], imported: Callable[[ModuleType], object]) -> Undo:
     """Call `imported(module)` after each import of a module for which `wants(name)` is true.
 
     Both run on the importing thread, under that module's import lock. Returns the way back.

@@ -29,7 +29,8 @@ from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError,
 from instrument.governor import Governor
 from instrument.probes import contexts
 from instrument.probes.scopes import OFF
-from instrument.probes.selection import Selection, Verdict
+from instrument.probes.selection import Selection
+from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary, load
 from instrument.recorder import RECORDER, measure_costs_ns
 from instrument.report.events import events

@@ -11,10 +11,12 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 from instrument.errors import FAULTS
-from instrument.probes.functions import Undo, replace
+from instrument.probes.functions import Undo, replace, undo_all
+from instrument.probes.verdict import Verdict
 from instrument.profile import CopyRule
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
@@ -48,6 +50,38 @@ class Copies:
         self._recorder = recorder
         self._sites: dict[tuple[str, bool, bool], Site] = {}
         self._inside = threading.local()
+        self._torch: ModuleType | None = None
+        self._undos: list[Undo] = []
+
+    def wants(self, module_name: str) -> bool:
+        """Whether copies are made by that module."""
+        return module_name == "torch"
+
+    def imported(self, module: ModuleType) -> bool:
+        """torch has been imported: replace the methods that copy, unless it can have no device to copy to."""
+        if self._torch is None:
+            self._torch = module
+            if has_device(module):
+                self._undos.append(self.attach(module))
+        return False
+
+    def undo(self) -> None:
+        """Give torch its own methods back."""
+        undo_all(self._undos)
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule up to now, in the order of the profile."""
+        if self._torch is None:
+            return [Verdict(rule.text, "waiting", why="torch not imported") for rule in self.rules]
+        if not has_device(self._torch):
+            why = "this torch is built without a device: no copy to or from one can happen"
+            return [Verdict(rule.text, "waiting", why=why) for rule in self.rules]
+        return [
+            Verdict(rule.text, "attached", f"{hits} copies")
+            if hits
+            else Verdict(rule.text, "waiting", why="no such copy was made")
+            for rule, hits in zip(self.rules, self.hits, strict=True)
+        ]
 
     def attach(self, torch: Any, *, initialised: Callable[[], bool] | None = None) -> Undo:
         """Replace the tensor methods; returns the way back.
@@ -64,11 +98,7 @@ class Copies:
             *self._replace(tensor, ("copy_",), lambda method: self._copying(method, ready, compiling)),
         ]
 
-        def undo() -> None:
-            for each in reversed(undos):
-                each()
-
-        return undo
+        return lambda: undo_all(undos)
 
     @staticmethod
     def _replace(tensor: Any, names: Iterable[str], wrap: Callable[[Any], Any]) -> list[Undo]:

@@ -19,7 +19,7 @@ from re import compile as compile_pattern
 from types import BuiltinFunctionType, BuiltinMethodType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar, overload
 
-from instrument.errors import TargetError
+from instrument.errors import FAULTS, TargetError
 from instrument.probes.scopes import OFF
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import KINDS, Site
@@ -196,6 +196,15 @@ def replace(owner: Any, attribute: str, new: Any) -> Undo:
             delattr(owner, attribute)
 
     return undo
+
+
+def undo_all(undos: list[Undo]) -> None:
+    """Go every way back, last first. One that fails keeps none of the others from being gone."""
+    while undos:
+        try:
+            undos.pop()()
+        except Exception as fault:
+            FAULTS.note("way back of a probe", fault)
 
 
 def held_elsewhere(targets: Sequence[Target]) -> dict[int, str]:

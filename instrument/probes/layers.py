@@ -11,6 +11,7 @@ may make a new layer in every call, which sits nowhere: for such a class walks t
 
 from __future__ import annotations
 
+import difflib
 import functools
 import gc
 import inspect
@@ -18,11 +19,12 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from instrument.errors import FAULTS
-from instrument.probes.functions import Undo, matches, replace
+from instrument.probes.functions import Undo, matches, replace, undo_all
+from instrument.probes.verdict import Verdict
 from instrument.profile import LayerRule
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
@@ -108,10 +110,22 @@ class Layers:
         self._recorder = recorder
         self._sites: dict[int, Site] = {}  # by identity of the module
         self._shared: dict[tuple[int, type[Any], str], Site] = {}  # by rule, class and path
+        self._torch: ModuleType | None = None
         self._undos: list[Undo] = []
         self._patched: set[type[Any]] = set()
         self._types = frozenset(name for rule in self.rules for name in rule.types)
         self._last_segments = {text.rpartition(".")[2] for rule in self.rules for text in rule.match if not rule.types}
+
+    def wants(self, module_name: str) -> bool:
+        """Whether layers come from that module."""
+        return module_name == "torch"
+
+    def imported(self, module: ModuleType) -> bool:
+        """Begin to observe: torch has been imported."""
+        if self._torch is None:
+            self._torch = module
+            self.attach(module)
+        return False
 
     def attach(self, torch: Any) -> Undo:
         """Begin to observe; `torch` has been imported. Returns the way back."""
@@ -130,8 +144,7 @@ class Layers:
 
     def undo(self) -> None:
         """Give every class its own `forward` back and stop watching."""
-        while self._undos:
-            self._undos.pop()()
+        undo_all(self._undos)
         self._patched.clear()
         self._sites.clear()
         self._shared.clear()
@@ -255,9 +268,23 @@ class Layers:
             device=rule.device,
         )
 
-    def known_types(self) -> list[str]:
-        """Names of all module classes defined so far, to name the nearest to a wrong one."""
-        return sorted({cls.__name__ for cls in _subclasses(self._module_type)})
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule up to now, in the order of the profile."""
+        if self._torch is None:
+            return [Verdict(rule.text, "waiting", why="torch not imported") for rule in self.rules]
+        known = sorted({cls.__name__ for cls in _subclasses(self._module_type)})
+        return [self._verdict(rule, hits, known) for rule, hits in zip(self.rules, self.hits, strict=True)]
+
+    @staticmethod
+    def _verdict(rule: LayerRule, hits: int, known: Sequence[str]) -> Verdict:
+        unknown = [name for name in rule.types if name not in known]
+        if hits:
+            return Verdict(rule.text, "attached", f"{hits} layers")
+        if rule.types and len(unknown) == len(rule.types):
+            close = difflib.get_close_matches(unknown[0], known, n=1)
+            why = f"no class of that name is defined: {', '.join(unknown)}"
+            return Verdict(rule.text, "nothing", why=why + (f"; nearest is {close[0]}" if close else ""))
+        return Verdict(rule.text, "waiting", why="no layer that it selects has run")
 
 
 def _compiling_test(torch: Any) -> Callable[[], bool]:
