@@ -208,6 +208,9 @@ typedef struct {
     node_t *parent_seen, *node_seen; /* where this function was called last */
     char muted;
     uint64_t muted_calls;
+    /* Of a method whose instances have sites of their own: {identity: site or None}, what tells that of an instance
+     * which is not there yet, and the set of the sites that are muted. */
+    PyObject *sites, *decide, *muted_sites;
 } Function;
 
 typedef struct {
@@ -237,7 +240,7 @@ static _Thread_local uint64_t cached_uid;
 static _Thread_local Ring *cached_ring;
 static frame_t *free_frames;
 static uint32_t free_frame_count;
-static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_name_dunder, *str_make_scope;
+static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_name_dunder, *str_make_scope, *str_pass_muted;
 
 /* ------------------------------------------------------------------ the clock */
 
@@ -1577,14 +1580,11 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
     return found;
 }
 
-static PyObject *
-Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+/* Call what is wrapped inside a span. `seen` remembers the call path, where the site is always the same. */
+static inline PyObject *
+call_in_span(Function *self, PyObject *site, Function *seen, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Core *core = self->core;
-    if (!core->on || self->muted) {
-        self->muted_calls += core->on;
-        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    }
     Ring *ring = ring_of(core);
     Current *current = ring == NULL ? NULL : current_of(core, ring);
     if (current == NULL) {
@@ -1601,7 +1601,7 @@ Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *na
         count(core, "calls not recorded for want of memory");
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     }
-    identify(core, ring, current, frame, self->site, self);
+    identify(core, ring, current, frame, site, seen);
     Py_INCREF(self);
     Py_INCREF(ring);
     Py_INCREF(current);
@@ -1629,16 +1629,76 @@ Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *na
 }
 
 static PyObject *
+Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Core *core = self->core;
+    if (!core->on || self->muted) {
+        self->muted_calls += core->on;
+        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    }
+    return call_in_span(self, self->site, self, args, nargsf, names);
+}
+
+/* The site of the instance that a method is called on, a new reference; NULL where it has none. No exception. */
+static inline PyObject *
+site_of_instance(Function *self, PyObject *instance)
+{
+    PyObject *key = PyLong_FromVoidPtr(instance);
+    PyObject *site = key == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
+    if (site == NULL && !PyErr_Occurred()) {
+        PyObject *decided = PyObject_CallOneArg(self->decide, instance);
+        Py_XDECREF(decided); /* what it has decided for good stands in `sites` now */
+        site = decided == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
+    }
+    site = site == Py_None ? NULL : Py_XNewRef(site);
+    Py_XDECREF(key);
+    if (PyErr_Occurred())
+        PyErr_Clear();
+    return site;
+}
+
+static PyObject *
+Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Core *core = self->core;
+    if (!core->on || PyVectorcall_NARGS(nargsf) == 0)
+        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    PyObject *site = site_of_instance(self, args[0]);
+    if (site == NULL)
+        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    PyObject *result;
+    if (PySet_GET_SIZE(self->muted_sites) > 0 && PySet_Contains(self->muted_sites, site) == 1) {
+        PyObject *none = PyObject_CallMethodOneArg((PyObject *)core, str_pass_muted, site);
+        if (none == NULL)
+            PyErr_Clear();
+        Py_XDECREF(none);
+        result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    } else {
+        result = call_in_span(self, site, NULL, args, nargsf, names);
+    }
+    Py_DECREF(site);
+    return result;
+}
+
+static PyObject *
 Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *words[] = {"recorder", "function", "site", NULL};
-    PyObject *core, *wrapped, *site;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO:Function", words, &CoreType, &core, &wrapped, &site))
+    static char *words[] = {"recorder", "function", "site", "sites", "decide", "muted", NULL};
+    PyObject *core, *wrapped, *site, *sites = NULL, *decide = NULL, *muted = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO!:Function", words, &CoreType, &core, &wrapped, &site,
+                                     &PyDict_Type, &sites, &decide, &PySet_Type, &muted))
         return NULL;
+    if (sites != NULL && muted == NULL) {
+        PyErr_SetString(PyExc_TypeError, "Function: sites go with decide and muted");
+        return NULL;
+    }
     Function *self = (Function *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->vectorcall = (vectorcallfunc)Function_call;
+    self->vectorcall = (vectorcallfunc)(sites == NULL ? Function_call : Function_call_by_instance);
+    self->sites = Py_XNewRef(sites);
+    self->decide = Py_XNewRef(decide);
+    self->muted_sites = Py_XNewRef(muted);
     self->core = (Core *)Py_NewRef(core);
     self->wrapped = Py_NewRef(wrapped);
     self->site = Py_NewRef(site);
@@ -1655,6 +1715,8 @@ Function_traverse(Function *self, visitproc visit, void *arg)
     Py_VISIT(self->wrapped);
     Py_VISIT(self->site);
     Py_VISIT(self->dict);
+    Py_VISIT(self->sites);
+    Py_VISIT(self->decide);
     return 0;
 }
 
@@ -1675,6 +1737,9 @@ Function_dealloc(Function *self)
     Py_XDECREF(self->core);
     Py_XDECREF(self->wrapped);
     Py_XDECREF(self->site);
+    Py_XDECREF(self->sites);
+    Py_XDECREF(self->decide);
+    Py_XDECREF(self->muted_sites);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -2615,7 +2680,8 @@ execute(PyObject *made)
     str_copy = PyUnicode_InternFromString("copy");
     str_name_dunder = PyUnicode_InternFromString("__name__");
     str_make_scope = PyUnicode_InternFromString("make_scope");
-    if (!str_make_scope || !str_bytes || !str_kind || !str_request || !str_copy || !str_name_dunder)
+    str_pass_muted = PyUnicode_InternFromString("pass_muted");
+    if (!str_make_scope || !str_pass_muted || !str_bytes || !str_kind || !str_request || !str_copy || !str_name_dunder)
         return -1;
     if (PyModule_AddObjectRef(made, "Core", (PyObject *)&CoreType) < 0 ||
         PyModule_AddObjectRef(made, "Frame", (PyObject *)&FrameType) < 0 ||

@@ -68,7 +68,15 @@ class Scope:
 
 @final
 class Function:
-    def __init__(self, recorder: Core, function: Callable[..., Any], site: Site) -> None: ...
+    def __init__(
+        self,
+        recorder: Core,
+        function: Callable[..., Any],
+        site: Site | None,
+        sites: dict[int, Site | None] = ...,
+        decide: Callable[[Any], Site | None] = ...,
+        muted: set[Site] = ...,
+    ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 @final

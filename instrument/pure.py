@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any
 
 from instrument.errors import FAULTS
@@ -376,6 +377,40 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
         return result
 
     return wrapper
+
+
+def make_method(
+    core: Any,
+    function: Any,
+    sites: dict[int, Site | None],
+    decide: Callable[[Any], Site | None],
+    is_traced: Callable[[], bool],
+) -> Any:
+    """A method around the method, which records where the instance has a site."""
+    open_, close, muted, pass_muted = core.open, core.close, core.muted, core.pass_muted
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # First of all, for it is all that a compiler may see of us: a graph must not break here.
+        if is_traced() or not core.on:
+            return function(self, *args, **kwargs)
+        key = id(self)
+        site = sites[key] if key in sites else decide(self)
+        if site is None:
+            return function(self, *args, **kwargs)
+        if site in muted:
+            pass_muted(site)
+            return function(self, *args, **kwargs)
+        frame = open_(site)
+        try:
+            result = function(self, *args, **kwargs)
+        except BaseException as error:
+            close(frame, error)
+            raise
+        close(frame)
+        return result
+
+    # With the globals of the original (the body needs none of ours), torch.jit.script resolves names as before.
+    return FunctionType(wrapper.__code__, function.__globals__, function.__name__, None, wrapper.__closure__)
 
 
 class Stretch:

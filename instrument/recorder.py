@@ -6,6 +6,7 @@ in Python (`pure.py`). Both have the same classes and behave the same; `Recorder
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -76,6 +77,13 @@ class _Recording:
         def innermost_manual(self, name: str | None, /) -> Any: ...
         def ended_totals(self) -> dict[int, Any]: ...
         def make_function(self, function: Callable[..., Any], site: Site) -> Any: ...
+        def make_method(
+            self,
+            function: Callable[..., Any],
+            sites: dict[int, Site | None],
+            decide: Callable[[Any], Site | None],
+            is_traced: Callable[[], bool],
+        ) -> Any: ...
         def stretch(self, site: Site) -> Any: ...
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
         def _reset(self, ring_bytes: int | None, /) -> None: ...
@@ -154,11 +162,28 @@ class _Recording:
         self.shapes[site] = shape
         return True
 
+    def wrap_method(
+        self,
+        function: Function,
+        sites: dict[int, Site | None],
+        decide: Callable[[Any], Site | None],
+        is_traced: Callable[[], bool],
+    ) -> Function:
+        """A method with a span around the calls of those instances that have a site, at most 60 ns for the others.
+
+        `sites` tells by identity, None for an instance that is to pass. What is not there yet is asked of
+        `decide(instance)`, which enters its answer in `sites` where that is final, takes the entry out when the
+        instance goes, and raises nothing. `is_traced` tells whether the call is being compiled instead of run.
+        """
+        made = self.make_method(function, sites, decide, is_traced)
+        functools.update_wrapper(made, function)
+        return made  # type: ignore[no-any-return]
+
     # ---------------------------------------------------------------- muting
 
     def may_mute(self, site: Site, function: Any = None) -> None:
         """Let the site be muted: that of a plain function, which is given, or of a probe that asks `muted` itself."""
-        if not self.note_shape(site, "wrapper" if function is None else "call"):
+        if not self.note_shape(site, "method" if function is None else "call"):
             return
         self._functions.setdefault(site, weakref.WeakSet())
         if function is not None:
@@ -356,6 +381,15 @@ class PureRecorder(_Recording, pure.Core):
     def make_function(self, function: Callable[..., Any], site: Site) -> Any:
         return pure.make_function(self, function, site)
 
+    def make_method(
+        self,
+        function: Callable[..., Any],
+        sites: dict[int, Site | None],
+        decide: Callable[[Any], Site | None],
+        is_traced: Callable[[], bool],
+    ) -> Any:
+        return pure.make_method(self, function, sites, decide, is_traced)
+
     def stretch(self, site: Site) -> Any:
         return pure.Stretch(self, site)
 
@@ -425,6 +459,16 @@ else:
         def make_function(self, function: Callable[..., Any], site: Site) -> Any:
             return _native.Function(self, function, site)
 
+        def make_method(
+            self,
+            function: Callable[..., Any],
+            sites: dict[int, Site | None],
+            decide: Callable[[Any], Site | None],
+            is_traced: Callable[[], bool],
+        ) -> Any:
+            # What compiles a model takes the code of what a native function wraps, and never meets the probe.
+            return _native.Function(self, function, None, sites, decide, self.muted)
+
         def stretch(self, site: Site) -> Any:
             return _native.Stretch(self, site)
 
@@ -440,8 +484,8 @@ else:
 def measure_costs_ns(calls: int = 1_000, rounds: int = 5) -> dict[str, float]:
     """Nanoseconds that a span adds to what is recorded, by the shape of the probe, on this machine.
 
-    `call` is a function's, `coroutine` and `generator` (with one step) theirs, `scope` that of a `with` block, and
-    `wrapper` that of layers and requests. Each is the best of several short rounds over the bare thing; a few
+    `call` is a function's, `coroutine` and `generator` (with one step) theirs, `scope` that of a `with` block, `method`
+    that of layers, and `wrapper` that of requests. Each is the best of several short rounds over the bare thing; a few
     milliseconds in all, ten times that for the recorder in Python.
     """
     return copy_context().run(_measure_costs_ns, calls, rounds)
@@ -484,11 +528,19 @@ def _measure_costs_ns(calls: int, rounds: int) -> dict[str, float]:
     def wrapped(function: Callable[..., Any], kind: str = "op") -> Any:
         return recorder.wrap(function, Site("cost", kind))
 
+    def bare_method(_: object) -> None:
+        pass
+
+    layer = object()
+    site = Site("cost")
+    method = recorder.wrap_method(bare_method, {id(layer): site}, lambda _: site, lambda: False)
+
     shapes: dict[str, tuple[Callable[[Any], None], Any, Callable[[Any], None], Any]] = {
         "call": (call, wrapped(nothing), call, nothing),
         "coroutine": (drive, wrapped(coroutine), drive, coroutine),
         "generator": (consume, wrapped(generator), consume, generator),
         "scope": (scopes, nothing, call, nothing),
+        "method": (call, lambda: method(layer), call, lambda: bare_method(layer)),
         "wrapper": (call, wrapped(nothing, "request"), call, nothing),
     }
     best: dict[tuple[str, bool], int] = {}

@@ -11,7 +11,7 @@ import pytest
 from instrument.governor import Governor
 from instrument.spans import Site
 
-COSTS_NS = dict.fromkeys(("call", "wrapper", "coroutine", "generator", "scope"), 100.0)
+COSTS_NS = dict.fromkeys(("call", "method", "wrapper", "coroutine", "generator", "scope"), 100.0)
 SECOND_NS = 10**9
 
 

@@ -2,7 +2,7 @@
 
 The class's `forward` is replaced, never an instance's: a closure on an instance would follow `copy.deepcopy` with the
 original's weights and break `pickle`. Which instances record is decided once for each, at its first call, and kept
-beside the module and not in it. A compiled region runs our wrapper's first line only, so graphs do not break.
+beside the module and not in it. A compiler sees the original's code, or our wrapper's first line: graphs do not break.
 
 Paths come from torch's own module registration hook, which costs nothing when a model runs. Modules that no hook
 saw (built before the session started, or made by `copy.deepcopy` or `pickle`) are found by a walk of the heap. A model
@@ -12,7 +12,6 @@ may make a new layer in every call, which sits nowhere: for such a class walks t
 from __future__ import annotations
 
 import difflib
-import functools
 import gc
 import inspect
 import time
@@ -28,8 +27,6 @@ from instrument.probes.verdict import Verdict
 from instrument.profile import LayerRule
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
-
-_NOT_SELECTED = Site("(not selected)")
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
@@ -108,7 +105,7 @@ class Layers:
         self.rules = tuple(rules)
         self.hits = [0] * len(self.rules)
         self._recorder = recorder
-        self._sites: dict[int, Site] = {}  # by identity of the module
+        self._sites: dict[int, Site | None] = {}  # by identity of the module
         self._shared: dict[tuple[int, type[Any], str], Site] = {}  # by rule, class and path
         self._torch: ModuleType | None = None
         self._undos: list[Undo] = []
@@ -194,51 +191,27 @@ class Layers:
         self._patched.add(owner)
         self._undos.append(replace(owner, "forward", self._wrap(forward)))
 
-    def _wrap(self, forward: FunctionType) -> FunctionType:
-        recorder, sites, decide = self._recorder, self._sites, self._decide
-        open_, close, is_compiling = recorder.open, recorder.close, self._is_compiling
-        not_selected, muted, pass_muted = _NOT_SELECTED, recorder.muted, recorder.pass_muted
+    def _wrap(self, forward: FunctionType) -> Any:
+        made: Any = self._recorder.wrap_method(forward, self._sites, self._decide, self._is_compiling)
+        made.__instrument_layers__ = True
+        return made
 
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not recorder.on:
-                return forward(self, *args, **kwargs)
-            site = sites.get(id(self)) or decide(self)
-            if site is not_selected:
-                return forward(self, *args, **kwargs)
-            if site in muted:
-                pass_muted(site)
-                return forward(self, *args, **kwargs)
-            frame = open_(site)
-            try:
-                result = forward(self, *args, **kwargs)
-            except BaseException as error:
-                close(frame, error)
-                raise
-            close(frame)
-            return result
-
-        # With the globals of the original (the body needs none of ours), torch.jit.script resolves names as before.
-        same = FunctionType(wrapper.__code__, forward.__globals__, forward.__name__, None, wrapper.__closure__)
-        functools.update_wrapper(same, forward)
-        same.__instrument_layers__ = True  # type: ignore[attr-defined]
-        return same
-
-    def _decide(self, module: Any) -> Site:
+    def _decide(self, module: Any) -> Site | None:
         """Whether a layer records, and as what: once for each instance, as soon as its path is known."""
         try:
             path = self._paths.of(module)
             site = self._select(type(module), path or "")
-            if path is None and site is _NOT_SELECTED:
-                return site
+            if path is None and site is None:
+                return None
         except Exception as fault:
             FAULTS.note("layer selection", fault)
-            site = _NOT_SELECTED
+            site = None
         key = id(module)
         weakref.finalize(module, self._sites.pop, key, None)
         self._sites[key] = site
         return site
 
-    def _select(self, cls: type[Any], path: str) -> Site:
+    def _select(self, cls: type[Any], path: str) -> Site | None:
         for index, rule in enumerate(self.rules):
             if rule.types and cls.__name__ not in rule.types:
                 continue
@@ -252,7 +225,7 @@ class Layers:
                 self.hits[index] += 1
                 self._recorder.may_mute(site)
             return site
-        return _NOT_SELECTED
+        return None
 
     @staticmethod
     def _site(rule: LayerRule, cls: type[Any], path: str) -> Site:

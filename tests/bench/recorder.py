@@ -59,6 +59,24 @@ def loop_only() -> None:
         pass
 
 
+class Instance:
+    """Of a class with a probe that looks at the instance, as layers have it."""
+
+    def call(self) -> None: ...
+
+    def bare(self) -> None: ...
+
+
+def repeat_on(instance: Instance) -> None:
+    for _ in range(CALLS):
+        instance.call()
+
+
+def repeat_bare(instance: Instance) -> None:
+    for _ in range(CALLS):
+        instance.bare()
+
+
 def with_scope() -> None:
     for _ in range(CALLS):
         with scope("scope"):
@@ -77,17 +95,23 @@ def shapes() -> dict[str, tuple[Callable[[], object], str]]:
     call, call_off = on.wrap(nothing, Site("call")), off.wrap(nothing, Site("call"))
     awaited = on.wrap(coroutine, Site("coroutine"))
     generated = on.wrap(numbers, Site("generator"))
+    selected, other = Instance(), Instance()
+    sites: dict[int, Site | None] = {id(selected): Site("layer"), id(other): None}
+    Instance.call = on.wrap_method(Instance.call, sites, lambda _: None, lambda: False)  # type: ignore[method-assign]
 
     nested = on.wrap(lambda: repeat(call), Site("root"))
     return {
         "loop": (loop_only, ""),
         "bare call": (lambda: repeat(nothing), ""),
+        "bare method": (lambda: repeat_bare(other), ""),
         "bare await": (lambda: run_coroutines(coroutine), ""),
         "bare generator": (lambda: consume(numbers()), ""),
         "two clock reads": (read_clock_twice, "loop"),
         "decorated call, on": (lambda: repeat(call), "bare call"),
         "decorated call, on, in a parent": (nested, "bare call"),
         "decorated call, off at run time": (lambda: repeat(call_off), "bare call"),
+        "method of an instance that a rule names": (lambda: repeat_on(selected), "bare method"),
+        "method of another instance of the class": (lambda: repeat_on(other), "bare method"),
         "with scope": (with_scope, "loop"),
         "decorated coroutine": (lambda: run_coroutines(awaited), "bare await"),
         "decorated generator, a step": (lambda: consume(generated()), "bare generator"),
@@ -111,9 +135,9 @@ def main() -> None:
     reads = found["two clock reads"]
     kind = "native" if Recorder.native else "pure Python"
     print(f"recorder: {kind}, Python {sys.version.split()[0]}")
-    print(f"{'shape':<34}{'ns over bare':>14}{'x two clock reads':>20}")
+    print(f"{'shape':<42}{'ns over bare':>14}{'x two clock reads':>20}")
     for name, cost_ns in found.items():
-        print(f"{name:<34}{cost_ns:>14.1f}{cost_ns / reads:>20.2f}")
+        print(f"{name:<42}{cost_ns:>14.1f}{cost_ns / reads:>20.2f}")
 
 
 if __name__ == "__main__":
