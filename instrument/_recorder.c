@@ -23,7 +23,9 @@
 #include <structmember.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #define CLOSED 0
 #define OPEN 1
@@ -61,6 +63,7 @@ typedef struct node {
     struct node **table; /* by the site's address, linear probing */
     char is_request;
     char is_copy;
+    int64_t min_ns; /* what is shorter, and has neither children nor an error, gets no row */
 } node_t;
 
 /* Counts are 64 bits wide; the upper halves exist only once a lower one has wrapped. */
@@ -106,6 +109,7 @@ typedef struct frame {
     PyObject *attributes;
     PyObject *self; /* the Frame object that holds this frame; NULL for a function's */
     char state;
+    char has_rows; /* whether a row may name it as its parent */
 } frame_t;
 
 typedef struct {
@@ -145,6 +149,7 @@ typedef struct ring {
     PyObject_HEAD
     row_t *rows;
     uint64_t capacity, mask, head;
+    uint64_t too_short; /* spans that were counted and got no row */
     long thread_id;
     PyObject *name;
     char ended;
@@ -190,7 +195,7 @@ typedef struct core {
     uint32_t node_count, node_slots, node_limit;
     node_t *overflow;
     PyObject *rings; /* list of Ring */
-    uint64_t ended_rows, row_budget;
+    uint64_t ended_rows, ended_too_short, row_budget;
     Ring *ended; /* its totals are those of the rings that were given up */
     PyObject *counts;
     PyObject *user_sites; /* sites of scopes of kind user, by name */
@@ -240,7 +245,8 @@ static _Thread_local uint64_t cached_uid;
 static _Thread_local Ring *cached_ring;
 static frame_t *free_frames;
 static uint32_t free_frame_count;
-static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_name_dunder, *str_make_scope, *str_pass_muted;
+static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_name_dunder, *str_make_scope, *str_pass_muted,
+    *str_min_ns;
 
 /* ------------------------------------------------------------------ the clock */
 
@@ -362,6 +368,19 @@ kind_is(PyObject *site, PyObject *word)
     return same;
 }
 
+static int64_t
+min_ns_of(PyObject *site)
+{
+    PyObject *value = PyObject_GetAttr(site, str_min_ns);
+    long long min_ns = value == NULL || !PyLong_Check(value) ? 0 : PyLong_AsLongLong(value);
+    Py_XDECREF(value);
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        return 0;
+    }
+    return min_ns;
+}
+
 static node_t *
 new_node(Core *core, node_t *parent, PyObject *site)
 {
@@ -381,6 +400,7 @@ new_node(Core *core, node_t *parent, PyObject *site)
     node->index = core->node_count;
     node->is_request = (char)kind_is(site, str_request);
     node->is_copy = (char)kind_is(site, str_copy);
+    node->min_ns = min_ns_of(site);
     if (add_child(parent, node) < 0) {
         Py_DECREF(site);
         PyMem_Free(node);
@@ -558,6 +578,22 @@ book_as_dict(const book_t *book)
 
 /* ------------------------------------------------------------------ rings */
 
+/* Rows are mapped, not allocated: only touched pages cost memory, and what is given up goes back to the system at once,
+ * which the C library does not do with the heap that it keeps for each thread. */
+static size_t
+mapped_bytes(uint64_t capacity)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    return (capacity * sizeof(row_t) + page - 1) / page * page;
+}
+
+static row_t *
+map_rows(uint64_t capacity)
+{
+    void *rows = mmap(NULL, mapped_bytes(capacity), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return rows == MAP_FAILED ? NULL : rows;
+}
+
 /* Give up the rows. A ring without rows is of no use to its thread any more, but a reader may still hold it. */
 static void
 free_rows_of(Ring *ring)
@@ -568,7 +604,8 @@ free_rows_of(Ring *ring)
     ring->head = 0;
     for (uint64_t i = 0; rows != NULL && i < written; i++)
         Py_XDECREF(rows[i].rare);
-    free(rows);
+    if (rows != NULL)
+        munmap(rows, mapped_bytes(ring->capacity));
 }
 
 static void
@@ -678,6 +715,7 @@ static PyMemberDef Ring_members[] = {
     {"head", T_ULONGLONG, offsetof(Ring, head), READONLY, "rows ever written"},
     {"thread_id", T_LONG, offsetof(Ring, thread_id), READONLY, "native id of its thread"},
     {"name", T_OBJECT, offsetof(Ring, name), READONLY, "name of its thread"},
+    {"too_short", T_ULONGLONG, offsetof(Ring, too_short), READONLY, "spans counted that got no row"},
     {"ended", T_BOOL, offsetof(Ring, ended), READONLY, "whether its thread has ended"},
     {NULL},
 };
@@ -735,10 +773,9 @@ shrink(Ring *ring)
         capacity /= 2;
     if (capacity == ring->capacity)
         return;
-    row_t *rows = realloc(ring->rows, capacity * sizeof(row_t));
-    if (rows == NULL)
+    size_t kept = mapped_bytes(capacity), mapped = mapped_bytes(ring->capacity);
+    if (ring->rows != NULL && kept < mapped && munmap((char *)ring->rows + kept, mapped - kept) < 0)
         return;
-    ring->rows = rows;
     ring->capacity = capacity;
     ring->mask = capacity - 1;
 }
@@ -771,6 +808,7 @@ retire(Core *core)
                 merge_totals(into, from);
         }
         core->ended_rows += ring->head;
+        core->ended_too_short += ring->too_short;
         if (PyList_SetSlice(core->rings, i, i + 1, NULL) < 0) {
             PyErr_Clear();
             return;
@@ -837,7 +875,7 @@ new_ring(Core *core)
     ring->capacity = capacity;
     ring->mask = capacity - 1;
     ring->thread_id = (long)PyThread_get_thread_native_id();
-    ring->rows = calloc(capacity, sizeof(row_t)); /* not PyMem: large, and only touched pages cost memory */
+    ring->rows = map_rows(capacity);
     if (ring->rows == NULL) {
         Py_DECREF(ring);
         return (Ring *)PyErr_NoMemory();
@@ -1027,6 +1065,18 @@ is_here(Current *current, PyThreadState *state)
     return here;
 }
 
+/* The frame that the context was copied under, while it is open; NULL afterwards. Borrowed. */
+static frame_t *
+open_base(Current *current)
+{
+    Current *owner = (Current *)referent(current->base_owner);
+    frame_t *frame = owner != NULL ? owner->top : NULL;
+    while (frame != NULL && frame->span_id != current->base_id)
+        frame = frame->above;
+    Py_XDECREF(owner); /* its chain lives on: the frame is open */
+    return frame != NULL && frame->state != CLOSED ? frame : NULL;
+}
+
 /* Take over what the copied-from context had published. */
 static void
 inherit(Current *current, PyObject *value)
@@ -1055,6 +1105,9 @@ inherit(Current *current, PyObject *value)
         current->base_owner = PyWeakref_NewRef((PyObject *)owner, NULL);
         if (current->base_owner == NULL)
             PyErr_Clear();
+        frame_t *base = open_base(current);
+        if (base != NULL)
+            base->has_rows = 1; /* or soon will */
     }
 }
 
@@ -1159,18 +1212,6 @@ publish(Core *core, Current *current)
     Py_DECREF(published);
 }
 
-/* The frame that the context was copied under, while it is open; NULL afterwards. Borrowed. */
-static frame_t *
-open_base(Current *current)
-{
-    Current *owner = (Current *)referent(current->base_owner);
-    frame_t *frame = owner != NULL ? owner->top : NULL;
-    while (frame != NULL && frame->span_id != current->base_id)
-        frame = frame->above;
-    Py_XDECREF(owner); /* its chain lives on: the frame is open */
-    return frame != NULL && frame->state != CLOSED ? frame : NULL;
-}
-
 static inline int
 is_open_request(PyObject *request)
 {
@@ -1238,6 +1279,7 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
     frame->ring = ring;
     frame->task = current->task;
     frame->children_ns = 0;
+    frame->has_rows = 0;
     if (above != NULL) {
         /* A span under one that has ended is its child, but was not called by it: its path starts anew. */
         parent = above->state != CLOSED ? above->node : &core->root;
@@ -1365,6 +1407,12 @@ bytes_in(PyObject *attributes)
     return bytes;
 }
 
+static inline int
+is_too_short(const frame_t *frame, int64_t end_ns)
+{
+    return end_ns - frame->start_ns < frame->node->min_ns && !frame->has_rows;
+}
+
 /* All that may run code of the host's comes first and last: in between, the ring is between two rows. */
 static void
 store(Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error)
@@ -1383,22 +1431,27 @@ store(Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *e
         Py_XDECREF(rare);
         return;
     }
-    row_t *row = &ring->rows[ring->head & ring->mask];
-    PyObject *old = row->rare;
     if (end_ns < frame->start_ns) /* the time stamp counters of two processors may differ by a little */
         end_ns = frame->start_ns;
     int64_t total_ns = end_ns - frame->start_ns;
     int64_t own_ns = (active_ns < 0 ? total_ns : active_ns) - frame->children_ns;
-    row->span_id = frame->span_id;
-    row->parent_id = frame->parent_id;
-    row->root_id = frame->root_id;
-    row->start_ns = frame->start_ns;
-    row->end_ns = end_ns;
-    row->children_ns = frame->children_ns;
-    row->rare = rare;
-    row->node = frame->node->index;
-    row->task = (uint32_t)(frame->task >> 4);
-    ring->head++;
+    PyObject *old = rare;
+    if (error == NULL && is_too_short(frame, end_ns)) {
+        ring->too_short++;
+    } else {
+        row_t *row = &ring->rows[ring->head & ring->mask];
+        old = row->rare;
+        row->span_id = frame->span_id;
+        row->parent_id = frame->parent_id;
+        row->root_id = frame->root_id;
+        row->start_ns = frame->start_ns;
+        row->end_ns = end_ns;
+        row->children_ns = frame->children_ns;
+        row->rare = rare;
+        row->node = frame->node->index;
+        row->task = (uint32_t)(frame->task >> 4);
+        ring->head++;
+    }
     totals_t *totals = known_totals(&ring->totals, frame->node->index);
     if (totals == NULL)
         totals = totals_of(&ring->totals, frame->node->index);
@@ -1426,12 +1479,16 @@ store(Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *e
 
 /* Count a span's time against the span above it, where both ran on one thread and task. */
 static inline void
-count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns)
+count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns, int failed)
 {
     frame_t *above = frame->above;
     if (above == NULL && current->has_base && frame->parent_id == current->base_id)
         above = open_base(current);
-    if (above != NULL && above->ring == ring && above->task == frame->task)
+    if (above == NULL)
+        return;
+    if (failed || !is_too_short(frame, end_ns))
+        above->has_rows = 1;
+    if (above->ring == ring && above->task == frame->task)
         above->children_ns += end_ns - frame->counted_from_ns;
 }
 
@@ -1490,7 +1547,9 @@ close_frame(Core *core, Frame *self, PyObject *error)
     Py_INCREF(ring);
     Py_INCREF(current);
     frame->state = CLOSED;
-    count_against_above(current, frame, ring, end_ns);
+    if (current->top != frame)
+        frame->has_rows = 1; /* what was begun inside it goes on */
+    count_against_above(current, frame, ring, end_ns, error != NULL && error != Py_None);
     Py_CLEAR(self->published); /* it refers back to the request that this may be */
     if (current->top == frame) {
         unlink_frame(current, NULL, frame);
@@ -1555,7 +1614,9 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
         PyErr_Clear();
     int found = 1;
     frame->state = CLOSED;
-    count_against_above(current, frame, ring, end_ns);
+    if (current->top != frame)
+        frame->has_rows = 1; /* what was begun inside it goes on */
+    count_against_above(current, frame, ring, end_ns, error != NULL);
     if (current->top == frame) {
         current->top = frame->above;
         if (current->eager)
@@ -1613,7 +1674,7 @@ call_in_span(Function *self, PyObject *site, Function *seen, PyObject *const *ar
     int64_t end_ns = read_clock(core);
     int plain = result != NULL && current->top == frame && ring->rows != NULL && !current->eager;
     if (plain) {
-        count_against_above(current, frame, ring, end_ns);
+        count_against_above(current, frame, ring, end_ns, 0);
         current->top = frame->above;
         store(ring, frame, end_ns, -1, NULL);
     } else {
@@ -2081,6 +2142,8 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     own->above = NULL;
     if (caller == NULL && current->has_base)
         caller = open_base(current);
+    if (caller != NULL)
+        caller->has_rows = 1; /* as soon as this has ended */
     if (caller != NULL && caller->ring == ring && caller->task == own->task)
         caller->children_ns += step_ns;
     if (current->eager)
@@ -2278,7 +2341,7 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
     frame.attributes = args[2] == Py_None ? NULL : args[2];
     frame.start_ns = frame.counted_from_ns = start_ns;
     Py_INCREF(ring);
-    count_against_above(current, &frame, ring, end_ns);
+    count_against_above(current, &frame, ring, end_ns, 0);
     store(ring, &frame, end_ns, -1, NULL);
     Py_DECREF(ring);
     Py_XDECREF(frame.request);
@@ -2499,7 +2562,7 @@ Core_reset(Core *self, PyObject *argument)
     self->uid = ++last_uid;
     self->rings = rings;
     self->ended = ended;
-    self->ended_rows = 0;
+    self->ended_rows = self->ended_too_short = 0;
     PyDict_Clear(self->counts);
     Py_DECREF(old_ended);
     free_rings(old_rings); /* last: it may run code of the host's */
@@ -2607,6 +2670,7 @@ static PyMemberDef Core_members[] = {
     {"node_limit", T_UINT, offsetof(Core, node_limit), 0, "call paths that the tally keeps"},
     {"node_count", T_UINT, offsetof(Core, node_count), READONLY, "call paths known"},
     {"ended_rows", T_ULONGLONG, offsetof(Core, ended_rows), READONLY, "rows of rings that were given up"},
+    {"ended_too_short", T_ULONGLONG, offsetof(Core, ended_too_short), READONLY, "the same of `too_short`"},
     {"irregular", T_OBJECT, offsetof(Core, counts), READONLY, "irregular events by what happened"},
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
     {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
@@ -2681,7 +2745,8 @@ execute(PyObject *made)
     str_name_dunder = PyUnicode_InternFromString("__name__");
     str_make_scope = PyUnicode_InternFromString("make_scope");
     str_pass_muted = PyUnicode_InternFromString("pass_muted");
-    if (!str_make_scope || !str_pass_muted || !str_bytes || !str_kind || !str_request || !str_copy || !str_name_dunder)
+    str_min_ns = PyUnicode_InternFromString("min_ns");
+    if (!str_make_scope || !str_pass_muted || !str_min_ns || !str_bytes || !str_kind || !str_request || !str_copy || !str_name_dunder)
         return -1;
     if (PyModule_AddObjectRef(made, "Core", (PyObject *)&CoreType) < 0 ||
         PyModule_AddObjectRef(made, "Frame", (PyObject *)&FrameType) < 0 ||

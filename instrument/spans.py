@@ -23,7 +23,8 @@ class Site:
     A site is compared by identity, because it is the key of the tally on the hot path; `key` compares by value.
 
     `name` groups rows (for a layer the class name), `instance` tells apart the sites that share a name (for a
-    layer its path in the module tree). `attributes` are the same for every span of the site.
+    layer its path in the module tree). `attributes` are the same for every span of the site. A span shorter than
+    `min_ns` that has no children and no error is counted in the tally and not kept.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Site:
     instance: str = ""
     device: bool = False
     attributes: tuple[tuple[str, AttributeValue], ...] = ()
+    min_ns: int = 0
 
     @property
     def key(self) -> tuple[str, str, str, str, str, int, str]:

@@ -755,6 +755,7 @@ def test_a_signal_handler_that_raises_in_the_middle_leaves_no_span_open(recorder
     inner = recorder.wrap(lambda: sum(range(200)), Site("inner"))
 
     def spin() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.002)
         while True:
             inner()
 
@@ -763,7 +764,6 @@ def test_a_signal_handler_that_raises_in_the_middle_leaves_no_span_open(recorder
     try:
         for _ in range(20):
             with pytest.raises(Alarm):
-                signal.setitimer(signal.ITIMER_REAL, 0.002)
                 made()
     finally:
         signal.signal(signal.SIGALRM, before)

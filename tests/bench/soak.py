@@ -26,10 +26,9 @@ from instrument.recorder import Recorder
 from instrument.spans import Site
 
 RING_BYTES = 16 << 20
-BOUND_MIB = 4 * RING_BYTES >> 20
-"""By how much the resident set may grow after the warm-up. Rings live in the heap of the thread that made them, and the
-C library keeps what one thread has given back for that thread's heap alone; after 10^8 calls this comes to rest at
-two to three times the rings. A leak of one byte a call, or of ten kilobytes a thread, is well above it."""
+BOUND_MIB = RING_BYTES >> 20
+"""By how much the resident set may grow after the warm-up, in which the rings have been touched: the rings once more. A
+leak of one byte a call, or of ten kilobytes a thread, is well above it."""
 
 PARTS = 10
 THREADS = 10_000
