@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--sorted-by", choices=SORT_KEYS, default="default")
     report.add_argument("--threads", choices=("both", "merged", "apart"), default="both")
     report.add_argument("--rows", type=_count, metavar="N", help="the N heaviest rows of each block (default: all)")
+    report.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
     report.set_defaults(verb=_report, takes_host=False)
     return parser
 
@@ -216,6 +217,7 @@ def _report(options: argparse.Namespace, host: list[str]) -> int:
             sorted_by=options.sorted_by,
             rows=options.rows,
             threads=options.threads,
+            corrected=options.corrected,
             cost=trace.cost,
             losses=trace.losses,
             notes=trace.notes,

@@ -32,7 +32,7 @@ from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary, load
-from instrument.recorder import RECORDER, measure_costs_ns
+from instrument.recorder import RECORDER, ProbeCost, measure_costs
 from instrument.report.events import events
 from instrument.spans import Cost, Origin, Span, Trace
 from instrument.tally import Tally
@@ -77,7 +77,7 @@ class Session:
         self._newest_file: Path | None = None
         self._losses: Counter[str] = Counter()
         self._complaints: deque[str] = deque(maxlen=COMPLAINTS_KEPT)
-        self._costs_ns: dict[str, float] | None = None
+        self._costs: dict[str, ProbeCost] | None = None
         self._ticks_checked_ns: int | None = None
         self._governor: Governor | None = None
         self._governed_ns = 0
@@ -104,7 +104,7 @@ class Session:
             self._undos.append(self.selection.attach())
             self._choose_clock()
             if self.profile.budget is not None:
-                costs = self._measured_costs()
+                costs = {shape: cost.added_ns for shape, cost in self._measured_costs().items()}
                 self._governor = Governor(RECORDER, self.profile.budget, costs, time.monotonic_ns())
                 self._undos.append(self._governor.release)
             RECORDER.on = True
@@ -256,13 +256,13 @@ class Session:
         for _, site, calls, _ in RECORDER.usage():
             by_shape[RECORDER.shapes.get(site, "scope")] += calls
         counted = sum(by_shape.values())
-        mean_ns = sum(calls * costs[shape] for shape, calls in by_shape.items()) / counted if counted else 0.0
+        mean_ns = sum(calls * costs[shape].added_ns for shape, calls in by_shape.items()) / counted if counted else 0.0
         return Cost(RECORDER.calls, mean_ns, (self.end_ns or time.monotonic_ns()) - self.start_ns)
 
-    def _measured_costs(self) -> dict[str, float]:
-        if self._costs_ns is None:
-            self._costs_ns = measure_costs_ns()
-        return self._costs_ns
+    def _measured_costs(self) -> dict[str, ProbeCost]:
+        if self._costs is None:
+            self._costs = measure_costs()
+        return self._costs
 
     def losses(self) -> Mapping[str, int]:
         """Everything that was recorded and not kept, by reason."""
@@ -293,8 +293,10 @@ class Session:
         return notes
 
     def tally(self) -> Tally:
-        """Exact totals of all calls up to now."""
-        return RECORDER.tally()
+        """Exact totals of all calls up to now, with what their probes cost."""
+        costs, tally = self._measured_costs(), RECORDER.tally()
+        tally.charge(lambda site: costs[RECORDER.shapes.get(site, "scope")].outside_ns)
+        return tally
 
     def trace(self, start_ns: int | None = None, end_ns: int | None = None, window: int = 0) -> Trace:
         """The newest spans that the rings still hold, as they lie in the window; open ones are clipped and marked."""
@@ -320,8 +322,12 @@ class Session:
         sorted_by: str | None = None,
         rows: int | None = None,
         threads: str | None = None,
+        corrected: bool = False,
     ) -> str:
-        """The `events` report of everything since the start; what is left out comes from the profile."""
+        """The `events` report of everything since the start; what is left out comes from the profile.
+
+        With `corrected` it has self times, less what the probes below them cost.
+        """
         wanted = self.profile.export.summary or Summary()
         cost = self.cost()
         return events(
@@ -331,6 +337,7 @@ class Session:
             sorted_by=sorted_by or wanted.sorted_by,
             rows=rows if rows is not None else wanted.rows,
             threads=threads or ("both" if wanted.per_thread else "merged"),
+            corrected=corrected,
             cost=cost,
             losses=self.losses(),
             notes=self.notes(),

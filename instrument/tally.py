@@ -7,7 +7,7 @@ integers and takes minima and maxima, so it is exact and its order does not matt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from instrument.spans import Site, Span
@@ -39,7 +39,8 @@ class Totals:
     """Running totals of one node: exact sums, extremes, and a histogram of the elapsed time of its calls.
 
     All times in ns. `elapsed` is the union of host and device interval of each call; without device work it equals
-    the host total. `first_ns` is the monotonic time at which the first call began (0: no call).
+    the host total. `first_ns` is the monotonic time at which the first call began (0: no call). `probe_ns` is what the
+    probes of the calls cost outside of them, which the self time of what is around them holds (0: not known).
     """
 
     calls: int = 0
@@ -53,6 +54,7 @@ class Totals:
     moved_bytes: int = 0
     first_ns: int = 0
     histogram: dict[int, int] = field(default_factory=dict)
+    probe_ns: int = 0
 
     def add(self, span: Span) -> None:
         """Count one span."""
@@ -91,6 +93,7 @@ class Totals:
         self.device_ns += other.device_ns
         self.elapsed_ns += other.elapsed_ns
         self.moved_bytes += other.moved_bytes
+        self.probe_ns += other.probe_ns
         mine = self.histogram
         for index, count in other.histogram.items():
             mine[index] = mine.get(index, 0) + count
@@ -180,6 +183,22 @@ class Tally:
             self.threads.setdefault(thread_id, name)
         for row in other.rows():
             self.totals(row.path, row.thread_id).merge(row.totals)
+
+    def charge(self, outside_ns: Callable[[Site], float]) -> None:
+        """Set `probe_ns` of every line, from what a call of a site's probe costs outside of its span."""
+        for row in self.rows():
+            row.totals.probe_ns = round(row.totals.calls * outside_ns(row.path[-1])) if row.path else 0
+
+    def corrected(self) -> Tally:
+        """A copy in which self times no longer hold what the probes of the children cost, but are never negative."""
+        tally = Tally()
+        tally.merge(self)
+        by_path = {key: row.totals for key, row in tally._cells.items()}
+        for (path, thread_id), totals in by_path.items():
+            around = by_path.get((path[:-1], thread_id))
+            if path and around is not None:
+                around.self_ns = max(around.self_ns - totals.probe_ns, 0)
+        return tally
 
     @property
     def calls(self) -> int:

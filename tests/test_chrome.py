@@ -553,7 +553,7 @@ def own(**changes: Any) -> str:
     args = {"id": 1, "parent": 0, "root": 1, "self_ns": 5, "site": 0}
     event = {"ph": "X", "name": "a", "cat": "op", "ts": 1.5, "dur": 2, "pid": 1, "tid": 1, "args": args}
     origin = {"pid": 1, "service": "s", "monotonic_ns": 0, "realtime_ns": 0}
-    facts = {"format": 1, "origin": origin, "base_ns": 7, "window": 0, "start_ns": 0, "end_ns": 9, "threads": []}
+    facts = {"format": 2, "origin": origin, "base_ns": 7, "window": 0, "start_ns": 0, "end_ns": 9, "threads": []}
     facts |= {"losses": {}, "notes": [], "cost": None, "sites": [{"name": "a"}], "tally": None}
     for key, value in changes.items():
         of_args = key in args or key in ("task", "error", "active_ns", "clipped", "attributes", "remote", "owner")
@@ -569,7 +569,7 @@ def test_the_hand_made_file_of_the_tests_below_is_good(tmp_path: Path) -> None:
 
 
 DEEP = "[" * 200_000
-ROW = [0, 1, 1, 0, 5, 5, 0, 5, 5, 5, 0, 0, [5, 1]]
+ROW = [0, 1, 1, 0, 5, 5, 0, 5, 5, 5, 0, 0, 0, [5, 1]]
 TALLY = {"threads": [], "nodes": [[-1, 0]], "rows": [ROW]}
 
 BAD_FILES: dict[str, tuple[str | bytes, str]] = {
@@ -612,8 +612,8 @@ BAD_FILES: dict[str, tuple[str | bytes, str]] = {
     "gzip damaged": (gzip.compress(b"[]")[:-8] + b"12345678", "gzip data is cut off or damaged"),
     "gzip header only": (b"\x1f\x8b", "gzip data is cut off"),
     "gzip of noise": (b"\x1f\x8b" + bytes(range(256)), "gzip data is cut off or damaged"),
-    "a newer format": (own(format=2), "read it with the version of instrument that wrote it"),
-    "own, late": ('{"traceEvents": [' + slice_text() + '], "instrument": {"format": 1}}', "comes after its events"),
+    "a newer format": (own(format=3), "read it with the version of instrument that wrote it"),
+    "own, late": ('{"traceEvents": [' + slice_text() + '], "instrument": {"format": 2}}', "comes after its events"),
     **{
         f"own, {key} is {value!r:.30}": (own(**{key: value}), "cannot read the trace")
         for key, wrong in {

@@ -191,6 +191,26 @@ def test_every_report_states_its_own_cost_and_the_recorder() -> None:
     assert f"{'native' if RECORDER.native else 'pure'} recorder" in text
 
 
+def test_a_corrected_summary_shows_self_times_without_the_cost_of_the_probes(tmp_path: Path) -> None:
+    begin(CHROME)
+    with instrument.scope("parent"):
+        for _ in range(2_000):
+            with instrument.scope("child"):
+                pass
+    session = instrument.session()
+    before = {row.path[-1].name: row.totals.self_ns for row in session.tally().rows()}
+    after = {row.path[-1].name: row.totals.self_ns for row in session.tally().corrected().rows()}
+    assert 0 <= after["parent"] < before["parent"]
+    assert after["child"] == before["child"]
+    assert "Self" not in instrument.summary()
+    text = session.summary(corrected=True)
+    instrument.stop()
+    assert "less what their probes cost" in text
+    (path,) = tmp_path.glob("*.json*")
+    _, tally = chrome.load(path)
+    assert {row.path[-1].name: row.totals.self_ns for row in tally.corrected().rows()}["parent"] < before["parent"]
+
+
 def test_old_trace_files_go_when_the_disk_limit_is_reached(tmp_path: Path) -> None:
     begin("limits: {disk: 1B}\nschedule: {record: 1}\n" + CHROME)
     for _ in range(3):

@@ -98,3 +98,40 @@ def test_bytes_are_summed_for_copies_only() -> None:
     other = Span(SITES[0], 2, 0, 2, 1, 0, 0, 5, 5, 5, attributes={"bytes": 64})
     moved = {row.path[0].name: row.totals.moved_bytes for row in Tally.of_spans([copied, other]).rows()}
     assert moved == {"copy": 64, "a": 0}
+
+
+def test_a_corrected_tally_takes_the_cost_of_the_probes_out_of_the_self_time_around_them() -> None:
+    parent, child, other = Site("parent"), Site("child"), Site("other")
+    tally = Tally()
+    tally.totals((parent,), 1).merge(Totals(calls=1, total_ns=1_000, self_ns=700))
+    tally.totals((parent, child), 1).merge(Totals(calls=10, total_ns=300, self_ns=300))
+    tally.totals((parent, child), 2).merge(Totals(calls=10, total_ns=300, self_ns=300))
+    tally.totals((parent, child, other), 1).merge(Totals(calls=100, total_ns=200, self_ns=200))
+    tally.charge(lambda site: 20.0 if site is child else 5.0)
+    assert {path[-1][0]: totals.probe_ns for (path, thread), totals in plain(tally).items() if thread == 1} == {
+        "parent": 5,
+        "child": 200,
+        "other": 500,
+    }
+    corrected = {(path[-1][0], thread): totals.self_ns for (path, thread), totals in plain(tally.corrected()).items()}
+    assert corrected == {
+        ("parent", 1): 500,  # a child on another thread was never in it
+        ("child", 1): 0,  # never below nothing
+        ("child", 2): 300,
+        ("other", 1): 200,
+    }
+    assert tally.totals((parent,), 1).self_ns == 700
+
+
+@given(span_lists(), span_lists())
+def test_correction_does_not_depend_on_when_tallies_are_merged(left: list[Span], right: list[Span]) -> None:
+    def charged(spans: list[Span]) -> Tally:
+        tally = Tally.of_spans(spans)
+        tally.charge(lambda site: len(site.name) * 7.0)
+        return tally
+
+    merged = charged(left)
+    merged.merge(charged(right))
+    both = charged(right)
+    both.merge(charged(left))
+    assert plain(merged.corrected()) == plain(both.corrected())

@@ -13,7 +13,7 @@ from instrument.chrome.text import checked, clean, encode, index, safe
 from instrument.spans import Cost, Origin, Site, Span, Trace
 from instrument.tally import Tally, Totals
 
-FORMAT = 1
+FORMAT = 2
 """Version of what stands in the key."""
 
 LIMIT_LINKS = 20_000_000

@@ -138,6 +138,7 @@ def events(
     sorted_by: str = "default",
     rows: int | None = None,
     threads: str = "both",
+    corrected: bool = False,
     cost: Cost | None = None,
     losses: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
@@ -153,6 +154,7 @@ def events(
     one row more. `threads`: `both` puts the report of all threads merged before the report with a block per thread,
     unless only one thread recorded; `merged` and `apart` ask for one of the two. The overhead and copy sections are
     left out of a report that has several blocks, as their figures are of all threads together.
+    `corrected` adds a column of self times, less what the probes of the calls below them cost.
 
     Computation time is that of phases named `compute` and of layers, the topmost of them; the rest of the Total time
     is framework overhead. The copy section counts every copy at any depth, peer copies too.
@@ -160,13 +162,16 @@ def events(
     `cost`, `losses` (counts by reason), `notes` and `recorder` (`pure` or `native`) fill the last section;
     `window_ns` is the length of the time that the tally covers.
     """
+    if corrected:
+        tally = tally.corrected()
     blocks = _blocks(tally, tracer_option, state, sorted_by, rows, threads)
     lines: list[str] = []
     for report in ([b for b in blocks if b.thread is None], [b for b in blocks if b.thread is not None]):
         if report:
             lines += _heading(report, state, sorted_by, window_ns, _has_device_time(tally))
+            lines[-1:] = [_correction(tally), ""] if corrected else [""]
             lines += _sections(tally, report[0].total_ns, state) if len(report) == 1 else []
-            lines += _event_summary(tally, report, state)
+            lines += _event_summary(tally, report, state, corrected)
     if not blocks:
         lines += [*_title_lines(), "No calls were recorded.", ""]
     lines += _instrumentation(cost, losses or {}, notes, window_ns, recorder)
@@ -496,7 +501,15 @@ def _summary_line(label: str, base_ns: int, part_ns: int | None, calls: int | No
     return f"{label:<{LABEL_WIDTH}}{counted}Total: {ms(part_ns):<{NUMBER_WIDTH}}Ratio: {ratio}"
 
 
-def _event_summary(tally: Tally, blocks: Sequence[_Block], state: str) -> list[str]:
+def _correction(tally: Tally) -> str:
+    """What the column of self times means."""
+    probes_ns = sum(row.totals.probe_ns for row in tally.rows())
+    if not probes_ns:
+        return "Self: host time outside of the row's children; what the probes cost is not known"
+    return f"Self: host time outside of the row's children, less what their probes cost ({ms(probes_ns)} in all)"
+
+
+def _event_summary(tally: Tally, blocks: Sequence[_Block], state: str, corrected: bool) -> list[str]:
     """The table, and before it which thread is which."""
     numbers: dict[int | None, int] = {thread: index for index, thread in enumerate(tally.threads)}
     legend = [
@@ -506,9 +519,24 @@ def _event_summary(tally: Tally, blocks: Sequence[_Block], state: str) -> list[s
         if block.thread is not None
     ]
     parts = ["CPU Time (Ratio)", "GPU Time (Ratio)"] if state == "All" else []
-    header = ["Event", "Calls", "Total", *parts, "Min.", "Max.", "Ave.", "Ratio.", "p50", "p99"]
+    header = [
+        "Event",
+        "Calls",
+        "Total",
+        *parts,
+        "Min.",
+        "Max.",
+        "Ave.",
+        "Ratio.",
+        "p50",
+        "p99",
+        *(["Self"] if corrected else []),
+    ]
     cells = [
-        _cells(row, "" if block.thread is None else f"thread{numbers[block.thread]}::", state)
+        [
+            *_cells(row, "" if block.thread is None else f"thread{numbers[block.thread]}::", state),
+            *([ms(row.self_ns)] if corrected else []),
+        ]
         for block in blocks
         for row in block.rows
     ]
