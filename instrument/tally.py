@@ -16,6 +16,10 @@ OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 """Counts the calls whose call path came after the tally was full."""
 
 
+LARGEST_COPY_BYTES = 1 << 50
+"""No machine copies more at once; a damaged file that says so does not spoil the sum."""
+
+
 def bucket(value_ns: int) -> int:
     """Index of the histogram bucket that holds a value.
 
@@ -72,7 +76,7 @@ class Totals:
             histogram={bucket(elapsed_ns): 1},
         )
         moved = span.attributes.get("bytes")
-        if span.site.kind == "copy" and isinstance(moved, int):
+        if span.site.kind == "copy" and isinstance(moved, int) and 0 <= moved <= LARGEST_COPY_BYTES:
             one.moved_bytes = moved
         self.merge(one)
 
