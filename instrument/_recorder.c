@@ -75,6 +75,7 @@ typedef struct {
 typedef struct {
     uint64_t calls, errors, moved_bytes;
     int64_t total_ns, self_ns, min_ns, max_ns, first_ns;
+    int64_t device_ns, beyond_ns; /* beyond: by what the elapsed time exceeds the total */
     chunk_t *chunks[CHUNKS];
 } totals_t;
 
@@ -514,6 +515,8 @@ merge_totals(totals_t *into, const totals_t *from)
     into->moved_bytes += from->moved_bytes;
     into->total_ns += from->total_ns;
     into->self_ns += from->self_ns;
+    into->device_ns += from->device_ns;
+    into->beyond_ns += from->beyond_ns;
     for (uint32_t c = 0; c < CHUNKS; c++)
         for (uint32_t i = c << 6; from->chunks[c] != NULL && i < (c + 1) << 6; i++)
             if (times_of(from, i))
@@ -540,7 +543,7 @@ free_book(book_t *book)
     book->slots = 0;
 }
 
-/* {node index: (calls, errors, total, self, min, max, bytes, first, {bucket: times})} */
+/* {node index: (calls, errors, total, self, min, max, bytes, first, device, elapsed, {bucket: times})} */
 static PyObject *
 book_as_dict(const book_t *book)
 {
@@ -566,8 +569,9 @@ book_as_dict(const book_t *book)
         }
         PyObject *key = PyLong_FromUnsignedLong(n);
         PyObject *value = histogram == NULL ? NULL
-                                            : Py_BuildValue("(KKLLLLKLN)", t->calls, t->errors, t->total_ns, t->self_ns,
-                                                            t->min_ns, t->max_ns, t->moved_bytes, t->first_ns, histogram);
+                                            : Py_BuildValue("(KKLLLLKLLLN)", t->calls, t->errors, t->total_ns,
+                                                            t->self_ns, t->min_ns, t->max_ns, t->moved_bytes, t->first_ns,
+                                                            t->device_ns, t->total_ns + t->beyond_ns, histogram);
         if (key == NULL || value == NULL || PyDict_SetItem(all, key, value) < 0)
             Py_CLEAR(all);
         Py_XDECREF(key);
@@ -702,7 +706,52 @@ Ring_copied_totals(Ring *self, PyObject *Py_UNUSED(none))
     return book_as_dict(&self->totals);
 }
 
+/* The lowest value of a bucket. */
+static inline int64_t
+bucket_start(uint32_t bucket)
+{
+    if (bucket < 128)
+        return bucket;
+    uint32_t exponent = (bucket >> 6) - 1;
+    return (int64_t)(bucket - (exponent << 6)) << exponent;
+}
+
+/* A call that was counted as long as its host time turns out to have taken longer, for the device went on. The least
+ * elapsed time is exact as long as it was another call's; else it is that of the lowest bucket. */
+static PyObject *
+Ring_count_device(Ring *self, PyObject *args)
+{
+    unsigned int index;
+    long long host_ns, device_ns, elapsed_ns;
+    if (!PyArg_ParseTuple(args, "ILLL:count_device", &index, &host_ns, &device_ns, &elapsed_ns))
+        return NULL;
+    totals_t *totals = known_totals(&self->totals, index);
+    uint32_t from = bucket_of((uint64_t)host_ns);
+    if (totals == NULL || host_ns < 0 || device_ns < 0 || elapsed_ns < host_ns || times_of(totals, from) == 0)
+        Py_RETURN_FALSE;
+    totals->device_ns += device_ns;
+    if (elapsed_ns == host_ns)
+        Py_RETURN_TRUE;
+    totals->beyond_ns += elapsed_ns - host_ns;
+    count_bucket(totals, bucket_of((uint64_t)elapsed_ns), 1);
+    chunk_t *chunk = totals->chunks[from >> 6];
+    if (chunk->low[from & 63]-- == 0)
+        chunk->high[from & 63]--;
+    if (elapsed_ns > totals->max_ns)
+        totals->max_ns = elapsed_ns;
+    if (host_ns == totals->min_ns) {
+        uint32_t lowest = from;
+        while (times_of(totals, lowest) == 0)
+            lowest++;
+        int64_t start_ns = bucket_start(lowest);
+        totals->min_ns = start_ns > host_ns ? start_ns : host_ns;
+    }
+    Py_RETURN_TRUE;
+}
+
 static PyMethodDef Ring_methods[] = {
+    {"count_device", (PyCFunction)Ring_count_device, METH_VARARGS,
+     "Add a call's device time: node index, host, device and elapsed ns. False where no such call was counted."},
     {"newest", (PyCFunction)Ring_newest, METH_O, "Rows from a number on, the head, and how many came too late."},
     {"first_after", (PyCFunction)Ring_first_after, METH_O, "The number of the first row that ended after a time."},
     {"usage", (PyCFunction)Ring_usage, METH_NOARGS, "Node index, calls and total ns of each call path."},

@@ -21,9 +21,11 @@ class Ring:
     thread_id: int
     name: str
     ended: bool
+    too_short: int
     def newest(self, since: int, /) -> tuple[list[Row], int, int]: ...
     def first_after(self, after_ns: int, /) -> int: ...
     def usage(self) -> list[tuple[int, int, int]]: ...
+    def count_device(self, index: int, host_ns: int, device_ns: int, elapsed_ns: int, /) -> bool: ...
     def copied_totals(self) -> dict[int, tuple[Any, ...]]: ...
 
 class Core:
@@ -31,6 +33,7 @@ class Core:
     node_limit: int
     node_count: int
     ended_rows: int
+    ended_too_short: int
     irregular: dict[str, int]
     user_sites: dict[str, Site]
     scope_type: type[Scope]

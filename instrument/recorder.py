@@ -590,7 +590,7 @@ def _thread_name() -> str:
 
 
 def _as_totals(cells: dict[int, Any]) -> dict[int, Totals]:
-    """The native core gives tuples: calls, errors, total, self, min, max, bytes, first, histogram."""
+    """The native core gives tuples: calls, errors, total, self, min, max, bytes, first, device, elapsed, histogram."""
     return {
         index: cell
         if isinstance(cell, Totals)
@@ -598,13 +598,14 @@ def _as_totals(cells: dict[int, Any]) -> dict[int, Totals]:
             calls=cell[0],
             errors=cell[1],
             total_ns=cell[2],
-            elapsed_ns=cell[2],
             self_ns=cell[3],
             min_ns=cell[4],
             max_ns=cell[5],
             moved_bytes=cell[6],
             first_ns=cell[7],
-            histogram=cell[8],
+            device_ns=cell[8],
+            elapsed_ns=cell[9],
+            histogram=cell[10],
         )
         for index, cell in cells.items()
     }
