@@ -81,6 +81,7 @@ class Session:
         self._ticks_checked_ns: int | None = None
         self._governor: Governor | None = None
         self._governed_ns = 0
+        self._thread_ns = 0
         self._forked = False
         self._begin()
 
@@ -193,6 +194,7 @@ class Session:
                 self._pump()
             except Exception as fault:
                 FAULTS.note("export thread", fault)
+            self._thread_ns = time.thread_time_ns()
 
     def _pump(self, timeout_s: float = -1) -> None:
         """Look through the spans that have finished since the last time."""
@@ -257,7 +259,8 @@ class Session:
             by_shape[RECORDER.shapes.get(site, "scope")] += calls
         counted = sum(by_shape.values())
         mean_ns = sum(calls * costs[shape].added_ns for shape, calls in by_shape.items()) / counted if counted else 0.0
-        return Cost(RECORDER.calls, mean_ns, (self.end_ns or time.monotonic_ns()) - self.start_ns)
+        thread_ns = self._thread_ns + (self._exporter.thread_ns if self._exporter is not None else 0)
+        return Cost(RECORDER.calls, mean_ns, (self.end_ns or time.monotonic_ns()) - self.start_ns, thread_ns)
 
     def _measured_costs(self) -> dict[str, ProbeCost]:
         if self._costs is None:
@@ -465,6 +468,7 @@ class Session:
             return
         self._stopping = threading.Event()
         self._thread = None
+        self._thread_ns = 0
         self._newest_file = None
         self._losses.clear()
         self._complaints.clear()

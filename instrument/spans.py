@@ -132,15 +132,19 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the instrumentation itself cost: `calls` spans at `per_call_ns` each, in `window_ns` of wall time."""
+    """What the instrumentation itself cost: `calls` spans at `per_call_ns` each, in `window_ns` of wall time.
+
+    `thread_ns` is the processor time of its own threads, which look through spans and send them.
+    """
 
     calls: int
     per_call_ns: float
     window_ns: int
+    thread_ns: int = 0
 
     @property
     def total_ns(self) -> int:
-        return round(self.calls * self.per_call_ns)
+        return round(self.calls * self.per_call_ns) + self.thread_ns
 
 
 @dataclass(slots=True)

@@ -191,6 +191,18 @@ def test_every_report_states_its_own_cost_and_the_recorder() -> None:
     assert f"{'native' if RECORDER.native else 'pure'} recorder" in text
 
 
+def test_the_cost_counts_the_threads_that_look_through_spans() -> None:
+    begin("schedule: {record: 1, repeat: 1}")
+    for _ in range(20):
+        request(50)
+        instrument.flush()
+    deadline = time.monotonic() + 20
+    while not (cost := instrument.session().cost()).thread_ns and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert cost.total_ns == round(cost.calls * cost.per_call_ns) + cost.thread_ns
+    assert "on threads of its own" in instrument.summary()
+
+
 def test_a_corrected_summary_shows_self_times_without_the_cost_of_the_probes(tmp_path: Path) -> None:
     begin(CHROME)
     with instrument.scope("parent"):
@@ -206,7 +218,7 @@ def test_a_corrected_summary_shows_self_times_without_the_cost_of_the_probes(tmp
     text = session.summary(corrected=True)
     instrument.stop()
     assert "less what their probes cost" in text
-    (path,) = tmp_path.glob("*.json*")
+    (path,) = tmp_path.glob("traces/*.json")
     _, tally = chrome.load(path)
     assert {row.path[-1].name: row.totals.self_ns for row in tally.corrected().rows()}["parent"] < before["parent"]
 

@@ -112,6 +112,8 @@ class Exporter:
         self._reason = ""
         self._failing = False
         self._quiet_until_ns = 0
+        self.thread_ns = 0
+        """Processor time of the export thread so far."""
 
     def start(self) -> None:
         """Start the thread; nothing happens when it runs already. What was offered before is sent too.
@@ -278,6 +280,7 @@ class Exporter:
                     if self._thread is me:
                         self._give_up(f"{type(fault).__name__}: {fault}")
                 FAULTS.note("OTLP export", fault)
+            self.thread_ns = time.thread_time_ns()
             if reply is not None:
                 reply.put(settled)
         sender.close()

@@ -596,9 +596,10 @@ def _instrumentation(
 def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
     base_ns = cost.window_ns or window_ns or 0
     by = f", {safe(recorder)} recorder" if recorder else ""
+    thread = f" and {number(cost.thread_ns / 1e9)} s on threads of its own" if cost.thread_ns else ""
     return (
         f"Cost of the instrumentation: {number(cost.total_ns / 1e9)} s "
-        f"({cost.calls} calls x {number(cost.per_call_ns)} ns), "
+        f"({cost.calls} calls x {number(cost.per_call_ns)} ns{thread}), "
         f"{percent(cost.total_ns, base_ns)} of the window of {number(base_ns / 1e9)} s{by}"
     )
 
