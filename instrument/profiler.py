@@ -88,7 +88,6 @@ class Session:
     def _begin(self) -> None:
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
-        self._cursor = RECORDER.cursor()
         self._clock_renewed_ns = self.start_ns
         self._windows = Windows(self.profile.schedule, self.start_ns)
         self._trees = Trees(RECORDER, self.profile.capture, self.profile.limits.spans_per_request, self._keep)
@@ -204,7 +203,7 @@ class Session:
             self._renew_clock()
             self._check_clock()
             self._govern()
-            for _, end_ns in self._trees.take(self._cursor.read()):
+            for _, end_ns in self._trees.take():
                 window = self._windows.step(end_ns)
                 if window is not None:
                     self._write_window(*window)
@@ -276,7 +275,7 @@ class Session:
             counts.update({name: count for name, count in kept.items() if name not in ("requests", "requests kept")})
             sent = self._exporter.counts()
             counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
-            counts["spans overwritten before the export read them"] = self._cursor.lost
+            counts["spans overwritten before the export read them"] = self._trees.lost
         return {name: count for name, count in counts.items() if count}
 
     def notes(self) -> list[str]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from instrument import pure, wrapping
 from instrument.errors import TargetError
 from instrument.ring import Cursor, Row, self_ns
+from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
 from instrument.spans import KINDS, AttributeValue, RemoteParent, Site, Span
 from instrument.tally import OVERFLOW, Node, Tally, Totals
 
@@ -85,6 +86,7 @@ class _Recording:
             is_traced: Callable[[], bool],
         ) -> Any: ...
         def stretch(self, site: Site) -> Any: ...
+        def shelf(self, sample: float, spans_per_request: int) -> Any: ...
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
         def _reset(self, ring_bytes: int | None, /) -> None: ...
         def _forget_all(self) -> None: ...
@@ -315,9 +317,12 @@ class _Recording:
                 _clip(span, start_ns, last)
         return list(found.values())
 
-    def cursor(self) -> Cursor:
-        """A reader that sees every row from now on once, as long as it comes before the ring wraps."""
-        return Cursor(self.rings, lambda: self.ended_rows)
+    def cursor(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]] | None = None) -> Cursor:
+        """A reader that sees every row from now on once, as long as it comes before the ring wraps.
+
+        `read_on` reads a ring from a row number on: all of its rows where it is left out.
+        """
+        return Cursor(self.rings, lambda: self.ended_rows, read_on or (lambda ring, since: ring.newest(since)))
 
     def threads(self) -> dict[int, str]:
         """Native thread ids and names of the threads that recorded and whose rows are still held."""
@@ -392,6 +397,9 @@ class PureRecorder(_Recording, pure.Core):
 
     def stretch(self, site: Site) -> Any:
         return pure.Stretch(self, site)
+
+    def shelf(self, sample: float, spans_per_request: int) -> Any:
+        return Shelf(self, sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
 
     def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
         return PureScope(self, site, attributes)
@@ -471,6 +479,9 @@ else:
 
         def stretch(self, site: Site) -> Any:
             return _native.Stretch(self, site)
+
+        def shelf(self, sample: float, spans_per_request: int) -> Any:
+            return _native.Shelf(self, sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
 
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
             if site.kind == "user" and not site.device and site is not OVERFLOW:

@@ -232,16 +232,21 @@ class Rings:
 class Cursor:
     """One reader's place in every ring: each row is read once, and what came too late to be read is counted.
 
-    `rings` tells the rings there are now, `ended_rows` how many rows went with rings that were given up.
+    `rings` tells the rings there are now, `ended_rows` how many rows went with rings that were given up. `read_on`
+    reads a ring from a row number on, as `Ring.newest` does; it may leave rows out.
     """
 
-    def __init__(self, rings: Callable[[], list[Any]], ended_rows: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        rings: Callable[[], list[Any]],
+        ended_rows: Callable[[], int],
+        read_on: Callable[[Any, int], tuple[list[Row], int, int]],
+    ) -> None:
         self._rings = rings
         self._ended_rows = ended_rows
-        self._places: dict[int, tuple[Any, int]] = {}
-        self._seen = 0
-        self._written = 0
-        self.read()
+        self._read_on = read_on
+        self._places: dict[int, tuple[Any, int]] = {id(ring): (ring, ring.head) for ring in rings()}
+        self._written = ended_rows() + sum(head for _, head in self._places.values())
         self._seen = self._written
 
     @property
@@ -256,10 +261,10 @@ class Cursor:
         written = self._ended_rows()  # first: a ring given up in between is counted the next time
         for ring in self._rings():
             since = self._places.get(id(ring), (ring, 0))[1]
-            rows, head, _ = ring.newest(since)
+            rows, head, missed = self._read_on(ring, since)
             places[id(ring)] = (ring, head)
             written += head
-            self._seen += len(rows)
+            self._seen += head - since - missed
             if rows:
                 batches.append((ring.thread_id, rows))
         self._places = places

@@ -16,13 +16,18 @@ ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
     ["errors", "document", "spans", "tally", "ring"],
-    ["profile", "pure", "wrapping", "recorder", "imports"],
+    ["profile", "pure", "wrapping", "shelf", "recorder", "imports"],
     ["probes", "capture", "governor", "window", "chrome", "otlp", "report"],
     ["profiler"],
     ["", "__main__", "cli", "autostart"],
 ]
 
-WITHIN = {"tally": {"spans"}, "ring": {"spans", "tally"}, "recorder": {"pure", "wrapping"}, "__main__": {"cli"}}
+WITHIN = {
+    "tally": {"spans"},
+    "ring": {"spans", "tally"},
+    "recorder": {"pure", "shelf", "wrapping"},
+    "__main__": {"cli"},
+}
 """What may be imported on a room's own floor."""
 
 MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in ROOT.rglob("*.py"))

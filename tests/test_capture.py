@@ -6,10 +6,13 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from trees import outline, tree_of
 
 from instrument.capture import Trees
 from instrument.profile import Capture, Rate
+from instrument.recorder import PureRecorder, Recorder
 from instrument.spans import RemoteParent, Site, Span
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
@@ -20,11 +23,10 @@ class Kept:
 
     def __init__(self, recorder: Any, capture: Capture, spans_per_request: int = 100) -> None:
         self.trees: list[list[Span]] = []
-        self.cursor = recorder.cursor()
         self.of = Trees(recorder, capture, spans_per_request, self.trees.append)
 
     def read(self) -> list[list[Span]]:
-        self.of.take(self.cursor.read())
+        self.of.take()
         kept, self.trees[:] = list(self.trees), []
         return kept
 
@@ -119,7 +121,7 @@ def test_spans_that_end_after_a_request_that_was_not_kept_are_let_go(recorder: A
     kept.read()
     recorder.close(late)
     assert kept.read() == []
-    assert not kept.of._requests
+    assert kept.of._shelf.held == 0
 
 
 def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Any) -> None:
@@ -146,7 +148,7 @@ def test_a_task_that_a_kept_request_has_left_behind_does_not_add_to_it_for_ever(
 
 
 def test_requests_that_never_end_do_not_grow_without_bound(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.capture.HELD_ROWS", 20)
+    monkeypatch.setattr("instrument.recorder.HELD_ROWS", 20)
     kept = Kept(recorder, Capture(sample=1.0))
     open_requests = []
     for _ in range(10):
@@ -155,7 +157,7 @@ def test_requests_that_never_end_do_not_grow_without_bound(recorder: Any, monkey
             recorder.close(recorder.open(LEAF))
         recorder.forget_current()
     kept.read()
-    assert kept.of._held_rows <= 20
+    assert kept.of._shelf.held == 20
     assert kept.of.counts()["spans of requests that stayed open too long"] == 30
 
 
@@ -191,3 +193,37 @@ def test_what_came_shortly_before_a_failure_is_kept_with_it(recorder: Any) -> No
     roots = [spans[0].span_id for spans in kept.read()]
     assert roots == [just_before, failed]
     assert long_ago not in roots
+
+
+STEPS = st.lists(st.sampled_from(["request", "leaf", "step", "end", "end", "fail", "forget", "read"]), max_size=60)
+
+
+@pytest.mark.skipif(not Recorder.native, reason="there is one recorder only")
+@settings(max_examples=300, deadline=None)
+@given(STEPS, st.sampled_from([0.0, 0.3, 1.0]), st.booleans(), st.integers(1, 4), st.integers(2, 12))
+def test_both_recorders_keep_the_same_of_any_course(
+    steps: list[str], sample: float, errors: bool, spans_per_request: int, limit: int
+) -> None:
+    def course(recorder: Any) -> Any:
+        recorder.on = True
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("instrument.recorder.HELD_ROWS", limit)
+            patch.setattr("instrument.recorder.DECIDED_ROOTS", limit // 2)
+            kept = Kept(recorder, Capture(sample=sample, errors=errors), spans_per_request)
+        told = []
+        frames = []
+        for step in [*steps, "read"]:
+            if step == "read":
+                told.append([[(s.span_id, s.parent_id, s.site.name) for s in spans] for spans in kept.read()])
+            elif step == "forget":
+                recorder.forget_current()
+                frames.clear()
+            elif step in ("end", "fail"):
+                if frames:
+                    recorder.close(frames.pop(), ValueError() if step == "fail" else None)
+            else:
+                frames.append(recorder.open({"request": REQUEST, "leaf": LEAF, "step": STEP}[step]))
+        recorder.forget_current()
+        return told, kept.of.counts(), kept.of._shelf.held
+
+    assert course(Recorder(1 << 20)) == course(PureRecorder(1 << 20))
