@@ -198,16 +198,17 @@ class Core:
         """Begin a span under the current one and make it current."""
         place = self._current.get()
         ring = self._ring()
-        task = task_probe()
         chain = held = None
+        task = 0
         # What is opened by hand may be closed by another thread in this context, so the variable must tell it.
-        if task < 0 and state != MANUAL:
+        if state != MANUAL and (
+            ("asyncio" not in _modules or task_probe() < 0) if _running_loop is None else _running_loop() is None
+        ):
             chain = place if place.__class__ is Chain and place.ring is ring else self._chain(place, ring)
             parent = chain.top
-            task = 0
         else:
             parent = _top(place)
-            task = max(task, 0)
+            task = _task_id()
             if place.__class__ is Chain:
                 held = place
         span_id = self._next_id()
@@ -390,7 +391,8 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
         except AttributeError:
             ring = core._rings.new()
         place = get()
-        if (task_probe() < 0) if _running_loop is None else (_running_loop() is None):
+        # What `task_probe` answers; its call would cost more than the rest of this branch.
+        if ("asyncio" not in _modules or task_probe() < 0) if _running_loop is None else (_running_loop() is None):
             chain = place if place.__class__ is Chain and place.ring is ring else core._chain(place, ring)
             parent = chain.top
             task = 0
@@ -419,15 +421,12 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
             frame[7] = frame[9] = start = clock()
             result = function(*args, **kwargs)
             end = clock()
-            if frame[6] is not parent:
+            if get() is not (chain or frame) or frame[6] is not parent:
                 core.close(frame)
                 return result
             if chain is None:
-                if get() is not frame:
-                    core.close(frame)
-                    return result
                 set_(place)
-            elif get() is chain and chain.top is frame:
+            elif chain.top is frame:
                 chain.top = parent
             else:
                 core.close(frame)
