@@ -382,7 +382,7 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
     clock = _clock
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not core.on or site in muted:
+        if not core.on or (muted and site in muted):
             if core.on:
                 core.pass_muted(site)
             return function(*args, **kwargs)

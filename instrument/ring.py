@@ -96,14 +96,23 @@ class Ring:
                 return
             begin, end = first & self.mask, last & self.mask
             block = self.rows[begin:end] if begin < end else self.rows[begin:] + self.rows[:end]
-            groups: defaultdict[int, list[Row]] = defaultdict(list)
+            # One pass in which most rows give their duration and nothing else: every call pays for it.
+            durations: defaultdict[int, list[int]] = defaultdict(list)
+            rarer: defaultdict[int, list[Row]] = defaultdict(list)
             for row in block:
-                groups[row[0]].append(row)
-            for index, group in groups.items():
-                totals = self.totals.get(index)
-                if totals is None:
-                    totals = self.totals[index] = Totals(histogram=Counter())
-                _count(totals, group, nodes[index].site)
+                durations[row[0]].append(row[6] - row[5])
+                if row[7] or row[8] >= 0 or row[9] is not None or row[10] is not None:
+                    rarer[row[0]].append(row)
+            seen_first = durations.keys() - self.totals.keys()
+            for index in seen_first:
+                self.totals[index] = Totals(histogram=Counter())
+            if seen_first:
+                _note_first([row for row in block if row[0] in seen_first], self.totals)
+            for index, of_node in durations.items():
+                totals = self.totals[index]
+                _count(totals, of_node)
+                if index in rarer:
+                    _count_rarer(totals, rarer[index], nodes[index].site)
         finally:
             self.lock.release()
 
@@ -126,33 +135,35 @@ def self_ns(row: Row) -> int:
     return own if own > 0 else 0  # noqa: FURB136 - `max` costs as much as all the rest
 
 
-def _count(totals: Totals, rows: list[Row], site: Site) -> None:
-    """Add rows of one node. Column by column, so that most of it runs in C: every call pays for this."""
-    calls = len(rows)
-    durations = [row[6] - row[5] for row in rows]
+def _note_first(rows: list[Row], cells: dict[int, Totals]) -> None:
+    """Note when the first call of each node began, and a minimum to start from."""
+    for row in rows:
+        totals = cells[row[0]]
+        totals.first_ns = min(totals.first_ns, row[5]) if totals.first_ns else row[5]
+        totals.min_ns = row[6] - row[5]
+
+
+def _count(totals: Totals, durations: list[int]) -> None:
+    """Add calls of one node as if none had children, an error or attributes."""
     total_ns = sum(durations)
-    low, high = min(durations), max(durations)
-    if totals.calls:
-        totals.min_ns = min(totals.min_ns, low)
-        totals.max_ns = max(totals.max_ns, high)
-    else:
-        totals.min_ns, totals.max_ns = low, high
-        totals.first_ns = min(row[5] for row in rows)
-    totals.calls += calls
+    totals.calls += len(durations)
     totals.total_ns += total_ns
     totals.elapsed_ns += total_ns
-    children = [row[7] for row in rows]
-    if any(children) or [row[8] for row in rows].count(-1) < calls:
-        totals.self_ns += sum([self_ns(row) for row in rows])
-    else:  # no children and not a generator: all of it is its own
-        totals.self_ns += total_ns
-    totals.errors += calls - [row[9] for row in rows].count(None)
-    if site.kind == "copy":
-        totals.moved_bytes += sum(row[10].get("bytes", 0) for row in rows if row[10])
+    totals.self_ns += total_ns
+    totals.min_ns = min(totals.min_ns, min(durations))
+    totals.max_ns = max(totals.max_ns, max(durations))
     # The buckets of `tally.bucket`, written out because a call each would double the cost.
     cast("Counter[int]", totals.histogram).update(
         [d if d < 128 else ((e := d.bit_length() - 7) << 6) + (d >> e) for d in durations]
     )
+
+
+def _count_rarer(totals: Totals, rows: list[Row], site: Site) -> None:
+    """Correct what `_count` added for rows that have children, a time of their own, an error or attributes."""
+    totals.self_ns += sum([self_ns(row) - row[6] + row[5] for row in rows])
+    totals.errors += sum([row[9] is not None for row in rows])
+    if site.kind == "copy":
+        totals.moved_bytes += sum(row[10].get("bytes", 0) for row in rows if row[10])
 
 
 class _Mark:
