@@ -3,10 +3,16 @@
 A call goes: parent from the context, clock, the host's own work, clock, one tuple into this thread's ring. Parentage
 lives in one context variable, so it follows threads, asyncio tasks, and executors that copy the context.
 
+Under a running event loop the variable holds the innermost frame, for tasks copy their context behind our back.
+Elsewhere to write it twice a call would cost a fifth of the call: there it holds a `Chain`, which knows the innermost
+frame, and `publish_to` tells a copied context the frame instead. A copy that nobody told us of shares the chain: on the
+same thread its calls still nest as they run, on another one they begin at the chain's base.
+
 An open span is a *frame*, a list that only this module touches:
 
     0 node   1 span id   2 parent id   3 root id   4 time of the children ns   5 ring   6 frame above
     7 start ns   8 task   9 counted against the frame above from ns   10 attributes or None   11 state
+    12 the chain that the context variable held before, or None
 
 A finished span is a *row*: see `instrument.ring`.
 """
@@ -19,7 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from types import FunctionType
 from typing import Any
 
@@ -73,6 +79,24 @@ def _task_id() -> int:
     return max(found, 0)
 
 
+class Chain:
+    """The frames that a context opened without an event loop. `base` is the frame that the variable held before."""
+
+    __slots__ = ("base", "ring", "thread", "top")
+
+    def __init__(self, base: Frame | None, ring: Ring) -> None:
+        self.base = self.top = base
+        self.ring = ring
+        self.thread = threading.get_ident()
+
+
+def _top(place: Chain | Frame | None) -> Frame | None:
+    """The innermost frame of a context, of what its variable holds."""
+    if place.__class__ is Chain:
+        return place.top if place.thread == threading.get_ident() else place.base
+    return place  # type: ignore[return-value]
+
+
 class Core:
     """Rows, totals and open spans of one process.
 
@@ -94,7 +118,7 @@ class Core:
         self._ring_bytes = ring_bytes
         self._remote_key = remote_key
         self._thread_name = thread_name
-        self._current: ContextVar[Frame | None] = ContextVar("instrument_current", default=None)
+        self._current: ContextVar[Chain | Frame | None] = ContextVar("instrument_current", default=None)
         self._next_id = itertools.count(1).__next__
         self._nodes: list[Node] = []
         self._root = Node(-1, Site("(root)"), None)
@@ -162,26 +186,51 @@ class Core:
 
     # ---------------------------------------------------------------- spans, opened and closed
 
+    def _chain(self, place: Chain | Frame | None, ring: Ring) -> Chain:
+        """The chain of this context, which holds none yet, one of another thread, or one from before a reset."""
+        if isinstance(place, Chain) and place.thread == threading.get_ident():
+            place.ring = ring
+            return place
+        chain = Chain(_top(place), ring)
+        self._current.set(chain)
+        return chain
+
     def open(self, site: Site, attributes: dict[Any, Any] | None = None, state: int = OPEN) -> Frame:
         """Begin a span under the current one and make it current."""
-        parent = self._current.get()
+        place = self._current.get()
         ring = self._ring()
+        chain = held = None
+        task = 0
+        # What is opened by hand may be closed by another thread in this context, so the variable must tell it.
+        if state != MANUAL and (
+            ("asyncio" not in _modules or task_probe() < 0) if _running_loop is None else _running_loop() is None
+        ):
+            chain = place if place.__class__ is Chain and place.ring is ring else self._chain(place, ring)
+            parent = chain.top
+        else:
+            parent = _top(place)
+            task = _task_id()
+            if place.__class__ is Chain:
+                held = place
         span_id = self._next_id()
         # A span under one that has ended is its child, but was not called by it: its path starts anew.
         above = self._root if parent is None or parent[11] == CLOSED else parent[0]
         node = above.children.get(site) or self._node(above, site)
         frame: Frame
         if parent is None:
-            frame = [node, span_id, 0, span_id, 0, ring, None, 0, _task_id(), 0, attributes, state]
+            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, attributes, state, held]
         else:
-            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, _task_id(), 0, attributes, state]
+            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, attributes, state, held]
         if site.kind == "request" and not self._in_request(parent):
             frame[3] = span_id
             if self.remote_parent is not None:
                 self._note_remote(frame)
-        if frame[8] or state == MANUAL:
+        if task or state == MANUAL:
             self._suspended[span_id] = frame
-        self._current.set(frame)
+        if chain is not None:
+            chain.top = frame
+        else:
+            self._current.set(frame)
         ring.top = frame
         frame[7] = frame[9] = _clock()
         return frame
@@ -211,13 +260,17 @@ class Core:
             return
         frame[11] = CLOSED
         self._suspended.pop(frame[1], None)
-        current = self._current.get()
+        place = self._current.get()
+        current = place.top if isinstance(place, Chain) else place
         above = owner = frame[6]
         if current is frame:
             while above is not None and above[11] == CLOSED:
                 above = above[6]
-            self._current.set(above)
-            frame[6] = None  # or tasks that start one another would hold a chain of all that ever were
+            if place.__class__ is Chain and place.base is not frame:
+                place.top = above
+            else:
+                self._current.set(frame[12] or above)
+            frame[6] = frame[12] = None  # or tasks that start one another would hold a chain of all that ever were
         elif current is not None:
             self._cross(frame, current, end)
         ring = self._ring()
@@ -229,7 +282,7 @@ class Core:
     def record(self, site: Site, start_ns: int, attributes: dict[Any, Any] | None) -> None:
         """Store a span that has just ended and had no children, for what turns out only afterwards to be worth one."""
         end = _clock()
-        parent = self._current.get()
+        parent = _top(self._current.get())
         ring = self._ring()
         task = _task_id()
         above = self._root if parent is None or parent[11] == CLOSED else parent[0]
@@ -254,6 +307,11 @@ class Core:
             frame[4] += end - below[9]
         below[9] = end
         below[6] = frame[6]
+        held = below[12]
+        if held is None:
+            below[12] = frame[12]
+        elif held.top is frame:
+            held.top = frame[6]
 
     def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
         head = ring.head
@@ -269,11 +327,14 @@ class Core:
 
     def current_id(self) -> int:
         """Identity of the current span, 0 if there is none."""
-        frame = self._current.get()
+        frame = _top(self._current.get())
         return 0 if frame is None or frame[11] == CLOSED else int(frame[1])
 
-    def publish(self) -> None:
-        """Make the current span known to a context about to be copied: the context variable always says it."""
+    def publish_to(self, context: Context) -> None:
+        """Make the current span known to a context that has just been copied from this one."""
+        place = self._current.get()
+        if place.__class__ is Chain:
+            context.run(self._current.set, _top(place))
 
     def forget_current(self) -> None:
         """Forget what is open in this context."""
@@ -286,7 +347,7 @@ class Core:
 
     def innermost_manual(self, name: str | None) -> Frame | None:
         """The innermost open frame of this context that was opened as manual, by name where one is given."""
-        frame = self._current.get()
+        frame = _top(self._current.get())
         while frame is not None:
             if frame[11] == MANUAL and (name is None or frame[0].site.name == name):
                 return frame
@@ -322,39 +383,55 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
     clock = _clock
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not core.on or site in muted:
+        if not core.on or (muted and site in muted):
             if core.on:
                 core.pass_muted(site)
             return function(*args, **kwargs)
-        parent = get()
         try:
             ring = core._rings.local.ring
         except AttributeError:
             ring = core._rings.new()
-        if _running_loop is None:
-            task = _task_id() if "asyncio" in _modules else 0
+        place = get()
+        # What `task_probe` answers; its call would cost more than the rest of this branch.
+        if ("asyncio" not in _modules or task_probe() < 0) if _running_loop is None else (_running_loop() is None):
+            chain = place if place.__class__ is Chain and place.ring is ring else core._chain(place, ring)
+            parent = chain.top
+            task = 0
+            held = None
         else:
-            task = 0 if _running_loop() is None else _task_id()
+            chain = None
+            parent = _top(place)
+            task = _task_id()
+            held = place if place.__class__ is Chain else None
         span_id = next_id()
         frame: Frame
         if parent is None:
             node = core._root.children.get(site) or core._node(core._root, site)
-            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, None, 1]
+            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, None, 1, held]
         else:
             above = parent[0] if parent[11] else core._root
             node = above.children.get(site) or core._node(above, site)
-            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, None, 1]
+            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, None, 1, held]
         # All of it in one `try`: a signal handler may raise after any call.
         try:
-            set_(frame)
+            if chain is None:
+                set_(frame)
+            else:
+                chain.top = frame
             ring.top = frame
             frame[7] = frame[9] = start = clock()
             result = function(*args, **kwargs)
             end = clock()
-            if get() is not frame or frame[6] is not parent:
+            if get() is not (chain or frame) or frame[6] is not parent:
                 core.close(frame)
                 return result
-            set_(parent)
+            if chain is None:
+                set_(place)
+            elif chain.top is frame:
+                chain.top = parent
+            else:
+                core.close(frame)
+                return result
             frame[11] = 0
         except BaseException as error:
             if frame[11]:
@@ -416,13 +493,18 @@ def make_method(
 class Stretch:
     """A generator's span: current only while the body runs, its active time against whoever resumed it."""
 
-    __slots__ = ("_active_ns", "_caller", "_core", "_inner", "_resumed_ns", "_site", "_suspended_ns", "frame")
+    __slots__ = (
+        "_active_ns", "_caller", "_chain", "_core", "_inner", "_place", "_resumed_ns", "_site", "_suspended_ns",
+        "frame",
+    )  # fmt: skip
 
     def __init__(self, core: Core, site: Site) -> None:
         self._core = core
         self._site = site
         self.frame: Frame | None = None
         self._caller: Frame | None = None
+        self._chain: Chain | None = None
+        self._place: Chain | Frame | None = None
         self._inner: Frame | None = None
         self._active_ns = 0
         self._resumed_ns = 0
@@ -432,8 +514,11 @@ class Stretch:
         """The body goes on."""
         core, frame = self._core, self.frame
         if frame is None:
-            self._caller = core._current.get()
+            self._place = core._current.get()
             frame = self.frame = core.open(self._site)
+            self._caller = frame[6]
+            place = core._current.get()
+            self._chain = place if isinstance(place, Chain) else None
             core._suspended[frame[1]] = frame
             self._resumed_ns = frame[7]
             return
@@ -442,18 +527,26 @@ class Stretch:
             return
         now = _clock()
         gap_ns = now - self._suspended_ns
-        ring, task = core._ring(), _task_id()
-        self._caller = frame[6] = core._current.get()
+        ring, task = core._ring(), task_probe()
+        self._place = place = core._current.get()
         self._inner = None
-        core._current.set(inner)
+        if task < 0:
+            chain = self._chain = core._chain(place, ring)
+            self._caller = frame[6] = chain.top
+            chain.top = inner
+            task = 0
+        else:
+            self._chain = None
+            self._caller = frame[6] = _top(place)
+            core._current.set(inner)
         ring.top = inner
         while inner is not frame:
             # A scope left open across a yield did not work meanwhile.
             inner[4] += gap_ns
             inner[9] += gap_ns
-            inner[5], inner[8] = ring, task
+            inner[5], inner[8], inner[12] = ring, task, None
             inner = inner[6]
-        frame[5], frame[8] = ring, task
+        frame[5], frame[8], frame[12] = ring, task, None
         self._resumed_ns = now
 
     def suspend(self) -> None:
@@ -465,7 +558,7 @@ class Stretch:
         step_ns = now - self._resumed_ns
         self._active_ns += step_ns
         self._suspended_ns = now
-        top = inner = core._current.get()
+        top = inner = _top(core._current.get())
         while inner is not None and inner is not frame:
             inner = inner[6]
         if inner is None:
@@ -473,7 +566,13 @@ class Stretch:
         self._inner = top
         caller, self._caller = self._caller, None
         frame[6] = None
-        core._current.set(caller)
+        place, self._place = self._place, None
+        chain, self._chain = self._chain, None
+        if chain is not None:
+            chain.top = caller
+            place = chain
+        if core._current.get() is not place:
+            core._current.set(place)
         frame[5].top = caller
         if caller is not None and caller[5] is frame[5] and caller[8] == frame[8]:
             caller[4] += step_ns

@@ -12,14 +12,17 @@ block or by whoever reads first, so that their cost is paid in tight loops inste
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable
-from typing import Any, cast
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container
+from typing import Any
 
-from instrument.spans import Site
 from instrument.tally import Node, Totals
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
+
+Waiting = tuple[int, int, list[int], list[Row], Any]
+"""Calls that are taken from the ring and not yet counted: node index, start of the first, durations, the rows that have
+more to say (children, a time of their own, an error, attributes), and the `Waiting` of the next node or None."""
 
 ROW_BYTES = 340
 """Memory of one row with its integers, at most, measured with tracemalloc on CPython 3.11."""
@@ -34,7 +37,7 @@ class Ring:
 
     __slots__ = (
         "capacity", "ended", "fold_mask", "folded", "head", "lock", "mask", "name", "nodes", "rows", "thread_id",
-        "top", "totals",
+        "top", "totals", "waiting",
     )  # fmt: skip
 
     def __init__(self, capacity: int, thread_id: int, name: str, nodes: list[Node]) -> None:
@@ -47,6 +50,7 @@ class Ring:
         self.folded = 0
         self.top: Any = None
         self.totals: dict[int, Totals] = {}
+        self.waiting: Waiting | None = None
         self.thread_id = thread_id
         self.name = name
         self.ended = False
@@ -84,30 +88,62 @@ class Ring:
     def fold(self, nodes: list[Node]) -> None:
         """Bring the totals up to the head.
 
-        The owner does not wait for a reader that folds already, unless unread rows would be overwritten; a signal
-        handler or finaliser that comes in while its own thread folds leaves the work to it.
+        The owner does not wait for a reader that folds already, unless unread rows would be overwritten. A signal
+        handler may raise in here after any call, or fold itself: each part of the work is prepared aside, and taken
+        over without a call in between if nobody else has done it.
         """
         if not self.lock.acquire(blocking=self.head - self.folded > self.capacity - self.fold_mask):
             return
         try:
-            first, last = self.folded, self.head
-            self.folded = last
-            rows, mask = self.rows, self.mask
-            groups: dict[int, list[Row]] = {}
-            for i in range(first, last):
-                row = rows[i & mask]
-                group = groups.get(row[0])
-                if group is None:
-                    groups[row[0]] = [row]
-                else:
-                    group.append(row)
-            for index, group in groups.items():
-                totals = self.totals.get(index)
-                if totals is None:
-                    totals = self.totals[index] = Totals(histogram=Counter())
-                _count(totals, group, nodes[index].site)
+            try:
+                self._fold(nodes)
+            except BaseException:
+                self._fold(nodes)  # or the ring might be full before the next time
+                raise
         finally:
             self.lock.release()
+
+    def _fold(self, nodes: list[Node]) -> None:
+        self._count_waiting(nodes)
+        first, last = self.folded, self.head
+        if first == last:
+            return
+        begin, end = first & self.mask, last & self.mask
+        block = self.rows[begin:end] if begin < end else self.rows[begin:] + self.rows[:end]
+        waiting = _grouped(block, self.totals)
+        if self.folded == first and self.waiting is None:
+            self.waiting = waiting
+            self.folded = last
+        self._count_waiting(nodes)
+
+    def _count_waiting(self, nodes: list[Node]) -> None:
+        while (waiting := self.waiting) is not None:
+            index, first_ns, durations, rarer, rest = waiting
+            calls, total_ns = len(durations), sum(durations)
+            low, high = min(durations), max(durations)
+            self_total_ns = total_ns + sum([self_ns(row) - row[6] + row[5] for row in rarer])
+            errors = sum([row[9] is not None for row in rarer])
+            moved_bytes = 0
+            if rarer and nodes[index].site.kind == "copy":
+                moved_bytes = sum(row[10].get("bytes", 0) for row in rarer if row[10])
+            totals = self.totals.get(index) or Totals(first_ns=first_ns, min_ns=low)
+            histogram = Counter(totals.histogram)
+            # The buckets of `tally.bucket`, written out because a call each would double the cost.
+            histogram.update([d if d < 128 else ((e := d.bit_length() - 7) << 6) + (d >> e) for d in durations])
+            if self.waiting is waiting:
+                self.waiting = rest
+                self.totals[index] = totals
+                totals.calls += calls
+                totals.errors += errors
+                totals.total_ns += total_ns
+                totals.elapsed_ns += total_ns
+                totals.self_ns += self_total_ns
+                totals.moved_bytes += moved_bytes
+                totals.histogram = histogram
+                if low < totals.min_ns:
+                    totals.min_ns = low
+                if high > totals.max_ns:
+                    totals.max_ns = high
 
     def usage(self) -> list[tuple[int, int, int]]:
         """Node index, calls and total ns of each call path."""
@@ -125,30 +161,26 @@ class Ring:
 def self_ns(row: Row) -> int:
     """Time of a row outside its children, never negative."""
     own = (row[6] - row[5] if row[8] < 0 else row[8]) - row[7]
-    return max(0, own)
+    return own if own > 0 else 0  # noqa: FURB136 - `max` costs as much as all the rest
 
 
-def _count(totals: Totals, rows: list[Row], site: Site) -> None:
-    durations = [row[6] - row[5] for row in rows]
-    total_ns = sum(durations)
-    low, high = min(durations), max(durations)
-    if totals.calls:
-        totals.min_ns = min(totals.min_ns, low)
-        totals.max_ns = max(totals.max_ns, high)
-    else:
-        totals.min_ns, totals.max_ns = low, high
-        totals.first_ns = min(row[5] for row in rows)
-    totals.calls += len(rows)
-    totals.total_ns += total_ns
-    totals.elapsed_ns += total_ns
-    totals.self_ns += sum([self_ns(row) for row in rows])
-    totals.errors += sum([row[9] is not None for row in rows])
-    if site.kind == "copy":
-        totals.moved_bytes += sum(row[10].get("bytes", 0) for row in rows if row[10])
-    # The buckets of `tally.bucket`, written out because a call each would double the cost.
-    cast("Counter[int]", totals.histogram).update(
-        [d if d < 128 else ((e := d.bit_length() - 7) << 6) + (d >> e) for d in durations]
-    )
+def _grouped(block: list[Row], known: Container[int]) -> Waiting | None:
+    """A block's rows by node: one pass, in which most rows give their duration and nothing else."""
+    durations: defaultdict[int, list[int]] = defaultdict(list)
+    rarer: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in block:
+        durations[row[0]].append(row[6] - row[5])
+        if row[7] or row[8] >= 0 or row[9] is not None or row[10] is not None:
+            rarer[row[0]].append(row)
+    first_ns = {index: block[-1][6] for index in durations if index not in known}
+    if first_ns:
+        for row in block:
+            if row[5] < first_ns.get(row[0], 0):
+                first_ns[row[0]] = row[5]
+    waiting: Waiting | None = None
+    for index, of_node in durations.items():
+        waiting = (index, first_ns.get(index, 0), of_node, rarer.get(index, []), waiting)
+    return waiting
 
 
 class _Mark:
