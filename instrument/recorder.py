@@ -136,8 +136,10 @@ class _Recording:
         if self._manual_open >= self.open_scope_limit:
             self.count("scopes not begun because too many are open")
             return None
-        self._manual_open += 1
-        return self.open(site, attributes, pure.MANUAL)
+        frame = self.open(site, attributes, pure.MANUAL)
+        if frame is not None:  # None for want of memory, counted
+            self._manual_open += 1
+        return frame
 
     def end_manual(self, frame: Any, error: BaseException | None = None) -> None:
         """Close what `start_manual` opened. Nothing open is counted, not raised."""
@@ -393,7 +395,8 @@ class Scope:
 
     def start(self) -> Scope:
         """Begin; `end` closes."""
-        if self._recorder.on and self._frame is None:
+        # A scope without a site stands for one that there was no memory for.
+        if self._frame is None and self._site is not None and self._recorder.on:
             self._frame = self._recorder.start_manual(self._site, self._attributes)
         return self
 
