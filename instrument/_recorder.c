@@ -33,6 +33,7 @@
 #define SMALLEST_RING 64
 #define ENDED_RINGS_KEPT 1000
 #define FREE_FRAMES_KEPT 1024
+#define TRIES 4 /* where finalisers of the host's undo what we do */
 #define STACK_MARGIN (64 << 10)
 /* What is counted beside the spans. In C, because what is lost for want of memory cannot wait for some. */
 typedef enum {
@@ -702,7 +703,7 @@ Ring_newest(Ring *self, PyObject *argument)
         /* Making tuples may run the collector, and that a finaliser of the host's which overwrites or resets. */
         if (i >= self->head)
             break;
-        if (self->head > i + self->capacity) {
+        if (self->head - i > self->capacity) {
             late++;
             continue;
         }
@@ -1019,11 +1020,14 @@ find_ring(Core *core)
     Py_DECREF(key);
     if (mark == NULL)
         return NULL;
-    Ring *ring = mark->ring;
-    if (ring == NULL || ring->rows == NULL) {
-        ring = new_ring(core); /* may run code that records */
-        if (ring == NULL)
+    /* Making one, and giving one up, may run code that records or resets. */
+    for (int tries = 0; mark->ring == NULL || mark->ring->rows == NULL; tries++) {
+        Ring *ring = tries < TRIES ? new_ring(core) : NULL;
+        if (ring == NULL) {
+            if (tries == TRIES)
+                count(core, FAULT);
             return NULL;
+        }
         if (PyList_Append(core->rings, (PyObject *)ring) < 0) {
             Py_DECREF(ring);
             return NULL;
@@ -1034,8 +1038,8 @@ find_ring(Core *core)
             part_with(before);
     }
     cached_uid = core->uid;
-    cached_ring = ring;
-    return ring;
+    cached_ring = mark->ring;
+    return cached_ring;
 }
 
 static inline Ring *
@@ -1158,9 +1162,16 @@ referent(PyObject *reference)
 static int
 set_variable(Core *core, PyObject *value)
 {
-    Py_INCREF(value); /* a finaliser may take its owner's reference meanwhile */
+#if PY_VERSION_HEX < 0x030C0000
+    /* A collection in its middle could run a finaliser that records here, and with that sets a variable of this
+     * context: CPython then goes on with a mapping that has been freed. Later versions collect elsewhere. */
+    int was_enabled = PyGC_Disable();
+#endif
     PyObject *token = PyContextVar_Set(core->variable, value);
-    Py_DECREF(value);
+#if PY_VERSION_HEX < 0x030C0000
+    if (was_enabled)
+        PyGC_Enable();
+#endif
     if (token == NULL)
         return -1;
     Py_DECREF(token);
@@ -1269,13 +1280,37 @@ follow(Core *core, Ring *ring, PyThreadState *state)
     return current;
 }
 
-static inline Current *
-current_of(Core *core, Ring *ring)
+static Current *
+settle(Core *core, Ring **found)
 {
+    for (int tries = 0; tries < TRIES; tries++) {
+        Ring *ring = *found;
+        Py_INCREF(ring);
+        Current *current = follow(core, ring, UNCHECKED_THREAD_STATE());
+        int settled = cached_uid == core->uid && cached_ring == ring && ring->current == current;
+        Py_DECREF(ring);
+        if (current == NULL || settled)
+            return current;
+        *found = ring_of(core);
+        if (*found == NULL)
+            return NULL;
+    }
+    count(core, FAULT);
+    return NULL;
+}
+
+/* The chain of the context that runs now, and the calling thread's ring. Both are borrowed, and valid until code of the
+ * host's may run. NULL as `find_ring`. */
+static inline Current *
+current_of(Core *core, Ring **found)
+{
+    Ring *ring = *found = ring_of(core);
+    if (ring == NULL)
+        return NULL;
     PyThreadState *state = UNCHECKED_THREAD_STATE();
     if (ring->context == state->context && ring->context_version == state->context_ver && ring->current != NULL)
         return ring->current;
-    return follow(core, ring, state);
+    return settle(core, found);
 }
 
 /* Make the innermost span known to contexts that are copied from now on. Errors are cleared: parentage only. */
@@ -1467,9 +1502,6 @@ note_remote(Core *core, Frame *frame)
 static Frame *
 open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
 {
-    Ring *ring = ring_of(core);
-    if (ring == NULL)
-        return NULL;
     Frame *self = PyObject_GC_New(Frame, &FrameType);
     if (self == NULL)
         return NULL;
@@ -1479,7 +1511,8 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     frame->attributes = Py_XNewRef(attributes);
     frame->state = state;
     PyObject_GC_Track(self);
-    Current *current = (ring = ring_of(core)) == NULL ? NULL : current_of(core, ring);
+    Ring *ring;
+    Current *current = current_of(core, &ring);
     if (current == NULL) {
         Py_DECREF(self);
         return NULL;
@@ -1494,7 +1527,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
                 Py_DECREF(self);
                 return NULL;
             }
-            current = (ring = ring_of(core)) == NULL ? NULL : current_of(core, ring);
+            current = current_of(core, &ring);
             if (current == NULL) {
                 Py_DECREF(self);
                 return NULL;
@@ -1646,8 +1679,8 @@ close_frame(Core *core, Frame *self, PyObject *error)
         count(core, ENDED_TWICE);
         return 0;
     }
-    Ring *ring = ring_of(core);
-    Current *current = ring == NULL ? NULL : current_of(core, ring);
+    Ring *ring;
+    Current *current = current_of(core, &ring);
     if (frame->state == CLOSED) { /* by code that ran meanwhile */
         count(core, ENDED_TWICE);
         return 0;
@@ -1763,8 +1796,8 @@ Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *na
         self->muted_calls += core->on;
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     }
-    Ring *ring = ring_of(core);
-    Current *current = ring == NULL ? NULL : current_of(core, ring);
+    Ring *ring;
+    Current *current = current_of(core, &ring);
     if (current == NULL)
         return lose(core) < 0 ? NULL : PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     if (is_stack_used_up(ring)) {
@@ -2152,8 +2185,8 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
         self->resumed_ns = self->frame->frame.start_ns;
         Py_RETURN_NONE;
     }
-    Ring *ring = ring_of(core);
-    Current *current = ring == NULL ? NULL : current_of(core, ring);
+    Ring *ring;
+    Current *current = current_of(core, &ring);
     if (current == NULL) { /* the span goes on, but is not current during this step */
         if (forgive() < 0)
             return NULL;
@@ -2194,8 +2227,8 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     frame_t *own = &self->frame->frame;
     int64_t now_ns = read_clock(core);
     int64_t step_ns = now_ns - self->resumed_ns;
-    Ring *ring = ring_of(core);
-    Current *current = ring == NULL ? NULL : current_of(core, ring);
+    Ring *ring;
+    Current *current = current_of(core, &ring);
     if (current == NULL) {
         if (forgive() < 0)
             return NULL;
@@ -2413,8 +2446,8 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
     int64_t start_ns = PyLong_AsLongLong(args[1]);
     if (start_ns == -1 && PyErr_Occurred())
         return NULL;
-    Ring *ring = ring_of(self);
-    Current *current = ring == NULL ? NULL : current_of(self, ring);
+    Ring *ring;
+    Current *current = current_of(self, &ring);
     if (current == NULL) {
         if (lose(self) < 0)
             return NULL;
@@ -2438,6 +2471,17 @@ no_scope(Core *self)
     if (self->no_scope == NULL || lose(self) < 0)
         return NULL;
     return Py_NewRef((PyObject *)self->no_scope);
+}
+
+static PyObject *
+Core_new_span(Core *self, PyObject *site)
+{
+    Scope *scope = (Scope *)ScopeType.tp_alloc(&ScopeType, 0);
+    if (scope == NULL)
+        return no_scope(self);
+    scope->core = (Core *)Py_NewRef(self);
+    scope->site = Py_NewRef(site);
+    return (PyObject *)scope;
 }
 
 /* scope(name): a scope whose name is known costs a dict lookup; everything else goes the long way in Python. */
@@ -2558,8 +2602,8 @@ Core_open_rows(Core *self, PyObject *Py_UNUSED(none))
 static PyObject *
 Core_innermost_manual(Core *self, PyObject *name)
 {
-    Ring *ring = ring_of(self);
-    Current *current = ring == NULL ? NULL : current_of(self, ring);
+    Ring *ring;
+    Current *current = current_of(self, &ring);
     if (current == NULL) {
         if (forgive() < 0)
             return NULL;
@@ -2588,8 +2632,8 @@ Core_innermost_manual(Core *self, PyObject *name)
 static PyObject *
 Core_current_id(Core *self, PyObject *Py_UNUSED(none))
 {
-    Ring *ring = ring_of(self);
-    Current *current = ring == NULL ? NULL : current_of(self, ring);
+    Ring *ring;
+    Current *current = current_of(self, &ring);
     if (current == NULL)
         return forgive() < 0 ? NULL : PyLong_FromLong(0);
     if (current->top != NULL)
@@ -2600,8 +2644,8 @@ Core_current_id(Core *self, PyObject *Py_UNUSED(none))
 static PyObject *
 Core_publish(Core *self, PyObject *Py_UNUSED(none))
 {
-    Ring *ring = ring_of(self);
-    Current *current = ring == NULL ? NULL : current_of(self, ring);
+    Ring *ring;
+    Current *current = current_of(self, &ring);
     if (current != NULL)
         publish(self, current);
     else if (forgive() < 0)
@@ -2765,6 +2809,7 @@ static PyMethodDef Core_methods[] = {
     {"open", (PyCFunction)(void (*)(void))Core_open, METH_FASTCALL, "Begin a span and make it current."},
     {"close", (PyCFunction)(void (*)(void))Core_close, METH_FASTCALL, "End a span."},
     {"record", (PyCFunction)(void (*)(void))Core_record, METH_FASTCALL, "Store a span that has just ended."},
+    {"new_span", (PyCFunction)Core_new_span, METH_O, "A scope of a site: a span around a block."},
     {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},
     {"rings", (PyCFunction)Core_rings, METH_NOARGS, "The rings in the order in which their threads first recorded."},
     {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},

@@ -6,6 +6,7 @@ in Python (`pure.py`). Both have the same classes and behave the same; `Recorder
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -78,6 +79,7 @@ class _Recording:
         def make_function(self, function: Callable[..., Any], site: Site) -> Any: ...
         def stretch(self, site: Site) -> Any: ...
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
+        def span_of(self, site: Site) -> Callable[[], Any]: ...
         def _reset(self, ring_bytes: int | None, /) -> None: ...
         def _forget_all(self) -> None: ...
 
@@ -364,6 +366,10 @@ class PureRecorder(_Recording, pure.Core):
     def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
         return PureScope(self, site, attributes)
 
+    def span_of(self, site: Site) -> Callable[[], Any]:
+        """Makes a context manager around each span of the site."""
+        return functools.partial(pure.Scope, self, site)
+
     scope = _Recording.make_scope
 
 
@@ -430,6 +436,9 @@ else:
 
         def stretch(self, site: Site) -> Any:
             return _native.Stretch(self, site)
+
+        def span_of(self, site: Site) -> Callable[[], Any]:
+            return functools.partial(self.new_span, site)
 
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
             if site.kind == "user" and not site.device and site is not OVERFLOW:

@@ -90,8 +90,8 @@ class Ring:
         if not self.lock.acquire(blocking=self.head - self.folded > self.capacity - self.fold_mask):
             return
         try:
-            first, last = self.folded, self.head
-            self.folded = last
+            # A signal handler may raise anywhere: nothing changes before the last line, which does it all.
+            before, first, last = self.totals, self.folded, self.head
             rows, mask = self.rows, self.mask
             groups: dict[int, list[Row]] = {}
             for i in range(first, last):
@@ -101,11 +101,13 @@ class Ring:
                     groups[row[0]] = [row]
                 else:
                     group.append(row)
+            after = dict(before)
             for index, group in groups.items():
-                totals = self.totals.get(index)
-                if totals is None:
-                    totals = self.totals[index] = Totals(histogram=Counter())
+                totals = after[index] = Totals(histogram=Counter())
+                if index in before:
+                    totals.merge(before[index])
                 _count(totals, group, nodes[index].site)
+            self.totals, self.folded = after, last
         finally:
             self.lock.release()
 
@@ -144,7 +146,9 @@ def _count(totals: Totals, rows: list[Row], site: Site) -> None:
     totals.self_ns += sum([self_ns(row) for row in rows])
     totals.errors += sum([row[9] is not None for row in rows])
     if site.kind == "copy":
-        totals.moved_bytes += sum(row[10].get("bytes", 0) for row in rows if row[10])
+        sizes = [row[10].get("bytes") for row in rows if row[10]]
+        # A scope of this kind may carry anything there: what is no size counts for nothing, as in the native core.
+        totals.moved_bytes += sum([size for size in sizes if isinstance(size, int) and 0 <= size < 1 << 64])
     # The buckets of `tally.bucket`, written out because a call each would double the cost.
     cast("Counter[int]", totals.histogram).update(
         [d if d < 128 else ((e := d.bit_length() - 7) << 6) + (d >> e) for d in durations]
