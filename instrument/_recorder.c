@@ -1946,7 +1946,10 @@ static PyMemberDef Function_members[] = {
 static PyObject *
 Function_class(Function *self, void *Py_UNUSED(closure))
 {
-    return Py_NewRef((PyObject *)(PyFunction_Check(self->wrapped) ? &PyFunction_Type : Py_TYPE(self)));
+    PyObject *wrapped = self->wrapped;
+    while (Py_TYPE(wrapped) == &FunctionType_) /* by a decorator and by a rule */
+        wrapped = ((Function *)wrapped)->wrapped;
+    return Py_NewRef((PyObject *)(PyFunction_Check(wrapped) ? &PyFunction_Type : Py_TYPE(self)));
 }
 
 static PyGetSetDef Function_getset[] = {

@@ -15,7 +15,6 @@ import enum
 import functools
 import gc
 import inspect
-import multiprocessing
 import os
 import pickle
 import signal
@@ -1081,4 +1080,458 @@ def test_tracers_profilers_and_monitors_may_all_run_at_the_same_time(recorder: A
     assert calls(recorder) == {"leaf": 1200, "scope": 600, "fails": 600, "numbers": 600}
     assert sum(row.totals.errors for row in recorder.tally().rows() if row.path[-1].name == "fails") == 600
     assert recorder.current_id() == 0
+    assert recorder.counts() == {}
+
+
+# -------------------------------------------------------------------- a ring smaller than a request
+
+
+def test_of_a_request_larger_than_the_ring_the_newest_is_kept_and_the_rest_is_counted(make_recorder: Any) -> None:
+    recorder = make_recorder(ring_bytes=1)
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+
+    @wrapped(recorder)
+    def part() -> None:
+        for _ in range(10):
+            leaf()
+
+    @wrapped(recorder, kind="request")
+    def request() -> None:
+        for _ in range(100):
+            part()
+
+    for turn in (1, 2):
+        cursor = recorder.cursor()
+        request()
+        (ring,) = recorder.rings()
+        total = 1 + 100 + 1000
+        assert calls(recorder) == {"request": turn, "part": 100 * turn, "leaf": 1000 * turn}
+        spans = sorted(recorder.spans(), key=lambda span: span.end_ns)
+        assert len(spans) == ring.capacity < total
+        root = spans[-1]
+        assert (root.site.name, root.root_id) == ("request", root.span_id)
+        assert {span.root_id for span in spans} == {root.span_id}
+        newest = sorted(span.span_id for span in spans if span.site.name == "leaf")
+        assert newest == [
+            root.span_id + 1 + 11 * one + number
+            for one in range(100)
+            for number in range(1, 11)
+            if 11 * one + number >= newest[0] - root.span_id - 1
+        ]
+        # Its own time is known although most of what it called is not there.
+        children_ns = sum(span.total_ns for span in spans if span.parent_id == root.span_id)
+        assert root.self_ns < root.total_ns - children_ns
+        assert recorder.losses() == {"spans overwritten by newer ones": turn * total - ring.capacity}
+        ((_, rows),) = cursor.read()
+        assert (len(rows), cursor.lost) == (ring.capacity, total - ring.capacity)
+        assert ring.newest(ring.head - total)[2] == total - ring.capacity
+
+
+# -------------------------------------------------------------------- what a function can do
+
+
+def plain(a: int, b: int = 2, *, c: int = 3) -> tuple[int, int, int]:
+    """Doc of plain."""
+    return a, b, c
+
+
+ORIGINAL = plain
+
+
+def _class_with(f: Any) -> Any:
+    def initial(self: Any) -> None:
+        self.value = 7
+
+    class Base:
+        __init__ = initial
+        method = f
+        static = staticmethod(f)
+        klass = classmethod(f)
+
+    class Derived(Base):
+        def method(self, *args: Any, **kwargs: Any) -> Any:
+            return super().method(*args, **kwargs)[1:]
+
+    return Base, Derived
+
+
+def _bound(f: Any) -> Any:
+    base, derived = _class_with(f)
+    one, two = base(), derived()
+    return (
+        one.method(5)[1:],
+        base.method(1, 2),
+        two.method(5, c=6),
+        one.static(1),
+        base.static(1, 2),
+        derived.klass(4)[0] is derived,
+        one.method.__self__ is one,
+        one.method == one.method,
+        hash(one.method) == hash(one.method),
+        f.__get__(one, base)(9)[1:],
+        f.__get__(None, base) is f,
+        one.method.__name__,
+        one.method.__doc__,
+    )
+
+
+def _functools(f: Any) -> Any:
+    @functools.singledispatch
+    def generic(value: Any) -> str:
+        return "any"
+
+    generic.register(int)(f)
+    cached = functools.lru_cache(f)
+    by = functools.partial(f, 1, c=9)
+
+    class Owner:
+        lazy = functools.cached_property(f)
+        part = functools.partialmethod(f, 4)
+
+    owner = Owner()
+    around = functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
+    return (
+        generic(3),
+        generic("x"),
+        cached(1),
+        cached(1),
+        cached.cache_info().hits,
+        cached.__wrapped__ is f,
+        by(5),
+        by.func is f,
+        owner.lazy[1:],
+        owner.lazy is owner.lazy,
+        owner.part()[1:],
+        around(1),
+        inspect.unwrap(around) is inspect.unwrap(f),
+        functools.reduce(lambda value, one: one(value)[0], [f, f], 8),
+        sorted([3, 1, 2], key=f),
+        list(map(f, [1, 2])),
+    )
+
+
+def _mocks(f: Any) -> Any:
+    spec = unittest.mock.create_autospec(f, return_value="mocked")
+    holder = types.SimpleNamespace(f=f)
+    with unittest.mock.patch.object(holder, "f", autospec=True) as mocked:
+        holder.f(1, b=2)
+        mocked.assert_called_once_with(1, b=2)
+        different = holder.f is not f
+    found = [spec(1, c=2), different, holder.f is f]
+    for arguments in ((), (1, 2, 3, 4)):
+        try:
+            spec(*arguments)
+        except TypeError as error:
+            found.append(str(error))
+    return found
+
+
+def _inspection(f: Any) -> Any:
+    return (
+        str(inspect.signature(f)),
+        inspect.signature(f).bind(1).arguments,
+        inspect.getsource(f),
+        inspect.getdoc(f),
+        inspect.isfunction(f),
+        inspect.isroutine(f),
+        inspect.ismethod(f),
+        inspect.isbuiltin(f),
+        inspect.iscoroutinefunction(f),
+        inspect.isgeneratorfunction(f),
+        inspect.getmodule(f),
+        inspect.getfullargspec(f),
+        typing.get_type_hints(f),
+        callable(f),
+        isinstance(f, types.FunctionType),
+        isinstance(f, Callable),  # type: ignore[arg-type]
+        inspect.unwrap(f) is ORIGINAL,
+    )
+
+
+def _names(f: Any) -> Any:
+    names = ("__doc__", "__name__", "__qualname__", "__module__", "__annotations__", "__defaults__", "__kwdefaults__")
+    found: list[Any] = [getattr(f, name) for name in names]
+    before = [getattr(f, name) for name in names]
+    try:
+        for name, value in zip(names, ("d", "n", "q", "m", {"a": str}, (20,), {"c": 30}), strict=True):
+            setattr(f, name, value)
+            found.append(getattr(f, name))
+        found.append(f(1))
+        f.extra = 5
+        found += [f.extra, "extra" in vars(f)]
+        del f.extra
+        found.append(hasattr(f, "extra"))
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(f, name, value)
+    found += [f(1), inspect.getfile(f), f.__code__.co_name, f.__globals__ is globals(), f.__closure__]
+    for wrong in (("__defaults__", 5), ("__code__", 5)):
+        try:
+            setattr(f, *wrong)
+        except TypeError as error:
+            found.append(str(error))
+    return found
+
+
+def _identity(f: Any) -> Any:
+    other = types.FunctionType(ORIGINAL.__code__, ORIGINAL.__globals__)
+    return (
+        f == f,  # noqa: PLR0124
+        f != other,
+        hash(f) == hash(f),
+        {f: 1}[f],
+        len({f, f, other}),
+        copy.copy(f) is f,
+        copy.deepcopy([f])[0] is f,
+        weakref.ref(f)() is f,
+        len(weakref.WeakSet([f, f])),
+        pickle.loads(pickle.dumps(f)) is f,
+        bool(f),
+        repr(f)[:1],
+    )
+
+
+def _classes(f: Any) -> Any:
+    @dataclasses.dataclass
+    class Data:
+        call: Callable[..., Any] = f
+        value: Any = dataclasses.field(default_factory=lambda: f(1))
+
+    @functools.total_ordering
+    class Ordered:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __eq__(self, other: object) -> Any:
+            return f(self.value)[0] == other.value  # type: ignore[attr-defined]
+
+        __hash__ = None  # type: ignore[assignment]
+
+        def __lt__(self, other: Any) -> Any:
+            return f(self.value) < f(other.value)
+
+    class Abstract(abc.ABC):
+        method = abc.abstractmethod(f)
+
+    class Concrete(Abstract):
+        def method(self) -> Any:
+            return f(self)
+
+    class Color(enum.Enum):
+        RED = 1
+        method = f
+        CALL = functools.partial(f, 8) if sys.version_info < (3, 13) else 2
+
+    try:
+        Abstract()
+        refused = False
+    except TypeError:
+        refused = True
+    finally:
+        f.__isabstractmethod__ = False
+        del f.__isabstractmethod__
+    return (
+        Data().call is f,
+        Data().value,
+        Ordered(2) >= Ordered(1),
+        Ordered(1) == Ordered(1),
+        refused,
+        Concrete().method()[1:],
+        Color.RED.method()[1:],
+        Color.RED.method()[0] is Color.RED,
+        "method" in Color.__members__,
+        sorted(Color.__members__) == ["CALL", "RED"] or sorted(Color.__members__),
+    )
+
+
+def _elsewhere(f: Any) -> Any:
+    found: list[Any] = []
+    callback = ctypes.CFUNCTYPE(ctypes.py_object, ctypes.py_object)(f)
+    found.append(callback(5))
+    thread = threading.Thread(target=lambda: found.append(f(1)))
+    thread.start()
+    thread.join()
+    direct = threading.Thread(target=f, args=(1,), kwargs={"c": 4})
+    direct.start()
+    direct.join()
+    for arguments, words in (((), {}), ((1, 2, 3), {}), ((1,), {"d": 4}), ((1,), {"a": 4})):
+        try:
+            f(*arguments, **words)
+        except TypeError as error:
+            found.append(str(error))
+    found += [f(*(1,), **{"b": 4}), f(a=1), f(**{"a": 1, "c": 2})]
+    return found
+
+
+CASES = [_bound, _functools, _mocks, _inspection, _names, _identity, _classes, _elsewhere]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
+def test_a_wrapped_function_does_what_the_function_does(
+    recorder: Any, case: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = case(plain)
+    own = wrapped(recorder)(plain)
+    monkeypatch.setattr(sys.modules[__name__], "plain", own)
+    if case is _names and not recorder.native:
+        pytest.skip("the twin's wrapper is a function of its own: it has a code and defaults of its own")
+    assert case(own) == expected
+    twice = wrapped(recorder)(own)
+    monkeypatch.setattr(sys.modules[__name__], "plain", twice)
+    assert case(twice) == expected
+    assert recorder.current_id() == 0
+    assert recorder.open_rows() == []
+
+
+def test_a_function_that_is_deleted_while_it_runs_ends_its_span(recorder: Any) -> None:
+    holder: list[Any] = []
+
+    def vanish() -> str:
+        reference = weakref.ref(holder.pop())
+        gc.collect()
+        return "alive" if reference() is not None else "gone"
+
+    holder.append(wrapped(recorder)(vanish))
+    assert holder[0]() in ("alive", "gone")
+    assert tree(recorder) == "vanish"
+    site = Site("owner")
+    other = recorder.wrap(lambda: gc.collect(), site)
+    reference = weakref.ref(other)
+    other()
+    del other
+    gc.collect()
+    assert reference() is None
+    assert recorder.open_rows() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrapped_function_is_the_target_of_a_spawned_process(kind: str, tmp_path: Any) -> None:
+    (tmp_path / "served.py").write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing, sys
+            from instrument.recorder import RECORDER as recorder
+            from instrument.spans import Site
+            recorder.on = True
+
+            def work(queue):
+                queue.put((recorder.native, recorder.current_id() != 0))
+
+            work = recorder.wrap(work, Site("work"))
+
+            if __name__ == "__main__":
+                import served
+                context = multiprocessing.get_context("spawn")
+                queue = context.SimpleQueue()
+                process = context.Process(target=served.work, args=(queue,))
+                process.start()
+                process.join()
+                print(*queue.get(), process.exitcode)
+            """
+        )
+    )
+    environment = {**os.environ, "INSTRUMENT_PURE": "1" if kind == "pure" else "0"}
+    done = subprocess.run(
+        [sys.executable, "served.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == (f"{kind == 'native'} True 0\n", "")
+
+
+# -------------------------------------------------------------------- the ring under stress
+
+
+def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -> None:
+    recorder = make_recorder(ring_bytes=1 << 18)
+    writers, rounds = 6, 60 if SANITISED else 250
+    stop = threading.Event()
+    failures: list[BaseException] = []
+    capacity: dict[int, int] = {}
+
+    def write(number: int) -> None:
+        leaf = wrapped(recorder, f"leaf {number}")(lambda: None)
+        with_attributes = f"scope {number}"
+
+        def body() -> None:
+            leaf()
+            with recorder.make_scope(with_attributes, attributes={"writer": number}):
+                leaf()
+
+        outer = recorder.wrap(body, Site(f"outer {number}"))
+        for _ in range(rounds):
+            outer()
+
+    def check(rows: Any) -> None:
+        for row in rows:
+            name = recorder.site_of(row).name
+            kind, number = name.split()
+            assert 0 < row[5] <= row[6], row
+            assert row[1] > 0, row
+            assert (row[9], row[8]) == (None, -1), row
+            assert row[10] == ({"writer": int(number)} if kind == "scope" else None), row
+            if kind == "outer":
+                assert (row[2], row[3]) == (0, row[1]), row
+            else:
+                assert row[1] > row[2] > 0, row
+                assert row[2] >= row[3] > 0, row
+
+    def read_rings() -> None:
+        for ring in recorder.rings():
+            head = ring.head
+            rows, last, late = ring.newest(0)
+            assert last >= head
+            assert len(rows) + late == last
+            capacity[id(ring)] = ring.capacity
+            check(rows)
+            own = [row[1] for row in rows]
+            assert len(set(own)) == len(own)
+            ring.first_after(time.monotonic_ns() - 1_000_000)
+
+    def read_spans() -> None:
+        check(row for _, row in recorder.open_rows())
+        assert all(span.self_ns <= span.total_ns for span in recorder.spans(time.monotonic_ns() - 5_000_000))
+
+    def read_tally() -> None:
+        for row in recorder.tally().rows():
+            assert sum(row.totals.histogram.values()) == row.totals.calls
+            assert row.totals.self_ns <= row.totals.total_ns
+
+    seen: list[int] = []
+    cursor = recorder.cursor()
+
+    def follow() -> None:
+        for _, rows in cursor.read():
+            check(rows)
+            seen.extend(row[1] for row in rows)
+
+    def repeat(read: Callable[[], None]) -> None:
+        try:
+            while not stop.is_set():
+                read()
+            read()
+        except BaseException as failure:
+            failures.append(failure)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        readers = [
+            threading.Thread(target=repeat, args=(read,)) for read in (read_rings, read_spans, read_tally, follow)
+        ]
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(writers)]
+        for thread in readers + threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stop.set()
+        for thread in readers:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+    total = writers * rounds * 4
+    assert recorder.calls == recorder.tally().calls == total
+    assert len(seen) == len(set(seen))
+    assert len(seen) + cursor.lost == total
+    kept = sum(min(ring.head, ring.capacity) for ring in recorder.rings())
+    assert recorder.losses().get("spans overwritten by newer ones", 0) == total - kept
     assert recorder.counts() == {}
