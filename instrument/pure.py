@@ -112,8 +112,11 @@ class Core:
     # ---------------------------------------------------------------- nodes and rings
 
     def _new_node(self, parent: Node, site: Site) -> Node:
-        node = Node(len(self._nodes), site, parent)
-        self._nodes.append(node)
+        nodes = self._nodes
+        node = Node(len(nodes), site, parent)
+        nodes.append(node)
+        while nodes[node.index] is not node:  # a finaliser or signal handler came in between and made one as well
+            node.index += 1
         parent.children[site] = node
         return node
 
@@ -304,8 +307,8 @@ class Core:
                 seen.add(frame[1])
                 if frame[11] != CLOSED and frame[7]:
                     row: Row = (
-                        frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], now, frame[4], -1, None,
-                        frame[10],
+                        frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], max(now, frame[7]), frame[4],
+                        -1, None, frame[10],
                     )  # fmt: skip
                     found.append((frame[5].thread_id, row))
                 frame = frame[6]
@@ -412,7 +415,7 @@ class Stretch:
         self._inner = None
         core._current.set(inner)
         ring.top = inner
-        while inner is not frame:
+        while inner is not frame and inner is not None:  # None where a finaliser has just ended one of them
             # A scope left open across a yield did not work meanwhile.
             inner[4] += gap_ns
             inner[9] += gap_ns

@@ -353,6 +353,7 @@ def test_a_thread_whose_first_call_finds_no_memory_runs_and_is_counted() -> None
             failures.append(error)
         finally:
             _testcapi.remove_mem_hooks()
+    recorder.reset()
     total = 50
     for start in range(total):
         # One at a time: see above.
@@ -363,7 +364,10 @@ def test_a_thread_whose_first_call_finds_no_memory_runs_and_is_counted() -> None
     counts = recorder.counts()
     lost = counts.get(LOST, 0)
     assert 0 < lost < total
-    assert recorder.tally().calls + lost + counts.get("calls not tallied for want of memory", 0) == total, counts
+    found = recorder.tally().calls
+    # Our Python code, which asks for the thread's name, may be told of a want of memory as something else.
+    lost += counts.get("calls not recorded for a fault of instrument", 0)
+    assert found + lost + counts.get("calls not tallied for want of memory", 0) == total, (found, counts)
     assert len(recorder.rings()) <= total
     time.sleep(0.05)  # `join` returns a moment before the thread's state is cleared
     assert all(ring.ended for ring in recorder.rings())
@@ -868,10 +872,10 @@ def test_collections_that_record_reset_and_end_scopes_in_the_middle_of_our_alloc
         gc.set_threshold(700)
         gc.callbacks.remove(act)
         assert acts[0] > 1_000, acts
-        recorder.forget_current()
+        busy = True
         kept.clear()
         gc.collect()
-        busy = True
+        recorder.forget_current()
         recorder.reset()
         plain()
         found = calls()
@@ -1239,7 +1243,6 @@ def _inspection(f: Any) -> Any:
         inspect.iscoroutinefunction(f),
         inspect.isgeneratorfunction(f),
         inspect.getmodule(f),
-        inspect.getfullargspec(f),
         typing.get_type_hints(f),
         callable(f),
         isinstance(f, types.FunctionType),
@@ -1264,7 +1267,7 @@ def _names(f: Any) -> Any:
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(f, name, value)
-    found += [f(1), inspect.getfile(f), f.__code__.co_name, f.__globals__ is globals(), f.__closure__]
+    found += [f(1), inspect.getfile(f), inspect.getfullargspec(f), f.__code__.co_name, f.__globals__ is globals(), f.__closure__]
     for wrong in (("__defaults__", 5), ("__code__", 5)):
         try:
             setattr(f, *wrong)
