@@ -90,26 +90,34 @@ class Ring:
         if not self.lock.acquire(blocking=self.head - self.folded > self.capacity - self.fold_mask):
             return
         try:
-            # A signal handler may raise anywhere: nothing changes before the last line, which does it all.
-            before, first, last = self.totals, self.folded, self.head
-            rows, mask = self.rows, self.mask
-            groups: dict[int, list[Row]] = {}
-            for i in range(first, last):
-                row = rows[i & mask]
-                group = groups.get(row[0])
-                if group is None:
-                    groups[row[0]] = [row]
-                else:
-                    group.append(row)
-            after = dict(before)
-            for index, group in groups.items():
-                totals = after[index] = Totals(histogram=Counter())
-                if index in before:
-                    totals.merge(before[index])
-                _count(totals, group, nodes[index].site)
-            self.totals, self.folded = after, last
+            try:
+                self._fold(nodes)
+            except BaseException:
+                # A signal handler raised, and nothing has changed: again, before the rows are overwritten.
+                self._fold(nodes)
+                raise
         finally:
             self.lock.release()
+
+    def _fold(self, nodes: list[Node]) -> None:
+        before, first, last = self.totals, self.folded, self.head
+        rows, mask = self.rows, self.mask
+        groups: dict[int, list[Row]] = {}
+        for i in range(first, last):
+            row = rows[i & mask]
+            group = groups.get(row[0])
+            if group is None:
+                groups[row[0]] = [row]
+            else:
+                group.append(row)
+        after = dict(before)
+        for index, group in groups.items():
+            totals = after[index] = Totals(histogram=Counter())
+            if index in before:
+                totals.merge(before[index])
+            _count(totals, group, nodes[index].site)
+        # Both at once: a handler may raise anywhere before this line, and the next fold does all of it.
+        self.totals, self.folded = after, last
 
     def usage(self) -> list[tuple[int, int, int]]:
         """Node index, calls and total ns of each call path."""
