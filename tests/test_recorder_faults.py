@@ -17,7 +17,6 @@ import gc
 import inspect
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap
@@ -32,7 +31,7 @@ from typing import Any
 
 import pytest
 from conftest import RECORDERS
-from trees import outline, tree
+from trees import tree
 
 from instrument.recorder import PureRecorder, Recorder
 from instrument.spans import Site
@@ -59,7 +58,7 @@ def calls():
 
 
 def run(kind: str, program: str, **environment: str) -> str:
-    """Run a program with this kind of recorder; it must end well and complain about nothing. Returns what it printed."""
+    """What a program prints with this kind of recorder; it must end well and complain about nothing."""
     own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     own |= {"INSTRUMENT_PURE": "1" if kind == "pure" else "0", **environment}
     command = [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(program)]
@@ -328,7 +327,9 @@ def test_no_allocation_that_fails_reaches_the_host_and_what_is_lost_is_counted(m
     sweep("coroutine", drive, 1, may_raise=True, exact=False, failures=(1, 2))
     request = wrapped("request", "request")(len)
     sweep("request", lambda: request(()), 1, may_raise=True, exact=False, failures=(1, 2))
-    sweep("scope made the long way", lambda: recorder.scope("s", kind="op").__enter__().__exit__(), 1, may_raise=True, exact=False, failures=(1, 2))
+    def long_way():
+        recorder.scope("s", kind="op").__enter__().__exit__()
+    sweep("scope made the long way", long_way, 1, may_raise=True, exact=False, failures=(1, 2))
     print("survived")
     """,
         **environment,
@@ -1267,7 +1268,14 @@ def _names(f: Any) -> Any:
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(f, name, value)
-    found += [f(1), inspect.getfile(f), inspect.getfullargspec(f), f.__code__.co_name, f.__globals__ is globals(), f.__closure__]
+    found += [
+        f(1),
+        inspect.getfile(f),
+        inspect.getfullargspec(f),
+        f.__code__.co_name,
+        f.__globals__ is globals(),
+        f.__closure__,
+    ]
     for wrong in (("__defaults__", 5), ("__code__", 5)):
         try:
             setattr(f, *wrong)
@@ -1279,7 +1287,7 @@ def _names(f: Any) -> Any:
 def _identity(f: Any) -> Any:
     other = types.FunctionType(ORIGINAL.__code__, ORIGINAL.__globals__)
     return (
-        f == f,  # noqa: PLR0124
+        f == f,
         f != other,
         hash(f) == hash(f),
         {f: 1}[f],
@@ -1313,7 +1321,7 @@ def _classes(f: Any) -> Any:
         def __lt__(self, other: Any) -> Any:
             return f(self.value) < f(other.value)
 
-    class Abstract(abc.ABC):
+    class Abstract(abc.ABC):  # noqa: B024
         method = abc.abstractmethod(f)
 
     class Concrete(Abstract):
@@ -1362,7 +1370,7 @@ def _elsewhere(f: Any) -> Any:
             f(*arguments, **words)
         except TypeError as error:
             found.append(str(error))
-    found += [f(*(1,), **{"b": 4}), f(a=1), f(**{"a": 1, "c": 2})]
+    found += [f(*(1,), b=4), f(a=1), f(a=1, c=2)]
     return found
 
 
