@@ -35,7 +35,36 @@
 #define SMALLEST_RING 64
 #define ENDED_RINGS_KEPT 1000
 #define FREE_FRAMES_KEPT 1024
+#define TRIES 4 /* where finalisers of the host's undo what we do */
 #define STACK_MARGIN (64 << 10)
+/* What is counted beside the spans. In C, because what is lost for want of memory cannot wait for some. */
+typedef enum {
+    CROSSED,
+    FOREIGN,
+    ENDED_TWICE,
+    TICKS_STRAYED,
+    NO_MEMORY,
+    NOT_TALLIED,
+    NO_DETAILS,
+    FAULT,
+    THREAD_ENDING,
+    SATURATED,
+    REASON_COUNT,
+} reason_t;
+
+static const char *const REASONS[REASON_COUNT] = {
+    [CROSSED] = "scope closed before a scope inside it",
+    [FOREIGN] = "span ended outside the context that began it",
+    [ENDED_TWICE] = "scope ended twice",
+    [TICKS_STRAYED] = "time stamp counter given up because it strayed from the monotonic clock",
+    [NO_MEMORY] = "calls not recorded for want of memory",
+    [NOT_TALLIED] = "calls not tallied for want of memory",
+    [NO_DETAILS] = "errors, attributes or percentiles not kept for want of memory",
+    [FAULT] = "calls not recorded for a fault of instrument",
+    [THREAD_ENDING] = "calls not recorded because their thread was ending",
+    [SATURATED] = "additions to totals that are as large as they can be",
+};
+
 #define CHUNKS 60 /* of 64 histogram buckets: up to 2^63 ns, see tally.bucket */
 
 #if PY_VERSION_HEX < 0x030D0000
@@ -111,7 +140,7 @@ typedef struct frame {
     PyObject *attributes;
     PyObject *self; /* the Frame object that holds this frame; NULL for a function's */
     char state;
-    char has_rows; /* whether a row may name it as its parent */
+    char has_rows; /* whether what counts no time against it may name it as its parent */
 } frame_t;
 
 typedef struct {
@@ -170,6 +199,7 @@ typedef struct {
 } Mark;
 
 struct stretch;
+typedef struct scope Scope;
 
 /* The processor's time stamp counter as nanoseconds of the monotonic clock. */
 typedef struct {
@@ -199,7 +229,9 @@ typedef struct core {
     PyObject *rings; /* list of Ring */
     uint64_t ended_rows, ended_too_short, row_budget;
     Ring *ended; /* its totals are those of the rings that were given up */
-    PyObject *counts;
+    uint64_t reasons[REASON_COUNT];
+    PyObject *counts; /* what Python code counts, by its text */
+    Scope *no_scope; /* what `scope` gives where there is no memory for one */
     PyObject *user_sites; /* sites of scopes of kind user, by name */
     PyObject *scope_type;
 } Core;
@@ -220,13 +252,13 @@ typedef struct {
     PyObject *sites, *decide, *muted_sites;
 } Function;
 
-typedef struct {
+struct scope {
     PyObject_HEAD
     Core *core;
-    PyObject *site;
+    PyObject *site; /* NULL, as is core: begins nothing */
     PyObject *attributes;
     Frame *frame;
-} Scope;
+};
 
 typedef struct stretch {
     PyObject_HEAD
@@ -236,6 +268,7 @@ typedef struct stretch {
     PyObject *site;
     Frame *frame;
     frame_t *inner; /* innermost frame of the body while it is suspended; the chain from here to `frame` owns itself */
+    char lost; /* its begin could not be recorded */
     int64_t active_ns, resumed_ns, suspended_ns;
 } Stretch;
 
@@ -245,6 +278,7 @@ static PyTypeObject FrameType, CurrentType, PublishedType, RingType, MarkType, C
 static uint64_t last_uid;
 static _Thread_local uint64_t cached_uid;
 static _Thread_local Ring *cached_ring;
+static _Thread_local uint64_t ending_state; /* the thread state that lost its Mark: what it keeps now is never freed */
 static frame_t *free_frames;
 static uint32_t free_frame_count;
 static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_name_dunder, *str_make_scope, *str_pass_muted,
@@ -299,14 +333,59 @@ read_both(int64_t *ticks, int64_t *ns)
 
 /* ------------------------------------------------------------------ counts and nodes */
 
-static void
-count(Core *core, const char *what)
+static inline void
+count(Core *core, reason_t reason)
 {
-    PyObject *before = PyDict_GetItemString(core->counts, what); /* borrowed */
-    PyObject *after = PyLong_FromLong(before == NULL ? 1 : PyLong_AsLong(before) + 1);
-    if (after == NULL || PyDict_SetItemString(core->counts, what, after) < 0)
+    core->reasons[reason]++;
+}
+
+/* Whether what has just been raised while we worked is the host's: by a signal handler that came in while code of ours
+ * in Python ran. No code of ours raises anything but an Exception, and that in its own frame. */
+static int
+is_hosts(void)
+{
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    int hosts = type != NULL && !PyErr_GivenExceptionMatches(type, PyExc_Exception);
+    if (!hosts && traceback != NULL && PyTraceBack_Check(traceback)) {
+        PyTracebackObject *last = (PyTracebackObject *)traceback;
+        while (last->tb_next != NULL)
+            last = last->tb_next;
+        PyObject *globals = PyObject_GetAttrString((PyObject *)last->tb_frame, "f_globals");
+        PyObject *name = globals == NULL ? NULL : PyMapping_GetItemString(globals, "__name__");
+        const char *text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
+        hosts = text != NULL && strncmp(text, "instrument.", 11) != 0;
+        Py_XDECREF(name);
+        Py_XDECREF(globals);
         PyErr_Clear();
-    Py_XDECREF(after);
+    }
+    PyErr_Restore(type, raised, traceback);
+    return hosts;
+}
+
+/* Take a fault of ours back: -1 where it is the host's exception, which stays. */
+static int
+forgive(void)
+{
+    if (PyErr_Occurred()) {
+        if (is_hosts())
+            return -1;
+        PyErr_Clear();
+    }
+    return 0;
+}
+
+/* Count a call that could not be recorded; as `forgive`. Without an exception the reason has been counted already. */
+static int
+lose(Core *core)
+{
+    if (PyErr_Occurred()) {
+        int no_memory = PyErr_ExceptionMatches(PyExc_MemoryError);
+        if (forgive() < 0)
+            return -1;
+        count(core, no_memory ? NO_MEMORY : FAULT);
+    }
+    return 0;
 }
 
 static inline uint32_t
@@ -478,18 +557,32 @@ carry(chunk_t *chunk, uint32_t at, uint32_t times)
 }
 
 static inline void
-count_bucket(totals_t *totals, uint32_t bucket, uint64_t times)
+count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t times)
 {
     chunk_t *chunk = totals->chunks[bucket >> 6];
     if (chunk == NULL) {
         chunk = totals->chunks[bucket >> 6] = PyMem_Calloc(1, sizeof(chunk_t));
-        if (chunk == NULL)
+        if (chunk == NULL) {
+            core->reasons[NO_DETAILS] += times;
             return;
+        }
     }
     uint64_t sum = chunk->low[bucket & 63] + times;
-    if (sum >> 32 != 0 && carry(chunk, bucket & 63, (uint32_t)(sum >> 32)) < 0)
+    if (sum >> 32 != 0 && carry(chunk, bucket & 63, (uint32_t)(sum >> 32)) < 0) {
+        core->reasons[NO_DETAILS] += sum - UINT32_MAX;
         sum = UINT32_MAX; /* no memory to count on in */
+    }
     chunk->low[bucket & 63] = (uint32_t)sum;
+}
+
+/* Add to a sum of times, which stays at its largest value instead of turning negative. */
+static inline void
+add_time(Core *core, int64_t *sum, int64_t more)
+{
+    if (__builtin_add_overflow(*sum, more, sum)) {
+        *sum = INT64_MAX;
+        count(core, SATURATED);
+    }
 }
 
 static inline uint64_t
@@ -502,7 +595,7 @@ times_of(const totals_t *totals, uint32_t bucket)
 }
 
 static void
-merge_totals(totals_t *into, const totals_t *from)
+merge_totals(Core *core, totals_t *into, const totals_t *from)
 {
     if (from->calls == 0)
         return;
@@ -515,14 +608,14 @@ merge_totals(totals_t *into, const totals_t *from)
     into->calls += from->calls;
     into->errors += from->errors;
     into->moved_bytes += from->moved_bytes;
-    into->total_ns += from->total_ns;
-    into->self_ns += from->self_ns;
-    into->device_ns += from->device_ns;
-    into->beyond_ns += from->beyond_ns;
+    add_time(core, &into->total_ns, from->total_ns);
+    add_time(core, &into->self_ns, from->self_ns);
+    add_time(core, &into->device_ns, from->device_ns);
+    add_time(core, &into->beyond_ns, from->beyond_ns);
     for (uint32_t c = 0; c < CHUNKS; c++)
         for (uint32_t i = c << 6; from->chunks[c] != NULL && i < (c + 1) << 6; i++)
             if (times_of(from, i))
-                count_bucket(into, i, times_of(from, i));
+                count_bucket(core, into, i, times_of(from, i));
 }
 
 static void
@@ -543,6 +636,12 @@ free_book(book_t *book)
     PyMem_Free(book->pages);
     book->pages = NULL;
     book->slots = 0;
+}
+
+static int64_t
+elapsed_of(const totals_t *totals)
+{
+    return totals->total_ns > INT64_MAX - totals->beyond_ns ? INT64_MAX : totals->total_ns + totals->beyond_ns;
 }
 
 /* {node index: (calls, errors, total, self, min, max, bytes, first, device, elapsed, {bucket: times})} */
@@ -573,7 +672,7 @@ book_as_dict(const book_t *book)
         PyObject *value = histogram == NULL ? NULL
                                             : Py_BuildValue("(KKLLLLKLLLN)", t->calls, t->errors, t->total_ns,
                                                             t->self_ns, t->min_ns, t->max_ns, t->moved_bytes, t->first_ns,
-                                                            t->device_ns, t->total_ns + t->beyond_ns, histogram);
+                                                            t->device_ns, elapsed_of(t), histogram);
         if (key == NULL || value == NULL || PyDict_SetItem(all, key, value) < 0)
             Py_CLEAR(all);
         Py_XDECREF(key);
@@ -650,13 +749,14 @@ Ring_newest(Ring *self, PyObject *argument)
     uint64_t first = head > self->capacity ? head - self->capacity : 0;
     first = first > since ? first : since;
     first = first < head ? first : head;
+    uint64_t late = first > since ? first - since : 0;
     PyObject *rows = PyList_New(0);
     for (uint64_t i = first; rows != NULL && i < head; i++) {
         /* Making tuples may run the collector, and that a finaliser of the host's which overwrites or resets. */
         if (i >= self->head)
             break;
-        if (self->head > i + self->capacity) {
-            first = i + 1;
+        if (self->head - i > self->capacity) {
+            late++;
             continue;
         }
         PyObject *row = row_as_tuple(&self->rows[i & self->mask]);
@@ -664,7 +764,7 @@ Ring_newest(Ring *self, PyObject *argument)
             Py_CLEAR(rows);
         Py_XDECREF(row);
     }
-    return rows == NULL ? NULL : Py_BuildValue("(NKK)", rows, head, first > since ? first - since : 0);
+    return rows == NULL ? NULL : Py_BuildValue("(NKK)", rows, head, late);
 }
 
 /* The number of the first row that ended after a time: a ring's rows lie in the order of their ends. */
@@ -708,56 +808,45 @@ Ring_copied_totals(Ring *self, PyObject *Py_UNUSED(none))
     return book_as_dict(&self->totals);
 }
 
-/* The lowest value of a bucket. */
-static inline int64_t
-bucket_start(uint32_t bucket)
-{
-    if (bucket < 128)
-        return bucket;
-    uint32_t exponent = (bucket >> 6) - 1;
-    return (int64_t)(bucket - (exponent << 6)) << exponent;
-}
-
-/* A call that was counted as long as its host time turns out to have taken longer, for the device went on. The least
- * elapsed time is exact as long as it was another call's; else it is that of the lowest bucket. */
+/* For tests: begin a thread's totals of a call path at these: calls, total ns, self ns and times in every bucket that it
+ * has. */
 static PyObject *
-Ring_count_device(Ring *self, PyObject *args)
+Ring_preset_totals(Ring *self, PyObject *args)
 {
-    unsigned int index;
-    long long host_ns, device_ns, elapsed_ns;
-    if (!PyArg_ParseTuple(args, "ILLL:count_device", &index, &host_ns, &device_ns, &elapsed_ns))
+    unsigned int node;
+    unsigned long long calls, times;
+    long long total_ns, self_ns;
+    if (!PyArg_ParseTuple(args, "IKLLK:_preset_totals", &node, &calls, &total_ns, &self_ns, &times))
         return NULL;
-    totals_t *totals = known_totals(&self->totals, index);
-    uint32_t from = bucket_of((uint64_t)host_ns);
-    if (totals == NULL || host_ns < 0 || device_ns < 0 || elapsed_ns < host_ns || times_of(totals, from) == 0)
-        Py_RETURN_FALSE;
-    totals->device_ns += device_ns;
-    if (elapsed_ns == host_ns)
-        Py_RETURN_TRUE;
-    totals->beyond_ns += elapsed_ns - host_ns;
-    count_bucket(totals, bucket_of((uint64_t)elapsed_ns), 1);
-    chunk_t *chunk = totals->chunks[from >> 6];
-    if (chunk->low[from & 63]-- == 0)
-        chunk->high[from & 63]--;
-    if (elapsed_ns > totals->max_ns)
-        totals->max_ns = elapsed_ns;
-    if (host_ns == totals->min_ns) {
-        uint32_t lowest = from;
-        while (times_of(totals, lowest) == 0)
-            lowest++;
-        int64_t start_ns = bucket_start(lowest);
-        totals->min_ns = start_ns > host_ns ? start_ns : host_ns;
+    totals_t *totals = known_totals(&self->totals, node);
+    if (totals == NULL) {
+        PyErr_SetString(PyExc_KeyError, "a call path that this thread has not recorded");
+        return NULL;
     }
-    Py_RETURN_TRUE;
+    totals->calls = calls;
+    totals->total_ns = total_ns;
+    totals->self_ns = self_ns;
+    for (uint32_t c = 0; c < CHUNKS; c++) {
+        chunk_t *chunk = totals->chunks[c];
+        for (uint32_t i = 0; chunk != NULL && i < 64; i++) {
+            if (times_of(totals, (c << 6) + i) == 0)
+                continue;
+            if (times >> 32 != 0 && carry(chunk, i, 0) < 0)
+                return PyErr_NoMemory();
+            chunk->low[i] = (uint32_t)times;
+            if (chunk->high != NULL)
+                chunk->high[i] = (uint32_t)(times >> 32);
+        }
+    }
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef Ring_methods[] = {
-    {"count_device", (PyCFunction)Ring_count_device, METH_VARARGS,
-     "Add a call's device time: node index, host, device and elapsed ns. False where no such call was counted."},
     {"newest", (PyCFunction)Ring_newest, METH_O, "Rows from a number on, the head, and how many came too late."},
     {"first_after", (PyCFunction)Ring_first_after, METH_O, "The number of the first row that ended after a time."},
     {"usage", (PyCFunction)Ring_usage, METH_NOARGS, "Node index, calls and total ns of each call path."},
     {"copied_totals", (PyCFunction)Ring_copied_totals, METH_NOARGS, "Totals by node index, as tuples."},
+    {"_preset_totals", (PyCFunction)Ring_preset_totals, METH_VARARGS, "For tests: begin a call path's totals at these."},
     {NULL},
 };
 
@@ -782,18 +871,30 @@ static PyTypeObject RingType = {
     .tp_members = Ring_members,
 };
 
+/* The calling thread writes to this ring no more. */
+static void
+part_with(Ring *ring)
+{
+    ring->ended = 1;
+    if (cached_ring == ring)
+        cached_uid = 0;
+    Py_CLEAR(ring->current);
+    Py_DECREF(ring);
+}
+
 static void
 Mark_dealloc(Mark *self)
 {
     Ring *ring = self->ring;
-    ring->ended = 1;
-    Py_CLEAR(ring->current);
-    if (cached_ring == ring)
-        cached_uid = 0;
-    if (ring->thread_id == (long)PyThread_get_thread_native_id())
-        Py_DECREF(ring);
-    /* Else the state of a thread is cleared by another one: what that thread has cached stays valid, at the cost of
-     * one ring. It has gone in a fork, is stopped at the end of the interpreter, or lives on without Python. */
+    if (ring != NULL && ring->thread_id == (long)PyThread_get_thread_native_id()) {
+        ending_state = PyThreadState_GetID(PyThreadState_Get());
+        part_with(ring);
+    } else if (ring != NULL) {
+        /* The state of a thread is cleared by another one: what that thread has cached stays valid, at the cost of one
+         * ring. It has gone in a fork, is stopped at the end of the interpreter, or lives on without Python. */
+        ring->ended = 1;
+        Py_CLEAR(ring->current);
+    }
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -852,11 +953,14 @@ retire(Core *core)
             i++;
             continue;
         }
-        for (uint32_t n = 0; n < ring->totals.slots * PAGE; n++) {
+        uint32_t totals_count = ring->totals.slots * PAGE;
+        for (uint32_t n = 0; n < totals_count; n++)
+            if (known_totals(&ring->totals, n) != NULL && totals_of(&core->ended->totals, n) == NULL)
+                return; /* no memory to take its totals over: it stays */
+        for (uint32_t n = 0; n < totals_count; n++) {
             totals_t *from = known_totals(&ring->totals, n);
-            totals_t *into = from == NULL ? NULL : totals_of(&core->ended->totals, n);
-            if (into != NULL)
-                merge_totals(into, from);
+            if (from != NULL)
+                merge_totals(core, totals_of(&core->ended->totals, n), from);
         }
         core->ended_rows += ring->head;
         core->ended_too_short += ring->too_short;
@@ -936,12 +1040,17 @@ new_ring(Core *core)
 }
 
 /* The calling thread's ring, made at its first span and after a reset. Borrowed from the thread's state. NULL with an
- * exception. */
+ * exception, or without one where the reason has been counted. */
 static Ring *
 find_ring(Core *core)
 {
     if (core->overflow == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the recorder has not been initialised");
+        return NULL;
+    }
+    if (ending_state != 0 && ending_state == PyThreadState_GetID(PyThreadState_Get())) {
+        /* A finaliser of what the thread leaves behind. A ring made now would not be given up when the thread ends. */
+        count(core, THREAD_ENDING);
         return NULL;
     }
     PyObject *locals = PyThreadState_GetDict(); /* borrowed */
@@ -953,30 +1062,37 @@ find_ring(Core *core)
     PyObject *key = Py_BuildValue("(ON)", &MarkType, PyLong_FromVoidPtr(core));
     if (key == NULL)
         return NULL;
-    Mark *mark = (Mark *)PyDict_GetItemWithError(locals, key); /* borrowed */
-    Ring *ring = mark != NULL && mark->ring->rows != NULL ? mark->ring : NULL;
-    if (ring == NULL && !PyErr_Occurred() && (ring = new_ring(core)) != NULL) {
-        mark = PyObject_New(Mark, &MarkType);
-        if (mark == NULL) {
-            Py_CLEAR(ring);
-        } else {
-            mark->ring = ring; /* takes the reference over */
-            Py_INCREF(ring);
-            if (PyList_Append(core->rings, (PyObject *)ring) < 0 || PyDict_SetItem(locals, key, (PyObject *)mark) < 0)
-                free_rows_of(ring);
+    Mark *mark = (Mark *)PyDict_GetItemWithError(locals, key); /* borrowed; nobody takes it out */
+    if (mark == NULL && !PyErr_Occurred() && (mark = PyObject_New(Mark, &MarkType)) != NULL) {
+        mark->ring = NULL;
+        if (PyDict_SetItem(locals, key, (PyObject *)mark) < 0)
+            Py_CLEAR(mark);
+        else
             Py_DECREF(mark);
-            int made = ring->rows != NULL;
-            Py_DECREF(ring);
-            if (!made)
-                ring = NULL;
-        }
     }
     Py_DECREF(key);
-    if (ring != NULL) {
-        cached_uid = core->uid;
-        cached_ring = ring;
+    if (mark == NULL)
+        return NULL;
+    /* Making one, and giving one up, may run code that records or resets. */
+    for (int tries = 0; mark->ring == NULL || mark->ring->rows == NULL; tries++) {
+        Ring *ring = tries < TRIES ? new_ring(core) : NULL;
+        if (ring == NULL) {
+            if (tries == TRIES)
+                count(core, FAULT);
+            return NULL;
+        }
+        if (PyList_Append(core->rings, (PyObject *)ring) < 0) {
+            Py_DECREF(ring);
+            return NULL;
+        }
+        Ring *before = mark->ring;
+        mark->ring = ring; /* takes the reference over */
+        if (before != NULL)
+            part_with(before);
     }
-    return ring;
+    cached_uid = core->uid;
+    cached_ring = mark->ring;
+    return cached_ring;
 }
 
 static inline Ring *
@@ -1099,7 +1215,16 @@ referent(PyObject *reference)
 static int
 set_variable(Core *core, PyObject *value)
 {
+#if PY_VERSION_HEX < 0x030C0000
+    /* A collection in its middle could run a finaliser that records here, and with that sets a variable of this
+     * context: CPython then goes on with a mapping that has been freed. Later versions collect elsewhere. */
+    int was_enabled = PyGC_Disable();
+#endif
     PyObject *token = PyContextVar_Set(core->variable, value);
+#if PY_VERSION_HEX < 0x030C0000
+    if (was_enabled)
+        PyGC_Enable();
+#endif
     if (token == NULL)
         return -1;
     Py_DECREF(token);
@@ -1200,8 +1325,11 @@ follow(Core *core, Ring *ring, PyThreadState *state)
         PyObject *probed = PyObject_CallNoArgs(core->task_probe); /* identity of the task, or -1 under no loop */
         long long task = probed == NULL ? -1 : PyLong_AsLongLong(probed);
         Py_XDECREF(probed);
-        if (PyErr_Occurred())
-            PyErr_Clear();
+        if (forgive() < 0) {
+            Py_DECREF(current);
+            Py_XDECREF(value);
+            return NULL;
+        }
         current->eager = task >= 0;
         current->task = task > 0 ? (uint64_t)task : 0;
         if (set_variable(core, (PyObject *)current) < 0 ||
@@ -1220,13 +1348,37 @@ follow(Core *core, Ring *ring, PyThreadState *state)
     return current;
 }
 
-static inline Current *
-current_of(Core *core, Ring *ring)
+static Current *
+settle(Core *core, Ring **found)
 {
+    for (int tries = 0; tries < TRIES; tries++) {
+        Ring *ring = *found;
+        Py_INCREF(ring);
+        Current *current = follow(core, ring, UNCHECKED_THREAD_STATE());
+        int settled = cached_uid == core->uid && cached_ring == ring && ring->current == current;
+        Py_DECREF(ring);
+        if (current == NULL || settled)
+            return current;
+        *found = ring_of(core);
+        if (*found == NULL)
+            return NULL;
+    }
+    count(core, FAULT);
+    return NULL;
+}
+
+/* The chain of the context that runs now, and the calling thread's ring. Both are borrowed, and valid until code of the
+ * host's may run. NULL as `find_ring`. */
+static inline Current *
+current_of(Core *core, Ring **found)
+{
+    Ring *ring = *found = ring_of(core);
+    if (ring == NULL)
+        return NULL;
     PyThreadState *state = UNCHECKED_THREAD_STATE();
     if (ring->context == state->context && ring->context_version == state->context_ver && ring->current != NULL)
         return ring->current;
-    return follow(core, ring, state);
+    return settle(core, found);
 }
 
 /* Make the innermost span known to contexts that are copied from now on. Errors are cleared: parentage only. */
@@ -1250,6 +1402,9 @@ publish(Core *core, Current *current)
         PyErr_Clear();
         return;
     }
+    /* Anew: a finaliser may have ended or begun scopes. */
+    top = current->top;
+    holder = top != NULL ? (Frame *)Py_XNewRef(top->self) : NULL;
     published->owner = Py_NewRef((PyObject *)current);
     published->span_id = top != NULL ? top->span_id : current->base_id;
     published->root_id = top != NULL ? top->root_id : current->base_root;
@@ -1258,8 +1413,9 @@ publish(Core *core, Current *current)
     PyObject_GC_Track(published);
     if (set_variable(core, (PyObject *)published) < 0)
         PyErr_Clear();
-    if (holder != NULL)
+    if (holder != NULL && holder->frame.state != CLOSED)
         Py_XSETREF(holder->published, Py_NewRef((PyObject *)published));
+    Py_XDECREF(holder);
     Py_DECREF(published);
 }
 
@@ -1327,6 +1483,7 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
     node_t *parent;
     frame->above = above;
     frame->span_id = core->next_id++;
+    core->next_id += core->next_id == 0; /* 0 means none */
     frame->ring = ring;
     frame->task = current->task;
     frame->children_ns = 0;
@@ -1398,12 +1555,10 @@ note_remote(Core *core, Frame *frame)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* NULL with an exception, or without one where the reason has been counted: see `lose`. */
 static Frame *
 open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
 {
-    Ring *ring = ring_of(core);
-    if (ring == NULL)
-        return NULL;
     Frame *self = PyObject_GC_New(Frame, &FrameType);
     if (self == NULL)
         return NULL;
@@ -1413,7 +1568,8 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     frame->attributes = Py_XNewRef(attributes);
     frame->state = state;
     PyObject_GC_Track(self);
-    Current *current = (ring = ring_of(core)) == NULL ? NULL : current_of(core, ring);
+    Ring *ring;
+    Current *current = current_of(core, &ring);
     if (current == NULL) {
         Py_DECREF(self);
         return NULL;
@@ -1428,7 +1584,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
                 Py_DECREF(self);
                 return NULL;
             }
-            current = (ring = ring_of(core)) == NULL ? NULL : current_of(core, ring);
+            current = current_of(core, &ring);
             if (current == NULL) {
                 Py_DECREF(self);
                 return NULL;
@@ -1461,20 +1617,22 @@ bytes_in(PyObject *attributes)
 static inline int
 is_too_short(const frame_t *frame, int64_t end_ns)
 {
-    return end_ns - frame->start_ns < frame->node->min_ns && !frame->has_rows;
+    return end_ns - frame->start_ns < frame->node->min_ns && frame->children_ns == 0 && !frame->has_rows;
 }
 
 /* All that may run code of the host's comes first and last: in between, the ring is between two rows. */
 static void
-store(Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error)
+store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error)
 {
     PyObject *rare = NULL;
     uint64_t moved_bytes = 0;
     if (error != NULL || frame->attributes != NULL || active_ns >= 0) {
         rare = Py_BuildValue("(LOO)", active_ns, error != NULL ? error : Py_None,
                              frame->attributes != NULL ? frame->attributes : Py_None);
-        if (rare == NULL)
+        if (rare == NULL) {
             PyErr_Clear();
+            count(core, NO_DETAILS);
+        }
         if (frame->node->is_copy && frame->attributes != NULL)
             moved_bytes = bytes_in(frame->attributes);
     }
@@ -1520,26 +1678,24 @@ store(Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *e
         }
         totals->calls++;
         totals->errors += error != NULL;
-        totals->total_ns += total_ns;
-        totals->self_ns += own_ns > 0 ? own_ns : 0;
+        add_time(core, &totals->total_ns, total_ns);
+        add_time(core, &totals->self_ns, own_ns > 0 ? own_ns : 0);
         totals->moved_bytes += moved_bytes;
-        count_bucket(totals, bucket_of((uint64_t)total_ns), 1);
+        count_bucket(core, totals, bucket_of((uint64_t)total_ns), 1);
+    } else {
+        count(core, NOT_TALLIED);
     }
     Py_XDECREF(old); /* last: it may run code of the host's */
 }
 
 /* Count a span's time against the span above it, where both ran on one thread and task. */
 static inline void
-count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns, int failed)
+count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns)
 {
     frame_t *above = frame->above;
     if (above == NULL && current->has_base && frame->parent_id == current->base_id)
         above = open_base(current);
-    if (above == NULL)
-        return;
-    if (failed || !is_too_short(frame, end_ns))
-        above->has_rows = 1;
-    if (above->ring == ring && above->task == frame->task)
+    if (above != NULL && above->ring == ring && above->task == frame->task)
         above->children_ns += end_ns - frame->counted_from_ns;
 }
 
@@ -1564,7 +1720,7 @@ cross(Core *core, Current *current, frame_t *frame, int64_t end_ns)
         below = below->above;
     if (below == NULL)
         return -1;
-    count(core, "scope closed before a scope inside it");
+    count(core, CROSSED);
     if (below->ring == frame->ring && below->task == frame->task)
         frame->children_ns += end_ns - below->counted_from_ns;
     below->counted_from_ns = end_ns;
@@ -1581,26 +1737,33 @@ error_name(PyObject *error)
     return name;
 }
 
+/* -1 with an exception of the host's, else 0: what could not be recorded has been counted. */
 static int
 close_frame(Core *core, Frame *self, PyObject *error)
 {
     int64_t end_ns = read_clock(core);
     frame_t *frame = &self->frame;
     if (frame->state == CLOSED) {
-        count(core, "scope ended twice");
+        count(core, ENDED_TWICE);
         return 0;
     }
-    Ring *ring = ring_of(core);
-    Current *current = ring == NULL ? NULL : current_of(core, ring);
-    if (current == NULL)
-        return -1;
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    if (frame->state == CLOSED) { /* by code that ran meanwhile */
+        count(core, ENDED_TWICE);
+        return 0;
+    }
+    if (current == NULL) {
+        frame->state = CLOSED;
+        return lose(core);
+    }
     Py_INCREF(self);
     Py_INCREF(ring);
     Py_INCREF(current);
     frame->state = CLOSED;
     if (current->top != frame)
         frame->has_rows = 1; /* what was begun inside it goes on */
-    count_against_above(current, frame, ring, end_ns, error != NULL && error != Py_None);
+    count_against_above(current, frame, ring, end_ns);
     Py_CLEAR(self->published); /* it refers back to the request that this may be */
     if (current->top == frame) {
         unlink_frame(current, NULL, frame);
@@ -1610,10 +1773,10 @@ close_frame(Core *core, Frame *self, PyObject *error)
             publish(core, current);
     } else if (current->top != NULL || current->has_base) {
         if (cross(core, current, frame, end_ns) < 0)
-            count(core, "span ended outside the context that began it");
+            count(core, FOREIGN);
     }
     PyObject *name = error == NULL || error == Py_None ? NULL : error_name(error);
-    store(ring, frame, end_ns, -1, name);
+    store(core, ring, frame, end_ns, -1, name);
     Py_XDECREF(name);
     Py_DECREF(current);
     Py_DECREF(ring);
@@ -1667,20 +1830,25 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
     frame->state = CLOSED;
     if (current->top != frame)
         frame->has_rows = 1; /* what was begun inside it goes on */
-    count_against_above(current, frame, ring, end_ns, error != NULL);
+    count_against_above(current, frame, ring, end_ns);
     if (current->top == frame) {
         current->top = frame->above;
         if (current->eager)
             publish(core, current);
     } else if (cross(core, current, frame, end_ns) < 0) {
-        count(core, "span ended outside the context that began it");
+        count(core, FOREIGN);
         found = 0;
     }
-    if (ring->rows == NULL && (ring = ring_of(core)) == NULL)
-        PyErr_Clear();
+    if (ring->rows == NULL && (ring = ring_of(core)) == NULL && lose(core) < 0) {
+        /* A signal handler raised: in place of what the call raised, as it would have without us. */
+        Py_CLEAR(type);
+        Py_CLEAR(raised);
+        Py_CLEAR(traceback);
+        PyErr_Fetch(&type, &raised, &traceback);
+    }
     if (ring != NULL) {
         Py_INCREF(ring);
-        store(ring, frame, end_ns, -1, error);
+        store(core, ring, frame, end_ns, -1, error);
         Py_DECREF(ring);
     }
     if (!found) {
@@ -1697,20 +1865,17 @@ static inline PyObject *
 call_in_span(Function *self, PyObject *site, Function *seen, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Core *core = self->core;
-    Ring *ring = ring_of(core);
-    Current *current = ring == NULL ? NULL : current_of(core, ring);
-    if (current == NULL) {
-        PyErr_Clear();
-        count(core, "calls not recorded for want of memory");
-        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    }
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    if (current == NULL)
+        return lose(core) < 0 ? NULL : PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     if (is_stack_used_up(ring)) {
         PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
         return NULL;
     }
     frame_t *frame = take_frame();
     if (frame == NULL) {
-        count(core, "calls not recorded for want of memory");
+        count(core, NO_MEMORY);
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     }
     identify(core, ring, current, frame, site, seen);
@@ -1725,11 +1890,13 @@ call_in_span(Function *self, PyObject *site, Function *seen, PyObject *const *ar
     int64_t end_ns = read_clock(core);
     int plain = result != NULL && current->top == frame && ring->rows != NULL && !current->eager;
     if (plain) {
-        count_against_above(current, frame, ring, end_ns, 0);
+        count_against_above(current, frame, ring, end_ns);
         current->top = frame->above;
-        store(ring, frame, end_ns, -1, NULL);
+        store(core, ring, frame, end_ns, -1, NULL);
     } else {
         plain = end_call(core, ring, current, frame, end_ns);
+        if (result != NULL && PyErr_Occurred())
+            Py_CLEAR(result);
     }
     Py_XDECREF(frame->request);
     if (plain)
@@ -1751,9 +1918,10 @@ Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *na
     return call_in_span(self, self->site, self, args, nargsf, names);
 }
 
-/* The site of the instance that a method is called on, a new reference; NULL where it has none. No exception. */
-static inline PyObject *
-site_of_instance(Function *self, PyObject *instance)
+/* The site of the instance that a method is called on, a new reference in `found`; NULL where it has none. -1 with an
+ * exception of the host's. */
+static inline int
+site_of_instance(Function *self, PyObject *instance, PyObject **found)
 {
     PyObject *key = PyLong_FromVoidPtr(instance);
     PyObject *site = key == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
@@ -1762,31 +1930,28 @@ site_of_instance(Function *self, PyObject *instance)
         Py_XDECREF(decided); /* what it has decided for good stands in `sites` now */
         site = decided == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
     }
-    site = site == Py_None ? NULL : Py_XNewRef(site);
+    *found = site == Py_None ? NULL : Py_XNewRef(site);
     Py_XDECREF(key);
-    if (PyErr_Occurred())
-        PyErr_Clear();
-    return site;
+    return *found == NULL ? lose(self->core) : 0;
 }
 
 static PyObject *
 Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
-    Core *core = self->core;
-    if (!core->on || PyVectorcall_NARGS(nargsf) == 0)
+    PyObject *site, *result = NULL;
+    if (!self->core->on || PyVectorcall_NARGS(nargsf) == 0)
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    PyObject *site = site_of_instance(self, args[0]);
+    if (site_of_instance(self, args[0], &site) < 0)
+        return NULL;
     if (site == NULL)
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    PyObject *result;
-    if (PySet_GET_SIZE(self->muted_sites) > 0 && PySet_Contains(self->muted_sites, site) == 1) {
-        PyObject *none = PyObject_CallMethodOneArg((PyObject *)core, str_pass_muted, site);
-        if (none == NULL)
-            PyErr_Clear();
-        Py_XDECREF(none);
-        result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    } else {
+    if (PySet_GET_SIZE(self->muted_sites) == 0 || PySet_Contains(self->muted_sites, site) != 1) {
         result = call_in_span(self, site, NULL, args, nargsf, names);
+    } else {
+        PyObject *none = PyObject_CallMethodOneArg((PyObject *)self->core, str_pass_muted, site);
+        if (none != NULL || forgive() == 0)
+            result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+        Py_XDECREF(none);
     }
     Py_DECREF(site);
     return result;
@@ -1871,9 +2036,9 @@ Function_repr(Function *self)
 
 /* By name, as functions are: unpickling finds what the module holds then. */
 static PyObject *
-Function_reduce(Function *self, PyObject *Py_UNUSED(none))
+Function_reduce(PyObject *self, PyObject *Py_UNUSED(none))
 {
-    return PyObject_GetAttrString(self->wrapped, "__qualname__");
+    return PyObject_GetAttrString(self, "__qualname__");
 }
 
 /* What is not set on the wrapper itself is the function's: __code__, __defaults__, __globals__, __closure__ ... */
@@ -1885,6 +2050,17 @@ Function_getattro(PyObject *self, PyObject *name)
         return found;
     PyErr_Clear();
     return PyObject_GetAttr(((Function *)self)->wrapped, name);
+}
+
+/* What says how a call runs is the function's: set on the wrapper, it would have no effect. */
+static int
+Function_setattro(PyObject *self, PyObject *name, PyObject *value)
+{
+    if (PyUnicode_Check(name) && (PyUnicode_CompareWithASCIIString(name, "__defaults__") == 0 ||
+                                  PyUnicode_CompareWithASCIIString(name, "__kwdefaults__") == 0 ||
+                                  PyUnicode_CompareWithASCIIString(name, "__code__") == 0))
+        return PyObject_SetAttr(((Function *)self)->wrapped, name, value);
+    return PyObject_GenericSetAttr(self, name, value);
 }
 
 static PyMethodDef Function_methods[] = {
@@ -1902,7 +2078,10 @@ static PyMemberDef Function_members[] = {
 static PyObject *
 Function_class(Function *self, void *Py_UNUSED(closure))
 {
-    return Py_NewRef((PyObject *)(PyFunction_Check(self->wrapped) ? &PyFunction_Type : Py_TYPE(self)));
+    PyObject *wrapped = self->wrapped;
+    while (Py_TYPE(wrapped) == &FunctionType_) /* by a decorator and by a rule */
+        wrapped = ((Function *)wrapped)->wrapped;
+    return Py_NewRef((PyObject *)(PyFunction_Check(wrapped) ? &PyFunction_Type : Py_TYPE(self)));
 }
 
 static PyGetSetDef Function_getset[] = {
@@ -1924,6 +2103,7 @@ static PyTypeObject FunctionType_ = {
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Function, vectorcall),
     .tp_getattro = Function_getattro,
+    .tp_setattro = Function_setattro,
     .tp_descr_get = Function_get,
     .tp_dictoffset = offsetof(Function, dict),
     .tp_weaklistoffset = offsetof(Function, weak_references),
@@ -1974,12 +2154,10 @@ Scope_dealloc(Scope *self)
 static PyObject *
 Scope_enter(Scope *self, PyObject *Py_UNUSED(none))
 {
-    if (self->core->on && self->frame == NULL) {
+    if (self->site != NULL && self->core->on && self->frame == NULL) {
         self->frame = open_frame(self->core, self->site, self->attributes, OPEN);
-        if (self->frame == NULL) {
-            PyErr_Clear();
-            count(self->core, "calls not recorded for want of memory");
-        }
+        if (self->frame == NULL && lose(self->core) < 0)
+            return NULL;
     }
     return Py_NewRef((PyObject *)self);
 }
@@ -1989,11 +2167,10 @@ Scope_exit(Scope *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Frame *frame = self->frame;
     self->frame = NULL;
-    if (frame != NULL) {
-        if (close_frame(self->core, frame, nargs > 1 ? args[1] : NULL) < 0)
-            PyErr_Clear();
-        Py_DECREF(frame);
-    }
+    int closed = frame == NULL ? 0 : close_frame(self->core, frame, nargs > 1 ? args[1] : NULL);
+    Py_XDECREF(frame);
+    if (closed < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -2130,17 +2307,26 @@ static PyObject *
 Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
 {
     Core *core = self->core;
+    if (self->lost)
+        Py_RETURN_NONE;
     if (self->frame == NULL) {
         self->frame = open_frame(core, self->site, NULL, OPEN);
-        if (self->frame == NULL)
-            return NULL;
+        if (self->frame == NULL) {
+            self->lost = 1;
+            if (lose(core) < 0)
+                return NULL;
+            Py_RETURN_NONE;
+        }
         self->resumed_ns = self->frame->frame.start_ns;
         Py_RETURN_NONE;
     }
-    Ring *ring = ring_of(core);
-    Current *current = ring == NULL ? NULL : current_of(core, ring);
-    if (current == NULL)
-        return NULL;
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    if (current == NULL) { /* the span goes on, but is not current during this step */
+        if (forgive() < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
     frame_t *own = &self->frame->frame;
     int64_t now_ns = read_clock(core);
     int64_t gap_ns = now_ns - self->suspended_ns;
@@ -2176,10 +2362,13 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     frame_t *own = &self->frame->frame;
     int64_t now_ns = read_clock(core);
     int64_t step_ns = now_ns - self->resumed_ns;
-    Ring *ring = ring_of(core);
-    Current *current = ring == NULL ? NULL : current_of(core, ring);
-    if (current == NULL)
-        return NULL;
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    if (current == NULL) {
+        if (forgive() < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
     self->active_ns += step_ns;
     self->suspended_ns = now_ns;
     frame_t *frame = current->top;
@@ -2208,16 +2397,19 @@ Stretch_finish(Stretch *self, PyObject *error)
     if (self->frame == NULL || self->frame->frame.state == CLOSED)
         Py_RETURN_NONE;
     frame_t *frame = &self->frame->frame;
-    Ring *ring = ring_of(self->core);
-    if (ring == NULL)
-        return NULL;
     int64_t end_ns = read_clock(self->core);
-    Py_INCREF(ring);
     frame->state = CLOSED;
     Py_CLEAR(self->frame->published);
     drop_inner(self);
+    Ring *ring = ring_of(self->core);
+    if (ring == NULL) {
+        if (lose(self->core) < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    Py_INCREF(ring);
     PyObject *name = error == Py_None ? NULL : error_name(error);
-    store(ring, frame, end_ns, self->active_ns, name);
+    store(self->core, ring, frame, end_ns, self->active_ns, name);
     Py_XDECREF(name);
     Py_DECREF(ring);
     Py_RETURN_NONE;
@@ -2705,6 +2897,7 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->counts);
     Py_XDECREF(self->user_sites);
     Py_XDECREF(self->scope_type);
+    Py_XDECREF(self->no_scope);
     for (uint32_t i = 0; i < self->node_count; i++) {
         PyMem_Free(self->nodes[i]->table);
         Py_DECREF(self->nodes[i]->site);
@@ -2726,12 +2919,19 @@ Core_open(Core *self, PyObject *const *args, Py_ssize_t nargs)
     if (state == -1 && PyErr_Occurred())
         return NULL;
     PyObject *attributes = nargs > 1 && args[1] != Py_None ? args[1] : NULL;
-    return (PyObject *)open_frame(self, args[0], attributes, (char)state);
+    Frame *frame = args[0] == Py_None ? NULL : open_frame(self, args[0], attributes, (char)state);
+    if (frame != NULL)
+        return (PyObject *)frame;
+    if (lose(self) < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *
 Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
+    if (nargs > 0 && args[0] == Py_None) /* its begin could not be recorded */
+        Py_RETURN_NONE;
     if (nargs < 1 || nargs > 2 || Py_TYPE(args[0]) != &FrameType) {
         PyErr_SetString(PyExc_TypeError, "close(frame, error=None)");
         return NULL;
@@ -2752,20 +2952,42 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
     int64_t start_ns = PyLong_AsLongLong(args[1]);
     if (start_ns == -1 && PyErr_Occurred())
         return NULL;
-    Ring *ring = ring_of(self);
-    Current *current = ring == NULL ? NULL : current_of(self, ring);
-    if (current == NULL)
-        return NULL;
+    Ring *ring;
+    Current *current = current_of(self, &ring);
+    if (current == NULL) {
+        if (lose(self) < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
     frame_t frame;
     identify(self, ring, current, &frame, args[0], NULL);
     frame.attributes = args[2] == Py_None ? NULL : args[2];
     frame.start_ns = frame.counted_from_ns = start_ns;
     Py_INCREF(ring);
-    count_against_above(current, &frame, ring, end_ns, 0);
-    store(ring, &frame, end_ns, -1, NULL);
+    count_against_above(current, &frame, ring, end_ns);
+    store(self, ring, &frame, end_ns, -1, NULL);
     Py_DECREF(ring);
     Py_XDECREF(frame.request);
     Py_RETURN_NONE;
+}
+
+static PyObject *
+no_scope(Core *self)
+{
+    if (self->no_scope == NULL || lose(self) < 0)
+        return NULL;
+    return Py_NewRef((PyObject *)self->no_scope);
+}
+
+static PyObject *
+Core_new_span(Core *self, PyObject *site)
+{
+    Scope *scope = (Scope *)ScopeType.tp_alloc(&ScopeType, 0);
+    if (scope == NULL)
+        return no_scope(self);
+    scope->core = (Core *)Py_NewRef(self);
+    scope->site = Py_NewRef(site);
+    return (PyObject *)scope;
 }
 
 /* scope(name): a scope whose name is known costs a dict lookup; everything else goes the long way in Python. */
@@ -2780,7 +3002,7 @@ Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
             Scope *scope = (Scope *)type->tp_alloc(type, 0);
             if (scope == NULL) {
                 Py_DECREF(site);
-                return NULL;
+                return no_scope(self);
             }
             scope->core = (Core *)Py_NewRef(self);
             scope->site = site;
@@ -2790,10 +3012,10 @@ Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
             return NULL;
     }
     PyObject *method = PyObject_GetAttr((PyObject *)self, str_make_scope);
-    if (method == NULL)
-        return NULL;
-    PyObject *scope = PyObject_Vectorcall(method, args, (size_t)nargs, names);
-    Py_DECREF(method);
+    PyObject *scope = method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)nargs, names);
+    Py_XDECREF(method);
+    if (scope == NULL && PyErr_ExceptionMatches(PyExc_MemoryError))
+        return no_scope(self);
     return scope;
 }
 
@@ -2886,10 +3108,13 @@ Core_open_rows(Core *self, PyObject *Py_UNUSED(none))
 static PyObject *
 Core_innermost_manual(Core *self, PyObject *name)
 {
-    Ring *ring = ring_of(self);
-    Current *current = ring == NULL ? NULL : current_of(self, ring);
-    if (current == NULL)
-        return NULL;
+    Ring *ring;
+    Current *current = current_of(self, &ring);
+    if (current == NULL) {
+        if (forgive() < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
     frame_t *frame = current->top;
     if (frame == NULL && current->has_base)
         frame = open_base(current);
@@ -2913,23 +3138,24 @@ Core_innermost_manual(Core *self, PyObject *name)
 static PyObject *
 Core_current_id(Core *self, PyObject *Py_UNUSED(none))
 {
-    Ring *ring = ring_of(self);
-    Current *current = ring == NULL ? NULL : current_of(self, ring);
+    Ring *ring;
+    Current *current = current_of(self, &ring);
     if (current == NULL)
-        return NULL;
+        return forgive() < 0 ? NULL : PyLong_FromLong(0);
     if (current->top != NULL)
-        return PyLong_FromUnsignedLongLong(current->top->span_id);
+        return PyLong_FromUnsignedLongLong(current->top->state != CLOSED ? current->top->span_id : 0);
     return PyLong_FromUnsignedLongLong(open_base(current) != NULL ? current->base_id : 0);
 }
 
 static PyObject *
 Core_publish(Core *self, PyObject *Py_UNUSED(none))
 {
-    Ring *ring = ring_of(self);
-    Current *current = ring == NULL ? NULL : current_of(self, ring);
-    if (current == NULL)
+    Ring *ring;
+    Current *current = current_of(self, &ring);
+    if (current != NULL)
+        publish(self, current);
+    else if (forgive() < 0)
         return NULL;
-    publish(self, current);
     Py_RETURN_NONE;
 }
 
@@ -2983,9 +3209,27 @@ Core_reset(Core *self, PyObject *argument)
     self->rings = rings;
     self->ended = ended;
     self->ended_rows = self->ended_too_short = 0;
+    memset(self->reasons, 0, sizeof(self->reasons));
     PyDict_Clear(self->counts);
     Py_DECREF(old_ended);
     free_rings(old_rings); /* last: it may run code of the host's */
+    Py_RETURN_NONE;
+}
+
+/* For tests: put counters near their ends, the next span's identity and the calling thread's head. */
+static PyObject *
+Core_preset(Core *self, PyObject *args)
+{
+    unsigned long long next_id, head;
+    if (!PyArg_ParseTuple(args, "KK:_preset", &next_id, &head))
+        return NULL;
+    Ring *ring = ring_of(self);
+    if (ring == NULL)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    for (uint64_t i = 0; i < ring->capacity; i++)
+        Py_CLEAR(ring->rows[i].rare);
+    self->next_id = next_id;
+    ring->head = head;
     Py_RETURN_NONE;
 }
 
@@ -3029,7 +3273,7 @@ Core_check_ticks(Core *self, PyObject *argument)
     int64_t off_ns = shown_ns - now_ns;
     if (off_ns > limit_ns || off_ns < -limit_ns || now_ticks <= ticks->first_ticks) {
         ticks->in_use = 0;
-        count(self, "time stamp counter given up because it strayed from the monotonic clock");
+        count(self, TICKS_STRAYED);
         Py_RETURN_NONE;
     }
     uint64_t rate = (uint64_t)(((unsigned __int128)(now_ns - ticks->first_ns) << 32) / (uint64_t)(now_ticks - ticks->first_ticks));
@@ -3052,13 +3296,62 @@ Core_now_ns(Core *self, PyObject *Py_UNUSED(none))
     return PyLong_FromLongLong(read_clock(self));
 }
 
+/* The lowest value of a bucket. */
+static inline int64_t
+bucket_start(uint32_t bucket)
+{
+    if (bucket < 128)
+        return bucket;
+    uint32_t exponent = (bucket >> 6) - 1;
+    return (int64_t)(bucket - (exponent << 6)) << exponent;
+}
+
+/* A call that was counted as long as its host time turns out to have taken longer, for the device went on. The least
+ * elapsed time is exact as long as it was another call's; else it is that of the lowest bucket. */
+static PyObject *
+Core_count_device(Core *self, PyObject *args)
+{
+    Ring *ring;
+    unsigned int index;
+    long long host_ns, device_ns, elapsed_ns;
+    if (!PyArg_ParseTuple(args, "O!ILLL:count_device", &RingType, &ring, &index, &host_ns, &device_ns, &elapsed_ns))
+        return NULL;
+    totals_t *totals = known_totals(&ring->totals, index);
+    uint32_t from = bucket_of((uint64_t)host_ns);
+    if (totals == NULL || host_ns < 0 || device_ns < 0 || elapsed_ns < host_ns || times_of(totals, from) == 0)
+        Py_RETURN_FALSE;
+    add_time(self, &totals->device_ns, device_ns);
+    if (elapsed_ns == host_ns)
+        Py_RETURN_TRUE;
+    add_time(self, &totals->beyond_ns, elapsed_ns - host_ns);
+    count_bucket(self, totals, bucket_of((uint64_t)elapsed_ns), 1);
+    chunk_t *chunk = totals->chunks[from >> 6];
+    if (chunk->low[from & 63]-- == 0)
+        chunk->high[from & 63]--;
+    if (elapsed_ns > totals->max_ns)
+        totals->max_ns = elapsed_ns;
+    if (host_ns == totals->min_ns) {
+        uint32_t lowest = from;
+        while (times_of(totals, lowest) == 0)
+            lowest++;
+        int64_t start_ns = bucket_start(lowest);
+        totals->min_ns = start_ns > host_ns ? start_ns : host_ns;
+    }
+    Py_RETURN_TRUE;
+}
+
 static PyObject *
 Core_count(Core *self, PyObject *what)
 {
-    const char *text = PyUnicode_AsUTF8(what);
-    if (text == NULL)
+    PyObject *before = PyDict_GetItemWithError(self->counts, what); /* borrowed */
+    if (before == NULL && PyErr_Occurred())
         return NULL;
-    count(self, text);
+    PyObject *after = PyLong_FromLongLong(before == NULL ? 1 : PyLong_AsLongLong(before) + 1);
+    if (after == NULL || PyDict_SetItem(self->counts, what, after) < 0) {
+        Py_XDECREF(after);
+        return NULL;
+    }
+    Py_DECREF(after);
     Py_RETURN_NONE;
 }
 
@@ -3066,6 +3359,7 @@ static PyMethodDef Core_methods[] = {
     {"open", (PyCFunction)(void (*)(void))Core_open, METH_FASTCALL, "Begin a span and make it current."},
     {"close", (PyCFunction)(void (*)(void))Core_close, METH_FASTCALL, "End a span."},
     {"record", (PyCFunction)(void (*)(void))Core_record, METH_FASTCALL, "Store a span that has just ended."},
+    {"new_span", (PyCFunction)Core_new_span, METH_O, "A scope of a site: a span around a block."},
     {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},
     {"rings", (PyCFunction)Core_rings, METH_NOARGS, "The rings in the order in which their threads first recorded."},
     {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},
@@ -3077,10 +3371,13 @@ static PyMethodDef Core_methods[] = {
     {"forget_current", (PyCFunction)Core_forget_current, METH_NOARGS, "Forget what is open in this context."},
     {"_forget_all", (PyCFunction)Core_forget_all, METH_NOARGS, "Forget what is open in every context."},
     {"_reset", (PyCFunction)Core_reset, METH_O, "Forget every row and total; a new limit in bytes, or None."},
+    {"_preset", (PyCFunction)Core_preset, METH_VARARGS, "For tests: the next identity and this thread's head."},
     {"start_ticks", (PyCFunction)Core_start_ticks, METH_NOARGS, "Begin to read the time stamp counter."},
     {"check_ticks", (PyCFunction)Core_check_ticks, METH_O, "Compare the counter with the monotonic clock."},
     {"stop_ticks", (PyCFunction)Core_stop_ticks, METH_NOARGS, "Read the monotonic clock again."},
     {"now_ns", (PyCFunction)Core_now_ns, METH_NOARGS, "The clock that spans are timed with."},
+    {"count_device", (PyCFunction)Core_count_device, METH_VARARGS,
+     "Add a call's device time: ring, node index, host, device and elapsed ns. False where no such call was counted."},
     {"count", (PyCFunction)Core_count, METH_O, "Count an irregular event."},
     {NULL},
 };
@@ -3091,11 +3388,25 @@ static PyMemberDef Core_members[] = {
     {"node_count", T_UINT, offsetof(Core, node_count), READONLY, "call paths known"},
     {"ended_rows", T_ULONGLONG, offsetof(Core, ended_rows), READONLY, "rows of rings that were given up"},
     {"ended_too_short", T_ULONGLONG, offsetof(Core, ended_too_short), READONLY, "the same of `too_short`"},
-    {"irregular", T_OBJECT, offsetof(Core, counts), READONLY, "irregular events by what happened"},
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
     {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
     {NULL},
 };
+
+static PyObject *
+Core_irregular(Core *self, void *Py_UNUSED(closure))
+{
+    PyObject *all = PyDict_Copy(self->counts);
+    for (int i = 0; all != NULL && i < REASON_COUNT; i++) {
+        if (self->reasons[i] == 0)
+            continue;
+        PyObject *times = PyLong_FromUnsignedLongLong(self->reasons[i]);
+        if (times == NULL || PyDict_SetItemString(all, REASONS[i], times) < 0)
+            Py_CLEAR(all);
+        Py_XDECREF(times);
+    }
+    return all;
+}
 
 static PyObject *
 Core_scope_type(Core *self, void *Py_UNUSED(closure))
@@ -3110,11 +3421,16 @@ Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(closure))
         PyErr_SetString(PyExc_TypeError, "scope_type is a kind of Scope");
         return -1;
     }
+    Scope *scope = (Scope *)((PyTypeObject *)value)->tp_alloc((PyTypeObject *)value, 0);
+    if (scope == NULL)
+        return -1;
+    Py_XSETREF(self->no_scope, scope);
     Py_XSETREF(self->scope_type, Py_NewRef(value));
     return 0;
 }
 
 static PyGetSetDef Core_getset[] = {
+    {"irregular", (getter)Core_irregular, NULL, "irregular events by what happened", NULL},
     {"scope_type", (getter)Core_scope_type, (setter)Core_set_scope_type, "what scope makes", NULL},
     {NULL},
 };

@@ -137,8 +137,11 @@ class Core:
     # ---------------------------------------------------------------- nodes and rings
 
     def _new_node(self, parent: Node, site: Site) -> Node:
-        node = Node(len(self._nodes), site, parent)
-        self._nodes.append(node)
+        nodes = self._nodes
+        node = Node(len(nodes), site, parent)
+        nodes.append(node)
+        while nodes[node.index] is not node:  # a finaliser or signal handler came in between and made one as well
+            node.index += 1
         parent.children[site] = node
         return node
 
@@ -176,6 +179,11 @@ class Core:
         """Rows of rings that were given up."""
         return self._rings.ended_rows
 
+    @property
+    def ended_too_short(self) -> int:
+        """The same of `Ring.too_short`."""
+        return self._rings.ended_too_short
+
     def ended_totals(self) -> dict[int, Totals]:
         """Totals of threads whose rings were given up."""
         return self._rings.copied_ended_totals()
@@ -183,6 +191,10 @@ class Core:
     def count(self, what: str) -> None:
         """Count an irregular event."""
         self.irregular[what] += 1
+
+    def count_device(self, ring: Ring, index: int, host_ns: int, device_ns: int, elapsed_ns: int) -> bool:
+        """Add the device time of a call that was counted: False where no such call was."""
+        return ring.count_device(index, host_ns, device_ns, elapsed_ns)
 
     # ---------------------------------------------------------------- spans, opened and closed
 
@@ -366,8 +378,8 @@ class Core:
                 seen.add(frame[1])
                 if frame[11] != CLOSED and frame[7]:
                     row: Row = (
-                        frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], now, frame[4], -1, None,
-                        frame[10],
+                        frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], max(now, frame[7]), frame[4],
+                        -1, None, frame[10],
                     )  # fmt: skip
                     found.append((frame[5].thread_id, row))
                 frame = frame[6]
@@ -540,7 +552,7 @@ class Stretch:
             self._caller = frame[6] = _top(place)
             core._current.set(inner)
         ring.top = inner
-        while inner is not frame:
+        while inner is not frame and inner is not None:  # None where a finaliser has just ended one of them
             # A scope left open across a yield did not work meanwhile.
             inner[4] += gap_ns
             inner[9] += gap_ns

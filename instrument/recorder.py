@@ -58,6 +58,7 @@ class _Recording:
         node_limit: int
         node_count: int
         ended_rows: int
+        ended_too_short: int
         irregular: Any
         remote_parent: Callable[[], RemoteParent | None] | None
 
@@ -65,6 +66,7 @@ class _Recording:
         def close(self, frame: Any, error: BaseException | None = None, /) -> None: ...
         def record(self, site: Site, start_ns: int, attributes: Any, /) -> None: ...
         def count(self, what: str, /) -> None: ...
+        def count_device(self, ring: Any, index: int, host_ns: int, device_ns: int, elapsed_ns: int, /) -> bool: ...
         def rings(self) -> list[Any]: ...
         def nodes_from(self, first: int, /) -> list[tuple[Site, int]]: ...
         def open_rows(self) -> list[tuple[int, Row]]: ...
@@ -89,6 +91,7 @@ class _Recording:
         def stretch(self, site: Site) -> Any: ...
         def shelf(self, sample: float, spans_per_request: int) -> Any: ...
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
+        def span_of(self, site: Site) -> Callable[[], Any]: ...
         def _reset(self, ring_bytes: int | None, /) -> None: ...
         def _forget_all(self) -> None: ...
 
@@ -147,8 +150,10 @@ class _Recording:
         if self._manual_open >= self.open_scope_limit:
             self.count("scopes not begun because too many are open")
             return None
-        self._manual_open += 1
-        return self.open(site, attributes, pure.MANUAL)
+        frame = self.open(site, attributes, pure.MANUAL)
+        if frame is not None:  # None for want of memory, counted
+            self._manual_open += 1
+        return frame
 
     def end_manual(self, frame: Any, error: BaseException | None = None) -> None:
         """Close what `start_manual` opened. Nothing open is counted, not raised."""
@@ -332,7 +337,8 @@ class _Recording:
     def losses(self) -> Mapping[str, int]:
         """What timelines cannot show, by reason. The tally has counted all of it."""
         overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
-        return {"spans overwritten by newer ones": overwritten} if overwritten else {}
+        losses = {"spans overwritten by newer ones": overwritten, "spans shorter than their rule asks": self._too_short}
+        return {reason: count for reason, count in losses.items() if count}
 
     def counts(self) -> Mapping[str, int]:
         """Irregular events, by what happened."""
@@ -342,6 +348,11 @@ class _Recording:
     def calls(self) -> int:
         """Spans finished since the start, cheap to read."""
         total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
+        return total + self._too_short if self.native else total
+
+    @property
+    def _too_short(self) -> int:
+        total: int = sum(ring.too_short for ring in self.rings()) + self.ended_too_short
         return total
 
     # ---------------------------------------------------------------- life
@@ -405,6 +416,10 @@ class PureRecorder(_Recording, pure.Core):
     def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
         return PureScope(self, site, attributes)
 
+    def span_of(self, site: Site) -> Callable[[], Any]:
+        """Makes a context manager around each span of the site."""
+        return functools.partial(pure.Scope, self, site)
+
     scope = _Recording.make_scope
 
 
@@ -436,7 +451,8 @@ class Scope:
 
     def start(self) -> Scope:
         """Begin; `end` closes."""
-        if self._recorder.on and self._frame is None:
+        # A scope without a site stands for one that there was no memory for.
+        if self._frame is None and self._site is not None and self._recorder.on:
             self._frame = self._recorder.start_manual(self._site, self._attributes)
         return self
 
@@ -483,6 +499,9 @@ else:
 
         def shelf(self, sample: float, spans_per_request: int) -> Any:
             return _native.Shelf(self, sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
+
+        def span_of(self, site: Site) -> Callable[[], Any]:
+            return functools.partial(self.new_span, site)
 
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
             if site.kind == "user" and not site.device and site is not OVERFLOW:

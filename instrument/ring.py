@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container
 from typing import Any
 
-from instrument.tally import Node, Totals
+from instrument.tally import Node, Totals, bucket, bucket_start
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
 
@@ -37,7 +37,7 @@ class Ring:
 
     __slots__ = (
         "capacity", "ended", "fold_mask", "folded", "head", "lock", "mask", "name", "nodes", "rows", "thread_id",
-        "top", "totals", "waiting",
+        "too_short", "top", "totals", "waiting",
     )  # fmt: skip
 
     def __init__(self, capacity: int, thread_id: int, name: str, nodes: list[Node]) -> None:
@@ -51,6 +51,7 @@ class Ring:
         self.top: Any = None
         self.totals: dict[int, Totals] = {}
         self.waiting: Waiting | None = None
+        self.too_short = 0
         self.thread_id = thread_id
         self.name = name
         self.ended = False
@@ -59,12 +60,14 @@ class Ring:
     def newest(self, since: int) -> tuple[list[Row], int, int]:
         """Rows from number `since` on, the number after the last of them, and how many were overwritten before.
 
-        Safe while the owner writes: rows that were overwritten while being copied are left out and counted.
+        Rows that are too short for their site are left out: they lie here for the totals alone. Safe while the owner
+        writes: rows that were overwritten while being copied are left out and counted.
         """
         head = self.head
         copy = self.rows[:]
         first = min(max(since, self.head - self.capacity), head)
-        return [copy[i & self.mask] for i in range(first, head)], head, first - since
+        rows = [copy[i & self.mask] for i in range(first, head)]
+        return [row for row in rows if not is_too_short(row, self.nodes[row[0]].site.min_ns)], head, first - since
 
     def shrink(self) -> None:
         """A thread that has ended needs no room beyond the rows that it wrote."""
@@ -125,7 +128,14 @@ class Ring:
             errors = sum([row[9] is not None for row in rarer])
             moved_bytes = 0
             if rarer and nodes[index].site.kind == "copy":
-                moved_bytes = sum(row[10].get("bytes", 0) for row in rarer if row[10])
+                sizes = [row[10].get("bytes") for row in rarer if row[10]]
+                # A scope of this kind may carry anything there: what is no size counts for nothing.
+                moved_bytes = sum([size for size in sizes if isinstance(size, int) and 0 <= size < 1 << 64])
+            min_ns = nodes[index].site.min_ns
+            too_short = 0
+            if min_ns:
+                too_short = sum([duration < min_ns for duration in durations])
+                too_short -= sum([row[6] - row[5] < min_ns and not is_too_short(row, min_ns) for row in rarer])
             totals = self.totals.get(index) or Totals(first_ns=first_ns, min_ns=low)
             histogram = Counter(totals.histogram)
             # The buckets of `tally.bucket`, written out because a call each would double the cost.
@@ -133,6 +143,7 @@ class Ring:
             if self.waiting is waiting:
                 self.waiting = rest
                 self.totals[index] = totals
+                self.too_short += too_short
                 totals.calls += calls
                 totals.errors += errors
                 totals.total_ns += total_ns
@@ -151,11 +162,41 @@ class Ring:
             self.fold(self.nodes)
             return [(index, totals.calls, totals.total_ns) for index, totals in self.totals.items()]
 
+    def count_device(self, index: int, host_ns: int, device_ns: int, elapsed_ns: int) -> bool:
+        """Add the device time of a call that was counted as long as its host time; False where no such call was.
+
+        The least elapsed time is exact as long as it was another call's; else it is that of the lowest bucket.
+        """
+        with self.lock:
+            self.fold(self.nodes)
+            totals = self.totals.get(index)
+            if totals is None or device_ns < 0 or not 0 <= host_ns <= elapsed_ns:
+                return False
+            histogram, before = totals.histogram, bucket(host_ns)
+            if not histogram.get(before):
+                return False
+            totals.device_ns += device_ns
+            if elapsed_ns > host_ns:
+                totals.elapsed_ns += elapsed_ns - host_ns
+                histogram[bucket(elapsed_ns)] = histogram.get(bucket(elapsed_ns), 0) + 1
+                histogram[before] -= 1
+                if not histogram[before]:
+                    del histogram[before]
+                totals.max_ns = max(totals.max_ns, elapsed_ns)
+                if totals.min_ns == host_ns:
+                    totals.min_ns = max(bucket_start(min(histogram)), host_ns)
+            return True
+
     def copied_totals(self) -> dict[int, Totals]:
         """The totals up to now, for another thread to keep."""
         with self.lock:
             self.fold(self.nodes)
             return {index: totals.copy() for index, totals in self.totals.items()}
+
+
+def is_too_short(row: Row, min_ns: int) -> bool:
+    """Whether a row's span is counted and not kept: shorter than its site wants, without children or error."""
+    return row[6] - row[5] < min_ns and not row[7] and row[9] is None
 
 
 def self_ns(row: Row) -> int:
@@ -210,6 +251,7 @@ class Rings:
         self.local = _Local()
         self.ended_totals: dict[int, Totals] = {}
         self.ended_rows = 0
+        self.ended_too_short = 0
         self._budget = max(ring_bytes // ROW_BYTES, SMALLEST_RING)
         self._nodes = nodes
         self._thread_name = thread_name
@@ -248,6 +290,7 @@ class Rings:
             for index, totals in ring.copied_totals().items():
                 self.ended_totals.setdefault(index, Totals()).merge(totals)
             self.ended_rows += ring.head
+            self.ended_too_short += ring.too_short
             self._rings.remove(ring)
 
     def all(self) -> list[Ring]:

@@ -30,12 +30,17 @@ def bucket(value_ns: int) -> int:
     return value_ns if exponent <= 0 else (exponent << 6) + (value_ns >> exponent)
 
 
-def bucket_middle(index: int) -> int:
-    """The value that stands for a bucket: its middle, rounded down."""
+def bucket_start(index: int) -> int:
+    """The lowest value of a bucket."""
     if index < 128:
         return index
     exponent = (index >> 6) - 1
-    return ((index - (exponent << 6)) << exponent) + (1 << exponent >> 1)
+    return (index - (exponent << 6)) << exponent
+
+
+def bucket_middle(index: int) -> int:
+    """The value that stands for a bucket: its middle, rounded down."""
+    return bucket_start(index) + (0 if index < 128 else 1 << ((index >> 6) - 1) >> 1)
 
 
 @dataclass(slots=True)

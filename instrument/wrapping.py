@@ -44,33 +44,22 @@ def wrap(recorder: Any, function: Function, site: Site) -> Function:
 
 
 def _request(recorder: Any, function: Callable[..., Any], site: Site) -> Any:
+    span = recorder.span_of(site)
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.on:
+        # Not `open` and `close`: a signal handler may raise between a call and the `try` after it.
+        with span():
             return function(*args, **kwargs)
-        frame = recorder.open(site)
-        try:
-            result = function(*args, **kwargs)
-        except BaseException as error:
-            recorder.close(frame, error)
-            raise
-        recorder.close(frame)
-        return result
 
     return wrapper
 
 
 def _coroutine(recorder: Any, function: Callable[..., Any], site: Site) -> Any:
+    span = recorder.span_of(site)
+
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.on:
+        with span():
             return await function(*args, **kwargs)
-        frame = recorder.open(site)
-        try:
-            result = await function(*args, **kwargs)
-        except BaseException as error:
-            recorder.close(frame, error)
-            raise
-        recorder.close(frame)
-        return result
 
     return wrapper
 

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from trees import outline, tree
 
 from instrument.recorder import measure_costs
 from instrument.spans import RemoteParent, Site
-from instrument.tally import OVERFLOW
+from instrument.tally import OVERFLOW, Totals, bucket
 
 
 def wrapped(recorder: Any, name: str = "", kind: str = "op") -> Any:
@@ -935,3 +937,83 @@ def test_code_of_the_loop_itself_runs_in_the_callers_context_and_finds_its_span(
     assert tree(recorder) == "serve\n  leaf\n  leaf\nleaf"
     assert recorder.counts() == {}
     assert recorder.current_id() == 0
+
+
+def test_a_span_shorter_than_its_site_asks_is_counted_and_not_kept(recorder: Any) -> None:
+    def site(name: str) -> Site:
+        return Site(name, min_ns=2_000_000)
+
+    quick = wrapped(recorder, "quick")(lambda: None)
+    passed = recorder.wrap(lambda: None, site("passed"))
+    slow = recorder.wrap(lambda: time.sleep(0.003), site("slow"))
+    around = recorder.wrap(lambda: quick(), site("around"))
+
+    def fail() -> None:
+        raise ValueError
+
+    failing = recorder.wrap(fail, site("failing"))
+    for _ in range(5):
+        passed()
+    slow()
+    around()
+    with pytest.raises(ValueError):
+        failing()
+    with recorder.new_scope(site("scope"), None):
+        pass
+    assert tree(recorder) == outline(
+        """
+        slow
+        around
+          quick
+        failing !ValueError
+        """
+    )
+    assert {row.path[-1].name: row.totals.calls for row in recorder.tally().rows()} == {
+        "passed": 5,
+        "slow": 1,
+        "around": 1,
+        "quick": 1,
+        "failing": 1,
+        "scope": 1,
+    }
+    assert recorder.losses() == {"spans shorter than their rule asks": 6}
+    assert recorder.calls == 10
+    recorder.reset()
+    assert recorder.losses() == {}
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**7), st.integers(0, 10**7)), max_size=8), st.data())
+def test_device_time_that_comes_later_counts_as_if_it_had_been_known(
+    make_recorder: Any, times: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    recorder = make_recorder()
+    recorder.on = True
+    site, expected = Site("kernel", device=True), Totals()
+    for _ in times:
+        recorder.record(site, recorder.now_ns() if recorder.native else time.monotonic_ns(), None)
+    for ring in recorder.rings():
+        rows = ring.newest(0)[0]
+        for row, (device_ns, beyond_ns, _) in zip(rows, data.draw(st.permutations(times)), strict=True):
+            host_ns = row[6] - row[5]
+            assert recorder.count_device(ring, row[0], host_ns, device_ns, host_ns + beyond_ns)
+            elapsed_ns = host_ns + beyond_ns
+            expected.merge(
+                Totals(
+                    calls=1,
+                    total_ns=host_ns,
+                    self_ns=host_ns,
+                    device_ns=device_ns,
+                    elapsed_ns=elapsed_ns,
+                    min_ns=elapsed_ns,
+                    max_ns=elapsed_ns,
+                    first_ns=row[5],
+                    histogram={bucket(elapsed_ns): 1},
+                )
+            )
+        assert not recorder.count_device(ring, row[0], 1 << 40, 1, 1 << 41)
+        assert not recorder.count_device(ring, row[0], -1, 1, 1)
+    found = next((row.totals for row in recorder.tally().rows()), Totals())
+    assert abs(found.min_ns - expected.min_ns) <= expected.min_ns / 64
+    found.min_ns = expected.min_ns
+    assert found == expected
