@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from instrument import __version__
 from instrument.errors import InstrumentError, ProfileError
 from instrument.probes.scopes import OFF
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, Profile, load
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="instrument",
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",
     )
+    parser.add_argument("--version", action="version", version=f"instrument {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="run | check | report")
 
     run = verbs.add_parser(

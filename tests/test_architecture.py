@@ -22,7 +22,13 @@ FLOORS: list[list[str]] = [
     ["", "__main__", "cli", "autostart"],
 ]
 
-WITHIN = {"tally": {"spans"}, "ring": {"spans", "tally"}, "recorder": {"pure", "wrapping"}, "__main__": {"cli"}}
+WITHIN = {
+    "tally": {"spans"},
+    "ring": {"spans", "tally"},
+    "recorder": {"pure", "wrapping"},
+    "cli": {""},
+    "__main__": {"cli"},
+}
 """What may be imported on a room's own floor."""
 
 MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in ROOT.rglob("*.py"))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from otlp_receiver import receiver
 
+import instrument
 from instrument import chrome
 
 INSTRUMENT = [sys.executable, "-m", "instrument"]
@@ -57,6 +58,10 @@ def traces() -> list[Path]:
     return sorted(Path("traces").glob("*")) if Path("traces").exists() else []
 
 
+def test_the_version_is_told() -> None:
+    assert run("--version").stdout == f"instrument {instrument.__version__}\n"
+
+
 MAIN = """
 import sys
 from work import step
@@ -73,7 +78,7 @@ def test_run_is_the_host_with_a_summary_and_a_trace_beside_it(folder: Path) -> N
     (path,) = traces()
     trace, _ = chrome.load(path)
     assert [span.site.name for span in trace.spans] == ["step"]
-    assert f"Chrome trace: {path}" in done.stderr
+    assert f"\nProcess: {trace.origin.pid}\nChrome trace: {path}\n" in done.stderr
 
 
 SHOW = "import sys, work; work.step(1); print(sys.argv, sys.path[0], sys.flags, sys.warnoptions, __name__)"
