@@ -555,7 +555,7 @@ def test_each_worker_that_uvicorn_spawns_writes_a_trace(folder: Path) -> None:
           - {match: "shop:*"}
         """
     )
-    host = ["-m", "uvicorn", "--workers", "2", "--port", "{port}", "--no-access-log", "shop:asgi"]
+    host = ["-m", "uvicorn", "--workers", "2", "--port", "{port}", "--lifespan", "off", "--no-access-log", "shop:asgi"]
     ours = serve_both(host, ask_until_both_workers_have_answered)
     assert (ours.code, ours.answers) == (0, [[(200, "15")], 2])
     found = trees_by_worker(
