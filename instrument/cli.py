@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,10 +123,8 @@ def _run(options: argparse.Namespace, host: list[str]) -> int:
         raise InstrumentError("run: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
     if not OFF:
         _refuse_what_cannot_work(load(wanted), host)  # a broken profile ends here, not in the service
-    if not host[0].startswith("-") and not Path(host[0]).exists():
-        raise InstrumentError(
-            f"run: asked to run {host[0]!r}, found no such file in {Path.cwd()}; a module is run with -- -m {host[0]}"
-        )
+    if not host[0].startswith("-"):
+        _refuse_what_is_no_script(host[0])
     environ = dict(os.environ)
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(wanted)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
@@ -157,6 +156,31 @@ def _refuse_what_cannot_work(profile: Profile, host: list[str]) -> None:
             break
         if last and not rest:
             next(words, None)  # what -W or -X means
+
+
+def _refuse_what_is_no_script(word: str) -> None:
+    path = Path(word)
+    is_python = re.fullmatch(r"python[\d.]*", path.name) is not None
+    if not path.exists():
+        found, hint = f"no such file in {Path.cwd()}", f"a module is run with -- -m {word}"
+        command = shutil.which(word)
+        if command is not None and re.match(rb"#!.*python", _head(Path(command), 256), re.DOTALL):
+            hint += f", a command by its path: -- {command}"
+    elif _head(path, 4) == b"\x7fELF":
+        found, hint = "machine code", "give a script or module of Python"
+    else:
+        return
+    if is_python:
+        hint = f"leave it out and give what would follow it: -- script.py or -- -m module, not -- {word} ..."
+    raise InstrumentError(f"run: asked to run {word!r}, found {found}; {hint}")
+
+
+def _head(path: Path, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError:
+        return b""  # a folder, which Python can run, or what it will complain about
 
 
 def _interpreter_flags() -> list[str]:

@@ -387,6 +387,13 @@ def test_check_shows_what_each_rule_matches_and_fails_on_one_that_matches_nothin
         (["run", "--profile", "profile.yaml"], "nothing to run"),
         (["run", "--profile", "profile.yaml", "--", "absent.py"], "found no such file"),
         (["run", "--profile", "profile.yaml", "--", "uvicorn", "app:app"], "a module is run with -- -m uvicorn"),
+        (
+            ["run", "--profile", "profile.yaml", "--", "serve", "app:app"],
+            "a command by its path: -- {folder}/bin/serve",
+        ),
+        (["run", "--profile", "profile.yaml", "--", "python", "main.py"], "leave it out and give what would follow it"),
+        (["run", "--profile", "profile.yaml", "--", sys.executable, "main.py"], "found machine code; leave it out"),
+        (["run", "--profile", "profile.yaml", "--", "/bin/sh", "main.py"], "give a script or module of Python"),
         (["run", "--profil", "profile.yaml", "--", "main.py"], "unrecognized arguments: --profil"),
         (["run", "--profile", "profile.yaml", "--", "-X", "utf8", "-OI", "main.py"], "found -OI before the script"),
         (["run", "--profile", "profile.yaml", "--", "-Em", "work"], "does not load what starts the session"),
@@ -403,8 +410,12 @@ def test_check_shows_what_each_rule_matches_and_fails_on_one_that_matches_nothin
     ],
 )
 def test_bad_input_is_one_clear_error_exit_code_2_and_no_traceback(
-    folder: Path, arguments: list[str], says: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
 ) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "serve").write_text("#!/usr/bin/env python3\n")
+    (folder / "bin" / "serve").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}/bin", prepend=os.pathsep)
     (folder / "broken.yaml").write_text("functions: [")
     (folder / "import.yaml").write_text('functions: [{match: "broken_module:f"}]')
     (folder / "broken_module.py").write_text("raise RuntimeError('boom')")
@@ -423,7 +434,7 @@ def test_bad_input_is_one_clear_error_exit_code_2_and_no_traceback(
     started = time.monotonic()
     done = run(*arguments)
     assert done.returncode == 2, done.stderr
-    assert says in done.stderr
+    assert says.replace("{folder}", str(folder)) in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 30
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == before
