@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from instrument import __version__
 from instrument.errors import InstrumentError, ProfileError
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, host = _split(parser, given)
     try:
         code: int = options.verb(options, host)
-        sys.stdout.flush()
+        _flush(sys.stdout)
     except ProfileError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
@@ -41,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
+
+
+def _flush(stream: TextIO | None) -> None:
+    if stream is not None:  # as it is where a daemon was started with it closed
+        stream.flush()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,8 +135,8 @@ def _run(options: argparse.Namespace, host: list[str]) -> int:
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
     paths = [str(Path(__file__).parent / "autostart"), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush(sys.stdout)
+    _flush(sys.stderr)
     # Becoming the host, not calling it: its own __main__, exit code, signals and tracebacks.
     os.execve(sys.executable, [sys.executable, *_interpreter_flags(), *host], environ)  # noqa: S606 - no shell wanted
 

@@ -205,6 +205,18 @@ def test_an_exit_waits_for_a_stop_that_a_daemon_thread_has_begun(folder: Path) -
     assert len(traces()) == 1
 
 
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_a_daemon_with_closed_standard_streams_runs(folder: Path, closed: str) -> None:
+    write(folder / "main.py", "from work import step\nstep(1)\nopen('done', 'w').close()\nprint(1)")
+    closing = " ".join(f"{number}>&-" for number in closed.split())
+    plain = subprocess.run(f"{sys.executable} main.py {closing}", shell=True, check=False)
+    command = " ".join([*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py", closing])
+    (folder / "done").unlink()
+    ours = subprocess.run(command, shell=True, check=False, capture_output=True, text=True)
+    assert (ours.returncode, (folder / "done").exists()) == (plain.returncode, True)
+    assert len(traces()) == 1
+
+
 def test_stop_gives_the_signal_back(folder: Path) -> None:
     write(folder / "main.py", "import instrument, signal; instrument.stop(); print(signal.getsignal(signal.SIGTERM))")
     assert run("run", "--profile", "profile.yaml", "--", "main.py").stdout.strip() in ("0", "Handlers.SIG_DFL")
