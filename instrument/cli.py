@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from instrument import __version__
 from instrument.errors import InstrumentError, ProfileError
 from instrument.probes.scopes import OFF
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, Profile, load
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, host = _split(parser, given)
     try:
         code: int = options.verb(options, host)
-        sys.stdout.flush()
+        _flush(sys.stdout)
     except ProfileError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
@@ -41,11 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _flush(stream: TextIO | None) -> None:
+    if stream is not None:  # as it is where a daemon was started with it closed
+        stream.flush()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="instrument",
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",
     )
+    parser.add_argument("--version", action="version", version=f"instrument {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="run | check | report")
 
     run = verbs.add_parser(
@@ -121,17 +129,15 @@ def _run(options: argparse.Namespace, host: list[str]) -> int:
         raise InstrumentError("run: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
     if not OFF:
         _refuse_what_cannot_work(load(wanted), host)  # a broken profile ends here, not in the service
-    if not host[0].startswith("-") and not Path(host[0]).exists():
-        raise InstrumentError(
-            f"run: asked to run {host[0]!r}, found no such file in {Path.cwd()}; a module is run with -- -m {host[0]}"
-        )
+    if not host[0].startswith("-"):
+        _refuse_what_is_no_script(host[0])
     environ = dict(os.environ)
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(wanted)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
     paths = [str(Path(__file__).parent / "autostart"), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush(sys.stdout)
+    _flush(sys.stderr)
     # Becoming the host, not calling it: its own __main__, exit code, signals and tracebacks.
     os.execve(sys.executable, [sys.executable, *_interpreter_flags(), *host], environ)  # noqa: S606 - no shell wanted
 
@@ -156,6 +162,31 @@ def _refuse_what_cannot_work(profile: Profile, host: list[str]) -> None:
             break
         if last and not rest:
             next(words, None)  # what -W or -X means
+
+
+def _refuse_what_is_no_script(word: str) -> None:
+    path = Path(word)
+    is_python = re.fullmatch(r"python[\d.]*", path.name) is not None
+    if not path.exists():
+        found, hint = f"no such file in {Path.cwd()}", f"a module is run with -- -m {word}"
+        command = shutil.which(word)
+        if command is not None and re.match(rb"#!.*python", _head(Path(command), 256), re.DOTALL):
+            hint += f", a command by its path: -- {command}"
+    elif _head(path, 4) == b"\x7fELF":
+        found, hint = "machine code", "give a script or module of Python"
+    else:
+        return
+    if is_python:
+        hint = f"leave it out and give what would follow it: -- script.py or -- -m module, not -- {word} ..."
+    raise InstrumentError(f"run: asked to run {word!r}, found {found}; {hint}")
+
+
+def _head(path: Path, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError:
+        return b""  # a folder, which Python can run, or what it will complain about
 
 
 def _interpreter_flags() -> list[str]:

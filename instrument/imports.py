@@ -61,6 +61,8 @@ class Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if not sys.meta_path or sys.meta_path[0] is not self:
+            self._go_first()
         # Another finder may ask the whole path again; it must not meet us twice for one name.
         if getattr(self._busy, "name", None) == fullname or not self._wants(fullname):
             return None
@@ -80,6 +82,16 @@ class Finder:
             return None
         finally:
             self._busy.name = before
+
+    def _go_first(self) -> None:
+        """Before a finder that was put in front of us since, such as the one that rewrites pytest's test modules.
+
+        It answers alone for the modules that are its business; we are asked for all others, and learn of it then.
+        """
+        order = list(sys.meta_path)
+        if self in order:
+            order.remove(self)
+            sys.meta_path[:] = [self, *order]  # at once: another thread may be reading
 
 
 def install(wants: Callable[[str], bool], imported: Callable[[ModuleType], object]) -> Undo:

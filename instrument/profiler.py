@@ -434,9 +434,10 @@ class Session:
         return Path(name) if self._folder == _working_folder() else self._folder / name
 
     def _print_summary(self, wanted: Summary) -> None:
-        text = self.summary()
+        # Workers of one service write to one stream: which of them this is stands in each.
+        text = self.summary() + f"\nProcess: {os.getpid()}\n"
         if self._newest_file is not None:
-            text += f"\nChrome trace: {self._newest_file}\n"
+            text += f"Chrome trace: {self._newest_file}\n"
         try:
             if wanted.to in ("stderr", "stdout"):
                 stream = sys.stderr if wanted.to == "stderr" else sys.stdout

@@ -2,13 +2,18 @@
 
 A coroutine's span stays current while it is suspended, for its task has a context of its own. A generator runs in the
 context of whoever resumes it, so its span is current only while its body runs.
+
+A wrapper takes the very parameters of its function: the body of a coroutine or generator begins after the call, and a
+call with wrong arguments must fail at once (servers find out by such a call what kind of application they have).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Generator
+import keyword
+from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 from instrument.spans import Site
@@ -24,16 +29,16 @@ def wrap(recorder: Any, function: Function, site: Site) -> Function:
     """
     made: Any
     if inspect.isasyncgenfunction(function):
-        made = _async_generator(recorder, function, site)
+        made = _make(_ASYNC_GENERATOR, recorder, function, site)
         recorder.note_shape(site, "generator")
     elif inspect.iscoroutinefunction(function):
-        made = _coroutine(recorder, function, site)
+        made = _make(_COROUTINE, recorder, function, site)
         recorder.note_shape(site, "coroutine")
     elif inspect.isgeneratorfunction(function):
-        made = _generator(recorder, function, site)
+        made = _make(_GENERATOR, recorder, function, site)
         recorder.note_shape(site, "generator")
     elif site.kind == "request":
-        made = _request(recorder, function, site)
+        made = _make(_REQUEST, recorder, function, site)
         recorder.note_shape(site, "wrapper")
     else:
         made = recorder.make_function(function, site)
@@ -43,102 +48,115 @@ def wrap(recorder: Any, function: Function, site: Site) -> Function:
     return made  # type: ignore[no-any-return]
 
 
-def _request(recorder: Any, function: Callable[..., Any], site: Site) -> Any:
-    span = recorder.span_of(site)
+# What wrappers are made of. `{i}` begins the names that are ours, so that a parameter may have any name. A wrapper lets
+# go of the arguments before it waits: the host's function may drop a large one early. It has the globals of the host's
+# function, which resolve the names in its annotations; the bodies need none.
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+_REQUEST = """
+def {i}make({i}function, {i}recorder, {i}site, {i}idle):
+    {i}span = {i}recorder.span_of({i}site)
+
+    def wrapper({parameters}):
         # Not `open` and `close`: a signal handler may raise between a call and the `try` after it.
-        with span():
-            return function(*args, **kwargs)
+        with {i}span():
+            return {i}function({arguments})
 
     return wrapper
+"""
 
+_COROUTINE = """
+def {i}make({i}function, {i}recorder, {i}site, {i}idle):
+    {i}span = {i}recorder.span_of({i}site)
 
-def _coroutine(recorder: Any, function: Callable[..., Any], site: Site) -> Any:
-    span = recorder.span_of(site)
-
-    async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with span():
-            return await function(*args, **kwargs)
+    async def wrapper({parameters}):
+        with {i}span():
+            {i}coroutine = {i}function({arguments})
+            {forget}
+            return await {i}coroutine
 
     return wrapper
+"""
 
-
-def _generator(recorder: Any, function: Callable[..., Any], site: Site) -> Any:
-    def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        generator = function(*args, **kwargs)
-        if not recorder.on:
-            return (yield from generator)
-        stretch = recorder.stretch(site)
-        resume, suspend, send = stretch.resume, stretch.suspend, generator.send
-        value: Any = None
-        thrown: BaseException | None = None
+_GENERATOR = """
+def {i}make({i}function, {i}recorder, {i}site, {i}idle):
+    def wrapper({parameters}):
+        {i}generator = {i}function({arguments})
+        {forget}
+        if not {i}recorder.on:
+            return (yield from {i}generator)
+        {i}stretch = {i}recorder.stretch({i}site)
+        {i}resume, {i}suspend, {i}send = {i}stretch.resume, {i}stretch.suspend, {i}generator.send
+        {i}value = {i}thrown = None
         try:
             while True:
-                resume()
+                {i}resume()
                 try:
-                    item = send(value) if thrown is None else generator.throw(thrown)
-                except StopIteration as done:
-                    return done.value
+                    {i}item = {i}send({i}value) if {i}thrown is None else {i}generator.throw({i}thrown)
+                except StopIteration as {i}done:
+                    return {i}done.value
                 finally:
-                    suspend()
+                    {i}suspend()
                 try:
-                    value, thrown = (yield item), None
+                    {i}value, {i}thrown = (yield {i}item), None
                 except GeneratorExit:
-                    resume()
+                    {i}resume()
                     try:
-                        generator.close()
+                        {i}generator.close()
                     finally:
-                        suspend()
+                        {i}suspend()
                     raise
-                except BaseException as error:
-                    value, thrown = None, error
+                except BaseException as {i}error:
+                    {i}value, {i}thrown = None, {i}error
         except GeneratorExit:
             raise
-        except BaseException as error:
-            stretch.finish(error)
+        except BaseException as {i}error:
+            {i}stretch.finish({i}error)
             raise
         finally:
-            stretch.finish(None)
+            {i}stretch.finish(None)
 
     return wrapper
+"""
 
-
-def _async_generator(recorder: Any, function: Callable[..., Any], site: Site) -> Any:
-    async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        generator = function(*args, **kwargs)
-        stretch = recorder.stretch(site) if recorder.on else _NO_STRETCH
-        value: Any = None
-        thrown: BaseException | None = None
+_ASYNC_GENERATOR = """
+def {i}make({i}function, {i}recorder, {i}site, {i}idle):
+    async def wrapper({parameters}):
+        {i}generator = {i}function({arguments})
+        {forget}
+        {i}stretch = {i}recorder.stretch({i}site) if {i}recorder.on else {i}idle
+        {i}value = {i}thrown = None
         try:
             while True:
-                stretch.resume()
+                {i}stretch.resume()
                 try:
-                    item = await (generator.asend(value) if thrown is None else generator.athrow(thrown))
+                    {i}item = await (
+                        {i}generator.asend({i}value) if {i}thrown is None else {i}generator.athrow({i}thrown)
+                    )
                 except StopAsyncIteration:
                     return
                 finally:
-                    stretch.suspend()
+                    {i}stretch.suspend()
                 try:
-                    value, thrown = (yield item), None
+                    {i}value, {i}thrown = (yield {i}item), None
                 except GeneratorExit:
-                    stretch.resume()
+                    {i}stretch.resume()
                     try:
-                        await generator.aclose()
+                        await {i}generator.aclose()
                     finally:
-                        stretch.suspend()
+                        {i}stretch.suspend()
                     raise
-                except BaseException as error:
-                    value, thrown = None, error
+                except BaseException as {i}error:
+                    {i}value, {i}thrown = None, {i}error
         except GeneratorExit:
             raise
-        except BaseException as error:
-            stretch.finish(error)
+        except BaseException as {i}error:
+            {i}stretch.finish({i}error)
             raise
         finally:
-            stretch.finish(None)
+            {i}stretch.finish(None)
 
     return wrapper
+"""
 
 
 class _NoStretch:
@@ -152,3 +170,61 @@ class _NoStretch:
 
 
 _NO_STRETCH = _NoStretch()
+
+
+def _make(template: str, recorder: Any, function: Callable[..., Any], site: Site) -> Any:
+    """A wrapper after a template, with the parameters, the defaults and the globals of the function."""
+    code = getattr(function, "__code__", None)
+    is_plain = isinstance(function, FunctionType) and isinstance(code, CodeType)
+    parameters, arguments, names = _parameters(code) if is_plain else _ANY  # type: ignore[arg-type]
+    made = _template(template, parameters, arguments, names)(function, recorder, site, _NO_STRETCH)
+    if not is_plain:
+        return made
+    wrapper = FunctionType(
+        made.__code__, function.__globals__, function.__name__, function.__defaults__, made.__closure__
+    )
+    wrapper.__kwdefaults__ = function.__kwdefaults__
+    return wrapper
+
+
+_ANY = ("*args, **kwargs", "*args, **kwargs", ("args", "kwargs"))
+
+
+def _parameters(code: CodeType) -> tuple[str, str, tuple[str, ...]]:
+    """The parameters of a function's code, the arguments that hand them on, and their names."""
+    positional, total = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
+    only_by_keyword = code.co_varnames[positional:total]
+    taken = list(code.co_varnames[:positional])
+    given = list(taken)
+    if code.co_posonlyargcount:
+        taken.insert(code.co_posonlyargcount, "/")
+    last = total
+    if code.co_flags & inspect.CO_VARARGS:
+        taken.append("*" + code.co_varnames[last])
+        given.append("*" + code.co_varnames[last])
+        last += 1
+    elif only_by_keyword:
+        taken.append("*")
+    taken += only_by_keyword
+    given += [f"{name}={name}" for name in only_by_keyword]
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        taken.append("**" + code.co_varnames[last])
+        given.append("**" + code.co_varnames[last])
+        last += 1
+    names = code.co_varnames[:last]
+    if any(not name.isidentifier() or keyword.iskeyword(name) for name in names):
+        return _ANY  # no compiler made these
+    return ", ".join(taken), ", ".join(given), names
+
+
+@functools.lru_cache(maxsize=1024)
+def _template(template: str, parameters: str, arguments: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    """The function that makes wrappers with these parameters."""
+    ours = "instrument_"
+    while any(name.startswith(ours) for name in names):
+        ours += "_"
+    forget = "del " + ", ".join(names) if names else "pass"
+    source = template.format(i=ours, parameters=parameters, arguments=arguments, forget=forget)
+    made: dict[str, Any] = {}
+    exec(compile(source, "<instrument>", "exec", dont_inherit=True), made)  # noqa: S102 - names alone are filled in
+    return made[f"{ours}make"]  # type: ignore[no-any-return]

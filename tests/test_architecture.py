@@ -26,6 +26,7 @@ WITHIN = {
     "tally": {"spans"},
     "ring": {"spans", "tally"},
     "recorder": {"pure", "shelf", "wrapping"},
+    "cli": {""},
     "__main__": {"cli"},
 }
 """What may be imported on a room's own floor."""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from otlp_receiver import receiver
 
+import instrument
 from instrument import chrome
 
 INSTRUMENT = [sys.executable, "-m", "instrument"]
@@ -57,6 +58,10 @@ def traces() -> list[Path]:
     return sorted(Path("traces").glob("*")) if Path("traces").exists() else []
 
 
+def test_the_version_is_told() -> None:
+    assert run("--version").stdout == f"instrument {instrument.__version__}\n"
+
+
 MAIN = """
 import sys
 from work import step
@@ -73,7 +78,7 @@ def test_run_is_the_host_with_a_summary_and_a_trace_beside_it(folder: Path) -> N
     (path,) = traces()
     trace, _ = chrome.load(path)
     assert [span.site.name for span in trace.spans] == ["step"]
-    assert f"Chrome trace: {path}" in done.stderr
+    assert f"\nProcess: {trace.origin.pid}\nChrome trace: {path}\n" in done.stderr
 
 
 SHOW = "import sys, work; work.step(1); print(sys.argv, sys.path[0], sys.flags, sys.warnoptions, __name__)"
@@ -197,6 +202,18 @@ def test_an_exit_waits_for_a_stop_that_a_daemon_thread_has_begun(folder: Path) -
     )
     done = run("run", "--profile", "profile.yaml", "--", "main.py")
     assert (done.returncode, "Profiling Report" in done.stderr) == (0, True)
+    assert len(traces()) == 1
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_a_daemon_with_closed_standard_streams_runs(folder: Path, closed: str) -> None:
+    write(folder / "main.py", "from work import step\nstep(1)\nopen('done', 'w').close()\nprint(1)")
+    closing = " ".join(f"{number}>&-" for number in closed.split())
+    plain = subprocess.run(f"{sys.executable} main.py {closing}", shell=True, check=False)
+    command = " ".join([*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py", closing])
+    (folder / "done").unlink()
+    ours = subprocess.run(command, shell=True, check=False, capture_output=True, text=True)
+    assert (ours.returncode, (folder / "done").exists()) == (plain.returncode, True)
     assert len(traces()) == 1
 
 
@@ -382,6 +399,13 @@ def test_check_shows_what_each_rule_matches_and_fails_on_one_that_matches_nothin
         (["run", "--profile", "profile.yaml"], "nothing to run"),
         (["run", "--profile", "profile.yaml", "--", "absent.py"], "found no such file"),
         (["run", "--profile", "profile.yaml", "--", "uvicorn", "app:app"], "a module is run with -- -m uvicorn"),
+        (
+            ["run", "--profile", "profile.yaml", "--", "serve", "app:app"],
+            "a command by its path: -- {folder}/bin/serve",
+        ),
+        (["run", "--profile", "profile.yaml", "--", "python", "main.py"], "leave it out and give what would follow it"),
+        (["run", "--profile", "profile.yaml", "--", sys.executable, "main.py"], "found machine code; leave it out"),
+        (["run", "--profile", "profile.yaml", "--", "/bin/sh", "main.py"], "give a script or module of Python"),
         (["run", "--profil", "profile.yaml", "--", "main.py"], "unrecognized arguments: --profil"),
         (["run", "--profile", "profile.yaml", "--", "-X", "utf8", "-OI", "main.py"], "found -OI before the script"),
         (["run", "--profile", "profile.yaml", "--", "-Em", "work"], "does not load what starts the session"),
@@ -398,8 +422,12 @@ def test_check_shows_what_each_rule_matches_and_fails_on_one_that_matches_nothin
     ],
 )
 def test_bad_input_is_one_clear_error_exit_code_2_and_no_traceback(
-    folder: Path, arguments: list[str], says: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
 ) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "serve").write_text("#!/usr/bin/env python3\n")
+    (folder / "bin" / "serve").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}/bin", prepend=os.pathsep)
     (folder / "broken.yaml").write_text("functions: [")
     (folder / "import.yaml").write_text('functions: [{match: "broken_module:f"}]')
     (folder / "broken_module.py").write_text("raise RuntimeError('boom')")
@@ -418,7 +446,7 @@ def test_bad_input_is_one_clear_error_exit_code_2_and_no_traceback(
     started = time.monotonic()
     done = run(*arguments)
     assert done.returncode == 2, done.stderr
-    assert says in done.stderr
+    assert says.replace("{folder}", str(folder)) in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 30
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == before

@@ -10,9 +10,10 @@ import threading
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
-from importlib.machinery import PathFinder
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -210,6 +211,37 @@ def test_another_hook_that_asks_the_whole_path_again_hears_the_module_once(
     importlib.import_module("made_last")
     sys.meta_path.remove(last)  # type: ignore[arg-type]
     assert heard == ["made_first", "made_last"]
+
+
+def test_a_finder_put_in_front_of_ours_keeps_its_modules_and_they_are_heard(
+    write: Callable[[str, str], None], heard: list[str]
+) -> None:
+    """As pytest does, whose finder answers alone for the test modules that it rewrites."""
+
+    class Rewriting:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+            spec = PathFinder.find_spec(name, path, target) if name.startswith("made") else None
+            if spec is not None:
+                spec.loader = RewritingLoader(name, str(spec.origin))
+            return spec
+
+    class RewritingLoader(SourceFileLoader):
+        def get_data(self, path: str) -> bytes:
+            return super().get_data(path).replace(b"plain", b"rewritten")
+
+    write("other.py", "")
+    write("made_one.py", "text = 'plain'")
+    before = list(sys.meta_path)
+    sys.meta_path.insert(0, Rewriting)
+    try:
+        for name in ("other", "made_one"):
+            importlib.import_module(name)
+        assert sys.meta_path == [before[0], Rewriting, *before[1:]]
+    finally:
+        sys.meta_path.remove(Rewriting)
+    made = sys.modules["made_one"]
+    assert (made.text, type(made.__loader__), heard) == ("rewritten", RewritingLoader, ["made_one"])
 
 
 def test_imports_in_several_threads_are_heard_once_each(write: Callable[[str, str], None], heard: list[str]) -> None:

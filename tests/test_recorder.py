@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -70,6 +71,96 @@ def test_every_kind_of_function_keeps_its_kind_signature_and_names(recorder: Any
         assert weakref.ref(made)() is made
     assert recorder.wrap(call, Site("x")).extra == 5
     assert recorder.wrap(call, Site("x"))(2, b="ab") == "abab"
+
+
+PARAMETERS = [
+    "",
+    "a",
+    "a, b=2",
+    "a, /",
+    "a, b=2, /, c=3",
+    "*args",
+    "*, k",
+    "a, *rest, k=1, **others",
+    "a, /, **a_",
+    "**others",
+    "self, recorder, function, site=1, *args, instrument_frame=5, **kwargs",
+]
+CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {}),
+    ((1,), {}),
+    ((1, 2), {}),
+    ((1, 2, 3, 4), {}),
+    ((), {"a": 1}),
+    ((1,), {"a": 1}),
+    ((1,), {"k": 4}),
+    ((), {"k": 4, "z": 5}),
+    ((1, 2), {"instrument_frame": 6, "y": 7}),
+]
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+@pytest.mark.parametrize(
+    ("head", "tail"),
+    [("def", "return"), ("async def", "return"), ("def", "yield"), ("async def", "yield")],
+    ids=["call", "coroutine", "generator", "async generator"],
+)
+@pytest.mark.parametrize("kind", ["op", "request"])
+def test_a_call_takes_and_refuses_the_very_arguments_of_the_function(
+    recorder: Any, parameters: str, head: str, tail: str, kind: str
+) -> None:
+    namespace: dict[str, Any] = {}
+    exec(f"{head} subject({parameters}):\n    {tail} locals()", namespace)
+    plain = namespace["subject"]
+    made = recorder.wrap(plain, Site("subject", kind))
+
+    def outcome(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            begun = function(*args, **kwargs)
+        except TypeError as error:
+            return str(error)  # at once, not when the body would begin
+        if inspect.iscoroutine(begun):
+            return asyncio.run(begun)
+        if inspect.isasyncgen(begun):
+            return asyncio.run(begun.__anext__())  # type: ignore[arg-type]
+        return next(begun) if inspect.isgenerator(begun) else begun
+
+    for args, kwargs in CALLS:
+        assert outcome(made, args, kwargs) == outcome(plain, args, kwargs)
+    if made.__code__.co_filename == "<instrument>":
+        assert (made.__code__.co_argcount, made.__defaults__) == (plain.__code__.co_argcount, plain.__defaults__)
+        assert (made.__kwdefaults__, made.__globals__) == (plain.__kwdefaults__, plain.__globals__)
+
+
+def test_what_is_no_function_of_python_hands_on_whatever_it_is_given(recorder: Any) -> None:
+    async def two(a: int, *, b: int) -> int:
+        return a * b
+
+    made = recorder.wrap(functools.partial(two, 3), Site("two"))
+    assert asyncio.run(made(b=5)) == 15
+
+
+@pytest.mark.parametrize("head", ["async def", "def"], ids=["coroutine", "generator"])
+def test_an_argument_that_the_body_drops_is_freed_while_the_body_waits(recorder: Any, head: str) -> None:
+    class Batch: ...
+
+    namespace: dict[str, Any] = {"pause": Pause}
+    wait = "await pause()" if head == "async def" else "yield"
+    exec(f"{head} predict(batch, *rest, **named):\n    del batch, rest, named\n    {wait}", namespace)
+    batches = [Batch(), Batch(), Batch()]
+    freed = [weakref.ref(batch) for batch in batches]
+    begun = recorder.wrap(namespace["predict"], Site("predict"))(batches.pop(), batches.pop(), x=batches.pop())
+    begun.send(None)
+    gc.collect()
+    assert [reference() for reference in freed] == [None, None, None]
+    begun.close()
+
+
+class Pause:
+    """Suspends whoever awaits it once."""
+
+    def __await__(self) -> Iterator[None]:
+        yield
 
 
 def module_level(value: int) -> int:
