@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
 """Every kind of span."""
 
+PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post")
+"""The parts of a piece of work that a span may be declared to be, under the attribute `phase` of its site."""
+
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 Interval = tuple[int, int]
 
@@ -23,7 +26,8 @@ class Site:
     A site is compared by identity, because it is the key of the tally on the hot path; `key` compares by value.
 
     `name` groups rows (for a layer the class name), `instance` tells apart the sites that share a name (for a
-    layer its path in the module tree). `attributes` are the same for every span of the site.
+    layer its path in the module tree). `attributes` are the same for every span of the site. Of a span shorter than
+    `min_ns` that has no children only the tally needs to know.
     """
 
     name: str
@@ -35,6 +39,7 @@ class Site:
     instance: str = ""
     device: bool = False
     attributes: tuple[tuple[str, AttributeValue], ...] = ()
+    min_ns: int = 0
 
     @property
     def key(self) -> tuple[str, str, str, str, str, int, str]:

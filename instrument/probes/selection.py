@@ -12,7 +12,8 @@ from typing import Protocol
 
 from instrument import imports
 from instrument.probes.copies import Copies
-from instrument.probes.functions import Undo, loaded_modules
+from instrument.probes.functions import Undo
+from instrument.probes.holders import loaded_modules
 from instrument.probes.layers import Layers
 from instrument.probes.rules import Functions
 from instrument.probes.verdict import Verdict
