@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import inspect
-import math
 import pickle
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import pytest
-from trees import outline, tree
+from trees import tree
 
 from instrument.probes.selection import Selection
 from instrument.profile import loads
@@ -223,3 +224,245 @@ def test_a_wildcard_takes_what_is_defined_there_and_no_data(
     assert not found & {"root", "partial", "Engine.size", "Engine.weights", "registries", "instance"}
     selection.undo()
     assert same(before, places(shapes)) == []
+
+
+# -------------------------------------------------------------------- what else holds a function
+
+
+def registries() -> Any:
+    return sys.modules["targets.registries"]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the import", "after the import"])
+def test_every_place_that_holds_a_function_records_and_gets_the_very_same_back(
+    late: bool, shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
+) -> None:
+    if not late:
+        del sys.modules["targets.shapes"], sys.modules["targets.registries"]
+        selection = select("targets.shapes:function")
+        shapes = importlib.import_module("targets.shapes")
+        containers = None
+    else:
+        containers = registries().containers()
+        selection = select("targets.shapes:function")
+    assert [str(verdict) for verdict in selection.verdicts()] == ["targets.shapes:function: attached"]
+    held = registries().held()
+    assert [place for place, value in held.items() if value is not shapes.function] == []
+    for value in held.values():
+        value(1)
+    assert tree(recorder).split("\n") == ["function"] * len(held)
+    assert list(registries().BY_FUNCTION) == [len, shapes.function, print]
+    assert [key for key in registries().TABLE if key in ("before", "after")] == ["before", "after"]
+    selection.undo()
+    held = registries().held()
+    assert [place for place, value in held.items() if value is not shapes.function] == []
+    assert type(shapes.function) is type(lambda: None)
+    assert not hasattr(shapes.function, "__instrument__")
+    assert list(registries().BY_FUNCTION) == [len, shapes.function, print]
+    if containers is not None:
+        assert [name for name, thing in registries().containers().items() if thing is not containers[name]] == []
+
+
+def test_bound_methods_and_other_names_of_methods_record_and_come_back(
+    shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
+) -> None:
+    service = registries().Service()
+    table = {"handle": service.handle}
+    shapes.table, shapes.other = table, (shapes.bound,)  # type: ignore[attr-defined]
+    before = table["handle"], shapes.bound, shapes.other
+    selection = select("targets.registries:Service.handle", "targets.shapes:Engine.method")
+    assert (table["handle"](1), shapes.bound(1), shapes.other[0](2)) == (2, 2, 3)
+    assert tree(recorder) == "Service.handle\nEngine.method\nEngine.method"
+    selection.undo()
+    assert (table["handle"] is before[0], shapes.bound is before[1], shapes.other is before[2]) == (True, True, True)
+
+
+def escapes(shapes: ModuleType) -> dict[str, tuple[Callable[[], Any], str]]:
+    """Holders that cannot be changed: how each comes to hold the function, and how the verdict names it."""
+
+    def suspended() -> Iterator[Any]:
+        handler = shapes.function
+        yield
+        handler(1)
+
+    def begun() -> Any:
+        running = suspended()
+        next(running)
+        return running
+
+    def hostile() -> Any:
+        registries().HOSTILE[registries().Hostile()] = shapes.function
+        return registries().HOSTILE
+
+    def cached() -> Any:
+        registries().CACHED = functools.lru_cache(shapes.function)
+        return registries().CACHED
+
+    return {
+        "a key whose hash is the host's code": (hostile, "a dict in module targets.registries: HOSTILE"),
+        "an object made in C": (cached, "a _lru_cache_wrapper in module targets.registries: CACHED"),
+        "an iterator made in C": (lambda: map(shapes.function, [1]), "a map"),
+        "a suspended call": (begun, "a local variable of escapes.<locals>.suspended, which is suspended"),
+    }
+
+
+@pytest.mark.parametrize(
+    "place", ["a key whose hash is the host's code", "an object made in C", "an iterator made in C", "a suspended call"]
+)
+def test_what_cannot_be_changed_is_named_with_where_it_is(
+    place: str, shapes: ModuleType, select: Callable[..., Selection]
+) -> None:
+    hold, words = escapes(shapes)[place]
+    kept = hold()
+    (verdict,) = select("targets.shapes:function").verdicts()
+    assert verdict.state == "partly"
+    assert verdict.why.startswith(words + " "), verdict.why
+    assert verdict.why.endswith("holds it as it was and cannot be changed, calls through that are not seen")
+    del kept
+
+
+def test_a_local_variable_of_a_call_under_way_is_named(
+    shapes: ModuleType, select: Callable[..., Selection]
+) -> None:
+    handler = shapes.function
+    (verdict,) = select("targets.shapes:function").verdicts()
+    assert verdict.why.startswith(f"a local variable handler of {__name__}.test_a_local_variable_of_a_call_under_way")
+    assert handler(1) == 2
+
+
+def test_a_call_of_the_function_itself_that_is_under_way_is_no_copy(
+    shapes: ModuleType, select: Callable[..., Selection]
+) -> None:
+    running = shapes.generator(3)
+    next(running)
+    assert [str(verdict) for verdict in select("targets.shapes:generator").verdicts()] == [
+        "targets.shapes:generator: attached"
+    ]
+    assert list(running) == [1, 2]
+
+
+def test_names_bound_while_the_probe_is_there_go_back(
+    shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
+) -> None:
+    original = shapes.function
+    selection = select("targets.shapes:function")
+    bound = shapes.function
+    table, nested, method = {"f": bound}, [({"f": (bound, 1)},)], types.MethodType(bound, 1)
+    keeping = functools.partial(bound, 1)
+    holder = registries().Slotted()
+    holder.handler = [method]
+    del bound, method
+    selection.undo()
+    assert table["f"] is nested[0][0]["f"][0] is keeping.func is holder.handler[0].__func__ is original
+
+
+@pytest.mark.parametrize(
+    ("target", "call", "result"),
+    [
+        ("function", lambda made: made(1), 2),
+        ("coroutine", lambda made: asyncio.run(made(1)), 2),
+        ("generator", lambda made: list(made(2)), [0, 1]),
+        ("async_generator", lambda made: asyncio.run(collected(made(2))), [0, 1]),
+    ],
+)
+def test_a_probe_left_where_nothing_can_be_changed_is_the_bare_function_and_is_named(
+    target: str,
+    call: Callable[[Any], Any],
+    result: Any,
+    shapes: ModuleType,
+    select: Callable[..., Selection],
+    recorder: Recorder,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    selection = select(f"targets.shapes:{target}")
+    registries().HOSTILE[registries().Hostile()] = vars(shapes)[target]
+    with caplog.at_level("INFO", logger="instrument"):
+        selection.undo()
+    (left,) = registries().HOSTILE.values()
+    assert left is not vars(shapes)[target]
+    assert call(left) == result
+    assert (tree(recorder), recorder.muted_calls()) == ("", {})
+    assert f"the probe of targets.shapes:{target} is off; a dict in module targets.registries: HOSTILE" in caplog.text
+    again = select(f"targets.shapes:{target}")
+    assert {verdict.state for verdict in again.verdicts()} <= {"attached", "partly"}
+    assert call(vars(shapes)[target]) == result
+    assert tree(recorder) == target
+
+
+def test_a_call_that_is_under_way_when_its_probe_goes_ends_as_it_began(
+    shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
+) -> None:
+    selection = select("targets.shapes:generator")
+    running = shapes.generator(3)
+    assert next(running) == 0
+    selection.undo()
+    assert list(running) == [1, 2]
+    assert tree(recorder) == "generator"
+
+
+def test_a_function_that_a_class_inherits_is_recorded_for_that_class_alone(
+    shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
+) -> None:
+    table = {"f": shapes.Engine.static_method}
+    select("targets.shapes:Derived.static_method")
+    shapes.Engine.static_method(1)
+    table["f"](1)
+    assert tree(recorder) == ""
+    shapes.Derived.static_method(1)
+    assert tree(recorder) == "Engine.static_method"
+
+
+def test_a_second_name_for_the_same_function_is_recorded_once(
+    shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
+) -> None:
+    shapes.renamed = shapes.function  # type: ignore[attr-defined]
+    selection = select("targets.shapes:function", "targets.shapes:renamed")
+    shapes.renamed(1)
+    assert tree(recorder) == "function"
+    assert [verdict.why for verdict in selection.verdicts()] == ["", "it is the same function as targets.shapes:function"]
+    selection.undo()
+    assert shapes.renamed is shapes.function
+
+
+def test_results_errors_signatures_and_pickles_are_as_before(
+    shapes: ModuleType, select: Callable[..., Selection]
+) -> None:
+    def facts() -> list[Any]:
+        thing = shapes.function
+        return [
+            inspect.signature(thing), thing.__name__, thing.__qualname__, thing.__doc__, thing.__module__,
+            inspect.iscoroutinefunction(shapes.coroutine), inspect.isgeneratorfunction(shapes.generator),
+            inspect.isasyncgenfunction(shapes.async_generator), pickle.dumps(thing), pickle.dumps(shapes.Engine.method),
+            inspect.getsource(thing), shapes.Engine.size.__doc__, inspect.signature(shapes.Engine.method),
+            inspect.signature(shapes.managed), sorted(shapes.cached.cache_parameters()),
+            [inspect.isfunction(thing), callable(thing)],
+        ]  # fmt: skip
+
+    def error() -> str:
+        with pytest.raises(TypeError) as caught:
+            shapes.function("a")
+        return str(caught.value)
+
+    def unset() -> str:
+        with pytest.raises(AttributeError) as caught:
+            shapes.Engine().read_only = 1
+        return str(caught.value)
+
+    shapes.Engine.read_only = property(lambda self: 1)  # type: ignore[attr-defined]
+    vars(shapes.Engine)["read_only"].__set_name__(shapes.Engine, "read_only")
+    before = facts(), error(), unset()
+    selection = select("targets.shapes:**", "targets.shapes:Engine.size", "targets.shapes:Engine.read_only")
+    assert (facts(), error(), unset()) == before
+    assert pickle.loads(pickle.dumps(shapes.function)) is shapes.function
+    selection.undo()
+    assert (facts(), error(), unset()) == before
+
+
+def test_no_code_of_the_host_runs_to_find_a_name(shapes: ModuleType, select: Callable[..., Selection]) -> None:
+    importlib.import_module("targets.lazy")
+    selection = select("targets.lazy:present", "targets.lazy:absent")
+    assert [str(verdict) for verdict in selection.verdicts()] == [
+        "targets.lazy:present: attached",
+        "targets.lazy:absent: unreachable (the module makes names when they are asked for (__getattr__); "
+        "name the module that defines it)",
+    ]

@@ -73,7 +73,7 @@ class Swap:
         self._look(self._firsts)
 
     def _look(self, things: Kept) -> None:
-        found = gc.get_referrers(*things) if things else []
+        found = _referrers(things)
         self._holders = Kept(holder for holder in found if id(holder) not in self._ours and not _is_ours(holder))
         self._classes = _class_namespaces(self._holders)
 
@@ -239,7 +239,7 @@ def _is_plain(holder: dict[Any, Any]) -> bool:
     """Whether the keys may be changed: C code keeps dicts whose keys it knows by heart (`functools.lru_cache`)."""
     if type(holder) is not dict:
         return False
-    owners = [owner for owner in gc.get_referrers(holder) if type(owner) is not FrameType and not _is_ours(owner)]
+    owners = [owner for owner in _referrers([holder]) if type(owner) is not FrameType and not _is_ours(owner)]
     plain = (dict, list, tuple, CellType)
     return all(isinstance_of(owner, plain) or _is_made_in_python(type(owner)) for owner in owners)
 
@@ -344,11 +344,17 @@ def _class_namespaces(holders: Iterable[Any]) -> dict[int, type]:
         return {}
     return {
         id(part): owner
-        for owner in gc.get_referrers(*spaces.values())
+        for owner in _referrers(spaces.values())
         if issubclass(type(owner), type)
         for part in gc.get_referents(owner)
         if id(part) in spaces
     }
+
+
+def _referrers(things: Iterable[Any]) -> list[Any]:
+    """What holds the things. From 3.13 the collector shows the tuple that it gets them in, too."""
+    arguments = tuple(things)
+    return [holder for holder in gc.get_referrers(*arguments) if holder is not arguments] if arguments else []
 
 
 def _is_ours(holder: Any) -> bool:
