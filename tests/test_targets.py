@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 from trees import tree
 
+from instrument import TargetError, profiled, scope
+from instrument.errors import FAULTS
 from instrument.probes.selection import Selection
 from instrument.profile import loads
 from instrument.recorder import Recorder
@@ -125,8 +128,19 @@ CASES = [
     Case("Engine.session", lambda m: inside(m.Engine().session(3)), 3, "Engine.session"),
     Case("Engine.twice", lambda m: m.Engine().twice(), 3, "Engine.method"),
     Case("Derived.method", lambda m: m.Derived().method(1), 3, "Derived.method"),
-    Case("Derived.static_method", lambda m: (m.Engine.static_method(1), m.Derived.static_method(1)), (2, 2), "Engine.static_method"),
-    Case("instance", lambda m: m.instance(1), 2, "Engine.__call__", why="as Engine.__call__, for all objects of that class"),
+    Case(
+        "Derived.static_method",
+        lambda m: (m.Engine.static_method(1), m.Derived.static_method(1)),
+        (2, 2),
+        "Engine.static_method",
+    ),
+    Case(
+        "instance",
+        lambda m: m.instance(1),
+        2,
+        "Engine.__call__",
+        why="as Engine.__call__, for all objects of that class",
+    ),
     Case("instance.method", lambda m: m.instance.method(1), 2, "Engine.method"),
     Case("Slotted.go", lambda m: m.Slotted().go(1), 2, "Slotted.go"),
     Case("Meta.make", lambda m: m.Made.make(1), "Made 1", "Meta.make"),
@@ -206,9 +220,7 @@ def test_a_target_of_each_shape(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.target)
-def test_the_very_same_objects_come_back(
-    case: Case, shapes: ModuleType, select: Callable[..., Selection]
-) -> None:
+def test_the_very_same_objects_come_back(case: Case, shapes: ModuleType, select: Callable[..., Selection]) -> None:
     before = places(shapes)
     select(f"targets.shapes:{case.target}").undo()
     assert same(before, places(shapes)) == []
@@ -321,9 +333,7 @@ def test_what_cannot_be_changed_is_named_with_where_it_is(
     del kept
 
 
-def test_a_local_variable_of_a_call_under_way_is_named(
-    shapes: ModuleType, select: Callable[..., Selection]
-) -> None:
+def test_a_local_variable_of_a_call_under_way_is_named(shapes: ModuleType, select: Callable[..., Selection]) -> None:
     handler = shapes.function
     (verdict,) = select("targets.shapes:function").verdicts()
     assert verdict.why.startswith(f"a local variable handler of {__name__}.test_a_local_variable_of_a_call_under_way")
@@ -419,7 +429,10 @@ def test_a_second_name_for_the_same_function_is_recorded_once(
     selection = select("targets.shapes:function", "targets.shapes:renamed")
     shapes.renamed(1)
     assert tree(recorder) == "function"
-    assert [verdict.why for verdict in selection.verdicts()] == ["", "it is the same function as targets.shapes:function"]
+    assert [verdict.why for verdict in selection.verdicts()] == [
+        "",
+        "it is the same function as targets.shapes:function",
+    ]
     selection.undo()
     assert shapes.renamed is shapes.function
 
@@ -466,3 +479,195 @@ def test_no_code_of_the_host_runs_to_find_a_name(shapes: ModuleType, select: Cal
         "targets.lazy:absent: unreachable (the module makes names when they are asked for (__getattr__); "
         "name the module that defines it)",
     ]
+
+
+# -------------------------------------------------------------------- what a rule says of its spans
+
+
+def rules(select_from: str, recorder: Recorder) -> Selection:
+    selection = Selection(loads(select_from, environ={}), recorder)
+    selection.attach()
+    return selection
+
+
+@pytest.fixture
+def selected(recorder: Recorder) -> Iterator[Callable[[str], Selection]]:
+    """A selection of one function rule, given as YAML; undone after the test."""
+    made: list[Selection] = []
+
+    def attach(rule: str) -> Selection:
+        made.append(rules(f"functions: [{{{rule}}}]", recorder))
+        return made[-1]
+
+    yield attach
+    for selection in made:
+        selection.undo()
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "shown"),
+    [
+        ("{class}.{function}", "Engine.method", "Engine.method"),
+        ("{module}/{qualname}", "Engine.method", "targets.shapes/Engine.method"),
+        ("a {pid} {x}", "Engine.method", "a {pid} {x}"),
+        ("step", "Engine.method", "step"),
+    ],
+)
+def test_a_name_may_say_where_the_target_is(
+    name: str, target: str, shown: str, shapes: ModuleType, selected: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    selected(f'match: "targets.shapes:{target}", name: "{name}"')
+    shapes.Engine().method(1)
+    assert tree(recorder) == shown
+
+
+def test_a_rule_declares_a_phase_and_the_shortest_call_worth_a_span(
+    shapes: ModuleType, selected: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    selected('match: "targets.shapes:function", phase: compute, where: {min_duration: 50us}')
+    shapes.function(1)
+    site = shapes.function.__instrument__
+    assert (site.kind, site.attributes, site.min_ns) == ("phase", (("phase", "compute"),), 50_000)
+
+
+class Hostile:
+    """An argument whose own code must not run unless a rule asks for it."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("code of the host")
+
+    __repr__ = __str__ = __len__  # type: ignore[assignment]
+
+
+ATTRIBUTES = """attributes: [
+    {argument: prompt}, {argument: prompt, record: type}, {argument: request.user, record: value, name: user},
+    {argument: temperature, record: value}, {argument: extra, record: value}]"""
+
+
+@pytest.mark.parametrize("kind", ["op", "request"])
+@pytest.mark.parametrize("function", ["served", "served_in_a_task"])
+def test_arguments_that_a_rule_names_are_attributes_of_the_span(
+    kind: str, function: str, shapes: ModuleType, selected: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    selected(f'match: "targets.shapes:{function}", kind: {kind}, {ATTRIBUTES}')
+    request = types.SimpleNamespace(user="u" * 300)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = getattr(shapes, function)(*args, **kwargs)
+        return asyncio.run(made) if inspect.iscoroutine(made) else made
+
+    assert call("hello", request, extra=2) == ("hello", 0.5)
+    assert call(request=request, prompt=[1, 2], temperature=True) == ([1, 2], True)
+    first, second = sorted(recorder.spans(), key=lambda span: span.span_id)
+    long = "u" * 253 + "..."
+    assert first.attributes == {
+        "prompt.size": 5, "prompt.type": "str", "user": long, "temperature": 0.5, "extra": 2
+    }  # fmt: skip
+    assert second.attributes == {"prompt.size": 2, "prompt.type": "list", "user": long, "temperature": True}
+
+
+def test_no_code_of_an_argument_runs_that_no_rule_asks_for(
+    shapes: ModuleType, selected: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    selected('match: "targets.shapes:served", attributes: [{argument: prompt, record: type}]')
+    shapes.served(Hostile(), None)
+    assert [span.attributes for span in recorder.spans()] == [{"prompt.type": f"{__name__}.Hostile"}]
+
+
+def test_an_argument_that_cannot_be_read_is_a_fault_of_ours_and_the_call_goes_on(
+    shapes: ModuleType,
+    selected: Callable[[str], Selection],
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    selected(f'match: "targets.shapes:served", {ATTRIBUTES}')
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    hostile = Hostile()
+    assert shapes.served(hostile, None) == (hostile, 0.5)
+    assert FAULTS.counts() == {"attribute prompt.size of a rule": 1, "attribute user of a rule": 1}
+    FAULTS.clear()
+    (span,) = recorder.spans()
+    assert span.attributes == {"prompt.type": f"{__name__}.Hostile", "temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        ("match: 'targets.shapes:function', attributes: {argument: values}", "no argument values, found value"),
+        (
+            "match: 'targets.shapes:generator', attributes: {argument: count}",
+            "attributes of a generator's span are not",
+        ),
+        ("match: 'targets.shapes:served', attributes: {argument: more}", "more stands for many arguments"),
+        ("match: 'targets.shapes:make_type', attributes: {argument: x}", "does not tell its parameters"),
+    ],
+)
+def test_an_attribute_that_cannot_be_had_is_named(
+    rule: str, why: str, shapes: ModuleType, selected: Callable[[str], Selection]
+) -> None:
+    (verdict,) = selected(rule).verdicts()
+    assert verdict.state == "partly"
+    assert why in verdict.why
+
+
+def test_profiled_declares_a_phase_and_so_does_a_scope(recording: Recorder) -> None:
+    @profiled(phase="prepare")
+    def prepare() -> None:
+        with scope("run", phase="compute"), scope("run"), scope("run", kind="user", phase="post"):
+            pass
+
+    prepare()
+    assert [
+        (span.site.name.rpartition(".")[2], span.site.kind, dict(span.site.attributes).get("phase"))
+        for span in sorted(recording.spans(), key=lambda span: span.span_id)
+    ] == [
+        ("prepare", "phase", "prepare"),
+        ("run", "phase", "compute"),
+        ("run", "user", None),
+        ("run", "user", "post"),
+    ]
+    with pytest.raises(TargetError, match="allowed: prepare, infer_shape, compute, post"):
+        scope("x", phase="computing")
+    with pytest.raises(TargetError, match="allowed: prepare, infer_shape, compute, post"):
+        profiled(phase="computing")
+
+
+def test_profiled_above_what_other_decorators_made(recording: Recorder) -> None:
+    class Model:
+        @profiled
+        @property
+        def size(self) -> int:
+            return 1
+
+        @profiled("weights")
+        @functools.cached_property
+        def loaded(self) -> int:
+            return 2
+
+        @profiled
+        @functools.lru_cache(maxsize=2)  # noqa: B019
+        def cached(self) -> int:
+            return 3
+
+        @profiled
+        @functools.singledispatchmethod
+        def encode(self, value: Any) -> str:
+            return "object"
+
+        @encode.register
+        def _(self, value: int) -> str:
+            return "int"
+
+        @profiled("session")
+        @contextlib.contextmanager
+        def session(self) -> Iterator[int]:
+            yield self.size
+
+    model = Model()
+    assert (model.size, model.loaded, model.loaded, model.cached(), model.cached()) == (1, 2, 2, 3, 3)
+    assert Model.cached.cache_info().hits == 1
+    assert (model.encode(""), model.encode(1)) == ("object", "int")
+    with model.session() as size:
+        assert size == 1
+    names = [line.rpartition("Model.")[2] for line in tree(recording).split("\n")]
+    assert names == ["size", "weights", "cached", "cached", "encode", "session", "size"]

@@ -55,6 +55,8 @@ _CONTEXT_MANAGERS = tuple(
 )
 """Code of the functions that make a context manager from a generator function."""
 
+_FIELD = compile_pattern(r"\{(module|qualname|class|function)\}")
+
 INSIDE = 200
 """So many objects that a decorator has put around a function are looked at to find it."""
 
@@ -85,6 +87,12 @@ class Target:
         own = getattr(self.function, "__name__", "")
         part = self.qualname.rpartition(".")[2]
         return self.qualname if own in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
+
+    def filled_in(self, name: str) -> str:
+        """A rule's name with what it says in braces about the target; other braces are data."""
+        owner, _, own = self.qualname.rpartition(".")
+        known = {"module": self.module, "qualname": self.qualname, "class": owner, "function": own}
+        return _FIELD.sub(lambda field: known[field[1]], name)
 
 
 @dataclass(frozen=True, slots=True)

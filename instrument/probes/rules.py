@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 
 from instrument.errors import FAULTS
-from instrument.probes import functions, holders
+from instrument.probes import arguments, functions, holders
 from instrument.probes.functions import Probe, Target, Unreachable, matches
 from instrument.probes.verdict import Verdict
 from instrument.profile import FunctionRule
@@ -118,19 +118,25 @@ class Functions:
         rule = self.rules[index]
         site = functions.site_of(
             target.function,
-            name=rule.name or target.name,
+            name=target.filled_in(rule.name) if rule.name else target.name,
             kind=rule.kind,
             device=rule.device,
+            phase=rule.phase,
+            min_ns=rule.min_ns,
         )
+        attributes, missing = arguments.reader(target.function, rule.attributes) if rule.attributes else (None, [])
         try:
-            probe = Probe(target, site, self._recorder)
+            probe = Probe(target, site, self._recorder, attributes)
             probe.set()
         except Exception as error:  # a metaclass or module of the host that lets nothing be set
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
             self._tell(index, "unreachable", target.label, why)
             return None
         self._probes.append(probe)
-        self._found[index][target.label] = Verdict(rule.text, "attached", target.label, target.note)
+        if rule.attributes and self._recorder.shapes.get(site) == "generator":
+            missing = ["attributes of a generator's span are not recorded"]
+        why = "; ".join(filter(None, [target.note, *missing]))
+        self._found[index][target.label] = Verdict(rule.text, "partly" if missing else "attached", target.label, why)
         return probe
 
     def _tell(self, index: int, state: str, label: str, why: str) -> None:

@@ -89,7 +89,16 @@ def decorated(value: int) -> int:
     return value + 1
 
 
+def served(prompt: Any, request: Any, temperature: float = 0.5, **more: Any) -> Any:
+    return prompt, temperature
+
+
+async def served_in_a_task(prompt: Any, request: Any, temperature: float = 0.5, **more: Any) -> Any:
+    return prompt, temperature
+
+
 root = math.sqrt
+make_type = math.hypot
 number = 5
 partial = functools.partial(function, 4)
 
