@@ -222,11 +222,13 @@ def _walk(
 
 def _records(function: Any) -> bool:
     """Whether it carries a probe already. The native recorder's are no Python functions."""
-    try:
-        own = object.__getattribute__(function, "__dict__")  # runs no code of an object of the host
-    except AttributeError:
-        return False
-    return isinstance(own.get("__instrument__"), Site)
+    return site_on(function) is not None
+
+
+def site_on(function: Any) -> Site | None:
+    """The site of the probe that a function carries."""
+    site = (own_names(function) or {}).get("__instrument__")
+    return site if type(site) is Site else None
 
 
 def _is_called_by_python(method: str) -> bool:
@@ -267,7 +269,8 @@ def _targets(
         return
     kind = next((base for base in type(raw).__mro__ if "__call__" in type_namespace(base)), None)
     call = None if kind is None else type_namespace(kind)["__call__"]
-    if kind is not None and call is not None and _is_function(call):
+    own = module.__name__.partition(".")[0]
+    if kind is not None and call is not None and _is_function(call) and kind.__module__.partition(".")[0] == own:
         note = f"as {kind.__name__}.__call__, for all objects of that class"
         yield Target(kind, "__call__", call, call, module.__name__, qualname, note)
         return
@@ -316,13 +319,16 @@ def _inside(raw: Any, module: str, qualname: str) -> FunctionType | None:
             if type(part) is FunctionType:
                 if (part.__module__, part.__qualname__) == (module, qualname):
                     return part
-            elif not isinstance_of(part, (type, ModuleType, CodeType, str)) and "__builtins__" not in _keys(part):
+            elif isinstance_of(part, type):
+                if type_attribute(part, "__module__") == module:
+                    near.append(part)  # a class that was made for the function
+            elif not (isinstance_of(part, (ModuleType, CodeType, str)) or _is_globals(part)):
                 near.append(part)
     return None
 
 
-def _keys(thing: Any) -> Any:
-    return thing if type(thing) is dict else ()
+def _is_globals(thing: Any) -> bool:
+    return type(thing) is dict and "__builtins__" in thing
 
 
 class Probe:

@@ -18,7 +18,6 @@ from instrument.probes.functions import Probe, Target, Unreachable, matches
 from instrument.probes.verdict import Verdict
 from instrument.profile import FunctionRule
 from instrument.recorder import RECORDER, Recorder
-from instrument.spans import Site
 
 logger = logging.getLogger("instrument")
 
@@ -103,8 +102,8 @@ class Functions:
             if owner != index:
                 self._tell(index, "attached", label, f"{self.rules[owner].text} has it")
                 continue
-            existing = vars(thing.function).get("__instrument__") if hasattr(thing.function, "__dict__") else None
-            if isinstance(existing, Site):
+            existing = functions.site_on(thing.function)
+            if existing is not None:
                 self._tell(index, "attached", label, f"its own decorator names it {existing.name!r}")
                 continue
             # A class that inherits a function gets a probe of its own; a second name for the same thing does not.

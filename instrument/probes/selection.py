@@ -61,7 +61,7 @@ class Selection:
         loaded = [module for name, module in loaded_modules() if self.wants(name)]
         self._undo_imports = imports.install(self.wants, self.imported)
         for module in loaded:
-            if self.imported(module):
+            if not imports.is_asleep(module) and self.imported(module):
                 self.late.append(module.__name__)
         return self.undo
 
