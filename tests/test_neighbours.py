@@ -357,14 +357,19 @@ def test_under_ddtrace_run_each_hook_hears_a_module_once(tmp_path: Path) -> None
     (tmp_path / "served_late.py").write_text("def f(x): return x")
     (tmp_path / "host.py").write_text(DDTRACE)
     root = str(Path(instrument.__file__).parent.parent)
+    environ = {
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "DD_INSTRUMENTATION_TELEMETRY_ENABLED": "0",
+        "DD_REMOTE_CONFIGURATION_ENABLED": "0",
+        "DD_TRACE_AGENT_URL": "http://127.0.0.1:9",  # nobody listens there
+    }
     done = subprocess.run(
         [sys.executable, "-m", "ddtrace.commands.ddtrace_run", sys.executable, "host.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root, "DD_TRACE_ENABLED": "true", "DD_INSTRUMENTATION_TELEMETRY_ENABLED": "0",
-             "DD_REMOTE_CONFIGURATION_ENABLED": "0", "DD_TRACE_AGENT_URL": "http://127.0.0.1:9"},
+        env={**os.environ, **environ},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-    )  # fmt: skip
+    )
     assert (done.returncode, "as it should be" in done.stdout) == (0, True), done.stderr

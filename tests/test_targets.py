@@ -20,6 +20,7 @@ from trees import tree
 
 from instrument import TargetError, profiled, scope
 from instrument.errors import FAULTS
+from instrument.probes import holders
 from instrument.probes.selection import Selection
 from instrument.profile import loads
 from instrument.recorder import Recorder
@@ -245,10 +246,18 @@ def registries() -> Any:
     return sys.modules["targets.registries"]
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("late", [False, True], ids=["before the import", "after the import"])
 def test_every_place_that_holds_a_function_records_and_gets_the_very_same_back(
-    late: bool, shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
+    late: bool,
+    many: bool,
+    shapes: ModuleType,
+    select: Callable[..., Selection],
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if many:
+        monkeypatch.setattr(holders, "MANY", 0)
     if not late:
         del sys.modules["targets.shapes"], sys.modules["targets.registries"]
         selection = select("targets.shapes:function")

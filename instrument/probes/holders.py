@@ -78,6 +78,9 @@ class Swap:
 
     def _look(self, things: Kept) -> None:
         found = _referrers(things)
+        if sys.version_info < (3, 11):  # where the frame of a suspended call holds its variables, not the call
+            frames = [holder for holder in found if type(holder) is FrameType]
+            found += [holder for holder in _referrers(frames) if isinstance_of(holder, _SUSPENDED)]
         self._holders = Kept(holder for holder in found if id(holder) not in self._ours and not _is_ours(holder))
         self._classes = _class_namespaces(self._holders)
 
@@ -130,7 +133,10 @@ def isinstance_of(thing: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def _held(holder: Any, new: Mapping[int, Any]) -> Iterator[Any]:
-    return (thing for thing in gc.get_referents(holder) if id(thing) in new)
+    parts = gc.get_referents(holder)
+    if sys.version_info < (3, 11) and isinstance_of(holder, _SUSPENDED):
+        parts = gc.get_referents(*(part for part in parts if type(part) is FrameType))
+    return (thing for thing in parts if id(thing) in new)
 
 
 def _runs(holder: Any, new: Mapping[int, Any]) -> bool:
@@ -344,15 +350,29 @@ def _hashes_without_the_host(key: Any) -> bool:
 def _class_namespaces(holders: Iterable[Any]) -> dict[int, type]:
     """The class of each holder that is a class's own dict, which must be changed by setting the class's attributes."""
     spaces = {id(space): space for space in holders if type(space) is dict and "__module__" in space}
-    if not spaces:
-        return {}
-    return {
-        id(part): owner
-        for owner in _referrers(spaces.values())
-        if issubclass(type(owner), type)
-        for part in gc.get_referents(owner)
-        if id(part) in spaces
-    }
+    found: dict[int, type] = {}
+
+    def ask(owners: Iterable[Any]) -> None:
+        for owner in owners:
+            if isinstance_of(owner, type):
+                found.update((id(part), owner) for part in gc.get_referents(owner) if id(part) in spaces)
+
+    # Most classes are where their methods' names say; only for the others is the heap worth another look.
+    ask(_likely_owners(spaces.values()))
+    ask(_referrers(space for key, space in spaces.items() if key not in found))
+    return found
+
+
+def _likely_owners(spaces: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """What the names that functions in classes tell of their class lead to."""
+    for space in spaces:
+        for part in list(space.values()):
+            if type(part) is FunctionType:
+                owner: Any = sys.modules.get(part.__module__)
+                for name in part.__qualname__.split(".")[:-1]:
+                    inner = isinstance_of(owner, type)
+                    owner = type_attribute(owner, name) if inner else (own_names(owner) or {}).get(name)
+                yield owner
 
 
 def _referrers(things: Iterable[Any]) -> list[Any]:
