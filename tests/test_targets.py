@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import pickle
+import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -340,6 +341,29 @@ def test_what_cannot_be_changed_is_named_with_where_it_is(
     assert verdict.why.startswith(words + " "), verdict.why
     assert verdict.why.endswith("holds it as it was and cannot be changed, calls through that are not seen")
     del kept
+
+
+def test_what_the_collector_does_not_show_is_told(shapes: ModuleType, select: Callable[..., Selection]) -> None:
+    before = signal.signal(signal.SIGUSR2, shapes.function)  # C code keeps it, where nothing can look
+    try:
+        (verdict,) = select("targets.shapes:function").verdicts()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert verdict.state == "partly"
+    assert verdict.why.startswith("something that the collector does not show")
+
+
+def test_a_call_that_is_running_is_no_copy(shapes: ModuleType, select: Callable[..., Selection]) -> None:
+    states = []
+
+    class Calls:
+        def __add__(self, other: int) -> int:
+            states.extend(str(verdict) for verdict in select("targets.shapes:function").verdicts())
+            return other
+
+    result = shapes.function(Calls())
+    assert result == 1
+    assert states == ["targets.shapes:function: attached"]
 
 
 def test_a_local_variable_of_a_call_under_way_is_named(shapes: ModuleType, select: Callable[..., Selection]) -> None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Iterator, Mapping
 from types import (
     AsyncGeneratorType,
     CellType,
@@ -38,6 +38,9 @@ DEPTH = 5
 
 MANY = 200
 """The collector compares each thing on the heap with each one looked for; beyond so many a set is faster."""
+
+IMMORTAL = 1 << 28
+"""Reference counts beyond this count nothing: the thing is never freed."""
 
 _SUSPENDED = (GeneratorType, CoroutineType, AsyncGeneratorType)
 _REBUILT = (tuple, frozenset, MethodType, staticmethod, classmethod)
@@ -67,17 +70,21 @@ class Swap:
     `ours` are other holders to be left alone.
     """
 
-    __slots__ = ("_classes", "_firsts", "_holders", "_ours", "made", "olds")
+    __slots__ = ("_classes", "_firsts", "_hidden", "_holders", "_ours", "made", "olds")
 
     def __init__(self, firsts: Iterable[Any], ours: Iterable[Any] = ()) -> None:
         self._firsts = Kept(firsts)
         self._ours = {id(thing) for thing in ours}
         self.olds = Kept()
         self.made = Kept()
-        self._look(self._firsts)
+        self._firsts.append(_unheld())
+        found = _referrers(self._firsts) if len(self._firsts) > 1 else []
+        self._hidden = _hidden_references(self._firsts, found)
+        del self._firsts[-1]
+        self._sort(found)
 
-    def _look(self, things: Kept) -> None:
-        found = _referrers(things)
+    def _sort(self, found: list[Any]) -> None:
+        """Take over those of the holders found that are the host's."""
         if sys.version_info < (3, 11):  # where the frame of a suspended call holds its variables, not the call
             frames = [holder for holder in found if type(holder) is FrameType]
             found += [holder for holder in _referrers(frames) if isinstance_of(holder, _SUSPENDED)]
@@ -113,7 +120,7 @@ class Swap:
             new.update((id(old), made) for old, made in zip(self.olds, self.made, strict=True))
             if not rebuilt:
                 break
-            self._look(rebuilt)
+            self._sort(_referrers(rebuilt))
         escaped: dict[int, list[str]] = {}
         for holder in fixed:
             words = _described(holder)
@@ -121,10 +128,42 @@ class Swap:
                 for root in roots.get(id(thing), ()):
                     if words not in (known := escaped.setdefault(root, [])):
                         known.append(words)
-        for root, words in _local_variables({id(first) for first in self._firsts}):
-            escaped.setdefault(root, []).append(words)
+        self._name_hidden(escaped)
         self._holders, self._classes = Kept(), {}
         return escaped
+
+    def _name_hidden(self, escaped: dict[int, list[str]]) -> None:
+        """Name what the collector does not show: local variables of running calls, and whatever else there is."""
+        hidden, firsts = self._hidden, set(map(id, self._firsts))
+        codes = {first.__code__: id(first) for first in self._firsts if type(first) is FunctionType}
+        for frame in _running_frames() if self._firsts else ():
+            # A call under way holds its function once or twice, by how it was called.
+            hidden.pop(codes.get(frame.f_code, 0), None)
+            for root, words in _local_variables(frame, firsts):
+                if root in hidden:
+                    hidden[root] -= sys.version_info >= (3, 11)  # before, the collector shows running frames
+                escaped.setdefault(root, []).append(words)
+        for root, references in hidden.items():
+            if references > 0:
+                words = "something that the collector does not show (of an extension, or a call under way)"
+                escaped.setdefault(root, []).append(words)
+
+
+def _unheld() -> Any:
+    """A function that nothing else holds, to compare with."""
+    return FunctionType((lambda: None).__code__, {})
+
+
+def _hidden_references(things: Kept, found: Iterable[Any]) -> dict[int, int]:
+    """By identity, how many references to each thing none of the holders found accounts for; the last is our own."""
+    wanted = set(map(id, things))
+    # No variable here may be left with one of the things.
+    shown = Counter(key for holder in found for key in map(id, gc.get_referents(holder)) if key in wanted)
+    counts = [sys.getrefcount(thing) - shown[id(thing)] for thing in things]
+    usual = counts.pop()
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return {}  # references are counted elsewhere, too
+    return {id(thing): count - usual for thing, count in zip(things, counts, strict=False) if count < IMMORTAL}
 
 
 def isinstance_of(thing: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -415,18 +454,23 @@ def _described(holder: Any) -> str:
     return words
 
 
-def _local_variables(wanted: set[int]) -> Iterator[tuple[int, str]]:
-    """Local variables of running calls that hold one of the things."""
-    for frame in sys._current_frames().values() if wanted else ():
+def _running_frames() -> Iterator[FrameType]:
+    """The frames of the host's running functions, in all threads."""
+    for frame in sys._current_frames().values():
         at: FrameType | None = frame
         while at is not None:
             module = at.f_globals.get("__name__")
             ours = isinstance(module, str) and module.partition(".")[0] in ("instrument", "importlib")
             if at.f_code.co_flags & 2 and not ours:  # CO_NEWLOCALS: a function's, not a module's or class's names
-                for name, value in at.f_locals.items():
-                    if id(value) in wanted:
-                        yield id(value), f"a local variable {name} of {module}.{_qualname(at.f_code)}"
+                yield at
             at = at.f_back
+
+
+def _local_variables(frame: FrameType, wanted: Container[int]) -> Iterator[tuple[int, str]]:
+    """Local variables of a running call that hold one of the things."""
+    for name, value in frame.f_locals.items():
+        if id(value) in wanted:
+            yield id(value), f"a local variable {name} of {frame.f_globals.get('__name__')}.{_qualname(frame.f_code)}"
 
 
 def _qualname(code: CodeType) -> str:
