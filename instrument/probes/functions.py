@@ -26,8 +26,6 @@ from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
     MethodDescriptorType,
     ModuleType,
     WrapperDescriptorType,
@@ -301,9 +299,8 @@ def parts_of(raw: Any) -> Iterator[tuple[str, Any]]:
             if _is_function(part):
                 yield ("" if kind is object else f"[{kind.__name__}]"), part
     else:
-        proxied = type_attribute(type(raw), "__wrapped__")  # wrapt's: a slot made in C
-        if isinstance_of(proxied, (GetSetDescriptorType, MemberDescriptorType)):
-            function = proxied.__get__(raw)
+        proxied = holders.wrapped_slot(type(raw))
+        function = None if proxied is None else proxied.__get__(raw)
     if _is_function(function):
         yield "", function
 

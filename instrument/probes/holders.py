@@ -338,9 +338,10 @@ def _change_partial(holder: functools.partial[Any], new: Mapping[int, Any]) -> N
 
 def _change_attributes(holder: Any, new: Mapping[int, Any]) -> None:
     """Change what lies in an instance's slots and in its own names, past whatever its class makes of setting them."""
+    proxied = wrapped_slot(type(holder))
     for base in type.__dict__["__mro__"].__get__(type(holder)):
-        for name, found in list(type_namespace(base).items()):
-            if type(found) is MemberDescriptorType or (type(found) is GetSetDescriptorType and name == "__wrapped__"):
+        for found in list(type_namespace(base).values()):
+            if type(found) is MemberDescriptorType or found is proxied:
                 try:
                     value = found.__get__(holder)
                 except (AttributeError, ValueError):
@@ -351,6 +352,14 @@ def _change_attributes(holder: Any, new: Mapping[int, Any]) -> None:
     for name, value in list((names or {}).items()):
         if names is not None and id(value) in new and type(name) is str:
             dict.__setitem__(names, name, new[id(value)])
+
+
+def wrapped_slot(kind: type) -> Any:
+    """Where a function wrapper of wrapt keeps what it wraps. Another proxy of it may run code to find that."""
+    if type_attribute(kind, "_self_wrapper") is None:
+        return None
+    found = type_attribute(kind, "__wrapped__")
+    return found if type(found) in (GetSetDescriptorType, MemberDescriptorType) else None
 
 
 def own_names(thing: Any) -> dict[str, Any] | None:

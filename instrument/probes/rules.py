@@ -144,6 +144,7 @@ class Functions:
     def _note_escaped(self, index: int, target: Target, where: Sequence[str]) -> None:
         held = " and ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
         why = f"{held} holds it as it was and cannot be changed, calls through that are not seen"
+        why = "; ".join(filter(None, [why, self._found[index][target.label].why]))
         self._found[index][target.label] = Verdict(self.rules[index].text, "partly", target.label, why)
 
     def verdicts(self) -> list[Verdict]:
