@@ -470,6 +470,20 @@ def test_a_second_name_for_the_same_function_is_recorded_once(
     assert shapes.renamed is shapes.function
 
 
+def test_a_second_name_in_a_module_imported_later_is_told_as_such(
+    shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
+) -> None:
+    selection = select("targets.shapes:function", "targets.registries:handler")
+    registries().handler = shapes.function
+    selection.imported(registries())
+    assert [verdict.why for verdict in selection.verdicts()] == [
+        "",
+        "it is the same function as targets.shapes:function",
+    ]
+    registries().handler(1)
+    assert tree(recorder) == "function"
+
+
 def test_results_errors_signatures_and_pickles_are_as_before(
     shapes: ModuleType, select: Callable[..., Selection]
 ) -> None:

@@ -72,8 +72,8 @@ class Functions:
             self._recorder.retire(probe.wrapped)
         left = [probe for probe in probes if functions.is_still_held(probe)]
         try:
-            swap = holders.Swap([*(probe.wrapped for probe in left), *self._made])
-            escaped = swap.to([*(probe.target.function for probe in left), *self._olds])
+            swap = holders.Swap(holders.Kept([*(probe.wrapped for probe in left), *self._made]))
+            escaped = swap.to(holders.Kept([*(probe.target.function for probe in left), *self._olds]))
         except Exception as fault:
             FAULTS.note("way back of a probe", fault)
             escaped = {}
@@ -104,7 +104,11 @@ class Functions:
                 continue
             existing = functions.site_on(thing.function)
             if existing is not None:
-                self._tell(index, "attached", label, f"its own decorator names it {existing.name!r}")
+                ours = [probe.target.label for probe in self._probes if probe.wrapped is thing.function]
+                why = (
+                    f"it is the same function as {ours[0]}" if ours else f"its own decorator names it {existing.name!r}"
+                )
+                self._tell(index, "attached", label, why)
                 continue
             # A class that inherits a function gets a probe of its own; a second name for the same thing does not.
             first = labels.setdefault((id(thing.function), id(thing.owner)), label)
