@@ -10,6 +10,8 @@ import inspect
 import pickle
 import signal
 import sys
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -718,3 +720,37 @@ def test_profiled_above_what_other_decorators_made(recording: Recorder) -> None:
         assert size == 1
     names = [line.rpartition("Model.")[2] for line in tree(recording).split("\n")]
     assert names == ["size", "weights", "cached", "cached", "encode", "session", "size"]
+
+
+def test_attaching_and_undoing_while_threads_call_changes_no_result(
+    shapes: ModuleType, select: Callable[..., Selection]
+) -> None:
+    done = threading.Event()
+    wrong: list[Any] = []
+
+    def call() -> None:
+        engine = shapes.Engine()
+        while not done.is_set():
+            try:
+                found = [function(1) for function in registries().held().values()]
+                found += [registries().PARTIAL(), shapes.partial() - 3, engine.size + 1, list(shapes.generator(3))[-1]]
+            except Exception as error:
+                wrong.append(error)
+                return
+            if set(found) != {2}:
+                wrong.append(found)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(15):
+            names = ("function", "partial", "generator", "Engine.size")
+            selection = select(*(f"targets.shapes:{name}" for name in names))
+            time.sleep(0.005)
+            selection.undo()
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
