@@ -20,9 +20,9 @@ Undo = Callable[[], None]
 class _Loader:
     """Stands in for a module's loader until the module's code runs, then steps out of its spec again."""
 
-    def __init__(self, loader: Any, imported: Callable[[ModuleType], object]) -> None:
+    def __init__(self, loader: Any, finder: Finder) -> None:
         self._loader = loader
-        self._imported = imported
+        self._finder = finder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -42,7 +42,7 @@ class _Loader:
         try:
             # A module's code may have put another module into its place.
             now = sys.modules.get(spec.name if spec is not None else module.__name__)
-            self._imported(now if issubclass(type(now), ModuleType) else module)  # type: ignore[arg-type]
+            self._finder.hear(now if issubclass(type(now), ModuleType) else module)  # type: ignore[arg-type]
         except Exception as fault:
             FAULTS.note("import hook", fault)
 
@@ -57,6 +57,20 @@ class Finder:
         self._wants = wants
         self._imported = imported
         self._busy = threading.local()
+        self.listens = True
+
+    def hear(self, module: ModuleType) -> None:
+        """A module's code has run. One that was found before the undo and loads itself after it is not told."""
+        if self.listens:
+            self._imported(module)
+
+    def watch(self, spec: Any) -> None:
+        """Stand in for the loader of a spec until its module's code has run."""
+        lazy = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
+        if lazy is not None and isinstance(spec.loader, lazy):
+            spec.loader.loader = _Loader(spec.loader.loader, self)
+        elif hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -73,11 +87,7 @@ class Finder:
                 find = getattr(finder, "find_spec", None)
                 spec = None if finder is self or find is None else find(fullname, path, target)
                 if spec is not None:
-                    lazy = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
-                    if lazy is not None and isinstance(spec.loader, lazy):
-                        spec.loader.loader = _Loader(spec.loader.loader, self._imported)
-                    elif hasattr(spec.loader, "exec_module"):
-                        spec.loader = _Loader(spec.loader, self._imported)
+                    self.watch(spec)
                     return spec  # type: ignore[no-any-return]
             return None
         finally:
@@ -101,9 +111,19 @@ def install(wants: Callable[[str], bool], imported: Callable[[ModuleType], objec
     """
     finder = Finder(wants, imported)
     sys.meta_path.insert(0, finder)
+    for name, module in list(sys.modules.items()):
+        if is_asleep(module) and wants(name):
+            finder.watch(object.__getattribute__(module, "__spec__"))
 
     def undo() -> None:
+        finder.listens = False
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
 
     return undo
+
+
+def is_asleep(module: object) -> bool:
+    """Whether a module is one of `importlib.util.LazyLoader` whose code has not run. Does not wake it."""
+    lazy = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
+    return lazy is not None and type(module) is lazy

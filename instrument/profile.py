@@ -35,12 +35,13 @@ from instrument.document import (
     whole,
 )
 from instrument.errors import ProfileError
-from instrument.spans import KINDS
+from instrument.spans import KINDS, PHASES
 
 TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
 CLOCKS: tuple[str, ...] = ("monotonic", "tsc")
 PERCENT_SYNTAX = r"[0-9]{1,3}(?:\.[0-9]{1,18})?%"
+RECORDED: tuple[str, ...] = ("size", "type", "value")
 DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p")
 VIEWS: tuple[str, ...] = ("events",)
 SORT_KEYS: tuple[str, ...] = ("default", "calls", "total", "max", "min", "ave")
@@ -60,19 +61,37 @@ FILE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class Argument:
+    """One attribute of a call's span: the `size`, `type` or `value` (`record`) of an argument, or of a part of it.
+
+    `argument` is a parameter's name, or a dotted path that begins with one; `name` is what the attribute is called.
+    """
+
+    argument: str
+    record: str = "size"
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionRule:
     """Functions to instrument: the `module:qualname` patterns that select and that exclude them.
 
     In a pattern `*` stands for any part of one dotted segment and `**`, a segment of its own, for any number of them.
-    `name` replaces the function's own name; `device` asks for device time too. `text` is how messages call the rule,
-    and `line` (from 1) is where it stands; the line is not compared, so a rule that only moved is the same rule.
+    `name` replaces the function's own name, its fields {module}, {qualname}, {class} and {function} filled in;
+    `device` asks for device time too. `phase` says what part of the work it is, and where a file gives no kind makes it
+    `phase`. Of calls shorter than `min_ns` only the tally knows. `attributes` name what is recorded of the
+    arguments. `text` is how messages call the rule, and `line` (from 1) is where it stands; the line is not compared,
+    so a rule that only moved is the same rule.
     """
 
     match: tuple[str, ...]
     exclude: tuple[str, ...] = ()
     name: str | None = None
     kind: str = "op"
+    phase: str | None = None
     device: bool = False
+    min_ns: int = 0
+    attributes: tuple[Argument, ...] = ()
     line: int = field(default=0, compare=False)
     text: str = ""
 
@@ -327,6 +346,7 @@ _SEGMENT = r"(?:\*\*?|\*?\w+(?:\*\w+)*\*?)"
 _LAYER_SEGMENT = _SEGMENT.replace(r"\w", r"[\w-]")
 FUNCTION_SYNTAX = rf"!?{_SEGMENT}(?:\.{_SEGMENT})*:{_SEGMENT}(?:\.{_SEGMENT})*"
 LAYER_SYNTAX = rf"!?{_LAYER_SEGMENT}(?:\.{_LAYER_SEGMENT})*"
+ARGUMENT_SYNTAX = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 CLASS_SYNTAX = r"[^\W\d]\w*"
 CHROME_SYNTAX = r"(?:[^{}]|\{(?:service|pid|window)\})+"
 SUMMARY_SYNTAX = rf"stderr|stdout|(?=[\s\S]*[./\\]){CHROME_SYNTAX}"
@@ -341,6 +361,7 @@ _layer_pattern = spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.ml
 _class_name = spelled(
     CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
 )
+_argument_path = spelled(ARGUMENT_SYNTAX, "a parameter's name, or a dotted path below it such as request.prompt")
 _chrome_path = spelled(CHROME_SYNTAX, "a path, in braces only {service}, {pid} and {window}", _with_fields)
 _summary_target = spelled(
     SUMMARY_SYNTAX,
@@ -459,7 +480,15 @@ def _function_rule(node: Node) -> FunctionRule:
     match, exclude = _sides(written)
     if not match:
         node.pairs["match"][1].refuse("at least one pattern without '!'", found="only patterns with '!'")
+    if "kind" not in values and "phase" in values:
+        values["kind"] = "phase"
+    values.update(values.pop("where", {}))
     return FunctionRule(match, exclude, line=node.line, text=", ".join(written), **values)
+
+
+def _argument(node: Node) -> Argument:
+    one = Argument(**_fields(node, "functions.attributes"))
+    return one if one.name else replace(one, name=one.argument + ("" if one.record == "value" else f".{one.record}"))
 
 
 def _layer_rule(node: Node) -> LayerRule:
@@ -553,7 +582,18 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "match": Key("match", one_or_more(_function_pattern), required="module:qualname, or a list of such patterns"),
         "name": Key("name", string),
         "kind": Key("kind", one_of(*KINDS)),
+        "phase": Key("phase", one_of(*PHASES)),
         "device": Key("device", flag),
+        "where": Key("where", _part("functions.where", dict)),
+        "attributes": Key("attributes", one_or_more(_argument)),
+    },
+    "functions.where": {
+        "min_duration": Key("min_ns", _duration("50us")),
+    },
+    "functions.attributes": {
+        "argument": Key("argument", _argument_path, required="a parameter of the function, such as prompt"),
+        "record": Key("record", one_of(*RECORDED)),
+        "name": Key("name", string),
     },
     "layers": {
         "match": Key("match", one_or_more(_layer_pattern)),

@@ -287,7 +287,7 @@ class Session:
             notes.append(
                 "started after the import of "
                 + ", ".join(self.selection.late)
-                + ": module-level names were replaced; copies kept in lists, closures or instances are not seen"
+                + ": what had been bound elsewhere was found and replaced; what could not be is named with its rule"
             )
         if self._governor is not None:
             notes.extend(self._governor.notes())

@@ -23,7 +23,7 @@ from instrument import pure, wrapping
 from instrument.errors import TargetError
 from instrument.ring import Cursor, Row, self_ns
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
-from instrument.spans import KINDS, AttributeValue, RemoteParent, Site, Span
+from instrument.spans import KINDS, PHASES, AttributeValue, RemoteParent, Site, Span
 from instrument.tally import OVERFLOW, Node, Tally, Totals
 
 
@@ -91,14 +91,14 @@ class _Recording:
         def stretch(self, site: Site) -> Any: ...
         def shelf(self, sample: float, spans_per_request: int) -> Any: ...
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
-        def span_of(self, site: Site) -> Callable[[], Any]: ...
+        def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]: ...
         def _reset(self, ring_bytes: int | None, /) -> None: ...
         def _forget_all(self) -> None: ...
 
     def _begin(self) -> None:
         self.scope_name_limit = SCOPE_NAME_LIMIT
         self.open_scope_limit = OPEN_SCOPE_LIMIT
-        self._scope_sites: dict[tuple[str, str], Site] = {}
+        self._scope_sites: dict[tuple[str, str, str | None], Site] = {}
         self._manual_open = 0
         self._tree: list[Node] = []
         self._tree_root = Node(-1, Site("(root)"), None)
@@ -111,21 +111,29 @@ class _Recording:
 
     # ---------------------------------------------------------------- functions and scopes
 
-    def wrap(self, function: Function, site: Site) -> Function:
+    def wrap(self, function: Function, site: Site, attributes: wrapping.Attributes | None = None) -> Function:
         """The function with a span around each call; see `instrument.wrapping`."""
-        return wrapping.wrap(self, function, site)
+        return wrapping.wrap(self, function, site, attributes)
 
-    def scope_site(self, name: str, kind: str, device: bool = False) -> Site:
+    def retire(self, function: Any) -> None:
+        """Let what `wrap` has made behave as the bare function from now on, whoever still holds it."""
+        site = vars(function).get("__instrument__")
+        if site in self._functions:
+            self._functions[site].discard(function)
+        wrapping.retire(function)
+
+    def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
         """The site of a scope's name, made on first sight with the place of the code that opened it."""
-        site = self._scope_sites.get((name, kind))
+        site = self._scope_sites.get((name, kind, phase))
         if site is None:
             if len(self._scope_sites) >= self.scope_name_limit:
                 self.count("scope names beyond the limit, counted together")
                 return OVERFLOW
             module, qualname, file, line = _caller()
             # setdefault, because two threads may be first: one site for each name, or the tally would split.
+            declared = (("phase", phase),) if phase else ()
             site = self._scope_sites.setdefault(
-                (name, kind), Site(name, kind, module, qualname, file, line, device=device)
+                (name, kind, phase), Site(name, kind, module, qualname, file, line, "", device, declared)
             )
         return site
 
@@ -133,17 +141,22 @@ class _Recording:
         self,
         name: str,
         *,
-        kind: str = "user",
+        kind: str | None = None,
         device: bool = False,
         attributes: Mapping[str, AttributeValue] | None = None,
+        phase: str | None = None,
     ) -> Scope:
-        """A scope by name. Raises `TargetError` for a name or kind that cannot be one."""
+        """A scope by name. Raises `TargetError` for a name, kind or phase that cannot be one."""
         if not isinstance(name, str) or not name:
             raise TargetError(f"a scope needs a name that says what it times; found {name!r}")
-        if kind not in KINDS:
+        if phase is not None and phase not in PHASES:
+            raise TargetError(f"scope {name!r}: found phase {phase!r}; allowed: {', '.join(PHASES)}")
+        if kind is None:
+            kind = "phase" if phase else "user"
+        elif kind not in KINDS:
             raise TargetError(f"scope {name!r}: found kind {kind!r}; allowed: {', '.join(KINDS)}")
         # A private copy of the attributes: the row keeps them, the caller may change its own.
-        return self.new_scope(self.scope_site(name, kind, device), dict(attributes) if attributes else None)
+        return self.new_scope(self.scope_site(name, kind, device, phase), dict(attributes) if attributes else None)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
         """Open a span that `end_manual` will close; None when too many are open."""
@@ -416,9 +429,9 @@ class PureRecorder(_Recording, pure.Core):
     def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
         return PureScope(self, site, attributes)
 
-    def span_of(self, site: Site) -> Callable[[], Any]:
+    def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
         """Makes a context manager around each span of the site."""
-        return functools.partial(pure.Scope, self, site)
+        return functools.partial(pure.Scope, self, site, attributes)
 
     scope = _Recording.make_scope
 
@@ -500,11 +513,13 @@ else:
         def shelf(self, sample: float, spans_per_request: int) -> Any:
             return _native.Shelf(self, sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
 
-        def span_of(self, site: Site) -> Callable[[], Any]:
-            return functools.partial(self.new_span, site)
+        def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
+            if attributes is None:
+                return functools.partial(self.new_span, site)
+            return functools.partial(NativeScope, self, site, attributes)
 
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
-            if site.kind == "user" and not site.device and site is not OVERFLOW:
+            if site.kind == "user" and not (site.device or site.attributes) and site is not OVERFLOW:
                 self.user_sites[site.name] = site
             return NativeScope(self, site, attributes)
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
 """Every kind of span."""
 
+PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post")
+"""The parts of a piece of work that a span may be declared to be, under the attribute `phase` of its site."""
+
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 Interval = tuple[int, int]
 

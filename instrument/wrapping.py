@@ -14,62 +14,106 @@ import inspect
 import keyword
 from collections.abc import Callable
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from instrument.spans import Site
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def wrap(recorder: Any, function: Function, site: Site) -> Function:
+Attributes = Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, Any]]
+"""Gives the attributes of a call's span from its arguments; never raises."""
+
+
+def wrap(recorder: Any, function: Function, site: Site, attributes: Attributes | None = None) -> Function:
     """The function with a span of the recorder around each call.
 
     The result is of the same kind (`inspect.iscoroutinefunction` and the like agree), has the same signature, name,
-    doc and attributes, and carries its site as `__instrument__`.
+    doc and attributes, and carries its site as `__instrument__`. `attributes` is asked before each call of a function
+    or coroutine, whose span then carries them, and takes a plain function off the fast path.
     """
     made: Any
     if inspect.isasyncgenfunction(function):
-        made = _make(_ASYNC_GENERATOR, recorder, function, site)
+        made = _make(_ASYNC_GENERATOR, recorder, function, site, None)
         recorder.note_shape(site, "generator")
     elif inspect.iscoroutinefunction(function):
-        made = _make(_COROUTINE, recorder, function, site)
+        made = _make(_COROUTINE, recorder, function, site, attributes)
         recorder.note_shape(site, "coroutine")
     elif inspect.isgeneratorfunction(function):
-        made = _make(_GENERATOR, recorder, function, site)
+        made = _make(_GENERATOR, recorder, function, site, None)
         recorder.note_shape(site, "generator")
-    elif site.kind == "request":
-        made = _make(_REQUEST, recorder, function, site)
+    elif site.kind == "request" or attributes is not None:
+        made = _make(_OPENING, recorder, function, site, attributes)
         recorder.note_shape(site, "wrapper")
     else:
         made = recorder.make_function(function, site)
         recorder.may_mute(site, made)
     functools.update_wrapper(made, function)
+    for name in ("cache_info", "cache_clear"):  # of functools.lru_cache: methods of its type, which are not copied
+        if hasattr(function, name) and not hasattr(made, name):
+            setattr(made, name, getattr(function, name))
     made.__instrument__ = site
     return made  # type: ignore[no-any-return]
+
+
+def retire(made: Any) -> None:
+    """Let what `wrap` has made pass every call to the bare function from now on, at the cost of one branch.
+
+    For one that has been taken off and that somebody still holds. Calls that are under way end as they began.
+    """
+    vars(made).pop("__instrument__", None)
+    if type(made) is not FunctionType:
+        made.__instrument_muted__ = True
+        return
+    for name, cell in zip(made.__code__.co_freevars, made.__closure__ or (), strict=True):
+        if name in ("recorder", "core") or (made.__code__.co_filename == "<instrument>" and name.endswith("recorder")):
+            cell.cell_contents = _Retired(cell.cell_contents)
+
+
+class _Retired:
+    """A recorder that is off for ever to what asks it; spans that are open end in the real one."""
+
+    on = False
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recorder, name)
 
 
 # What wrappers are made of. `{i}` begins the names that are ours, so that a parameter may have any name. A wrapper lets
 # go of the arguments before it waits: the host's function may drop a large one early. It has the globals of the host's
 # function, which resolve the names in its annotations; the bodies need none.
 
-_REQUEST = """
-def {i}make({i}function, {i}recorder, {i}site, {i}idle):
+_OPENING = """
+def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
     {i}span = {i}recorder.span_of({i}site)
 
     def wrapper({parameters}):
+        if not {i}recorder.on:
+            return {i}function({arguments})
         # Not `open` and `close`: a signal handler may raise between a call and the `try` after it.
-        with {i}span():
+        with {i}span() if {i}attributes is None else {i}recorder.span_of(
+            {i}site, {i}attributes(({positional}), {{{named}}})
+        )():
             return {i}function({arguments})
 
     return wrapper
 """
 
 _COROUTINE = """
-def {i}make({i}function, {i}recorder, {i}site, {i}idle):
+def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
     {i}span = {i}recorder.span_of({i}site)
 
     async def wrapper({parameters}):
-        with {i}span():
+        if not {i}recorder.on:
+            {i}coroutine = {i}function({arguments})
+            {forget}
+            return await {i}coroutine
+        with {i}span() if {i}attributes is None else {i}recorder.span_of(
+            {i}site, {i}attributes(({positional}), {{{named}}})
+        )():
             {i}coroutine = {i}function({arguments})
             {forget}
             return await {i}coroutine
@@ -78,7 +122,7 @@ def {i}make({i}function, {i}recorder, {i}site, {i}idle):
 """
 
 _GENERATOR = """
-def {i}make({i}function, {i}recorder, {i}site, {i}idle):
+def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
     def wrapper({parameters}):
         {i}generator = {i}function({arguments})
         {forget}
@@ -119,7 +163,7 @@ def {i}make({i}function, {i}recorder, {i}site, {i}idle):
 """
 
 _ASYNC_GENERATOR = """
-def {i}make({i}function, {i}recorder, {i}site, {i}idle):
+def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
     async def wrapper({parameters}):
         {i}generator = {i}function({arguments})
         {forget}
@@ -172,12 +216,12 @@ class _NoStretch:
 _NO_STRETCH = _NoStretch()
 
 
-def _make(template: str, recorder: Any, function: Callable[..., Any], site: Site) -> Any:
+def _make(template: str, recorder: Any, function: Callable[..., Any], site: Site, attributes: Attributes | None) -> Any:
     """A wrapper after a template, with the parameters, the defaults and the globals of the function."""
     code = getattr(function, "__code__", None)
     is_plain = isinstance(function, FunctionType) and isinstance(code, CodeType)
-    parameters, arguments, names = _parameters(code) if is_plain else _ANY  # type: ignore[arg-type]
-    made = _template(template, parameters, arguments, names)(function, recorder, site, _NO_STRETCH)
+    shape = _parameters(code) if is_plain else _ANY  # type: ignore[arg-type]
+    made = _template(template, shape)(function, recorder, site, attributes, _NO_STRETCH)
     if not is_plain:
         return made
     wrapper = FunctionType(
@@ -187,44 +231,57 @@ def _make(template: str, recorder: Any, function: Callable[..., Any], site: Site
     return wrapper
 
 
-_ANY = ("*args, **kwargs", "*args, **kwargs", ("args", "kwargs"))
+class _Shape(NamedTuple):
+    """What a function takes, as text: its parameters, the same handed on, in two parts and all their names."""
+
+    parameters: str
+    positional: str
+    named: str
+    arguments: str
+    names: tuple[str, ...]
 
 
-def _parameters(code: CodeType) -> tuple[str, str, tuple[str, ...]]:
-    """The parameters of a function's code, the arguments that hand them on, and their names."""
-    positional, total = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
-    only_by_keyword = code.co_varnames[positional:total]
-    taken = list(code.co_varnames[:positional])
-    given = list(taken)
+_ANY = _Shape("*args, **kwargs", "*args,", "**kwargs", "*args, **kwargs", ("args", "kwargs"))
+
+
+def _parameters(code: CodeType) -> _Shape:
+    count, total = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
+    only_by_keyword = code.co_varnames[count:total]
+    taken = list(code.co_varnames[:count])
+    positional = list(taken)
     if code.co_posonlyargcount:
         taken.insert(code.co_posonlyargcount, "/")
     last = total
     if code.co_flags & inspect.CO_VARARGS:
         taken.append("*" + code.co_varnames[last])
-        given.append("*" + code.co_varnames[last])
+        positional.append("*" + code.co_varnames[last])
         last += 1
     elif only_by_keyword:
         taken.append("*")
     taken += only_by_keyword
-    given += [f"{name}={name}" for name in only_by_keyword]
+    by_name = [f"{name}={name}" for name in only_by_keyword]
+    named = [f"{name!r}: {name}" for name in only_by_keyword]
     if code.co_flags & inspect.CO_VARKEYWORDS:
-        taken.append("**" + code.co_varnames[last])
-        given.append("**" + code.co_varnames[last])
+        rest = "**" + code.co_varnames[last]
+        taken.append(rest)
+        by_name.append(rest)
+        named.append(rest)
         last += 1
     names = code.co_varnames[:last]
     if any(not name.isidentifier() or keyword.iskeyword(name) for name in names):
         return _ANY  # no compiler made these
-    return ", ".join(taken), ", ".join(given), names
+    first = "".join(f"{word}, " for word in positional).rstrip()
+    return _Shape(", ".join(taken), first, ", ".join(named), ", ".join(positional + by_name), names)
 
 
 @functools.lru_cache(maxsize=1024)
-def _template(template: str, parameters: str, arguments: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """The function that makes wrappers with these parameters."""
+def _template(template: str, shape: _Shape) -> Callable[..., Any]:
+    """The function that makes wrappers of this shape."""
     ours = "instrument_"
-    while any(name.startswith(ours) for name in names):
+    while any(name.startswith(ours) for name in shape.names):
         ours += "_"
-    forget = "del " + ", ".join(names) if names else "pass"
-    source = template.format(i=ours, parameters=parameters, arguments=arguments, forget=forget)
+    forget = "del " + ", ".join(shape.names) if shape.names else "pass"
+    source = template.format(i=ours, forget=forget, **shape._asdict())
     made: dict[str, Any] = {}
     exec(compile(source, "<instrument>", "exec", dont_inherit=True), made)  # noqa: S102 - names alone are filled in
     return made[f"{ours}make"]  # type: ignore[no-any-return]

@@ -166,6 +166,29 @@ def test_a_lazy_module_stays_lazy_and_is_heard_when_it_wakes(
     assert heard == ["made_by_finder", "made_by_hand"]
 
 
+def test_a_lazy_module_that_sleeps_when_the_hook_comes_is_heard_when_it_wakes(
+    write: Callable[[str, str], None],
+) -> None:
+    def asleep(name: str) -> ModuleType:
+        write(f"{name}.py", "x = 2")
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    heard: list[str] = []
+    wakes, wakes_after = asleep("made_wakes"), asleep("made_wakes_after")
+    undo = imports.install(lambda name: name.startswith("made"), lambda module: heard.append(module.__name__))
+    assert imports.is_asleep(wakes)
+    assert (wakes.x, heard) == (2, ["made_wakes"])
+    undo()
+    assert (wakes_after.x, heard) == (2, ["made_wakes"])
+    assert type(wakes.__spec__.loader) is type(wakes_after.__spec__.loader) is SourceFileLoader  # type: ignore[union-attr]
+
+
 def test_a_fault_of_ours_does_not_reach_the_import(
     write: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

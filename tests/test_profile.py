@@ -26,6 +26,7 @@ from instrument.profile import (
     SIZE_UNITS,
     SORT_KEYS,
     VIEWS,
+    Argument,
     Capture,
     Chrome,
     CopyRule,
@@ -41,7 +42,7 @@ from instrument.profile import (
     load,
     loads,
 )
-from instrument.spans import KINDS
+from instrument.spans import KINDS, PHASES
 
 SCHEMA = json.loads(Path(module.__file__).with_name("profile.schema.json").read_text("utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA)
@@ -273,6 +274,51 @@ class TestWhatEachKeyGives:
             FunctionRule(("a:c",), kind="phase", device=True, text="a:c"),
             FunctionRule(("a:b",), kind="step", device=True, name="n", text="a:b"),
         )
+
+
+class TestFunctionRules:
+    def test_a_declared_phase_makes_the_kind_where_none_is_given(self) -> None:
+        text = "functions: [{match: 'a:b', phase: compute}, {match: 'a:c', phase: post, kind: op}]"
+        assert [(rule.kind, rule.phase) for rule in read(text).functions] == [("phase", "compute"), ("op", "post")]
+
+    def test_where_says_which_calls_are_kept(self) -> None:
+        assert read("functions: [{match: 'a:b', where: {min_duration: 50us}}]").functions[0].min_ns == 50_000
+
+    def test_attributes_are_one_argument_or_a_list_and_named_after_it(self) -> None:
+        one = read("functions: [{match: 'a:b', attributes: {argument: prompt}}]").functions[0]
+        assert one.attributes == (Argument("prompt", "size", "prompt.size"),)
+        many = read(
+            """
+            functions:
+              - match: "a:b"
+                attributes:
+                  - {argument: request.model, record: value}
+                  - {argument: x, record: type}
+                  - {argument: x, name: length}
+            """
+        ).functions[0]
+        assert many.attributes == (
+            Argument("request.model", "value", "request.model"),
+            Argument("x", "type", "x.type"),
+            Argument("x", "size", "length"),
+        )
+
+    @pytest.mark.parametrize(
+        ("rule", "problem"),
+        [
+            ("phase: computing", "functions[0].phase: found 'computing'; allowed: prepare, infer_shape, compute, post; "
+             "did you mean 'compute'?"),
+            ("where: {min_duration: 50}", "where.min_duration: found the number 50; allowed: a number with a unit"),
+            ("where: {min: 5us}", "functions[0].where: found the unknown key 'min'; allowed: min_duration"),
+            ("attributes: {record: size}", "functions[0].attributes.argument: found nothing; allowed: a parameter"),
+            ("attributes: [{argument: 'x()'}]", "attributes[0].argument: found 'x()'; allowed: a parameter's"),
+            ("attributes: [{argument: x, record: repr}]", "record: found 'repr'; allowed: size, type, value"),
+        ],
+    )  # fmt: skip
+    def test_mistakes_say_what_is_allowed(self, rule: str, problem: str) -> None:
+        with pytest.raises(ProfileError) as caught:
+            read(f"functions: [{{match: 'a:b', {rule}}}]")
+        assert problem in str(caught.value)
 
 
 class TestProfiles:
@@ -774,10 +820,11 @@ def parts(schema: Any) -> Iterator[dict[str, Any]]:
 def section_schema(section: str) -> dict[str, Any]:
     """The schema of one section of `KEYS`."""
     rules = {"functions": "function_rule", "layers": "layer_rule", "copies": "copy_rule", "schedule": "schedule"}
-    if section in rules:
-        found: dict[str, Any] = SCHEMA["$defs"][rules[section]]
-        return found
-    found = SCHEMA
+    rules["functions.attributes"] = "argument"
+    first, _, rest = section.partition(".")
+    found: dict[str, Any] = SCHEMA
+    if section in rules or first in rules:
+        found, section = SCHEMA["$defs"][rules.get(section) or rules[first]], "" if section in rules else rest
     for name in filter(None, section.split(".")):
         found = found["properties"][name]
     return found
@@ -798,13 +845,32 @@ class TestSchema:
 
     def test_its_patterns_are_those_of_the_loader(self) -> None:
         patterns = {part["pattern"] for part in parts(SCHEMA) if isinstance(part.get("pattern"), str)}
-        for name in ("FUNCTION", "LAYER", "CLASS", "CHROME", "SUMMARY", "RATE", "HEADER_NAME", "HEADER_VALUE"):
+        for name in (
+            "FUNCTION",
+            "LAYER",
+            "CLASS",
+            "CHROME",
+            "SUMMARY",
+            "RATE",
+            "ARGUMENT",
+            "HEADER_NAME",
+            "HEADER_VALUE",
+        ):
             assert f"^(?:{getattr(module, name + '_SYNTAX')})$" in patterns, name
         assert f"^(?:{module.URL_SYNTAX})?$" in patterns
 
     def test_its_words_are_those_of_the_loader(self) -> None:
         words = [part["enum"] for part in parts(SCHEMA) if isinstance(part.get("enum"), list)]
-        for known in (module.TRACER_OPTIONS, module.STATES, KINDS, DIRECTIONS, VIEWS, SORT_KEYS):
+        for known in (
+            module.TRACER_OPTIONS,
+            module.STATES,
+            KINDS,
+            PHASES,
+            module.RECORDED,
+            DIRECTIONS,
+            VIEWS,
+            SORT_KEYS,
+        ):
             assert list(known) in words
 
     def test_its_defaults_are_those_of_the_loader(self) -> None:

@@ -72,6 +72,10 @@ def phase(name: str) -> Site:
     return Site(name, kind="phase")
 
 
+def declared(name: str, as_phase: str) -> Site:
+    return Site(name, kind="phase", attributes=(("phase", as_phase),))
+
+
 def copy(direction: str, *, sync: bool) -> Site:
     return Site("copy", kind="copy", attributes=(("direction", direction), ("sync", sync)))
 
@@ -425,6 +429,16 @@ COMPUTATIONS: dict[str, tuple[list[tuple[CallPath, float]], str, str]] = {
         ],
         "Total: 8           Ratio: 80%",
         "Total: 2           Ratio: 20%",
+    ),
+    "a declared phase counts whatever its name and kind, and one declared otherwise does not": (
+        [
+            ((op("a"),), 10),
+            ((op("a"), declared("run", "compute")), 4),
+            ((op("a"), declared("run", "compute"), layer("Block", "0")), 3),
+            ((op("a"), declared("compute", "post")), 2),
+        ],
+        "Total: 4           Ratio: 40%",
+        "Total: 6           Ratio: 60%",
     ),
     "a scope of the user that is called compute is data": (
         [((op("a"),), 10), ((op("a"), op("compute")), 4), ((op("a"), phase("compute/x")), 4)],

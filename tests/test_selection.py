@@ -136,7 +136,7 @@ def test_names_bound_in_an_import_cycle_record_too(
     assert text.encode is text.alias
 
 
-def test_a_function_that_its_module_has_put_into_a_table_is_named_as_seen_in_part(
+def test_a_function_that_its_module_has_put_into_a_table_is_recorded_there_and_goes_back(
     tmp_path: Path, service: Callable[[], Any], select: Callable[[str], Selection], recorder: Recorder
 ) -> None:
     (tmp_path / "served_text.py").write_text(
@@ -148,15 +148,17 @@ def test_a_function_that_its_module_has_put_into_a_table_is_named_as_seen_in_par
     selection = select('functions: [{match: "served_text:*"}]')
     service()
     text = sys.modules["served_text"]
-    text.ROUTES["/"]("not seen")
+    text.ROUTES["/"]("seen")
     text.other("seen")
-    assert tree(recorder) == "other\n  encode"
+    assert tree(recorder) == "encode\nother\n  encode"
     assert states(selection) == [
         "served_text:route attached",
-        "served_text:encode partly",
+        "served_text:encode attached",
         "served_text:other attached",
     ]
-    assert "a dict held it before we came" in str(selection.verdicts()[1])
+    selection.undo()
+    assert text.ROUTES["/"] is text.encode
+    assert not hasattr(text.encode, "__instrument__")
 
 
 def test_a_class_that_lets_nothing_be_set_is_named_and_the_others_are_attached(

@@ -11,7 +11,8 @@ import contextvars
 import functools
 from contextvars import Context
 
-from instrument.probes.functions import Undo, rebind
+from instrument.probes.functions import Undo
+from instrument.probes.holders import rebind
 from instrument.recorder import RECORDER, Recorder
 
 
@@ -35,5 +36,5 @@ def watch(recorder: Recorder = RECORDER) -> Undo:
             publish_to(context)
             return context
 
-    rebind([(original, copy_context)])
-    return lambda: rebind([(copy_context, original)])
+    rebind(original, copy_context)
+    return lambda: rebind(copy_context, original)

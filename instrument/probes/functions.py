@@ -4,35 +4,68 @@ A rule names `module:qualname`, where `*` stays within a segment and `**` crosse
 wildcard finds must have been defined in the module itself, so that `text:*` does not reach into what `text` imports;
 a name without wildcards is taken wherever it comes from. Of the names that Python itself calls a wildcard finds
 `__init__` and `__call__`; a pattern that begins with two underscores, such as `Engine.__*`, finds them all.
+
+A function is recorded inside what a decorator of the standard library, wrapt or a framework has made of it: a property
+is still a property whose getter records, a context manager's body records as the generator that it is. A wildcard
+passes over properties and partial objects, which their users take for data; a name without wildcards means them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from re import Pattern, escape
 from re import compile as compile_pattern
-from types import BuiltinFunctionType, BuiltinMethodType, FrameType, FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any, TypeVar, overload
 
 from instrument.errors import FAULTS, TargetError
+from instrument.probes import holders
+from instrument.probes.holders import isinstance_of, namespace, own_names, type_attribute, type_namespace
 from instrument.probes.scopes import OFF
 from instrument.recorder import RECORDER, Recorder
-from instrument.spans import KINDS, Site
+from instrument.spans import KINDS, PHASES, Site
+from instrument.wrapping import Attributes
 
 Undo = Callable[[], None]
 T = TypeVar("T")
 
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, BuiltinMethodType)
+_CACHED = type(lru_cache(lambda: None))
+_MADE_IN_C = (MethodDescriptorType, WrapperDescriptorType)
+_CONTEXT_MANAGERS = tuple(
+    code
+    for made in (contextlib.contextmanager, contextlib.asynccontextmanager)
+    for code in made.__code__.co_consts
+    if isinstance(code, CodeType)
+)
+"""Code of the functions that make a context manager from a generator function."""
+
+_FIELD = compile_pattern(r"\{(module|qualname|class|function)\}")
+
+INSIDE = 200
+"""So many objects that a decorator has put around a function are looked at to find it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function where it can be replaced: an attribute of a module or class."""
+    """A function where it can be replaced.
+
+    `raw` is what an attribute of a module or class holds: the function itself or what holds it in turn. A target whose
+    `raw` is None lies deeper, and is replaced wherever it is held. `note` says what a user would not expect.
+    """
 
     owner: Any
     attribute: str
@@ -40,10 +73,24 @@ class Target:
     function: Callable[..., Any]
     module: str
     qualname: str
+    note: str = ""
 
     @property
     def label(self) -> str:
         return f"{self.module}:{self.qualname}"
+
+    @property
+    def name(self) -> str | None:
+        """The name of its spans where the function's own would not tell it."""
+        own = getattr(self.function, "__name__", "")
+        part = self.qualname.rpartition(".")[2]
+        return self.qualname if own in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
+
+    def filled_in(self, name: str) -> str:
+        """A rule's name with what it says in braces about the target; other braces are data."""
+        owner, _, own = self.qualname.rpartition(".")
+        known = {"module": self.module, "qualname": self.qualname, "class": owner, "function": own}
+        return _FIELD.sub(lambda field: known[field[1]], name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,53 +120,78 @@ def matches(text: str, name: str) -> bool:
     return pattern(text).match(name) is not None
 
 
-def site_of(function: Any, *, name: str | None = None, kind: str = "op", device: bool = False) -> Site:
+def site_of(
+    function: Any,
+    *,
+    name: str | None = None,
+    kind: str | None = None,
+    device: bool = False,
+    phase: str | None = None,
+    min_ns: int = 0,
+) -> Site:
     """The site of a function: its own names and place, or the name that is given."""
     inner = inspect.unwrap(function, stop=lambda f: hasattr(f, "__instrument__")) if callable(function) else function
     code = getattr(inner, "__code__", None)
     qualname = getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
     return Site(
-        name=name or qualname.rpartition("<locals>.")[2],
-        kind=kind,
+        name=name or _qualname(function),
+        kind=kind or ("phase" if phase else "op"),
         module=getattr(function, "__module__", None) or "",
         qualname=qualname,
         file=code.co_filename if code is not None else "",
         line=code.co_firstlineno if code is not None else 0,
         device=device,
+        attributes=(("phase", phase),) if phase else (),
+        min_ns=min_ns,
     )
 
 
+def _qualname(function: Any) -> str:
+    qualname: str = getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
+    return qualname.rpartition("<locals>.")[2]
+
+
 def find(module: ModuleType, match: str) -> Iterator[Target | Unreachable]:
-    """What the qualname part of a pattern names in a module that has been imported."""
+    """What the qualname part of a pattern names in a module that has been imported. Runs no code of the module."""
     wanted = match.partition(":")[2]
+    label = f"{module.__name__}:{wanted}"
     if "*" in wanted:
         yield from _walk(module, module, "", wanted, set())
         return
     owner: Any = module
-    segments = wanted.split(".")
-    for depth, segment in enumerate(segments):
-        found = _raw(owner, segment)
-        if found is None:
+    *path, last = wanted.split(".")
+    for segment in path:
+        if type(owner) is FunctionType:
+            break
+        owner = _raw(owner, segment)
+        if owner is None:
             return
-        if depth < len(segments) - 1:
-            owner = getattr(owner, segment, None)
-            continue
-        label = f"{module.__name__}:{wanted}"
-        thing = getattr(owner, segment, None)
-        if isinstance(thing, type):
-            yield from _walk(module, thing, wanted + ".", wanted + ".*", {id(thing)}, methods_of=thing.__module__)
-        else:
-            yield _target(module, owner, segment, found, label)
+    if type(owner) is FunctionType:
+        if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
+            why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
+            yield Unreachable(label, why)
+        return
+    found = _raw(owner, last)
+    if found is None:
+        if owner is module and "__getattr__" in namespace(module):
+            why = "the module makes names when they are asked for (__getattr__); name the module that defines it"
+            yield Unreachable(label, why)
+    elif isinstance_of(found, type):
+        methods = list(_walk(module, found, wanted + ".", wanted + ".*", {id(found)}, methods_of=found.__module__))
+        yield from methods or [Unreachable(label, "the class has no public method made in Python")]
+    else:
+        is_own = isinstance_of(owner, type) or last in (own_names(owner) or ())
+        yield from _targets(module, owner if is_own else type(owner), last, found, label)
 
 
 def _raw(owner: Any, attribute: str) -> Any:
     """The attribute as it lies in the namespace, descriptors unbound; None where there is none."""
-    if isinstance(owner, type):
-        for base in owner.__mro__:
-            if attribute in vars(base):
-                return vars(base)[attribute]
-        return None
-    return vars(owner).get(attribute) if hasattr(owner, "__dict__") else None
+    if isinstance_of(owner, type):
+        return type_attribute(owner, attribute)
+    names = own_names(owner) or {}
+    if attribute in names or isinstance_of(owner, ModuleType):
+        return names.get(attribute)
+    return type_attribute(type(owner), attribute)
 
 
 def _walk(
@@ -127,9 +199,10 @@ def _walk(
 ) -> Iterator[Target | Unreachable]:
     """What a pattern finds below an owner; with `methods_of` the public methods of a class of that module alone."""
     home = methods_of or module.__name__
-    for attribute, raw in list(vars(owner).items()):
+    names = namespace(owner) if isinstance_of(owner, ModuleType) else type_namespace(owner)
+    for attribute, raw in list(names.items()):
         name = prefix + attribute
-        if isinstance(raw, type):
+        if isinstance_of(raw, type):
             if raw.__module__ == home and id(raw) not in seen and methods_of is None:
                 seen.add(id(raw))
                 yield from _walk(module, raw, name + ".", wanted, seen)
@@ -138,18 +211,22 @@ def _walk(
             continue
         if _is_called_by_python(attribute) and not wanted.rpartition(".")[2].startswith("__"):
             continue
-        function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-        if (isinstance(function, FunctionType) or _records(function)) and function.__module__ == home:
-            yield _target(module, owner, attribute, raw, f"{module.__name__}:{name}")
+        if isinstance_of(raw, (property, functools.cached_property, functools.partial, functools.partialmethod)):
+            continue
+        for thing in _targets(module, owner, attribute, raw, f"{module.__name__}:{name}", explicit=False):
+            if isinstance(thing, Target) and getattr(thing.function, "__module__", None) == home:
+                yield thing
 
 
 def _records(function: Any) -> bool:
     """Whether it carries a probe already. The native recorder's are no Python functions."""
-    try:
-        own = object.__getattribute__(function, "__dict__")  # runs no code of an object of the host
-    except AttributeError:
-        return False
-    return isinstance(own.get("__instrument__"), Site)
+    return site_on(function) is not None
+
+
+def site_on(function: Any) -> Site | None:
+    """The site of the probe that a function carries."""
+    site = (own_names(function) or {}).get("__instrument__")
+    return site if type(site) is Site else None
 
 
 def _is_called_by_python(method: str) -> bool:
@@ -160,42 +237,180 @@ def _is_public(method: str) -> bool:
     return not method.startswith("_") or method == "__call__"
 
 
-def _target(module: ModuleType, owner: Any, attribute: str, raw: Any, label: str) -> Target | Unreachable:
-    function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+def _is_function(thing: Any) -> bool:
+    """Whether calls of it can be recorded by one that stands for it."""
+    kind = type(thing)
+    made_by_cython = kind.__name__ == "cython_function_or_method"
+    return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or _records(thing)
+
+
+def _targets(
+    module: ModuleType, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
+) -> Iterator[Target | Unreachable]:
+    """The functions in what an attribute holds."""
     qualname = label.partition(":")[2]
-    if not isinstance(function, _FUNCTIONS) and not _records(function):
-        return Unreachable(label, f"it is a {type(raw).__name__}, not a function")
-    if isinstance(owner, type) and not isinstance(function, FunctionType) and not _records(function):
-        return Unreachable(label, "it is a method made in C")
-    return Target(owner, attribute, raw, function, module.__name__, qualname)
+    parts = list(parts_of(raw))
+    for suffix, function in parts:
+        if isinstance(owner, type) and type(function) is BuiltinFunctionType and raw is function:
+            yield Unreachable(label + suffix, "it is a method made in C")
+        else:
+            yield Target(owner, attribute, raw, function, module.__name__, qualname + suffix)
+    if parts or not explicit:
+        return
+    if isinstance_of(raw, _MADE_IN_C) or (isinstance(owner, type) and isinstance_of(raw, BuiltinFunctionType)):
+        yield Unreachable(label, "it is a method made in C")
+        return
+    inside = _inside(raw, module.__name__, qualname)
+    if inside is not None:
+        note = f"inside a {type(raw).__module__}.{type(raw).__name__}"
+        yield Target(owner, attribute, None, inside, module.__name__, qualname, note)
+        return
+    kind = next((base for base in type(raw).__mro__ if "__call__" in type_namespace(base)), None)
+    call = None if kind is None else type_namespace(kind)["__call__"]
+    own = module.__name__.partition(".")[0]
+    if kind is not None and call is not None and _is_function(call) and kind.__module__.partition(".")[0] == own:
+        note = f"as {kind.__name__}.__call__, for all objects of that class"
+        yield Target(kind, "__call__", call, call, module.__name__, qualname, note)
+        return
+    yield Unreachable(label, f"it is a {type(raw).__name__}, not a function")
+
+
+def parts_of(raw: Any) -> Iterator[tuple[str, Any]]:
+    """The functions in what a decorator has made, each with what its name ends in."""
+    function: Any = None
+    if type(raw) is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and not _records(raw):
+        cells: dict[str, Any] = dict(zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True))
+        function = cells["func"].cell_contents
+    elif _is_function(raw):
+        function = raw
+    elif isinstance_of(raw, (staticmethod, classmethod)):
+        function = raw.__func__
+    elif isinstance_of(raw, property):
+        for suffix, part in (("", raw.fget), (".setter", raw.fset), (".deleter", raw.fdel)):
+            if _is_function(part):
+                yield suffix, part
+    elif isinstance_of(raw, functools.partial):
+        state: Any = functools.partial.__reduce__(raw)[2]
+        function = state[0]
+    elif isinstance_of(raw, (functools.cached_property, functools.partialmethod)):
+        function = (own_names(raw) or {}).get("func")
+    elif isinstance_of(raw, functools.singledispatchmethod):
+        for kind, part in dict((own_names(raw) or {})["dispatcher"].registry).items():
+            if _is_function(part):
+                yield ("" if kind is object else f"[{kind.__name__}]"), part
+    else:
+        proxied = holders.wrapped_slot(type(raw))
+        function = None if proxied is None else proxied.__get__(raw)
+    if _is_function(function):
+        yield "", function
+
+
+def _inside(raw: Any, module: str, qualname: str) -> FunctionType | None:
+    """The function of that very name inside what a decorator of a framework has made of it (a command, a task)."""
+    seen, near = {id(raw)}, holders.Kept([raw])
+    for thing in near:
+        for part in gc.get_referents(thing):
+            if id(part) in seen or len(near) > INSIDE:
+                continue
+            seen.add(id(part))
+            if type(part) is FunctionType:
+                if (part.__module__, part.__qualname__) == (module, qualname):
+                    return part
+            elif isinstance_of(part, type):
+                if type_attribute(part, "__module__") == module:
+                    near.append(part)  # a class that was made for the function
+            elif not (isinstance_of(part, (ModuleType, CodeType, str)) or _is_globals(part)):
+                near.append(part)
+    return None
+
+
+def _is_globals(thing: Any) -> bool:
+    return type(thing) is dict and "__builtins__" in thing
+
+
+class Probe:
+    """One target made to record, and the way back: `undo` leaves alone what somebody else has set since."""
+
+    __slots__ = ("_place", "target", "wrapped")
+
+    def __init__(
+        self, target: Target, site: Site, recorder: Recorder = RECORDER, attributes: Attributes | None = None
+    ) -> None:
+        self.target = target
+        self.wrapped: Any = recorder.wrap(target.function, site, attributes)
+        self._place: Place | None = None
+
+    def set(self) -> None:
+        """Put it where the target lies. Raises what the owner raises that lets nothing be set."""
+        target, made = self.target, self.wrapped
+        if target.raw is None:
+            return
+        if target.raw is not target.function:
+            made = holders.change(target.raw, target.function, self.wrapped)
+            self._name_property()
+        if made is not target.raw:
+            self._place = Place(target.owner, target.attribute, made)
+
+    def undo(self) -> None:
+        """Put the very object that lay there back."""
+        raw, place = self.target.raw, self._place
+        self._place = None
+        if place is not None:
+            place.undo()
+        elif raw is not None:
+            holders.change(raw, self.wrapped, self.target.function)
+            self._name_property()
+
+    @property
+    def parts(self) -> Iterator[Any]:
+        """What holds the function in what was made of it."""
+        if type(self.wrapped) is FunctionType:
+            yield from self.wrapped.__closure__ or ()
+            yield self.wrapped.__dict__
+
+    def _name_property(self) -> None:
+        """A property that gets another function forgets its name, which stands in its error messages."""
+        if isinstance_of(self.target.raw, property):
+            property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
+
+
+class Place:
+    """An attribute of a module or class that has been set, and what it was before."""
+
+    __slots__ = ("_attribute", "_before", "_new", "_own", "_owner")
+
+    def __init__(self, owner: Any, attribute: str, new: Any) -> None:
+        self._owner, self._attribute, self._new = owner, attribute, new
+        self._own = attribute in self._names()
+        self._before = self._names().get(attribute)
+        setattr(owner, attribute, new)
+
+    def _names(self) -> Any:
+        return type_namespace(self._owner) if isinstance_of(self._owner, type) else vars(self._owner)
+
+    def undo(self) -> None:
+        """Set what was there before, unless somebody else has set something since."""
+        if self._names().get(self._attribute) is not self._new:
+            return
+        if self._own:
+            setattr(self._owner, self._attribute, self._before)
+        else:
+            delattr(self._owner, self._attribute)
 
 
 def attach(target: Target, site: Site, recorder: Recorder = RECORDER) -> tuple[Any, Undo]:
-    """Replace the function where it lies by one that records. Returns what lies there now and the way back.
+    """Replace the function where it lies by one that records. Returns that and the way back.
 
-    Names that other modules bound by ``from module import name`` are the business of `rebind`.
+    Copies of it that others hold are the business of `holders.Swap`.
     """
-    wrapped: Any = recorder.wrap(target.function, site)
-    if isinstance(target.raw, (staticmethod, classmethod)):
-        wrapped = type(target.raw)(wrapped)
-    return wrapped, replace(target.owner, target.attribute, wrapped)
+    probe = Probe(target, site, recorder)
+    probe.set()
+    return probe.wrapped, probe.undo
 
 
 def replace(owner: Any, attribute: str, new: Any) -> Undo:
     """Set an attribute of a module or class; the way back leaves alone what somebody else has set since."""
-    own = attribute in vars(owner)
-    before = vars(owner).get(attribute)
-    setattr(owner, attribute, new)
-
-    def undo() -> None:
-        if vars(owner).get(attribute) is not new:
-            return
-        if own:
-            setattr(owner, attribute, before)
-        else:
-            delattr(owner, attribute)
-
-    return undo
+    return Place(owner, attribute, new).undo
 
 
 def undo_all(undos: list[Undo]) -> None:
@@ -207,113 +422,99 @@ def undo_all(undos: list[Undo]) -> None:
             FAULTS.note("way back of a probe", fault)
 
 
-def held_elsewhere(targets: Sequence[Target]) -> dict[int, str]:
-    """What else holds a module's functions now, such as a table of routes that decorators fill: type names by identity.
+def is_held_elsewhere(target: Target) -> bool:
+    """Whether something besides the target's own place holds its function. Costs a look at the reference count.
 
-    Calls through it go past whatever replaces the module's name. Looks through the heap only where a function has more
-    references than usual, which costs some ten milliseconds.
+    A name that a class inherits means the class alone, so the function stays where it is defined.
     """
-    usual = _usual_references()
-    suspects = {
-        id(target.function): target.function
-        for target in targets
-        if isinstance(target.owner, ModuleType) and not _records(target.function) and _references(target) > usual
-    }
-    if not suspects:
-        return {}
-    ours = {id(suspects), *map(id, targets), *(id(namespace(module)) for _, module in loaded_modules())}
-    held: dict[int, str] = {}
-    for holder in gc.get_referrers(*suspects.values()):
-        if id(holder) not in ours and not isinstance(holder, FrameType):
-            for thing in gc.get_referents(holder):
-                if id(thing) in suspects:
-                    held.setdefault(id(thing), type(holder).__name__)
-    return held
+    if target.raw is None:
+        return True
+    names = type_namespace(target.owner) if isinstance_of(target.owner, type) else own_names(target.owner)
+    if names is None or names.get(target.attribute) is not target.raw:
+        return False
+    return _references(target) > _usual_references()
+
+
+def is_still_held(probe: Probe) -> bool:
+    """Whether somebody holds what a probe that is off had put in a function's place."""
+    return sys.getrefcount(probe.wrapped) > _references_left()
+
+
+@lru_cache(maxsize=1)
+def _references_left() -> int:
+    """References to what a probe had made and nobody else holds, as `is_still_held` meets it."""
+    module = ModuleType("usual")
+    namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
+    (target,) = find(module, "usual:usual")
+    return sys.getrefcount(Probe(target, Site("usual"), Recorder(1 << 16)).wrapped) if isinstance(target, Target) else 0
 
 
 def _references(target: Target) -> int:
-    return sys.getrefcount(target.function)
+    return sys.getrefcount(target.function) - (target.raw is target.function)
 
 
+@lru_cache(maxsize=1)
 def _usual_references() -> int:
-    """References to a function that nobody but its module holds, as `held_elsewhere` meets it."""
+    """References to a function that nobody but its module holds, as `is_held_elsewhere` meets it."""
     module = ModuleType("usual")
     namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
     (target,) = find(module, "usual:usual")
     return _references(target) if isinstance(target, Target) else sys.maxsize
 
 
-def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """In all modules imported so far, bind the names that mean the first thing of a pair to the second instead.
-
-    One pass over all names for all pairs: some milliseconds in a large process.
-    """
-    second = {id(first): second for first, second in pairs}
-    if not second:
-        return
-    for name, module in loaded_modules():
-        if name.partition(".")[0] == "instrument":
-            continue
-        names = namespace(module)
-        for bound, value in list(names.items()):
-            new = second.get(id(value))
-            if new is not None:
-                names[bound] = new
-
-
-def loaded_modules() -> list[tuple[str, ModuleType]]:
-    """Name and module of everything in `sys.modules` that is a module. Runs no code of theirs."""
-    modules = [module for module in list(sys.modules.values()) if issubclass(type(module), ModuleType)]
-    named = [(namespace(module).get("__name__"), module) for module in modules]
-    return [(name, module) for name, module in named if isinstance(name, str)]
-
-
-def namespace(module: ModuleType) -> dict[str, Any]:
-    """A module's own names. `vars` would wake a module that loads itself when it is first touched."""
-    names: dict[str, Any] = object.__getattribute__(module, "__dict__")
-    return names
+@overload
+def profiled(
+    name: str | None = None, *, kind: str | None = None, device: bool = False, phase: str | None = None
+) -> Callable[[T], T]: ...
 
 
 @overload
-def profiled(name: str | None = None, *, kind: str = "op", device: bool = False) -> Callable[[T], T]: ...
+def profiled(name: T, *, kind: str | None = None, device: bool = False, phase: str | None = None) -> T: ...
 
 
-@overload
-def profiled(name: T, *, kind: str = "op", device: bool = False) -> T: ...
+def profiled(name: Any = None, *, kind: str | None = None, device: bool = False, phase: str | None = None) -> Any:
+    """Record each call of a function: ``@profiled``, ``@profiled("conv_layer")``, ``@profiled(phase="compute")``.
 
-
-def profiled(name: Any = None, *, kind: str = "op", device: bool = False) -> Any:
-    """Record each call of a function: ``@profiled``, ``@profiled("conv_layer")``, ``@profiled(kind="phase")``.
-
-    Works on functions, coroutines, generators, async generators, methods, classmethods, staticmethods (above or below
-    those decorators), and on a class, where it takes the public methods. Without a name the qualified name is used.
-    Returns the very same object when `INSTRUMENT=off`. Raises `TargetError` for anything else.
+    Works on functions, coroutines, generators, async generators, methods; above or below `classmethod`,
+    `staticmethod`, `property`, `cached_property`, `lru_cache`, `singledispatchmethod` and `contextmanager`; and on a
+    class, where it takes the public methods. Without a name the qualified name is used. `kind` is one of
+    `instrument.spans.KINDS`, else `op`; `phase`, one of `instrument.spans.PHASES`, says what part of the work it is
+    and makes the kind `phase`. Returns the very same object when `INSTRUMENT=off`. Raises `TargetError` for anything
+    else.
     """
-    if kind not in KINDS:
+    if kind is not None and kind not in KINDS:
         raise TargetError(f"profiled: found kind {kind!r}; allowed: {', '.join(KINDS)}")
+    if phase is not None and phase not in PHASES:
+        raise TargetError(f"profiled: found phase {phase!r}; allowed: {', '.join(PHASES)}")
     if name is None or isinstance(name, str):
-        return lambda target: _profile(target, name, kind, device)
-    return _profile(name, None, kind, device)
+        return lambda target: _profile(target, name, kind, device, phase)
+    return _profile(name, None, kind, device, phase)
 
 
-def _profile(target: Any, name: str | None, kind: str, device: bool) -> Any:
+def _profile(target: Any, name: str | None, kind: str | None, device: bool, phase: str | None) -> Any:
     if OFF:
         return target
-    if isinstance(target, (staticmethod, classmethod)):
-        return type(target)(_profile(target.__func__, name, kind, device))
-    if isinstance(target, type):
+    if isinstance_of(target, type):
         for attribute, raw in list(vars(target).items()):
             function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
             if _is_public(attribute) and isinstance(function, FunctionType):
                 label = f"{name}.{attribute}" if name else None
-                setattr(target, attribute, _profile(raw, label, kind, device))
+                setattr(target, attribute, _profile(raw, label, kind, device, phase))
         return target
-    if not isinstance(target, _FUNCTIONS) and not _records(target):
+    parts = list(parts_of(target))
+    for suffix, function in parts:
+        own = name + suffix if name else _qualname(function) + suffix if suffix else None
+        site = site_of(function, name=own, kind=kind, device=device, phase=phase)
+        wrapped = RECORDER.wrap(function, site)
+        if function is target:
+            return wrapped
+        target = holders.change(target, function, wrapped)
+    if not parts:
         raise TargetError(
             f"profiled takes a function, method or class; found {target!r} of type {type(target).__name__}. "
-            "Put it below decorators that return other objects (property, functools.lru_cache)."
+            "Put it below the decorator that returns such an object."
         )
-    return RECORDER.wrap(target, site_of(target, name=name, kind=kind, device=device))
+    return target
 
 
 def unmatched(wanted: str, modules: Iterable[ModuleType]) -> list[str]:

@@ -1,23 +1,25 @@
 """The function rules of a profile: which targets each has matched, and how they are made to record.
 
 The first rule that matches a target has it. A function that carries a probe already, for instance by `@profiled`,
-keeps that one.
+keeps that one. What else holds a function when its probe comes is changed with it; what cannot be changed is named.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
 
-from instrument.probes import functions
-from instrument.probes.functions import Target, Undo, Unreachable, matches
+from instrument.errors import FAULTS
+from instrument.probes import arguments, functions, holders
+from instrument.probes.functions import Probe, Target, Unreachable, matches
 from instrument.probes.verdict import Verdict
 from instrument.profile import FunctionRule
 from instrument.recorder import RECORDER, Recorder
-from instrument.spans import Site
+
+logger = logging.getLogger("instrument")
 
 
 class Functions:
@@ -26,8 +28,8 @@ class Functions:
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER) -> None:
         self.rules = tuple(rules)
         self._recorder = recorder
-        self._undos: list[Undo] = []
-        self._bound: list[tuple[Any, Any]] = []  # functions of modules and what stands for them now
+        self._probes: list[Probe] = []
+        self._olds, self._made = holders.Kept(), holders.Kept()  # the host's containers, and what stands for each
         self._found: dict[int, dict[str, Verdict]] = {i: {} for i in range(len(self.rules))}
         self._taken: dict[str, int] = {}
         self._modules: dict[str, ModuleType] = {}
@@ -40,60 +42,114 @@ class Functions:
     def imported(self, module: ModuleType) -> bool:
         """Attach what the rules name in a module. Whether there was anything that others may hold, too."""
         self._modules[module.__name__] = module
-        bound_before, taken_before = len(self._bound), len(self._taken)
+        attachable = list(self._attachable(module))
+        shared = [target for _, target in attachable if functions.is_held_elsewhere(target)]
+        # Looked for before the probes are made, which hold the functions, too.
+        ours = (part for probe in self._probes for part in probe.parts) if shared else ()
+        swap = holders.Swap((target.function for target in shared), ours)
+        probes = {id(target): self._attach(index, target) for index, target in attachable}
+        shown = holders.Kept(probe.wrapped if (probe := probes[id(target)]) else target.function for target in shared)
+        escaped = swap.to(shown)
+        self._olds.extend(swap.olds)
+        self._made.extend(swap.made)
+        for index, target in attachable:
+            where = escaped.get(id(target.function))
+            if where and probes[id(target)] and any(target is one for one in shared):
+                self._note_escaped(index, target, where)
+        return any(probes.values())
+
+    def undo(self) -> None:
+        """Take every probe off, last first, wherever it has got to meanwhile.
+
+        What cannot be taken out of where it is behaves as the bare function from now on, and is named in the log.
+        """
+        probes, self._probes = self._probes, []
+        for probe in reversed(probes):
+            try:
+                probe.undo()
+            except Exception as fault:
+                FAULTS.note("way back of a probe", fault)
+            self._recorder.retire(probe.wrapped)
+        left = [probe for probe in probes if functions.is_still_held(probe)]
+        try:
+            swap = holders.Swap(holders.Kept([*(probe.wrapped for probe in left), *self._made]))
+            escaped = swap.to(holders.Kept([*(probe.target.function for probe in left), *self._olds]))
+        except Exception as fault:
+            FAULTS.note("way back of a probe", fault)
+            escaped = {}
+        for probe in left:
+            for words in escaped.get(id(probe.wrapped), ()):
+                logger.info("the probe of %s is off; %s still holds what it has left", probe.target.label, words)
+        self._olds.clear()
+        self._made.clear()
+
+    def _attachable(self, module: ModuleType) -> Iterator[tuple[int, Target]]:
+        """The targets that are to get a probe now, with the rule that each belongs to; what became of the others."""
         found = {
             (index, thing.label): thing
             for index, rule in enumerate(self.rules)
             for text in rule.match
             if matches(text.partition(":")[0], module.__name__)
             for thing in functions.find(module, text)
+            if not any(_excludes(text, thing.label) for text in rule.exclude)
         }
-        held = functions.held_elsewhere([thing for thing in found.values() if isinstance(thing, Target)])
-        for (index, _), thing in found.items():
-            holder = held.get(id(thing.function)) if isinstance(thing, Target) else None
-            self._attach(index, self.rules[index], thing, holder)
-        functions.rebind(self._bound[bound_before:])
-        return len(self._taken) > taken_before
+        labels: dict[tuple[int, int], str] = {}
+        for (index, label), thing in found.items():
+            if isinstance(thing, Unreachable):
+                self._tell(index, "unreachable", label, thing.why)
+                continue
+            owner = self._taken.setdefault(label, index)
+            if owner != index:
+                self._tell(index, "attached", label, f"{self.rules[owner].text} has it")
+                continue
+            existing = functions.site_on(thing.function)
+            if existing is not None:
+                ours = [probe.target.label for probe in self._probes if probe.wrapped is thing.function]
+                why = (
+                    f"it is the same function as {ours[0]}" if ours else f"its own decorator names it {existing.name!r}"
+                )
+                self._tell(index, "attached", label, why)
+                continue
+            # A class that inherits a function gets a probe of its own; a second name for the same thing does not.
+            first = labels.setdefault((id(thing.function), id(thing.owner)), label)
+            if first != label:
+                self._tell(index, "attached", label, f"it is the same function as {first}")
+                continue
+            yield index, thing
 
-    def undo(self) -> None:
-        """Take every probe off, last first."""
-        functions.undo_all(self._undos)
-        # Also the names that modules imported meanwhile have bound.
-        functions.rebind((wrapped, original) for original, wrapped in self._bound)
-        self._bound.clear()
-
-    def _attach(self, index: int, rule: FunctionRule, found: Target | Unreachable, holder: str | None) -> None:
-        if any(_excludes(text, found.label) for text in rule.exclude):
-            return
-        if isinstance(found, Unreachable):
-            self._found[index].setdefault(found.label, Verdict(rule.text, "unreachable", found.label, found.why))
-            return
-        owner = self._taken.get(found.label)
-        if owner is not None and owner != index:
-            why = f"{self.rules[owner].text} has it"
-            self._found[index].setdefault(found.label, Verdict(rule.text, "attached", found.label, why))
-            return
-        site = functions.site_of(found.function, name=rule.name, kind=rule.kind, device=rule.device)
-        self._taken[found.label] = index
-        existing = getattr(found.function, "__instrument__", None)
-        if isinstance(existing, Site):
-            why = f"its own decorator names it {existing.name!r}"
-            self._found[index].setdefault(found.label, Verdict(rule.text, "attached", found.label, why))
-            return
+    def _attach(self, index: int, target: Target) -> Probe | None:
+        rule = self.rules[index]
+        site = functions.site_of(
+            target.function,
+            name=target.filled_in(rule.name) if rule.name else target.name,
+            kind=rule.kind,
+            device=rule.device,
+            phase=rule.phase,
+            min_ns=rule.min_ns,
+        )
+        attributes, missing = arguments.reader(target.function, rule.attributes) if rule.attributes else (None, [])
         try:
-            wrapped, undo = functions.attach(found, site, self._recorder)
+            probe = Probe(target, site, self._recorder, attributes)
+            probe.set()
         except Exception as error:  # a metaclass or module of the host that lets nothing be set
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
-            self._found[index].setdefault(found.label, Verdict(rule.text, "unreachable", found.label, why))
-            return
-        self._undos.append(undo)
-        if isinstance(found.owner, ModuleType):
-            self._bound.append((found.function, wrapped))
-        state, why = "attached", ""
-        if holder is not None:
-            state = "partly"
-            why = f"a {holder} held it before we came, calls through that are not seen; use @profiled in the source"
-        self._found[index][found.label] = Verdict(rule.text, state, found.label, why)
+            self._tell(index, "unreachable", target.label, why)
+            return None
+        self._probes.append(probe)
+        if rule.attributes and self._recorder.shapes.get(site) == "generator":
+            missing = ["attributes of a generator's span are not recorded"]
+        why = "; ".join(filter(None, [target.note, *missing]))
+        self._found[index][target.label] = Verdict(rule.text, "partly" if missing else "attached", target.label, why)
+        return probe
+
+    def _tell(self, index: int, state: str, label: str, why: str) -> None:
+        self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why))
+
+    def _note_escaped(self, index: int, target: Target, where: Sequence[str]) -> None:
+        held = " and ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+        why = f"{held} holds it as it was and cannot be changed, calls through that are not seen"
+        why = "; ".join(filter(None, [why, self._found[index][target.label].why]))
+        self._found[index][target.label] = Verdict(self.rules[index].text, "partly", target.label, why)
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""

@@ -14,22 +14,33 @@ OFF = os.environ.get("INSTRUMENT", "").strip().lower() in {"off", "0", "false", 
 
 
 def scope(
-    name: str, *, kind: str = "user", device: bool = False, attributes: Mapping[str, AttributeValue] | None = None
+    name: str,
+    *,
+    kind: str | None = None,
+    device: bool = False,
+    attributes: Mapping[str, AttributeValue] | None = None,
+    phase: str | None = None,
 ) -> Scope:
     """A span around a block: ``with scope("tokenise"):`` or ``async with scope("tokenise"):``.
 
     `name` groups the spans in reports and should come from a small set; data belongs into `attributes`. `kind` is one
-    of `instrument.spans.KINDS`. Exceptions pass untouched and mark the span. Safe around ``await``. Costs one branch
-    while recording is off. Raises `TargetError` for a name or kind that cannot be one.
+    of `instrument.spans.KINDS`, else `user`; `phase`, one of `instrument.spans.PHASES`, says what part of the work it
+    is and makes the kind `phase`. Exceptions pass untouched and mark the span. Safe around ``await``. Costs one branch
+    while recording is off. Raises `TargetError` for a name, kind or phase that cannot be one.
     """
-    return RECORDER.make_scope(name, kind=kind, device=device, attributes=attributes)
+    return RECORDER.make_scope(name, kind=kind, device=device, attributes=attributes, phase=phase)
 
 
 def scope_start(
-    name: str, *, kind: str = "user", device: bool = False, attributes: Mapping[str, AttributeValue] | None = None
+    name: str,
+    *,
+    kind: str | None = None,
+    device: bool = False,
+    attributes: Mapping[str, AttributeValue] | None = None,
+    phase: str | None = None,
 ) -> Scope:
     """Begin a span in a handler that cannot use ``with``; `scope_end` closes it, possibly in another callback."""
-    return scope(name, kind=kind, device=device, attributes=attributes).start()
+    return scope(name, kind=kind, device=device, attributes=attributes, phase=phase).start()
 
 
 def scope_end(opened: Scope | str | None = None, *, error: BaseException | None = None) -> None:

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from instrument import imports
 from instrument.probes.copies import Copies
-from instrument.probes.functions import Undo, loaded_modules
+from instrument.probes.functions import Undo
+from instrument.probes.holders import loaded_modules
 from instrument.probes.layers import Layers
 from instrument.probes.rules import Functions
 from instrument.probes.verdict import Verdict
@@ -60,7 +61,7 @@ class Selection:
         loaded = [module for name, module in loaded_modules() if self.wants(name)]
         self._undo_imports = imports.install(self.wants, self.imported)
         for module in loaded:
-            if self.imported(module):
+            if not imports.is_asleep(module) and self.imported(module):
                 self.late.append(module.__name__)
         return self.undo
 

@@ -156,8 +156,9 @@ def events(
     left out of a report that has several blocks, as their figures are of all threads together.
     `corrected` adds a column of self times, less what the probes of the calls below them cost.
 
-    Computation time is that of phases named `compute` and of layers, the topmost of them; the rest of the Total time
-    is framework overhead. The copy section counts every copy at any depth, peer copies too.
+    Computation time is that of layers and of phases named `compute` or declared so (`phase: compute`), the topmost of
+    them; the rest of the Total time is framework overhead. The copy section counts every copy at any depth, peer copies
+    too.
 
     `cost`, `losses` (counts by reason), `notes` and `recorder` (`pure` or `native`) fill the last section;
     `window_ns` is the length of the time that the tally covers.
@@ -480,7 +481,10 @@ def _is_topmost_computation(row: Row) -> bool:
 
 
 def _computes(site: Site) -> bool:
-    return site.kind == "layer" or (site.kind == "phase" and site.name == "compute")
+    declared = dict(site.attributes).get("phase")
+    return declared == "compute" or (
+        declared is None and (site.kind == "layer" or (site.kind == "phase" and site.name == "compute"))
+    )
 
 
 def _copy_section(tally: Tally, total_ns: int, state: str) -> list[str]:
