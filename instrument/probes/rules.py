@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -20,18 +21,66 @@ from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
 
 
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """One function that was replaced. `bound` is a module's function and what stands for it now."""
+
+    label: str
+    rule: FunctionRule
+    site: Site
+    undo: Undo
+    bound: tuple[Any, Any] | None
+
+    def serves(self, rule: FunctionRule) -> bool:
+        """Whether a rule would make the very same probe."""
+        return (rule.name, rule.kind, rule.device) == (self.rule.name, self.rule.kind, self.rule.device)
+
+
 class Functions:
     """The function rules of one session at work."""
 
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER) -> None:
-        self.rules = tuple(rules)
         self._recorder = recorder
-        self._undos: list[Undo] = []
-        self._bound: list[tuple[Any, Any]] = []  # functions of modules and what stands for them now
+        self._probes: list[_Probe] = []
+        self._modules: dict[str, ModuleType] = {}
+        self._take_on(rules)
+
+    def _take_on(self, rules: Sequence[FunctionRule]) -> None:
+        self.rules = tuple(rules)
         self._found: dict[int, dict[str, Verdict]] = {i: {} for i in range(len(self.rules))}
         self._taken: dict[str, int] = {}
-        self._modules: dict[str, ModuleType] = {}
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
+
+    def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
+        """Take on other rules: what the same probe serves stays as it is, the rest is undone or attached.
+
+        `modules` are those that are imported now.
+        """
+        before = {label: verdict for found in self._found.values() for label, verdict in found.items() if verdict.site}
+        self._take_on(rules)
+        modules = [module for module in modules if self.wants(module.__name__)]
+        self._modules = {module.__name__: module for module in modules}
+        owners: dict[str, int] = {}
+        for module in modules:
+            for index, label in sorted(self._selected(module), key=lambda found: found[0]):
+                owners.setdefault(label, index)
+        stay, gone = [], []
+        for probe in self._probes:
+            owner = owners.get(probe.label)
+            if owner is None or not probe.serves(self.rules[owner]):
+                gone.append(probe)
+                continue
+            stay.append(probe)
+            self._taken[probe.label] = owner
+            self._found[owner][probe.label] = replace(before[probe.label], rule=self.rules[owner].text)
+        self._probes = stay
+        self._take_off(gone)
+        for module in modules:
+            self.imported(module)
+
+    def probed(self) -> Mapping[str, Any]:
+        """What carries a probe: labels, with the site that each records as."""
+        return {probe.label: probe.site for probe in self._probes}
 
     def wants(self, module_name: str) -> bool:
         """Whether a rule could have a target in that module."""
@@ -40,31 +89,39 @@ class Functions:
     def imported(self, module: ModuleType) -> bool:
         """Attach what the rules name in a module. Whether there was anything that others may hold, too."""
         self._modules[module.__name__] = module
-        bound_before, taken_before = len(self._bound), len(self._taken)
-        found = {
+        probes_before, taken_before = len(self._probes), len(self._taken)
+        found = self._selected(module)
+        held = functions.held_elsewhere([thing for thing in found.values() if isinstance(thing, Target)])
+        for (index, _), thing in found.items():
+            holder = held.get(id(thing.function)) if isinstance(thing, Target) else None
+            self._attach(index, self.rules[index], thing, holder)
+        functions.rebind(probe.bound for probe in self._probes[probes_before:] if probe.bound is not None)
+        return len(self._taken) > taken_before
+
+    def _selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
+        """What the rules name in a module, by index of the rule and label."""
+        return {
             (index, thing.label): thing
             for index, rule in enumerate(self.rules)
             for text in rule.match
             if matches(text.partition(":")[0], module.__name__)
             for thing in functions.find(module, text)
+            if not any(_excludes(text, thing.label) for text in rule.exclude)
         }
-        held = functions.held_elsewhere([thing for thing in found.values() if isinstance(thing, Target)])
-        for (index, _), thing in found.items():
-            holder = held.get(id(thing.function)) if isinstance(thing, Target) else None
-            self._attach(index, self.rules[index], thing, holder)
-        functions.rebind(self._bound[bound_before:])
-        return len(self._taken) > taken_before
 
     def undo(self) -> None:
         """Take every probe off, last first."""
-        functions.undo_all(self._undos)
+        probes, self._probes = self._probes, []
+        self._take_off(probes)
+
+    @staticmethod
+    def _take_off(probes: Sequence[_Probe]) -> None:
+        functions.undo_all([probe.undo for probe in probes])
         # Also the names that modules imported meanwhile have bound.
-        functions.rebind((wrapped, original) for original, wrapped in self._bound)
-        self._bound.clear()
+        bound = [probe.bound for probe in probes if probe.bound is not None]
+        functions.rebind((wrapped, original) for original, wrapped in bound)
 
     def _attach(self, index: int, rule: FunctionRule, found: Target | Unreachable, holder: str | None) -> None:
-        if any(_excludes(text, found.label) for text in rule.exclude):
-            return
         if isinstance(found, Unreachable):
             self._found[index].setdefault(found.label, Verdict(rule.text, "unreachable", found.label, found.why))
             return
@@ -77,8 +134,11 @@ class Functions:
         self._taken[found.label] = index
         existing = getattr(found.function, "__instrument__", None)
         if isinstance(existing, Site):
-            why = f"its own decorator names it {existing.name!r}"
-            self._found[index].setdefault(found.label, Verdict(rule.text, "attached", found.label, why))
+            if found.label not in self._found[index]:
+                owners = (probe.label for probe in self._probes if probe.site is existing)
+                alias = next(owners, None)
+                why = f"{alias} is the same" if alias else f"its own decorator names it {existing.name!r}"
+                self._found[index][found.label] = Verdict(rule.text, "attached", found.label, why, existing)
             return
         try:
             wrapped, undo = functions.attach(found, site, self._recorder)
@@ -86,14 +146,13 @@ class Functions:
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
             self._found[index].setdefault(found.label, Verdict(rule.text, "unreachable", found.label, why))
             return
-        self._undos.append(undo)
-        if isinstance(found.owner, ModuleType):
-            self._bound.append((found.function, wrapped))
+        bound = (found.function, wrapped) if isinstance(found.owner, ModuleType) else None
+        self._probes.append(_Probe(found.label, rule, site, undo, bound))
         state, why = "attached", ""
         if holder is not None:
             state = "partly"
             why = f"a {holder} held it before we came, calls through that are not seen; use @profiled in the source"
-        self._found[index][found.label] = Verdict(rule.text, state, found.label, why)
+        self._found[index][found.label] = Verdict(rule.text, state, found.label, why, site)
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""
