@@ -50,6 +50,12 @@ class Trees:
         self._allowance = _Allowance(capture.limit)
         self._counts: Counter[str] = Counter()
 
+    def change(self, capture: Capture, spans_per_request: int) -> None:
+        """Decide by other settings from now on."""
+        if capture.limit != self._capture.limit:
+            self._allowance = _Allowance(capture.limit)
+        self._capture, self._spans_per_request = capture, spans_per_request
+
     def take(self, batches: list[tuple[int, list[Row]]]) -> list[tuple[int, int]]:
         """Sort new rows into their trees. Returns start and end of each request that ended, in the order of ends."""
         loose: dict[int, list[Span]] = {}

@@ -671,3 +671,13 @@ VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "export.otlp.compression": _otlp_variables("COMPRESSION", one_of(*COMPRESSIONS)),
 }
 """The variables that give a setting which the profile leaves out, the first that is set and not empty."""
+
+
+def setting(profile: Profile, path: str) -> Any:
+    """The value of a setting by its path in the file, such as `limits.ring`; None where its section is off."""
+    value: Any = profile
+    section = ""
+    for name in path.split("."):
+        value = getattr(value, KEYS[section][name].field, None)
+        section = f"{section}.{name}" if section else name
+    return value

@@ -109,8 +109,8 @@ class Selection:
         attached = [name for name, probe in after.items() if before.get(name) is not probe]
         return attached, [name for name, probe in before.items() if after.get(name) is not probe]
 
-    def settle(self) -> None:
-        """Attach to the modules whose import a change of the rules met half-way, once it has ended."""
+    def settle(self) -> bool:
+        """Attach to modules whose import a change of the rules met half-way, if it has ended; whether some wait yet."""
         with self._lock:
             waiting, self._unfinished = self._unfinished, []
             for module in waiting:
@@ -118,6 +118,7 @@ class Selection:
                     self._unfinished.append(module)
                 elif self.wants(module.__name__):
                     self.imported(module)
+            return bool(self._unfinished)
 
     def _probed(self) -> dict[str, Any]:
         return {name: probe for family in self._families.values() for name, probe in family.probed().items()}
@@ -132,6 +133,7 @@ class Selection:
             if self._undo_imports is not None:
                 self._undo_imports()
                 self._undo_imports = None
+            self._unfinished.clear()
             for family in reversed(self._families.values()):
                 family.undo()
 
@@ -151,6 +153,7 @@ class Selection:
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""
         with self._lock:
+            self.settle()
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
 
