@@ -1,4 +1,4 @@
-"""The `instrument` command: run a service under a profile, check a profile, report on a saved trace.
+"""The `instrument` command: run a service under a profile, check or reload a profile, report on a saved trace.
 
 The only place that turns errors into exit codes: 0, 2 for errors of ours (bad profile, bad trace, a rule that matches
 nothing), 1 where a gate said no, else the host's own.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from instrument.control import ANSWER_S, Answer, folder_of, sockets, tell
 from instrument.errors import InstrumentError, ProfileError
 from instrument.probes.scopes import OFF
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, Profile, load
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="instrument",
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",
     )
-    verbs = parser.add_subparsers(required=True, metavar="run | check | report")
+    verbs = parser.add_subparsers(required=True, metavar="run | check | reload | report")
 
     run = verbs.add_parser(
         "run",
@@ -67,6 +68,25 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("modules", nargs="*", metavar="module", help="modules to import besides those the rules name")
     check.set_defaults(verb=_check, takes_host=False)
 
+    reload = verbs.add_parser(
+        "reload",
+        help="tell running processes to go over to a changed profile",
+        description="Tells every process that listens (the profile's `control.socket`) and prints what each answers. "
+        "Exit code 0: all follow; 1: a process did not answer in time, or keeps a setting until it is restarted; "
+        "2: the profile was refused, or there is nobody to tell.",
+    )
+    reload.add_argument(
+        "profile", nargs="?", metavar="P", help="the new profile.yaml (default: each its own, read again)"
+    )
+    reload.add_argument("--pid", type=int, metavar="N", help="tell this process alone")
+    reload.add_argument(
+        "--socket",
+        metavar="PATH",
+        help="the socket, or the folder of sockets (default: what P or INSTRUMENT_PROFILE says, else `auto`)",
+    )
+    reload.add_argument("--wait", type=_seconds, default=ANSWER_S, metavar="S", help="for the answers (default: 0.2)")
+    reload.set_defaults(verb=_reload, takes_host=False)
+
     report = verbs.add_parser("report", help="print the summary of a saved Chrome trace")
     report.add_argument("trace", metavar="FILE", help=".json or .json.gz, ours or another profiler's")
     report.add_argument("--tracer-option", choices=TRACER_OPTIONS, default="Default")
@@ -82,6 +102,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 1 or more")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number of seconds")
+    return float(text)
 
 
 def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -201,6 +227,43 @@ def _setting(profile: Profile, dotted: str) -> Any:
     for part in dotted.split("."):
         value = getattr(value, part, getattr(value, f"{part}_ns", None))
     return value
+
+
+def _reload(options: argparse.Namespace, host: list[str]) -> int:
+    known = options.profile or os.environ.get("INSTRUMENT_PROFILE")
+    profile = load(known) if known else Profile()  # a broken profile ends here, not in the service
+    where = Path(options.socket) if options.socket else folder_of(profile.control.socket or "auto", Path.cwd())
+    paths = [where] if where.is_socket() else sockets(where)
+    if options.pid is not None:
+        paths = [path for path in paths if path.stem == str(options.pid)]
+    new = str(Path(options.profile).absolute()) if options.profile else None
+    answers = tell(paths, new, options.wait)
+    if not answers:
+        asked = "a process" if options.pid is None else f"process {options.pid}"
+        raise InstrumentError(
+            f"reload: asked for {asked} that listens in {where}, found none; the running profile needs "
+            "`control: {socket: ...}`, and --socket names its folder"
+        )
+    for path, answer in answers.items():
+        print(f"{path.stem}: {_told(answer, options.wait)}")
+    silent = [path.stem for path, answer in answers.items() if answer is None]
+    if silent:
+        print(f"instrument: reload: no answer within {options.wait:g} s from {', '.join(silent)}", file=sys.stderr)
+    if any(answer and answer.get("error") for answer in answers.values()):
+        return 2
+    return 1 if silent or any(answer and answer.get("refused") for answer in answers.values()) else 0
+
+
+def _told(answer: Answer | None, waited_s: float) -> str:
+    if answer is None:
+        return f"no answer within {waited_s:g} s"
+    state = f"generation {answer.get('generation')} ({answer.get('digest')})"
+    if answer.get("error"):
+        return f"{state} stays in force: {answer['error']}"
+    parts = [f"{word} {', '.join(map(str, answer[word]))}" for word in ("attached", "undone") if answer.get(word)] or [
+        "no probe changed"
+    ]
+    return "; ".join([state, *parts, *map(str, answer.get("refused", ()))])
 
 
 def _report(options: argparse.Namespace, host: list[str]) -> int:

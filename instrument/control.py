@@ -369,28 +369,27 @@ def tell(paths: Iterable[Path], profile: str | None, timeout_s: float = ANSWER_S
     A socket that nobody listens on any more is removed and not in the answer.
     """
     request = json.dumps({"reload": profile}).encode() + b"\n"
-    answers: dict[Path, Answer | None] = {}
+    answers: dict[Path, Answer | None] = dict.fromkeys(paths)
+    unheard = list(answers)
     waiting: dict[Path, tuple[socket.socket, bytearray]] = {}
+    end = time.monotonic() + timeout_s
     with selectors.PollSelector() as selector:
-        for path in paths:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.setblocking(False)
-            try:
-                connection.connect(os.fspath(path))
-                connection.send(request)
-            except (ConnectionRefusedError, FileNotFoundError):
-                connection.close()
-                path.unlink(missing_ok=True)
-                continue
-            except OSError:
-                connection.close()
-                answers[path] = None
-                continue
-            answers[path], waiting[path] = None, (connection, bytearray())
-            selector.register(connection, selectors.EVENT_READ, path)
-        end = time.monotonic() + timeout_s
-        while waiting and (left := end - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+        while (unheard or waiting) and (left := end - time.monotonic()) > 0:
+            for path in list(unheard):
+                try:
+                    connection = _call(path, request)
+                except BlockingIOError:
+                    continue  # its queue is full: once more in a moment
+                except (ConnectionRefusedError, FileNotFoundError):
+                    path.unlink(missing_ok=True)
+                    del answers[path]
+                except OSError:
+                    pass
+                else:
+                    waiting[path] = connection, bytearray()
+                    selector.register(connection, selectors.EVENT_READ, path)
+                unheard.remove(path)
+            for key, _ in selector.select(min(left, 0.01) if unheard else left):
                 connection, received = waiting[key.data]
                 try:
                     data = connection.recv(65_536)
@@ -405,6 +404,18 @@ def tell(paths: Iterable[Path], profile: str | None, timeout_s: float = ANSWER_S
         for connection, _ in waiting.values():
             connection.close()
     return answers
+
+
+def _call(path: Path, request: bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        connection.connect(os.fspath(path))
+        connection.send(request)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _parsed(text: bytes | bytearray) -> Answer | None:

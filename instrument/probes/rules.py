@@ -46,7 +46,7 @@ class Functions:
         self._take_on(rules)
 
     def _take_on(self, rules: Sequence[FunctionRule]) -> None:
-        self.rules = tuple(rules)
+        self.rules: tuple[FunctionRule, ...] = tuple(rules)
         self._found: dict[int, dict[str, Verdict]] = {i: {} for i in range(len(self.rules))}
         self._taken: dict[str, int] = {}
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})

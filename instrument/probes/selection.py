@@ -24,6 +24,10 @@ from instrument.recorder import RECORDER, Recorder
 class Probes(Protocol):
     """One family of a profile's rules. All methods are called by one thread at a time."""
 
+    @property
+    def rules(self) -> tuple[Any, ...]:
+        """The rules at work, in the order of the profile."""
+
     def wants(self, module_name: str) -> bool:
         """Whether a rule could have a target in that module. Asked at each import, before the module is there."""
 
@@ -34,7 +38,7 @@ class Probes(Protocol):
         """Take on other rules, with these modules imported: probes that they want too stay as they are, untouched."""
 
     def probed(self) -> Mapping[str, Any]:
-        """What carries a probe, by name; the value is the same object as long as the probe is the same."""
+        """What carries a probe, by name, with what equals another probe's only where it is the same probe."""
 
     def undo(self) -> None:
         """Take every probe off, last first."""
@@ -89,7 +93,7 @@ class Selection:
             for key, made in FAMILIES.items():
                 rules, family = getattr(profile, key), self._families.get(key)
                 if family is not None and rules:
-                    if rules != getattr(self.profile, key):
+                    if rules != family.rules:
                         family.change(rules, loaded)
                 elif family is not None:
                     del self._families[key]
@@ -106,8 +110,8 @@ class Selection:
                 module for module in loaded if _is_being_imported(module) and self.wants(module.__name__)
             ]
             after = self._probed()
-        attached = [name for name, probe in after.items() if before.get(name) is not probe]
-        return attached, [name for name, probe in before.items() if after.get(name) is not probe]
+        attached = [name for name, probe in after.items() if before.get(name) != probe]
+        return attached, [name for name, probe in before.items() if after.get(name) != probe]
 
     def settle(self) -> bool:
         """Attach to modules whose import a change of the rules met half-way, if it has ended; whether some wait yet."""
