@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import json
 import os
+import re
+import signal
 import socket
 import stat
 import subprocess
@@ -251,7 +253,7 @@ def test_no_call_fails_and_none_loses_its_place_while_threads_call_and_profiles_
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
         thread.start()
-    for reloads in range(1, 25):
+    for reloads in range(1, 13):
         session.reload(loads(profiles[reloads % len(profiles)], environ={}))
     enough.set()
     for thread in threads:
@@ -647,3 +649,200 @@ def test_stop_waits_for_the_reload_that_a_caller_has_begun() -> None:
         served.stop(20)
     assert done.is_set()
     assert not own_socket().exists()
+
+
+# -------------------------------------------------------------------- processes
+
+
+def exit_code(child: int) -> int:
+    """How a child ended. One that hangs is killed, and fails the test."""
+    end = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def test_children_forked_in_the_middle_of_reloads_are_whole_and_follow_by_themselves() -> None:
+    module = work()
+    session = begin(LISTENING + 'functions: [{match: "reloaded:first"}]')
+    profiles = [loads(f'functions: [{{match: "reloaded:{name}"}}]', environ={}) for name in ("*", "first", "Engine.*")]
+    going = threading.Event()
+    going.set()
+
+    def reload() -> None:
+        while going.is_set():
+            for profile in profiles:
+                session.reload(profile)
+
+    reloading = threading.Thread(target=reload)
+    reloading.start()
+    codes = []
+    for _ in range(15):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                attached = {verdict.target for verdict in session.selection.verdicts()}
+                session.reload(profiles[1])
+                told = generation_told() == session.generation
+                module.handle(1)
+                whole = calls(session) == {"first": 1} and attached
+                instrument.stop()
+                bare = not hasattr(module.first, "__instrument__") and not hasattr(module.handle, "__instrument__")
+                code = 0 if whole and told and bare else 2
+            finally:
+                os._exit(code)
+        codes.append(exit_code(child))
+    going.clear()
+    reloading.join()
+    assert codes == [0] * 15
+    instrument.stop()
+    assert not hasattr(module.first, "__instrument__")
+    assert list(Path("control").iterdir()) == []
+
+
+PREFORK = """
+import os, pathlib, signal, sys, time
+import reloaded
+
+def work():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while True:
+        reloaded.handle(1)
+        time.sleep(0.002)
+
+def start():
+    child = os.fork()
+    if child == 0:
+        work()
+    children.add(child)
+
+children, ending = set(), []
+signal.signal(signal.SIGTERM, lambda *_: ending.append(1))
+for _ in range(3):
+    start()
+while not ending:
+    child, _ = os.waitpid(-1, os.WNOHANG)
+    if child:
+        children.discard(child)
+        start()
+    time.sleep(0.005)
+for child in children:
+    os.kill(child, signal.SIGTERM)
+for child in children:
+    os.waitpid(child, 0)
+"""
+
+
+@contextlib.contextmanager
+def served(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A service under `instrument run` with `profile.yaml`; terminated, and all of its group with it."""
+    arguments = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", *command]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
+    with Path("log").open("wb") as log:
+        service = subprocess.Popen(arguments, env=environ, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield service
+        service.terminate()
+        assert service.wait(timeout=30) == 0, Path("log").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(service.pid, signal.SIGKILL)
+        service.wait()
+
+
+def listening() -> set[int]:
+    return {int(path.stem) for path in control.sockets(Path("control"))}
+
+
+def tell(*arguments: str) -> tuple[int, dict[int, str], str]:
+    """What `instrument reload` says: its exit code, a line for each process, and the rest."""
+    command = [sys.executable, "-m", "instrument", "reload", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = re.findall(r"(?m)^([0-9]+): (.*)$", done.stdout)
+    return done.returncode, {int(pid): text for pid, text in lines}, done.stderr
+
+
+TRACES = "export: {chrome: {path: 'traces/{pid}.json'}}\n"
+
+
+def test_every_worker_of_a_pre_fork_server_follows_and_one_that_does_not_is_named() -> None:
+    write("prefork.py", PREFORK)
+    write("profile.yaml", LISTENING + TRACES + 'functions: [{match: "reloaded:handle"}]')
+    write("second.yaml", LISTENING + TRACES + 'functions: [{match: "reloaded:first"}]')
+    with served("prefork.py") as service:
+        wait_for(lambda: len(listening()) == 4)
+        before = listening()
+        code, lines, _ = tell("second.yaml", "--wait", "20")
+        assert (code, set(lines)) == (0, before)
+        assert all("attached reloaded:first; undone reloaded:handle" in text for text in lines.values())
+        (gone, stopped, _) = sorted(before - {service.pid})
+        os.kill(gone, signal.SIGKILL)
+        wait_for(lambda: len(listening() - before) == 1)  # the one that was forked in its place
+        code, lines, _ = tell("--socket", "control", "--wait", "20")
+        assert (code, set(lines)) == (0, listening())
+        assert gone not in lines
+        assert all("generation 2" in text for text in lines.values())
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            code, lines, errors = tell("second.yaml")
+            assert code == 1
+            assert f"no answer within 0.2 s from {stopped}" in errors
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        code, lines, _ = tell("--pid", str(stopped), "--socket", "control", "--wait", "20")
+        assert (code, list(lines)) == (0, [stopped])
+    loaded = {path.stem: chrome.load(path)[0] for path in Path("traces").iterdir()}
+    assert str(stopped) in loaded
+    assert loaded.pop(str(service.pid)).spans == []
+    for pid, trace in loaded.items():
+        assert trace.origin.generation == 2
+        names = {span.site.name for span in trace.spans}
+        assert names == {"handle", "first"} if int(pid) in before else names == {"first"}
+
+
+def test_a_refusal_of_one_setting_is_1_a_bad_profile_2_and_nobody_to_tell_2() -> None:
+    begin(LISTENING)
+    write("ring.yaml", LISTENING + "limits: {ring: 1MiB}")
+    code, lines, _ = tell("ring.yaml", "--wait", "20")
+    assert (code, "limits.ring keeps its value until a restart" in lines[os.getpid()]) == (1, True)
+    write("bad.yaml", "servce: x")
+    code, lines, errors = tell("bad.yaml", "--socket", "control")
+    assert (code, lines, "bad.yaml:1:1" in errors) == (2, {}, True)
+    write("ring.yaml", "servce: x")
+    code, lines, _ = tell("--socket", "control", "--wait", "20")
+    assert (code, "stays in force" in lines[os.getpid()]) == (2, True)
+    code, lines, errors = tell("--socket", "control", "--pid", "1")
+    assert (code, "asked for process 1 that listens" in errors) == (2, True)
+
+
+def test_every_worker_of_gunicorn_follows_its_file() -> None:
+    pytest.importorskip("gunicorn")
+    import urllib.request
+
+    write(
+        "app.py",
+        "import reloaded\n\ndef app(environ, start):\n    reloaded.handle(1)\n"
+        "    start('200 OK', [])\n    return [b'ok']\n",
+    )
+    both = "control: {watch: true, socket: ./control}\n" + TRACES
+    write("profile.yaml", both + 'functions: [{match: "reloaded:handle"}]')
+    with served("-m", "gunicorn", "--workers", "3", "--bind", "127.0.0.1:0", "app:app"):
+        wait_for(lambda: len(listening()) >= 4)
+        wait_for(lambda: re.search(r"Listening at: (http://\S+)", Path("log").read_text()))
+        address = re.search(r"Listening at: (http://\S+)", Path("log").read_text())
+        assert address is not None
+        write("new.yaml", both + 'functions: [{match: "reloaded:first"}]').rename("profile.yaml")
+        wait_for(
+            lambda: all(
+                answer is not None and answer["generation"] == 2
+                for answer in control.tell(control.sockets(Path("control")), None, 20).values()
+            )
+        )
+        for _ in range(30):
+            assert urllib.request.urlopen(address[1], timeout=20).read() == b"ok"
+    spans = [span for path in Path("traces").iterdir() for span in chrome.load(path)[0].spans]
+    assert {span.site.name for span in spans} == {"first"}
+    assert len(spans) == 30
