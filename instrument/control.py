@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instrument.errors import FAULTS, StateError
+from instrument.errors import FAULTS
 
 POLL_S = 0.1
 """How often the file is looked at."""
@@ -100,41 +100,50 @@ class Control:
         self._wake = -1
         self._stopping = False
 
-    def start(self) -> None:
-        """Listen, and begin to watch. Raises `StateError` for a folder in which no socket can be, or none is safe."""
+    def start(self) -> str:
+        """Listen, and begin to watch. Returns why it cannot listen, "" where it does or is not to; it watches anyway."""
+        problem = ""
         if self._folder is not None:
             try:
-                self._listen(self._folder)
+                problem = self._listen(self._folder)
             except OSError as error:
-                raise StateError(f"control.socket: {self._folder}: {error.strerror or error}") from error
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="instrument-control", daemon=True)
-        self._thread.start()
+                problem = f"control.socket: {self._folder}: {error.strerror or error}"
+        if self._path is not None or self._watched() is not None:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._run, name="instrument-control", daemon=True)
+            self._thread.start()
+        return problem
 
     def stop(self, timeout_s: float) -> None:
         """End the thread, after the reload that it is about, and remove the socket."""
-        thread, self._stopping = self._thread, True
-        if thread is not None and thread is not threading.current_thread():
+        thread, self._thread, self._stopping = self._thread, None, True
+        if thread is not None:
             os.eventfd_write(self._wake, 1)
             thread.join(timeout_s)
-            if thread.is_alive():
-                return  # it closes what it holds when it comes back
-        if self._thread is not None:
-            self._thread = None
-            self._close(remove=True)
+        if self._path is not None:
+            _attempt(self._remove)
+        if thread is None or not thread.is_alive():
+            self._close()
+
+    def _remove(self) -> None:
+        """Remove the socket's name, unless a later process of the same id has taken it."""
+        path, self._path = self._path, None
+        facts = path.stat() if path is not None and path.exists() else None
+        if path is not None and facts is not None and (facts.st_dev, facts.st_ino) == self._inode:
+            path.unlink(missing_ok=True)
 
     def after_fork_in_child(self) -> None:
         """Leave the parent's socket and callers to the parent; `start` begins the child's own."""
-        self._close(remove=False)
+        self._close()
         self._begin()
 
-    def _listen(self, folder: Path) -> None:
+    def _listen(self, folder: Path) -> str:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.lstat()
         if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
             found = f"mode {stat.filemode(facts.st_mode)} of user {facts.st_uid}"
-            raise StateError(
+            return (
                 f"control.socket: asked to listen in {folder}, found {found}; give a folder of this user that nobody "
                 "else can write to"
             )
@@ -151,26 +160,17 @@ class Control:
         facts = path.stat()
         self._path, self._inode = path, (facts.st_dev, facts.st_ino)
         self._selector.register(listener, selectors.EVENT_READ)
+        return ""
 
-    def _close(self, *, remove: bool) -> None:
+    def _close(self) -> None:
         self._selector.close()
-        for caller in self._callers:
-            caller.close()
+        for connection in [*self._callers, *([self._listener] if self._listener is not None else [])]:
+            connection.close()
         self._callers.clear()
+        self._listener = None
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
-        if self._listener is None:
-            return
-        self._listener.close()
-        self._listener = None
-        if remove and self._path is not None:
-            try:
-                facts = self._path.stat()
-                if (facts.st_dev, facts.st_ino) == self._inode:
-                    self._path.unlink()
-            except FileNotFoundError:
-                pass
 
     # ---------------------------------------------------------------- the thread
 
@@ -203,11 +203,6 @@ class Control:
             now = time.monotonic()
             for connection in [known for known, caller in self._callers.items() if caller.until <= now]:
                 self._drop(connection)
-        if self._thread is None or threading.current_thread() is not self._thread:
-            return
-        if self._stopping:
-            self._thread = None
-            self._close(remove=True)
 
     def _accept(self, listener: socket.socket) -> None:
         try:

@@ -206,11 +206,12 @@ class Session:
             self.selection.settle,
             self._refuse,
         )
-        try:
-            self._control.start()
-        except StateError as error:
-            self._control = None
-            self._complain(str(error))
+        self._listen(self._control)
+
+    def _listen(self, control: Control) -> None:
+        problem = control.start()
+        if problem:
+            self._complain(problem)
 
     def _start_thread(self) -> None:
         if self._has_reader() and self._thread is None:
@@ -367,7 +368,7 @@ class Session:
         try:
             return self.selection.change(profile)
         except Exception as fault:
-            self.selection.change(self.profile)
+            self.selection.change(self.profile, anew=True)
             raise StateError(f"{profile.source} could not be put to work: {type(fault).__name__}: {fault}") from fault
 
     def _change_settings(self, profile: Profile) -> None:
@@ -657,7 +658,7 @@ class Session:
         self._postponed = 0
         self.selection.after_fork_in_child()
         if not whole:
-            _attempt("reload that a fork cut short", lambda: self.selection.change(self.profile))
+            _attempt("reload that a fork cut short", lambda: self.selection.change(self.profile, anew=True))
         if self._stopping.is_set():  # the parent's other thread was about to stop it, and is not here
             self._undo()
             _forget(self)
@@ -676,10 +677,7 @@ class Session:
         self._start_thread()
         if self._control is not None:
             self._control.after_fork_in_child()
-            try:
-                self._control.start()
-            except StateError as error:
-                self._complain(str(error))
+            self._listen(self._control)
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             # A multiprocessing child leaves by os._exit and runs only its own finalisers, which it clears first.

@@ -664,7 +664,11 @@ def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
-def test_children_forked_in_the_middle_of_reloads_are_whole_and_follow_by_themselves() -> None:
+@pytest.mark.parametrize("wait_s", [20.0, 0.0], ids=["whole", "cut short"])
+def test_children_forked_in_the_middle_of_reloads_are_whole_and_follow_by_themselves(
+    wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instrument.profiler.FORK_WAIT_S", wait_s)
     module = work()
     session = begin(LISTENING + 'functions: [{match: "reloaded:first"}]')
     profiles = [loads(f'functions: [{{match: "reloaded:{name}"}}]', environ={}) for name in ("*", "first", "Engine.*")]

@@ -72,9 +72,11 @@ class Functions:
                 continue
             stay.append(probe)
             self._taken[probe.label] = owner
-            self._found[owner][probe.label] = replace(before[probe.label], rule=self.rules[owner].text)
-        self._probes = stay
+            known = before.get(probe.label) or Verdict("", "attached", probe.label, site=probe.site)
+            self._found[owner][probe.label] = replace(known, rule=self.rules[owner].text)
+        # In this order, for a fork in between: the child must know of every probe that is there.
         self._take_off(gone)
+        self._probes = stay
         for module in modules:
             self.imported(module)
 
@@ -111,8 +113,8 @@ class Functions:
 
     def undo(self) -> None:
         """Take every probe off, last first."""
-        probes, self._probes = self._probes, []
-        self._take_off(probes)
+        self._take_off(self._probes)
+        self._probes = []
 
     @staticmethod
     def _take_off(probes: Sequence[_Probe]) -> None:

@@ -81,8 +81,10 @@ class Selection:
                 self.late.append(module.__name__)
         return self.undo
 
-    def change(self, profile: Profile) -> tuple[list[str], list[str]]:
+    def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
         """Take on the rules of another profile; returns the names of what was attached and of what was undone.
+
+        `anew` looks also at rules that seem to be at work, after a change that did not come to its end.
 
         What both profiles want recorded in the same way keeps its probe, its site and its place in the tally. Thread
         safe; the caller's thread looks through the modules, and for layers through the heap, some ten milliseconds.
@@ -93,11 +95,11 @@ class Selection:
             for key, made in FAMILIES.items():
                 rules, family = getattr(profile, key), self._families.get(key)
                 if family is not None and rules:
-                    if rules != family.rules:
+                    if anew or rules != family.rules:
                         family.change(rules, loaded)
                 elif family is not None:
-                    del self._families[key]
                     family.undo()
+                    del self._families[key]
                 elif rules:
                     family = made(rules, self._recorder)
                     self._families[key] = family
