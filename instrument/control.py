@@ -101,7 +101,7 @@ class Control:
         self._stopping = False
 
     def start(self) -> str:
-        """Listen, and begin to watch. Returns why it cannot listen, "" where it does or is not to; it watches anyway."""
+        """Listen, and begin to watch. Returns why it cannot listen, "" where it does or need not; it watches anyway."""
         problem = ""
         if self._folder is not None:
             try:

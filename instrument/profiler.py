@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import glob
+import json
 import os
 import re
 import select
@@ -27,6 +28,7 @@ from typing import Any, TextIO
 from instrument import chrome, otlp
 from instrument.capture import Trees
 from instrument.control import Control, folder_of
+from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
 from instrument.governor import Governor
 from instrument.probes import contexts
@@ -65,6 +67,9 @@ FORK_WAIT_S = 1.0
 
 NAMES_TOLD = 100
 """The most names of a kind in the answer to a caller of the control socket."""
+
+CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
+"""The variable by which `instrument check` asks the processes of a command to report to it."""
 
 AT_START = {
     "clock": "spans that are open now were begun by the other one",
@@ -469,7 +474,11 @@ class Session:
 
     def notes(self) -> list[str]:
         """Everything that could not be observed, and what went wrong, in sentences."""
-        notes = [str(verdict) for verdict in self.selection.verdicts() if verdict.state != "attached"]
+        verdicts = self.verdicts()
+        notes = [str(verdict) for verdict in verdicts if verdict.state not in ("attached", "uncalled")]
+        uncalled = sum(verdict.state == "uncalled" for verdict in verdicts)
+        if uncalled:
+            notes.append(f"{uncalled} targets were never called" if uncalled > 1 else "1 target was never called")
         notes.extend(f"{what}: {count} times" for what, count in RECORDER.counts().items())
         notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
         if self.selection.late:
@@ -483,6 +492,28 @@ class Session:
         notes.extend(f"reload: {refused}" for refused in self._refused)
         notes.extend(self._complaints)
         return notes
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule and target up to now, with the calls of each target."""
+        calls: Counter[object] = Counter()
+        for row in RECORDER.tally().rows():
+            calls[row.path[-1].key] += row.totals.calls
+        for site, passed in RECORDER.muted_calls().items():
+            calls[site.key] += passed
+        # A call that has not ended is one too: a server's main loop never does.
+        calls.update(RECORDER.site_of(row).key for _, row in RECORDER.open_rows())
+        return [verdict.counted(lambda site: calls[site.key]) for verdict in self.selection.verdicts()]
+
+    def _report_to_check(self, folder: str) -> None:
+        """Leave what became of the rules to `instrument check`, which has started this process or one above it."""
+        facts = {
+            "pid": os.getpid(),
+            "calls": RECORDER.calls,
+            "verdicts": [_with_nearest_module(verdict, self.profile).facts() for verdict in self.verdicts()],
+        }
+        path = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
+        path.write_text(json.dumps(facts), encoding="utf-8")
+        path.rename(path.with_suffix(".json"))
 
     def tally(self) -> Tally:
         """Exact totals of all calls up to now."""
@@ -563,6 +594,9 @@ class Session:
             self._undo()
             _attempt("last look at the spans", self._pump)
             self.end_ns = time.monotonic_ns()
+            asked = os.environ.get(CHECK_FOLDER)
+            if asked:
+                _attempt("report to check", lambda: self._report_to_check(asked))
             if RECORDER.calls or (_is_main() and not self._forked):
                 _attempt("last window", self._deliver)
             elif self._exporter is not None:
@@ -799,7 +833,8 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
                 try:
                     __import__(name)
                 except (Exception, SystemExit) as error:
-                    problems.append(f"{profile.source}: module {name} fails to import: {type(error).__name__}: {error}")
+                    found = f"{type(error).__name__}: {error}{_nearest_to_import(name, error)}"
+                    problems.append(f"{profile.source}: module {name} fails to import: {found}")
             if (profile.layers or profile.copies) and not problems:
                 try:
                     __import__("torch")
@@ -812,6 +847,34 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
     if problems:
         raise ProfileError(problems)
     return verdicts
+
+
+def _nearest_to_import(name: str, error: BaseException) -> str:
+    """The module that was perhaps meant by one that is not there."""
+    missing = getattr(error, "name", None) or ""
+    if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
+        return ""
+    import pkgutil
+
+    parent, _, last = missing.rpartition(".")
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    if parent and path is None:
+        return f"; {parent} is a module, not a package"
+    known = [found.name for found in pkgutil.iter_modules(path)] + list(() if parent else sys.builtin_module_names)
+    meant = nearest(last, known)
+    return f"; nearest is {parent}.{meant}".replace(" .", " ") if meant else ""
+
+
+def _with_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
+    """With the imported module that a function rule perhaps means, where it waits for one that is not."""
+    texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
+    if verdict.state != "waiting":
+        return verdict
+    for text in texts:
+        meant = nearest(text.partition(":")[0], sys.modules, 0.8)
+        if meant:
+            return replace(verdict, why=f"{verdict.why}; nearest is {meant}")
+    return verdict
 
 
 def stop_on_sigterm() -> None:

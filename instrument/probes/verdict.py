@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from instrument.spans import Site
 
@@ -53,6 +54,10 @@ class Verdict:
         calls = calls_of(self.site)
         return replace(self, calls=calls, state="uncalled" if self.state == "attached" and not calls else self.state)
 
+    def facts(self) -> dict[str, Any]:
+        """As JSON takes it, all but the site; `Verdict(**facts)` is the way back."""
+        return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
+
     def merged(self, other: Verdict) -> Verdict:
         """The verdict on the same target over two processes: the one that tells more, with the calls of both."""
         first, second = sorted((self, other), key=lambda verdict: _TELLING.index(verdict.state))
@@ -60,7 +65,7 @@ class Verdict:
         return replace(first, calls=sum(counts) if counts else None)
 
 
-def over_processes(verdicts: list[Verdict]) -> list[Verdict]:
+def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """One verdict for each target of the verdicts of several processes, in the order of first sight.
 
     A process that found targets of a rule knows better than one that speaks of the rule as a whole.
