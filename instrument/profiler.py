@@ -382,10 +382,9 @@ class Session:
             self.profile = profile  # it may lie elsewhere now
             return
         now_ns = time.monotonic_ns()
-        if self._has_reader():
+        had_reader = self._has_reader()
+        if had_reader:
             self._look()
-        else:
-            self._cursor = RECORDER.cursor()
         if profile.schedule != before.schedule:
             window = self._windows.change(profile.schedule, now_ns)
             if window is not None:
@@ -398,6 +397,8 @@ class Session:
         self._digest = profile.digest
         if self._exporter is not None:
             self._exporter.origin = self.origin()
+        if self._has_reader() and not had_reader:
+            self._cursor = RECORDER.cursor()  # nobody has read what was recorded until now
         self._start_thread()
 
     def _refuse(self, error: str) -> None:
