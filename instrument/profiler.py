@@ -491,6 +491,11 @@ class Session:
         if self._governor is not None:
             notes.extend(self._governor.notes())
         notes.extend(f"reload: {refused}" for refused in self._refused)
+        notes.extend(
+            f"{label}: its rule is gone, but something still holds its probe (a table, or a call that has not ended): "
+            "calls through that are recorded"
+            for label in self.selection.lingering()
+        )
         notes.extend(self._complaints)
         return notes
 

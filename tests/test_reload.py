@@ -187,6 +187,19 @@ def test_what_other_modules_bound_by_name_follows_both_ways() -> None:
         del sys.modules["reload_user"]
 
 
+@pytest.mark.parametrize("what", ["first", "wait"])
+def test_a_probe_that_a_table_holds_beyond_its_rule_is_named(what: str, folder: Path) -> None:
+    with (folder / "reloaded.py").open("a") as file:
+        file.write("\nasync def wait(): return 1\n")
+    module = work()
+    session = begin(f'functions: [{{match: "reloaded:{what}"}}]')
+    routes = [getattr(module, what)]
+    session.reload(loads("", environ={}))
+    assert any(f"reloaded:{what}: its rule is gone, but something still holds its probe" in n for n in session.notes())
+    routes.clear()
+    assert not any("its rule is gone" in note for note in session.notes())
+
+
 def test_layers_keep_their_sites_and_classes_get_their_own_forward_back(recorder: Any) -> None:
     torch = pytest.importorskip("torch")
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
@@ -212,6 +225,10 @@ def test_layers_keep_their_sites_and_classes_get_their_own_forward_back(recorder
         assert counted == {"Linear": 2, "ReLU": 1, "act": 1}
         selection.change(loads("", environ={}))
         assert torch.nn.ReLU.forward is relu
+        assert "__init_subclass__" not in vars(torch.nn.Module)
+        selection.change(loads("layers: [{type: ReLU}]", environ={}))
+        model(torch.zeros(2))
+        assert [verdict.target for verdict in selection.verdicts()] == ["1"]
     finally:
         selection.undo()
 

@@ -61,9 +61,13 @@ class Copies:
         return self._at_work[1]
 
     def change(self, rules: Sequence[CopyRule], modules: Iterable[ModuleType]) -> None:
-        """Take on other rules; those that stay keep their count. The methods of torch stay replaced."""
+        """Take on other rules; those that stay keep their count. Without rules torch has its own methods again."""
         before = dict(zip(*self._at_work, strict=True))
         self._at_work = (tuple(rules), [before.get(rule, 0) for rule in rules])
+        if not rules:
+            self.undo()
+            self._torch = None
+            return
         for module in modules:
             if self.wants(module.__name__):
                 self.imported(module)

@@ -142,6 +142,10 @@ class Layers:
         `forward` again. Walks the heap, tens of milliseconds in a large process.
         """
         self._take_on(rules)
+        if not rules:
+            self.undo()
+            self._torch = None
+            return
         if self._torch is None:
             for module in modules:
                 if self.wants(module.__name__):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -23,12 +24,13 @@ from instrument.spans import Site
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """One function that was replaced. `bound` is a module's function and what stands for it now."""
+    """One function that was replaced by `wrapped`. `bound` is a module's function and what stands for it now."""
 
     label: str
     rule: FunctionRule
     site: Site
     undo: Undo
+    wrapped: Any
     bound: tuple[Any, Any] | None
 
     def serves(self, rule: FunctionRule) -> bool:
@@ -42,6 +44,7 @@ class Functions:
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER) -> None:
         self._recorder = recorder
         self._probes: list[_Probe] = []
+        self._undone: list[tuple[str, weakref.ref[Any]]] = []
         self._modules: dict[str, ModuleType] = {}
         self._take_on(rules)
 
@@ -77,8 +80,14 @@ class Functions:
         # In this order, for a fork in between: the child must know of every probe that is there.
         self._take_off(gone)
         self._probes = stay
+        held = [(probe.label, weakref.ref(getattr(probe.wrapped, "__func__", probe.wrapped))) for probe in gone]
+        self._undone = [(label, wrapped) for label, wrapped in [*self._undone, *held] if wrapped() is not None]
         for module in modules:
             self.imported(module)
+
+    def lingering(self) -> list[str]:
+        """What was undone because its rule is gone, while something else still holds the probe and calls it."""
+        return sorted({label for label, wrapped in self._undone if wrapped() is not None})
 
     def probed(self) -> Mapping[str, Any]:
         """What carries a probe: labels, with the site that each records as."""
@@ -149,7 +158,7 @@ class Functions:
             self._found[index].setdefault(found.label, Verdict(rule.text, "unreachable", found.label, why))
             return
         bound = (found.function, wrapped) if isinstance(found.owner, ModuleType) else None
-        self._probes.append(_Probe(found.label, rule, site, undo, bound))
+        self._probes.append(_Probe(found.label, rule, site, undo, wrapped, bound))
         state, why = "attached", ""
         if holder is not None:
             state = "partly"

@@ -35,7 +35,10 @@ class Probes(Protocol):
         """A wanted module's code has run: attach. Whether copies of what was replaced may be held elsewhere."""
 
     def change(self, rules: Sequence[Any], modules: Iterable[ModuleType]) -> None:
-        """Take on other rules, with these modules imported: probes that they want too stay as they are, untouched."""
+        """Take on other rules, with these modules imported: probes that they want too stay as they are, untouched.
+
+        Without rules nothing of the family stays in the process.
+        """
 
     def probed(self) -> Mapping[str, Any]:
         """What carries a probe, by name, with what equals another probe's only where it is the same probe."""
@@ -94,12 +97,9 @@ class Selection:
             loaded = [module for _, module in loaded_modules()]
             for key, made in FAMILIES.items():
                 rules, family = getattr(profile, key), self._families.get(key)
-                if family is not None and rules:
+                if family is not None:
                     if anew or rules != family.rules:
                         family.change(rules, loaded)
-                elif family is not None:
-                    family.undo()
-                    del self._families[key]
                 elif rules:
                     family = made(rules, self._recorder)
                     self._families[key] = family
@@ -113,7 +113,14 @@ class Selection:
             ]
             after = self._probed()
         attached = [name for name, probe in after.items() if before.get(name) != probe]
+        late = {name.partition(":")[0] for name in attached if ":" in name}
+        self.late += sorted(late.difference(self.late))
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
+
+    def lingering(self) -> list[str]:
+        """Functions whose rule is gone and whose probe something else still holds."""
+        family = self._families.get("functions")
+        return family.lingering() if isinstance(family, Functions) else []
 
     def settle(self) -> bool:
         """Attach to modules whose import a change of the rules met half-way, if it has ended; whether some wait yet."""
