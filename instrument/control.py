@@ -111,8 +111,9 @@ class Control:
         if self._path is not None or self._watched() is not None:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._selector.register(self._wake, selectors.EVENT_READ)
-            self._thread = threading.Thread(target=self._run, name="instrument-control", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="instrument-control", daemon=True)
+            thread.start()
+            self._thread = thread
         return problem
 
     def stop(self, timeout_s: float) -> None:

@@ -158,6 +158,8 @@ class Session:
             self._start_thread()
             self._start_control()
         except BaseException:
+            if self._control is not None:
+                self._control.stop(0)
             self._undo()
             raise
         atexit.register(self._at_exit)
@@ -338,14 +340,14 @@ class Session:
             raise StateError(
                 f"asked to reload, but the session's profile is no file ({self.profile.source}); give one to reload"
             )
-        if isinstance(profile, Profile):
-            wanted, file = profile, _file_of(profile, _working_folder())
-        else:
-            file = _working_folder() / (profile or self._file or "")
-            wanted = load(file)
-        with self._reloading:
+        with self._reloading:  # the file is read within, or of two callers the one that read first might be the last
             if self._stopping.is_set():
                 raise StateError("asked to reload a session that has been stopped; call instrument.start()")
+            if isinstance(profile, Profile):
+                wanted, file = profile, _file_of(profile, _working_folder())
+            else:
+                file = _working_folder() / (profile or self._file or "")
+                wanted = load(file)
             now = self.profile
             kept = replace(
                 wanted,

@@ -285,6 +285,31 @@ def test_no_call_fails_and_none_loses_its_place_while_threads_call_and_profiles_
     assert RECORDER.current_id() == 0
 
 
+def test_of_reloads_on_several_threads_one_is_whole_in_the_end() -> None:
+    module = work()
+    session = begin("")
+    profiles = [
+        loads(f'functions: [{{match: "reloaded:{name}"}}]', environ={})
+        for name in ("first", "second", "Engine.*", "*", "handle")
+    ]
+
+    def reload(turn: int) -> None:
+        for number in range(20):
+            session.reload(profiles[(turn * number + turn) % len(profiles)])
+
+    threads = [threading.Thread(target=reload, args=(turn,)) for turn in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (rule,) = session.profile.functions
+    functions = {"first": module.first, "second": module.second, "handle": module.handle}
+    functions |= {f"Engine.{name}": vars(module.Engine)[name] for name in ("step", "rest")}
+    recorded = {name for name, function in functions.items() if hasattr(function, "__instrument__")}
+    assert recorded == {verdict.target.partition(":")[2] for verdict in session.selection.verdicts()}
+    assert {verdict.rule for verdict in session.selection.verdicts()} == {rule.text}
+
+
 # -------------------------------------------------------------------- settings
 
 
@@ -647,6 +672,16 @@ def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
         [sys.executable, "-c", program, str(own_socket().absolute())], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "b''\n"), done.stderr
+
+
+def test_a_start_that_fails_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        begin(LISTENING)
+    assert list(Path("control").iterdir()) == []
 
 
 def test_stop_waits_for_the_reload_that_a_caller_has_begun() -> None:
