@@ -44,7 +44,7 @@ class Verdict:
     def __str__(self) -> str:
         subject = f"{self.rule}: {self.target}" if self.target not in ("", self.rule) else self.rule
         counted = "" if not self.calls else "1 call" if self.calls == 1 else f"{self.calls} calls"
-        more = ", ".join(filter(None, (self.why, counted)))
+        more = "; ".join(filter(None, (counted, self.why)))
         return f"{subject}: {self.state}" + (f" ({more})" if more else "")
 
     def counted(self, calls_of: Callable[[Site], int]) -> Verdict:
