@@ -15,7 +15,7 @@ from instrument.probes.functions import profiled
 from instrument.probes.scopes import scope, scope_end, scope_start
 
 if TYPE_CHECKING:
-    from instrument.profiler import Session, disable, dump, enable, flush, session, start, stop, summary
+    from instrument.profiler import Session, disable, dump, enable, flush, reload, session, start, stop, summary
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "enable",
     "flush",
     "profiled",
+    "reload",
     "scope",
     "scope_end",
     "scope_start",
@@ -41,7 +42,9 @@ __all__ = [
     "summary",
 ]
 
-_OF_THE_SESSION = frozenset({"Session", "disable", "dump", "enable", "flush", "session", "start", "stop", "summary"})
+_OF_THE_SESSION = frozenset(
+    {"Session", "disable", "dump", "enable", "flush", "reload", "session", "start", "stop", "summary"}
+)
 
 
 def __getattr__(name: str) -> Any:

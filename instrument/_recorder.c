@@ -2741,6 +2741,25 @@ Shelf_counts(Shelf *self, void *Py_UNUSED(closure))
     return counts;
 }
 
+static void
+shelve_by(Shelf *self, double sample, unsigned long long spans_per_request)
+{
+    self->all_sampled = sample >= 1.0;
+    self->threshold = sample <= 0.0 || sample >= 1.0 ? 0 : (uint64_t)(sample * 18446744073709551616.0);
+    self->spans_per_request = spans_per_request;
+}
+
+static PyObject *
+Shelf_change(Shelf *self, PyObject *args)
+{
+    double sample;
+    unsigned long long spans_per_request;
+    if (!PyArg_ParseTuple(args, "dK:change", &sample, &spans_per_request))
+        return NULL;
+    shelve_by(self, sample, spans_per_request);
+    Py_RETURN_NONE;
+}
+
 static PyObject *
 Shelf_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -2761,9 +2780,7 @@ Shelf_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return PyErr_NoMemory();
     }
     self->core = (Core *)Py_NewRef(core);
-    self->all_sampled = sample >= 1.0;
-    self->threshold = sample <= 0.0 || sample >= 1.0 ? 0 : (uint64_t)(sample * 18446744073709551616.0);
-    self->spans_per_request = spans_per_request;
+    shelve_by(self, sample, spans_per_request);
     self->held_limit = held_rows;
     self->decided_limit = decided_roots;
     return (PyObject *)self;
@@ -2781,6 +2798,7 @@ Shelf_dealloc(Shelf *self)
 }
 
 static PyMethodDef Shelf_methods[] = {
+    {"change", (PyCFunction)Shelf_change, METH_VARARGS, "Sort by another sample and limit from now on."},
     {"sort", (PyCFunction)Shelf_sort, METH_VARARGS, "Go through a ring from a row number on: rows, head, missed."},
     {"decide", (PyCFunction)Shelf_decide, METH_VARARGS, "A root has ended: its rows, and what comes of the rest."},
     {NULL},

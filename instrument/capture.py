@@ -47,6 +47,17 @@ class Trees:
         """Rows that were overwritten before they were looked at."""
         return self._cursor.lost
 
+    def skip(self) -> None:
+        """Leave what was recorded up to now unread."""
+        self._cursor = self._recorder.cursor(self._shelf.sort)
+
+    def change(self, capture: Capture, spans_per_request: int) -> None:
+        """Decide by other settings from now on."""
+        if capture.limit != self._capture.limit:
+            self._allowance = _Allowance(capture.limit)
+        self._capture = capture
+        self._shelf.change(capture.sample, spans_per_request)
+
     def take(self) -> list[tuple[int, int]]:
         """Sort new rows into their trees. Returns start and end of each request that ended, in the order of ends."""
         loose: dict[int, list[Span]] = {}

@@ -1,4 +1,4 @@
-"""The `instrument` command: run a service under a profile, check a profile, report on a saved trace.
+"""The `instrument` command: run a service under a profile, check or reload a profile, report on a saved trace.
 
 The only place that turns errors into exit codes: 0, 2 for errors of ours (bad profile, bad trace, a rule that matches
 nothing), 1 where a gate said no, else the host's own.
@@ -7,26 +7,39 @@ nothing), 1 where a gate said no, else the host's own.
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import os
+import platform
 import re
 import shutil
+import signal
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from instrument import __version__
+from instrument.control import ANSWER_S, Answer, folder_of, sockets, tell
 from instrument.errors import InstrumentError, ProfileError
 from instrument.probes.scopes import OFF
-from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, Profile, load
+from instrument.probes.verdict import STATES as STATES_OF_TARGETS
+from instrument.probes.verdict import Verdict, over_processes
+from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, Profile, load, setting
+from instrument.recorder import RECORDER
+
+ATTACHED_SHOWN = 20
+"""The most targets of a rule that `check` shows line by line where all is well."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command. Returns the exit code; `run` does not return, it becomes the host."""
     parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options, host = _split(parser, given)
     try:
+        options, host = _split(parser, given)
         code: int = options.verb(options, host)
         _flush(sys.stdout)
     except ProfileError as error:
@@ -54,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",
     )
     parser.add_argument("--version", action="version", version=f"instrument {__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="run | check | report")
+    verbs = parser.add_subparsers(required=True, metavar="run | check | reload | report")
 
     run = verbs.add_parser(
         "run",
@@ -70,10 +83,40 @@ def _parser() -> argparse.ArgumentParser:
     check = verbs.add_parser(
         "check",
         help="load a profile, import what it names, show what each rule matches and what it cannot reach",
+        usage="instrument check [--json] [--strict] P [module ...] [-- script.py [argument ...] | -- -m module ...]",
+        description="With a command it runs as under `instrument run`, and what is shown is what became of the rules "
+        "at its end, in all of its processes. States: "
+        + "; ".join(f"{state}: {meaning}" for state, meaning in STATES_OF_TARGETS.items())
+        + ". Exit code 2: a bad profile, or a rule that matches nothing.",
     )
     check.add_argument("profile", metavar="P")
     check.add_argument("modules", nargs="*", metavar="module", help="modules to import besides those the rules name")
+    check.add_argument(
+        "--json", action="store_true", help="one JSON document; the command's output goes to stderr then"
+    )
+    check.add_argument(
+        "--strict", action="store_true", help="exit code 1 where a target is not observed in full, or not at all"
+    )
     check.set_defaults(verb=_check, takes_host=False)
+
+    reload = verbs.add_parser(
+        "reload",
+        help="tell running processes to go over to a changed profile",
+        description="Tells every process that listens (the profile's `control.socket`) and prints what each answers. "
+        "Exit code 0: all follow; 1: a process did not answer in time, or keeps a setting until it is restarted; "
+        "2: the profile was refused, or there is nobody to tell.",
+    )
+    reload.add_argument(
+        "profile", nargs="?", metavar="P", help="the new profile.yaml (default: each its own, read again)"
+    )
+    reload.add_argument("--pid", type=int, metavar="N", help="tell this process alone")
+    reload.add_argument(
+        "--socket",
+        metavar="PATH",
+        help="the socket, or the folder of sockets (default: what P or INSTRUMENT_PROFILE says, else `auto`)",
+    )
+    reload.add_argument("--wait", type=_seconds, default=ANSWER_S, metavar="S", help="for the answers (default: 0.2)")
+    reload.set_defaults(verb=_reload, takes_host=False)
 
     report = verbs.add_parser("report", help="print the summary of a saved Chrome trace")
     report.add_argument("trace", metavar="FILE", help=".json or .json.gz, ours or another profiler's")
@@ -93,11 +136,22 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number of seconds")
+    return float(text)
+
+
 def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the host's command line.
 
     That begins after `--`, at `-m` or `-c`, or at the first word that is no option.
     """
+    if given[:1] == ["check"] and "--" in given:
+        at = given.index("--")
+        if not given[at + 1 :]:
+            raise InstrumentError("check: nothing to run after --; give script.py [argument ...] or -m module ...")
+        return parser.parse_args(given[:at]), given[at + 1 :]
     if given[:1] != ["run"]:
         return parser.parse_args(given), []
     own, host = given, []
@@ -200,39 +254,173 @@ def _interpreter_flags() -> list[str]:
 
 
 def _check(options: argparse.Namespace, host: list[str]) -> int:
+    if options.modules and host:
+        raise InstrumentError("check: modules are imported where there is no command; leave one of both out")
     profile = load(options.profile)
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
-    from instrument import profiler
-    from instrument.recorder import RECORDER
+    command: dict[str, Any] | None = None
+    if host:
+        verdicts, command = _verdicts_of(options.profile, host, to_stderr=options.json)
+    else:
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
+        from instrument import profiler
 
-    verdicts = profiler.check(profile, options.modules)
-    print(f"profile {profile.source}: service {profile.service}")
-    for setting, origin in sorted(profile.origins.items()):
-        value = _setting(profile, setting)
-        if value is not None or origin != "default":
-            print(f"  {setting} = {'not set' if value is None else value} (from {origin})")
-    print(f"recorder: {'native' if RECORDER.native else 'pure Python'}")
-    print(f"rules: {len(profile.functions)} functions, {len(profile.layers)} layers, {len(profile.copies)} copies")
-    for verdict in verdicts:
-        print(f"  {verdict}")
-    missed = [verdict for verdict in verdicts if verdict.state == "nothing" or _never_imported(verdict, profile)]
+        verdicts = profiler.check(profile, options.modules)
+    if options.json:
+        print(json.dumps(_document(profile, verdicts, command), indent=2))
+    else:
+        _print_verdicts(profile, verdicts, command)
+    missed = [v for v in verdicts if v.state == "nothing" or (not host and _never_imported(v, profile))]
     for verdict in missed:
-        waits = verdict.state == "waiting"
-        hint = "; name modules of it to import: instrument check P module ..." if waits else ""
+        hint = "; name modules of it to import: instrument check P module ..." if verdict.state == "waiting" else ""
         print(f"{profile.source}: {verdict}{hint}", file=sys.stderr)
-    return 2 if missed else 0
+    if missed:
+        return 2
+    doubtful = {"partly", "unreachable", "compiled", *(("waiting", "uncalled") if host else ())}
+    return 1 if options.strict and any(verdict.state in doubtful for verdict in verdicts) else 0
 
 
-def _never_imported(verdict: Any, profile: Profile) -> bool:
+def _verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:
+    """Run a command as `instrument run` does; what its processes say that became of the rules."""
+    if OFF:
+        raise InstrumentError("check: INSTRUMENT=off, so nothing of the command would be instrumented; unset it")
+    from tempfile import TemporaryDirectory
+
+    from instrument.profiler import CHECK_FOLDER
+
+    words = [sys.executable, *_interpreter_flags(), "-m", "instrument", "run", "--profile", profile, "--", *host]
+    with TemporaryDirectory(prefix="instrument-check-") as folder:
+        sys.stdout.flush()
+        child = subprocess.Popen(  # noqa: S603 - the user's own command
+            words, env={**os.environ, CHECK_FOLDER: folder}, stdout=sys.stderr.fileno() if to_stderr else None
+        )
+        # A terminal's Ctrl-C reaches the command by itself; what is sent to us alone is handed on.
+        before = {
+            number: signal.signal(
+                number, lambda number, _: None if number == signal.SIGINT else child.send_signal(number)
+            )
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        try:
+            code = child.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        reports = [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+    if not reports:
+        raise InstrumentError(
+            f"check: the command ended with exit code {code} and no process of it told what became of the rules; one "
+            "that is killed, or ends by os._exit, cannot"
+        )
+    verdicts = over_processes(Verdict(**facts) for report in reports for facts in report["verdicts"])
+    processes = [{"pid": report["pid"], "calls": report["calls"]} for report in reports]
+    return verdicts, {"words": host, "exit_code": code, "processes": processes}
+
+
+def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> dict[str, Any]:
+    """What `check --json` prints. Keys may be added, never renamed or taken away while `format` stays."""
+    rules = [(family, rule) for family in ("functions", "layers", "copies") for rule in getattr(profile, family)]
+    targets: dict[str, list[dict[str, Any]]] = {}
+    for verdict in verdicts:
+        facts = verdict.facts()
+        targets.setdefault(facts.pop("rule"), []).append(facts)
+    return {
+        "format": 1,
+        "profile": {"source": profile.source, "service": profile.service, "digest": profile.digest},
+        "settings": [
+            {"setting": name, "value": value, "from": origin} for name, value, origin in _settings_of(profile)
+        ],
+        "recorder": {"kind": "native" if RECORDER.native else "pure", "why_not_native": _why_not_native()},
+        "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
+        "rules": [
+            {"family": family, "rule": rule.text, "line": rule.line, "targets": targets.get(rule.text, [])}
+            for family, rule in rules
+        ],
+        "command": command,
+    }
+
+
+def _print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> None:
+    print(f"profile {profile.source}: service {profile.service}, digest {profile.digest}")
+    for name, value, origin in _settings_of(profile):
+        print(f"  {name} = {'not set' if value is None else value} (from {origin})")
+    why = _why_not_native()
+    print(f"recorder: {'native' if RECORDER.native else f'pure Python ({why})'}, Python {platform.python_version()}")
+    if command is not None:
+        count = len(command["processes"])
+        print(f"command: exit code {command['exit_code']}, {count} process{'es' * (count > 1)} reported")
+    print(f"rules: {len(profile.functions)} functions, {len(profile.layers)} layers, {len(profile.copies)} copies")
+    shown: Counter[tuple[str, str]] = Counter()
+    for verdict in verdicts:
+        shown[verdict.rule, verdict.state] += 1
+        if verdict.state != "attached" or shown[verdict.rule, verdict.state] <= ATTACHED_SHOWN:
+            print(f"  {verdict}")
+    for (rule, state), count in shown.items():
+        if state == "attached" and count > ATTACHED_SHOWN:
+            print(f"  {rule}: attached ({count - ATTACHED_SHOWN} more; --json shows all)")
+
+
+def _why_not_native() -> str:
+    if RECORDER.native:
+        return ""
+    try:
+        importlib.import_module("instrument._recorder")
+    except ImportError as error:
+        return str(error)
+    return f"INSTRUMENT_PURE={os.environ.get('INSTRUMENT_PURE')}"
+
+
+def _never_imported(verdict: Verdict, profile: Profile) -> bool:
     """A function rule whose module nothing imported, though check imported all that was named."""
     return verdict.state == "waiting" and any(rule.text == verdict.rule for rule in profile.functions)
 
 
-def _setting(profile: Profile, dotted: str) -> Any:
-    value: Any = profile
-    for part in dotted.split("."):
-        value = getattr(value, part, getattr(value, f"{part}_ns", None))
-    return value
+def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
+    """Each setting that a variable can give, where it is on: its value, and who gave it. Headers by name alone."""
+    found = []
+    for name, origin in sorted(profile.origins.items()):
+        value = setting(profile, name)
+        if name.endswith(".headers"):
+            value = [header for header, _ in value or ()]
+        if value is not None or origin != "default":
+            found.append((name, value, origin))
+    return found
+
+
+def _reload(options: argparse.Namespace, host: list[str]) -> int:
+    known = options.profile or os.environ.get("INSTRUMENT_PROFILE")
+    profile = load(known) if known else Profile()  # a broken profile ends here, not in the service
+    where = Path(options.socket) if options.socket else folder_of(profile.control.socket or "auto", Path.cwd())
+    paths = [where] if where.is_socket() else sockets(where)
+    if options.pid is not None:
+        paths = [path for path in paths if path.stem == str(options.pid)]
+    new = str(Path(options.profile).absolute()) if options.profile else None
+    answers = tell(paths, new, options.wait)
+    if not answers:
+        asked = "a process" if options.pid is None else f"process {options.pid}"
+        raise InstrumentError(
+            f"reload: asked for {asked} that listens in {where}, found none; the running profile needs "
+            "`control: {socket: ...}`, and --socket names its folder"
+        )
+    for path, answer in answers.items():
+        print(f"{path.stem}: {_told(answer, options.wait)}")
+    silent = [path.stem for path, answer in answers.items() if answer is None]
+    if silent:
+        print(f"instrument: reload: no answer within {options.wait:g} s from {', '.join(silent)}", file=sys.stderr)
+    if any(answer and answer.get("error") for answer in answers.values()):
+        return 2
+    return 1 if silent or any(answer and answer.get("refused") for answer in answers.values()) else 0
+
+
+def _told(answer: Answer | None, waited_s: float) -> str:
+    if answer is None:
+        return f"no answer within {waited_s:g} s"
+    state = f"generation {answer.get('generation')} ({answer.get('digest')})"
+    if answer.get("error"):
+        return f"{state} stays in force: {answer['error']}"
+    parts = [f"{word} {', '.join(map(str, answer[word]))}" for word in ("attached", "undone") if answer.get(word)] or [
+        "no probe changed"
+    ]
+    return "; ".join([state, *parts, *map(str, answer.get("refused", ()))])
 
 
 def _report(options: argparse.Namespace, host: list[str]) -> int:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -178,6 +179,18 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Control:
+    """How a running process learns of a changed profile: neither way unless it is asked for.
+
+    `watch` looks at the file every 100 ms. `socket` is the folder in which each process listens on `<pid>.sock`, or
+    `auto` for the user's own.
+    """
+
+    watch: bool = False
+    socket: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Chrome:
     """Chrome traces, one file a window; `path` may hold the fields `{service}`, `{pid}` and `{window}`."""
 
@@ -239,9 +252,25 @@ class Profile:
     capture: Capture = field(default_factory=Capture)
     limits: Limits = field(default_factory=Limits)
     device: Device = field(default_factory=Device)
+    control: Control = field(default_factory=Control)
     export: Export = field(default_factory=Export)
     source: str = field(default="<profile>", compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits: the same for profiles that ask for the same, headers of exports left out."""
+        return sha256(repr(_compared(self)).encode()).hexdigest()[:12]
+
+
+def _compared(thing: Any) -> Any:
+    """The fields of a dataclass that count when it is compared and that its repr shows, as plain values."""
+    if isinstance(thing, tuple):
+        return tuple(map(_compared, thing))
+    if not is_dataclass(thing):
+        return thing
+    shown = [known.name for known in fields(thing) if known.compare and known.repr]
+    return type(thing).__name__, [(name, _compared(getattr(thing, name))) for name in shown]
 
 
 def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> Profile:
@@ -331,6 +360,10 @@ def _duration_or_off(example: str, least: str) -> Read:
     return lambda node: None if node.is_off else read_duration(node)
 
 
+def _folder_or_off(node: Node) -> str | None:
+    return None if node.is_off else _socket_folder(node)
+
+
 def _with_colon(text: str) -> str:
     """`chat.engine.Engine.step` as `chat.engine:Engine.step`; a class starts with a capital, as a rule."""
     segments = text.split(".")
@@ -350,6 +383,7 @@ ARGUMENT_SYNTAX = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 CLASS_SYNTAX = r"[^\W\d]\w*"
 CHROME_SYNTAX = r"(?:[^{}]|\{(?:service|pid|window)\})+"
 SUMMARY_SYNTAX = rf"stderr|stdout|(?=[\s\S]*[./\\]){CHROME_SYNTAX}"
+SOCKET_SYNTAX = r"auto|off|(?=[^{}]*/)[^{}]{1,80}"
 URL_SYNTAX = r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:[/?][^\s#]*)?"
 RATE_SYNTAX = r"([1-9][0-9]{0,8})/(s|min|h)"
 HEADER_NAME_SYNTAX = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
@@ -363,6 +397,11 @@ _class_name = spelled(
 )
 _argument_path = spelled(ARGUMENT_SYNTAX, "a parameter's name, or a dotted path below it such as request.prompt")
 _chrome_path = spelled(CHROME_SYNTAX, "a path, in braces only {service}, {pid} and {window}", _with_fields)
+_socket_folder = spelled(
+    SOCKET_SYNTAX,
+    "off, auto, or a folder of the user's, with a '/' in it, at most 80 characters and no braces",
+    lambda text: nearest(text, ("auto", "off")),
+)
 _summary_target = spelled(
     SUMMARY_SYNTAX,
     "stderr, stdout, or a path as for chrome, with a '/' or '.' in it",
@@ -576,6 +615,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "capture": Key("capture", _part("capture", Capture)),
         "limits": Key("limits", _part("limits", Limits)),
         "device": Key("device", _part("device", Device)),
+        "control": Key("control", _part("control", Control)),
         "export": Key("export", _part("export", Export)),
     },
     "functions": {
@@ -628,6 +668,10 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "cuda": Key("cuda", one_of("auto", "off")),
         "nvml": Key("nvml_ns", _duration_or_off("1s", least="10ms")),
     },
+    "control": {
+        "watch": Key("watch", flag),
+        "socket": Key("socket", _folder_or_off),
+    },
     "export": {
         "chrome": Key("chrome", _part("export.chrome", Chrome), blank=True),
         "otlp": Key("otlp", _otlp, blank=True),
@@ -667,3 +711,13 @@ VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "export.otlp.compression": _otlp_variables("COMPRESSION", one_of(*COMPRESSIONS)),
 }
 """The variables that give a setting which the profile leaves out, the first that is set and not empty."""
+
+
+def setting(profile: Profile, path: str) -> Any:
+    """The value of a setting by its path in the file, such as `limits.ring`; None where its section is off."""
+    value: Any = profile
+    section = ""
+    for name in path.split("."):
+        value = getattr(value, KEYS[section][name].field, None)
+        section = f"{section}.{name}" if section else name
+    return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import glob
+import json
 import os
 import re
 import select
@@ -19,19 +20,22 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
 from instrument import chrome, otlp
 from instrument.capture import Trees
+from instrument.control import Control, folder_of
+from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
 from instrument.governor import Governor
 from instrument.probes import contexts
 from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
-from instrument.profile import Profile, Summary, load
+from instrument.profile import Profile, Summary, load, loads, setting
 from instrument.recorder import RECORDER, ProbeCost, measure_costs
 from instrument.report.events import events
 from instrument.spans import Cost, Origin, Span, Trace
@@ -58,6 +62,44 @@ Not at once: spans of one tree that are sent by two readings of the clock nest a
 
 COMPLAINTS_KEPT = 20
 
+FORK_WAIT_S = 1.0
+"""The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
+
+NAMES_TOLD = 100
+"""The most names of a kind in the answer to a caller of the control socket."""
+
+CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
+"""The variable by which `instrument check` asks the processes of a command to report to it."""
+
+AT_START = {
+    "clock": "spans that are open now were begun by the other one",
+    "limits.ring": "the rings are made when the session starts",
+    "device": "the device is set up when the session starts",
+    "control": "it is set up when the session starts",
+    "export.otlp": "what sending needs is set up when the session starts",
+}
+"""Settings that a reload cannot change, and why."""
+
+
+@dataclass(frozen=True)
+class Reload:
+    """What became of a profile that was handed to a running session.
+
+    `attached` and `undone` name targets of function rules and, for layers and copies, rules; what both profiles want
+    is in neither. `refused` tells each setting that keeps its value, and why. `generation` counts profiles from 1;
+    `digest` is that of the profile now in force.
+    """
+
+    generation: int
+    digest: str
+    attached: tuple[str, ...] = ()
+    undone: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counts = f"{len(self.attached)} attached, {len(self.undone)} undone"
+        return "; ".join([f"generation {self.generation} ({self.digest}): {counts}", *self.refused])
+
 
 class Session:
     """A running session. Made by `start`; `stop` ends it. All methods may be called from any thread."""
@@ -83,6 +125,13 @@ class Session:
         self._governed_ns = 0
         self._thread_ns = 0
         self._forked = False
+        self._reloading = threading.RLock()
+        self._control: Control | None = None
+        self._file = _file_of(profile, self._folder)
+        self._cut: deque[tuple[tuple[int, int, int], Origin]] = deque()
+        self._refused: tuple[str, ...] = ()
+        self.generation = 1
+        self._digest = profile.digest
         self._begin()
 
     def _begin(self) -> None:
@@ -103,13 +152,14 @@ class Session:
             self._undos.append(contexts.watch())
             self._undos.append(self.selection.attach())
             self._choose_clock()
-            if self.profile.budget is not None:
-                costs = {shape: cost.added_ns for shape, cost in self._measured_costs().items()}
-                self._governor = Governor(RECORDER, self.profile.budget, costs, time.monotonic_ns())
-                self._undos.append(self._governor.release)
+            self._undos.append(self._release_governor)
+            self._govern_by(self.profile.budget)
             RECORDER.on = True
             self._start_thread()
+            self._start_control()
         except BaseException:
+            if self._control is not None:
+                self._control.stop(0)
             self._undo()
             raise
         atexit.register(self._at_exit)
@@ -124,6 +174,17 @@ class Session:
             return
         self._ticks_checked_ns = time.monotonic_ns()
         self._undos.append(RECORDER.stop_ticks)
+
+    def _govern_by(self, budget: float | None) -> None:
+        self._release_governor()
+        self._governor = None
+        if budget is not None:
+            costs = {shape: cost.added_ns for shape, cost in self._measured_costs().items()}
+            self._governor = Governor(RECORDER, budget, costs, time.monotonic_ns())
+
+    def _release_governor(self) -> None:
+        if self._governor is not None:
+            self._governor.release()
 
     def _govern(self) -> None:
         now = time.monotonic_ns()
@@ -140,8 +201,29 @@ class Session:
         if RECORDER.check_ticks(TICKS_LIMIT_NS) is None:
             self._ticks_checked_ns = None  # given up and counted
 
+    def _start_control(self) -> None:
+        wanted = self.profile.control
+        if not wanted.watch and wanted.socket is None:
+            return
+        loads("")  # imports what reading a profile needs: not on a thread, for a fork in the middle would spoil it
+        if wanted.watch and self._file is None:
+            self._complain(f"control.watch: there is no file to watch; the profile is {self.profile.source}")
+        self._control = Control(
+            None if wanted.socket is None else folder_of(wanted.socket, self._folder),
+            lambda: self._file if self.profile.control.watch else None,
+            self._told,
+            self.selection.settle,
+            self._refuse,
+        )
+        self._listen(self._control)
+
+    def _listen(self, control: Control) -> None:
+        problem = control.start()
+        if problem:
+            self._complain(problem)
+
     def _start_thread(self) -> None:
-        if self._has_reader():
+        if self._has_reader() and self._thread is None:
             self._thread = threading.Thread(target=self._pump_until_stopped, name="instrument", daemon=True)
             self._thread.start()
 
@@ -198,15 +280,22 @@ class Session:
     def _pump(self, timeout_s: float = -1) -> None:
         """Look through the spans that have finished since the last time."""
         with self._alone(timeout_s) as held:
-            if not held or not self._has_reader():
+            if not held or not (self._has_reader() or self._cut):
                 return
             self._renew_clock()
             self._check_clock()
             self._govern()
-            for _, end_ns in self._trees.take():
-                window = self._windows.step(end_ns)
-                if window is not None:
-                    self._write_window(*window)
+            self._look()
+            while self._cut:
+                window, origin = self._cut.popleft()
+                self._write_window(*window, origin)
+
+    def _look(self) -> None:
+        """Sort the newest spans into their trees, and cut the windows that end with them."""
+        for _, end_ns in self._trees.take():
+            window = self._windows.step(end_ns)
+            if window is not None:
+                self._cut.append((window, self.origin()))
 
     def _renew_clock(self) -> None:
         now = time.monotonic_ns()
@@ -232,6 +321,116 @@ class Session:
             return None
         return self._exporter.flush(round(max(min(end - time.monotonic(), threading.TIMEOUT_MAX), 0.0) * 1e9))
 
+    # ---------------------------------------------------------------- another profile
+
+    def reload(self, profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
+        """Go over to another profile: a path, a `Profile`, or None for the file of the present one, read again.
+
+        What is new is attached, also to modules that are imported; what is gone is undone; what both want goes on
+        without a gap, with the same totals. Settings of `AT_START` keep their values and are told. Works on the
+        calling thread, some ten milliseconds; calls of the service go on meanwhile.
+        Raises `ProfileError` for a profile that cannot be used and `StateError` for a session that has ended or has no
+        file; the present profile then stays in force, and the notes say so.
+        """
+        try:
+            return self._reload(profile)
+        except InstrumentError as error:
+            self._refuse(str(error))
+            raise
+
+    def _reload(self, profile: Profile | str | os.PathLike[str] | None) -> Reload:
+        if profile is None and self._file is None:
+            raise StateError(
+                f"asked to reload, but the session's profile is no file ({self.profile.source}); give one to reload"
+            )
+        with self._reloading:  # the file is read within, or of two callers the one that read first might be the last
+            if self._stopping.is_set():
+                raise StateError("asked to reload a session that has been stopped; call instrument.start()")
+            if isinstance(profile, Profile):
+                wanted, file = profile, _file_of(profile, _working_folder())
+            else:
+                file = _working_folder() / (profile or self._file or "")
+                wanted = load(file)
+            now = self.profile
+            kept = replace(
+                wanted,
+                clock=now.clock,
+                device=now.device,
+                control=now.control,
+                limits=replace(wanted.limits, ring_bytes=now.limits.ring_bytes),
+                export=replace(wanted.export, otlp=now.export.otlp),
+            )
+            attached: list[str] = []
+            undone: list[str] = []
+            if kept != now:
+                attached, undone = self._change_rules(kept)
+            self._refused = tuple(
+                f"{name} keeps its value until a restart: {why}"
+                for name, why in AT_START.items()
+                if setting(wanted, name) != setting(kept, name)
+            )
+            self._file = file
+            with self._alone():
+                self._change_settings(kept)
+            return Reload(self.generation, self._digest, tuple(attached), tuple(undone), self._refused)
+
+    def _change_rules(self, profile: Profile) -> tuple[list[str], list[str]]:
+        try:
+            return self.selection.change(profile)
+        except Exception as fault:
+            self.selection.change(self.profile, anew=True)
+            raise StateError(f"{profile.source} could not be put to work: {type(fault).__name__}: {fault}") from fault
+
+    def _change_settings(self, profile: Profile) -> None:
+        before = self.profile
+        if profile == before:
+            self.profile = profile  # it may lie elsewhere now
+            return
+        now_ns = time.monotonic_ns()
+        had_reader = self._has_reader()
+        if had_reader:
+            self._look()
+        if profile.schedule != before.schedule:
+            window = self._windows.change(profile.schedule, now_ns)
+            if window is not None:
+                self._cut.append((window, self.origin()))
+        self._trees.change(profile.capture, profile.limits.spans_per_request)
+        if profile.budget != before.budget:
+            self._govern_by(profile.budget)
+        self.profile = profile
+        self.generation += 1
+        self._digest = profile.digest
+        if self._exporter is not None:
+            self._exporter.origin = self.origin()
+        if self._has_reader() and not had_reader:
+            self._trees.skip()  # nobody has read what was recorded until now
+        self._start_thread()
+
+    def _refuse(self, error: str) -> None:
+        """Note why a profile was not taken on, until one is."""
+        message = f"the profile of generation {self.generation} stays in force: {error}"
+        if (message,) != self._refused:
+            logger.warning("reload: %s", message)
+        self._refused = (message,)
+
+    def _told(self, path: str | None) -> Mapping[str, Any]:
+        """What a caller of the control socket, or a changed file, asks for; the answer as JSON takes it."""
+        facts: dict[str, Any] = {"pid": os.getpid(), "service": self.profile.service}
+        try:
+            if path is not None and Path(path).exists() and not Path(path).is_file():
+                raise ProfileError([f"{path}: found no regular file; give the path of a profile"])
+            done = self._reload(path)
+        except (InstrumentError, ValueError) as error:
+            return {**facts, "generation": self.generation, "digest": self._digest, "error": str(error)}
+        return {
+            **facts,
+            "generation": done.generation,
+            "digest": done.digest,
+            "attached": _clipped(done.attached),
+            "undone": _clipped(done.undone),
+            "refused": list(done.refused),
+        }
+
     # ---------------------------------------------------------------- reading
 
     def origin(self) -> Origin:
@@ -245,6 +444,8 @@ class Session:
             recorder="native" if RECORDER.native else "pure",
             profile=self.profile.source,
             host=socket.gethostname(),
+            generation=self.generation,
+            digest=self._digest,
         )
 
     def cost(self) -> Cost:
@@ -280,7 +481,11 @@ class Session:
 
     def notes(self) -> list[str]:
         """Everything that could not be observed, and what went wrong, in sentences."""
-        notes = [str(verdict) for verdict in self.selection.verdicts() if verdict.state != "attached"]
+        verdicts = self.verdicts()
+        notes = [str(verdict) for verdict in verdicts if verdict.state not in ("attached", "uncalled")]
+        uncalled = sum(verdict.state == "uncalled" for verdict in verdicts)
+        if uncalled:
+            notes.append(f"{uncalled} targets were never called" if uncalled > 1 else "1 target was never called")
         notes.extend(f"{what}: {count} times" for what, count in RECORDER.counts().items())
         notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
         if self.selection.late:
@@ -291,8 +496,31 @@ class Session:
             )
         if self._governor is not None:
             notes.extend(self._governor.notes())
+        notes.extend(f"reload: {refused}" for refused in self._refused)
         notes.extend(self._complaints)
         return notes
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule and target up to now, with the calls of each target."""
+        calls: Counter[object] = Counter()
+        for row in RECORDER.tally().rows():
+            calls[row.path[-1].key] += row.totals.calls
+        for site, passed in RECORDER.muted_calls().items():
+            calls[site.key] += passed
+        # A call that has not ended is one too: a server's main loop never does.
+        calls.update(RECORDER.site_of(row).key for _, row in RECORDER.open_rows())
+        return [verdict.counted(lambda site: calls[site.key]) for verdict in self.selection.verdicts()]
+
+    def _report_to_check(self, folder: str) -> None:
+        """Leave what became of the rules to `instrument check`, which has started this process or one above it."""
+        facts = {
+            "pid": os.getpid(),
+            "calls": RECORDER.calls,
+            "verdicts": [_with_nearest_module(verdict, self.profile).facts() for verdict in self.verdicts()],
+        }
+        path = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
+        path.write_text(json.dumps(facts), encoding="utf-8")
+        path.rename(path.with_suffix(".json"))
 
     def tally(self) -> Tally:
         """Exact totals of all calls up to now, with what their probes cost."""
@@ -300,12 +528,17 @@ class Session:
         tally.charge(lambda site: costs[RECORDER.shapes.get(site, "scope")].outside_ns)
         return tally
 
-    def trace(self, start_ns: int | None = None, end_ns: int | None = None, window: int = 0) -> Trace:
-        """The newest spans that the rings still hold, as they lie in the window; open ones are clipped and marked."""
+    def trace(
+        self, start_ns: int | None = None, end_ns: int | None = None, window: int = 0, origin: Origin | None = None
+    ) -> Trace:
+        """The newest spans that the rings still hold, as they lie in the window; open ones are clipped and marked.
+
+        `origin` is that of the window's end, where it has ended before now.
+        """
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
         return Trace(
-            origin=self.origin(),
+            origin=origin or self.origin(),
             start_ns=first,
             end_ns=last,
             spans=RECORDER.spans(first, last),
@@ -363,6 +596,11 @@ class Session:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(EXIT_LIMIT_NS / 1e9)
+        control, self._control = self._control, None
+        if control is not None:
+            control.stop(EXIT_LIMIT_NS / 1e9)
+        with self._reloading:
+            pass  # a reload on another thread ends; there is none from now on
         with self._alone():
             if self._stopped:
                 return
@@ -370,6 +608,9 @@ class Session:
             self._undo()
             _attempt("last look at the spans", self._pump)
             self.end_ns = time.monotonic_ns()
+            asked = os.environ.get(CHECK_FOLDER)
+            if asked:
+                _attempt("report to check", lambda: self._report_to_check(asked))
             if RECORDER.calls or (_is_main() and not self._forked):
                 _attempt("last window", self._deliver)
             elif self._exporter is not None:
@@ -392,12 +633,14 @@ class Session:
     def _at_exit(self) -> None:
         _attempt("exit", self.stop)
 
-    def _write_window(self, index: int, start_ns: int, end_ns: int) -> None:
+    def _write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
         wanted = self.profile.export.chrome
         if wanted is None:
             return
         try:
-            path = chrome.dump(self._path(wanted.path, index), self.trace(start_ns, end_ns, index), self.tally())
+            path = chrome.dump(
+                self._path(wanted.path, index), self.trace(start_ns, end_ns, index, origin), self.tally()
+            )
         except TraceError as error:
             self._complain(str(error))
             return
@@ -456,12 +699,15 @@ class Session:
         if log:
             logger.warning(message)
 
-    def _after_fork_in_child(self) -> None:
-        """The child records on its own: own rings, ids, threads and files."""
+    def _after_fork_in_child(self, whole: bool) -> None:
+        """The child records on its own: own rings, ids, threads and files. `whole`: no reload was under way."""
         self._forked = True
+        self._reloading = threading.RLock()
         self._lock = threading.RLock()
         self._postponed = 0
         self.selection.after_fork_in_child()
+        if not whole:
+            _attempt("reload that a fork cut short", lambda: self.selection.change(self.profile, anew=True))
         if self._stopping.is_set():  # the parent's other thread was about to stop it, and is not here
             self._undo()
             _forget(self)
@@ -472,12 +718,16 @@ class Session:
         self._newest_file = None
         self._losses.clear()
         self._complaints.clear()
+        self._cut.clear()
         self._begin()
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.origin = self.origin()
             self._exporter.start()
         self._start_thread()
+        if self._control is not None:
+            self._control.after_fork_in_child()
+            self._listen(self._control)
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             # A multiprocessing child leaves by os._exit and runs only its own finalisers, which it clears first.
@@ -526,7 +776,9 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
             _session = None
             raise
         if not _fork_hook_registered:
-            os.register_at_fork(after_in_child=_after_fork_in_child)
+            os.register_at_fork(
+                before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+            )
             _fork_hook_registered = True
     return session
 
@@ -555,6 +807,11 @@ def summary(**options: Any) -> str:
 def dump(path: str | os.PathLike[str]) -> Path:
     """Write what the running session holds now as a Chrome trace (`.json` or `.json.gz`); nothing is reset."""
     return session().dump(path)
+
+
+def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
+    """Let the running session go over to another profile, or to its own file as it is now. See `Session.reload`."""
+    return session().reload(profile)
 
 
 def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
@@ -592,7 +849,8 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
                 try:
                     __import__(name)
                 except (Exception, SystemExit) as error:
-                    problems.append(f"{profile.source}: module {name} fails to import: {type(error).__name__}: {error}")
+                    found = f"{type(error).__name__}: {error}{_nearest_to_import(name, error)}"
+                    problems.append(f"{profile.source}: module {name} fails to import: {found}")
             if (profile.layers or profile.copies) and not problems:
                 try:
                     __import__("torch")
@@ -605,6 +863,34 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
     if problems:
         raise ProfileError(problems)
     return verdicts
+
+
+def _nearest_to_import(name: str, error: BaseException) -> str:
+    """The module that was perhaps meant by one that is not there."""
+    missing = getattr(error, "name", None) or ""
+    if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
+        return ""
+    import pkgutil
+
+    parent, _, last = missing.rpartition(".")
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    if parent and path is None:
+        return f"; {parent} is a module, not a package"
+    known = [found.name for found in pkgutil.iter_modules(path)] + list(() if parent else sys.builtin_module_names)
+    meant = nearest(last, known)
+    return f"; nearest is {parent}.{meant}".replace(" .", " ") if meant else ""
+
+
+def _with_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
+    """With the imported module that a function rule perhaps means, where it waits for one that is not."""
+    texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
+    if verdict.state != "waiting":
+        return verdict
+    for text in texts:
+        meant = nearest(text.partition(":")[0], sys.modules, 0.8)
+        if meant:
+            return replace(verdict, why=f"{verdict.why}; nearest is {meant}")
+    return verdict
 
 
 def stop_on_sigterm() -> None:
@@ -664,14 +950,31 @@ def _forget(session: Session) -> None:
             _session = None
 
 
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """Wait for the reload that another thread is about."""
+    session = _session
+    held = session is not None and session._reloading.acquire(timeout=FORK_WAIT_S)
+    _forking.session = session if held else None
+
+
+def _after_fork_in_parent() -> None:
+    held, _forking.session = getattr(_forking, "session", None), None
+    if held is not None:
+        held._reloading.release()
+
+
 def _after_fork_in_child() -> None:
     global _session_lock
     _session_lock = threading.RLock()
+    held, _forking.session = getattr(_forking, "session", None), None
     FAULTS.clear()
     RECORDER.after_fork_in_child()
     if _session is not None:
         try:
-            _session._after_fork_in_child()
+            _session._after_fork_in_child(whole=held is _session)
         except InstrumentError as error:
             logger.warning("a forked child is not instrumented: %s", error)
         except Exception as fault:
@@ -704,6 +1007,17 @@ def _write(stream: TextIO, text: str) -> None:
             data = data[os.write(stream.fileno(), data[: select.PIPE_BUF]) :]
         except BlockingIOError:
             pass  # shared with somebody who was faster
+
+
+def _file_of(profile: Profile, folder: Path) -> Path | None:
+    """Where a profile was read, None for one that was made otherwise."""
+    path = folder / profile.source
+    return path if path.is_file() else None
+
+
+def _clipped(names: Sequence[str]) -> list[str]:
+    more = len(names) - NAMES_TOLD
+    return [*names[:NAMES_TOLD], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _working_folder() -> Path:

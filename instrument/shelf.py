@@ -52,6 +52,10 @@ class Shelf:
         self._passed: OrderedDict[int, None] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
+    def change(self, sample: float, spans_per_request: int) -> None:
+        """Sort by other settings from now on."""
+        self._sample, self._spans_per_request = sample, spans_per_request
+
     def sort(self, ring: Ring, since: int) -> tuple[list[Row], int, int]:
         """Go through a ring from row number `since` on; returns the rows that somebody has to look at now.
 

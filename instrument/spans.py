@@ -118,7 +118,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which process the spans come from, and how its monotonic clock reads in wall time."""
+    """Which process the spans come from, and how its monotonic clock reads in wall time.
+
+    `profile` is where the profile came from, `digest` what it asked for, and `generation` counts the profiles that the
+    process has had, from 1 (0: not known).
+    """
 
     pid: int
     service: str
@@ -127,6 +131,8 @@ class Origin:
     recorder: str = "pure"
     profile: str = ""
     host: str = ""
+    generation: int = 0
+    digest: str = ""
 
     def realtime_of(self, monotonic_ns: int) -> int:
         """Wall-clock nanoseconds since 1970 of a monotonic reading."""

@@ -43,6 +43,14 @@ class Windows:
             self._opened_ns = end_ns
         return window
 
+    def change(self, schedule: Schedule | None, now_ns: int) -> tuple[int, int, int] | None:
+        """Follow another schedule from now on, its steps counted from 0. Returns the window that ends with this."""
+        window = self.stop(now_ns)
+        self._index += window is not None
+        self._schedule, self._steps = schedule, 0
+        self._opened_ns = now_ns if self._records(0) else None
+        return window
+
     def stop(self, end_ns: int) -> tuple[int, int, int] | None:
         """The window that is open at the end; partial, but not empty."""
         if self._opened_ns is None or end_ns <= self._opened_ns:

@@ -17,7 +17,7 @@ ROOT = Path(instrument.__file__).parent
 FLOORS: list[list[str]] = [
     ["errors", "document", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports"],
-    ["probes", "capture", "governor", "window", "chrome", "otlp", "report"],
+    ["probes", "capture", "governor", "window", "control", "chrome", "otlp", "report"],
     ["profiler"],
     ["", "__main__", "cli", "autostart"],
 ]
@@ -88,6 +88,7 @@ def test_the_public_names_are_these() -> None:
         "enable",
         "flush",
         "profiled",
+        "reload",
         "scope",
         "scope_end",
         "scope_start",

@@ -29,6 +29,7 @@ from instrument.profile import (
     Argument,
     Capture,
     Chrome,
+    Control,
     CopyRule,
     Device,
     FunctionRule,
@@ -104,6 +105,7 @@ class TestWhatEachKeyGives:
             capture: {sample: 0.001, slow: 250ms, errors: false, limit: 30/min, before: 2s}
             limits: {ring: 1MiB, spans_per_request: 7, disk: 1GB}
             device: {cuda: off, nvml: 100ms}
+            control: {watch: true, socket: /run/user/1000/chat}
             export:
               chrome: {path: "{service}/{pid}/{window}.json"}
               otlp:
@@ -137,6 +139,7 @@ class TestWhatEachKeyGives:
         assert profile.capture == Capture(0.001, 250_000_000, False, Rate(30, 60 * 10**9), 2 * 10**9)
         assert profile.limits == Limits(2**20, 7, 10**9)
         assert profile.device == Device("off", 10**8)
+        assert profile.control == Control(True, "/run/user/1000/chat")
         assert profile.export.chrome == Chrome("{service}/{pid}/{window}.json")
         assert profile.export.otlp == Otlp(
             "https://collector:4318/v1/traces",
@@ -162,6 +165,11 @@ class TestWhatEachKeyGives:
 
     def test_two_steps_are_short_for_a_schedule(self) -> None:
         assert read("schedule: [2, 10]").schedule == Schedule(record=8, skip_first=2, repeat=1)
+
+    def test_a_digest_is_the_same_for_profiles_that_ask_for_the_same(self) -> None:
+        text = "functions: [{match: 'a:b'}]\nexport: {otlp: {headers: {authorization: %s}}}"
+        assert read(text % "x").digest == read("# moved\n" + text % "secret").digest
+        assert len({read(f"service: {name}").digest for name in "abc"} | {Profile().digest}) == 4
 
     @pytest.mark.parametrize("word", ["off", '"off"', "no", "false", "OFF"])
     def test_off_is_off_however_yaml_reads_it(self, word: str) -> None:
@@ -638,6 +646,9 @@ export:
             ("limits: {spans_per_request: 1:30}", "1:29: limits.spans_per_request: found the number 1:30"),
             ("limits: {spans_per_request: 5.0}", "1:29: limits.spans_per_request: found the number 5.0"),
             ("limits: {ring: 1KiB}", "1:16: limits.ring: found '1KiB'; allowed: a number with a unit"),
+            ("control: {socket: aut}", "1:19: control.socket: found 'aut'"),
+            ("control: {socket: on}", "1:19: control.socket: found the boolean on"),
+            ("control: {watch: 1s}", "1:18: control.watch: found '1s'"),
             ("device: {nvml: 1ms}", "1:16: device.nvml: found '1ms'"),
             ("device: {nvml: 0}", "1:16: device.nvml: found the number 0"),
             ("device: {nvml: on}", "1:16: device.nvml: found the boolean on"),
@@ -851,6 +862,7 @@ class TestSchema:
             "CLASS",
             "CHROME",
             "SUMMARY",
+            "SOCKET",
             "RATE",
             "ARGUMENT",
             "HEADER_NAME",
@@ -978,6 +990,9 @@ PROFILES = mapping(
     ),
     limits=mapping(ring=SIZE, spans_per_request=COUNT, disk=SIZE),
     device=mapping(cuda=st.sampled_from(["auto", "off", False]), nvml=DURATION | st.sampled_from(["off", False])),
+    control=mapping(
+        watch=st.booleans(), socket=st.sampled_from(["auto", "off", False, "a/b", "/x", "./{a}", "/" * 81])
+    ),
     export=mapping(
         chrome=mapping(path=st.lists(st.sampled_from(["a/", "{pid}", "{window}", "{service}", ".json"])).map("".join)),
         otlp=mapping(

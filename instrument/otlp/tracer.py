@@ -76,6 +76,9 @@ def resource_attributes(
         found.update({key: value for key, value in attributes.items() if not (unnamed and key == "service.name")})
     found.setdefault("service.name", _UNNAMED)
     found["process.pid"] = os.getpid()
+    if origin.generation:
+        found["instrument.profile.generation"] = origin.generation
+        found["instrument.profile.digest"] = origin.digest
     return found
 
 

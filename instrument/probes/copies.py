@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -45,13 +45,36 @@ class Copies:
     """The copy rules of one session at work in torch. `hits` counts copies by rule."""
 
     def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
-        self.rules = tuple(rules)
-        self.hits = [0] * len(self.rules)
+        self._at_work: tuple[tuple[CopyRule, ...], list[int]] = (tuple(rules), [0] * len(rules))
         self._recorder = recorder
         self._sites: dict[tuple[str, bool, bool], Site] = {}
         self._inside = threading.local()
         self._torch: ModuleType | None = None
         self._undos: list[Undo] = []
+
+    @property
+    def rules(self) -> tuple[CopyRule, ...]:
+        return self._at_work[0]
+
+    @property
+    def hits(self) -> list[int]:
+        return self._at_work[1]
+
+    def change(self, rules: Sequence[CopyRule], modules: Iterable[ModuleType]) -> None:
+        """Take on other rules; those that stay keep their count. Without rules torch has its own methods again."""
+        before = dict(zip(*self._at_work, strict=True))
+        self._at_work = (tuple(rules), [before.get(rule, 0) for rule in rules])
+        if not rules:
+            self.undo()
+            self._torch = None
+            return
+        for module in modules:
+            if self.wants(module.__name__):
+                self.imported(module)
+
+    def probed(self) -> Mapping[str, Any]:
+        """The rules at work, by their text."""
+        return {rule.text: rule for rule in self.rules} if self._undos else {}
 
     def wants(self, module_name: str) -> bool:
         """Whether copies are made by that module."""
@@ -77,7 +100,7 @@ class Copies:
             why = "this torch is built without a device: no copy to or from one can happen"
             return [Verdict(rule.text, "waiting", why=why) for rule in self.rules]
         return [
-            Verdict(rule.text, "attached", f"{hits} copies")
+            Verdict(rule.text, "attached", why=f"{hits} copies")
             if hits
             else Verdict(rule.text, "waiting", why="no such copy was made")
             for rule, hits in zip(self.rules, self.hits, strict=True)
@@ -173,13 +196,12 @@ class Copies:
             if way is None:
                 return
             moved_bytes = moved.numel() * moved.element_size()
-            wanting = (
-                i for i, rule in enumerate(self.rules) if way in rule.directions and moved_bytes >= rule.min_bytes
-            )
+            rules, hits = self._at_work
+            wanting = (i for i, rule in enumerate(rules) if way in rule.directions and moved_bytes >= rule.min_bytes)
             index = next(wanting, None)
             if index is None:
                 return
-            self.hits[index] += 1
+            hits[index] += 1
             pinned = way == "h2d" and bool(moved.is_pinned())
             site = self._site(way, not asynchronous, pinned)
             self._recorder.record(site, start_ns, {"bytes": moved_bytes})

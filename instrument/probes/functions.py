@@ -331,12 +331,13 @@ def _is_globals(thing: Any) -> bool:
 class Probe:
     """One target made to record, and the way back: `undo` leaves alone what somebody else has set since."""
 
-    __slots__ = ("_place", "target", "wrapped")
+    __slots__ = ("_place", "site", "target", "wrapped")
 
     def __init__(
         self, target: Target, site: Site, recorder: Recorder = RECORDER, attributes: Attributes | None = None
     ) -> None:
         self.target = target
+        self.site = site
         self.wrapped: Any = recorder.wrap(target.function, site, attributes)
         self._place: Place | None = None
 

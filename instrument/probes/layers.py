@@ -17,7 +17,7 @@ import inspect
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -68,15 +68,22 @@ class _Paths:
                 return None
             self.walk_heap()
             self._vain_walks[cls] += id(module) not in self._places and id(module) not in self._parents
+        return self._from_root(id(module))
+
+    def _from_root(self, key: int) -> str:
         names: list[str] = []
-        while (place := self._places.get(id(module))) is not None and len(names) < 100:
+        while (place := self._places.get(key)) is not None and len(names) < 100:
             parent = place[0]()
             if parent is None:
                 break
             wraps = place[1] in _WRAPPING or (place[1] == "module" and type(parent).__name__ in _REPLICATING)
             names.extend([] if wraps else [place[1]])
-            module = parent
+            key = id(parent)
         return ".".join(reversed(names))
+
+    def known(self) -> set[str]:
+        """The paths of all layers that have been placed."""
+        return {self._from_root(key) for key in list(self._places)} - {""}
 
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
         """Place every module that is alive now; tells each name and child. Tens of milliseconds on a large heap."""
@@ -102,16 +109,59 @@ class Layers:
     """The layer rules of one session at work in torch. `hits` counts the layers that each rule selected."""
 
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
-        self.rules = tuple(rules)
-        self.hits = [0] * len(self.rules)
         self._recorder = recorder
         self._sites: dict[int, Site | None] = {}  # by identity of the module
-        self._shared: dict[tuple[int, type[Any], str], Site] = {}  # by rule, class and path
+        self._followed: set[int] = set()  # modules whose end is told to us
+        self._shared: dict[tuple[str | None, bool, type[Any], str], Site] = {}  # by name, device, class and path
         self._torch: ModuleType | None = None
         self._undos: list[Undo] = []
+        self._patches: dict[type[Any], Undo] = {}
+        self._compiled: dict[int, weakref.ref[Any]] = {}  # what torch.compile has wrapped
+        self._take_on(rules)
+
+    def _take_on(self, rules: Sequence[LayerRule]) -> None:
+        # Each rule with the sites that it has selected. Replaced as a whole, for calls read it while rules change.
+        self._at_work: list[tuple[LayerRule, dict[Site, None]]] = [(rule, {}) for rule in rules]
         self._patched: set[type[Any]] = set()
-        self._types = frozenset(name for rule in self.rules for name in rule.types)
-        self._last_segments = {text.rpartition(".")[2] for rule in self.rules for text in rule.match if not rule.types}
+        self._types = frozenset(name for rule in rules for name in rule.types)
+        self._last_segments = {text.rpartition(".")[2] for rule in rules for text in rule.match if not rule.types}
+
+    @property
+    def rules(self) -> tuple[LayerRule, ...]:
+        return tuple(rule for rule, _ in self._at_work)
+
+    @property
+    def hits(self) -> list[int]:
+        return [len(selected) for _, selected in self._at_work]
+
+    def change(self, rules: Sequence[LayerRule], modules: Iterable[ModuleType]) -> None:
+        """Take on other rules: a layer that is recorded as before keeps its site, a class that no rule means its own
+        `forward` again. Walks the heap, tens of milliseconds in a large process.
+        """
+        self._take_on(rules)
+        if not rules:
+            self.undo()
+            self._torch = None
+            return
+        if self._torch is None:
+            for module in modules:
+                if self.wants(module.__name__):
+                    self.imported(module)
+            return
+        decided = set(self._sites)
+        self._sites.clear()
+        for cls in _subclasses(self._module_type):
+            self._defined(cls)
+        for name, child in self._paths.walk_heap():
+            self._placed(name, child)
+            if id(child) in decided and id(child) not in self._sites:
+                self._decide(child)
+        for cls in [cls for cls in self._patches if cls not in self._patched]:
+            undo_all([self._patches.pop(cls)])
+
+    def probed(self) -> Mapping[str, Any]:
+        """The rules at work, by their text."""
+        return {rule.text: rule for rule in self.rules} if self._torch is not None else {}
 
     def wants(self, module_name: str) -> bool:
         """Whether layers come from that module."""
@@ -141,7 +191,9 @@ class Layers:
 
     def undo(self) -> None:
         """Give every class its own `forward` back and stop watching."""
-        undo_all(self._undos)
+        undo_all([*self._undos, *self._patches.values()])
+        self._undos.clear()
+        self._patches.clear()
         self._patched.clear()
         self._sites.clear()
         self._shared.clear()
@@ -174,6 +226,9 @@ class Layers:
 
     def _placed(self, name: str, child: Any) -> None:
         """Patch the class of a module whose last name a path rule could mean; paths are complete only later."""
+        if name == "_orig_mod":
+            key = id(child)
+            self._compiled[key] = weakref.ref(child, lambda _: self._compiled.pop(key, None))
         if type(child) not in self._patched and any(
             "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
         ):
@@ -186,10 +241,13 @@ class Layers:
         if owner is None or owner is self._module_type or (owner in self._patched and owner is not cls):
             return
         forward = vars(owner)["forward"]
+        if owner in self._patches:
+            self._patched.add(owner)
+            return
         if not isinstance(forward, FunctionType) or hasattr(forward, "__instrument_layers__"):
             return
         self._patched.add(owner)
-        self._undos.append(replace(owner, "forward", self._wrap(forward)))
+        self._patches[owner] = replace(owner, "forward", self._wrap(forward))
 
     def _wrap(self, forward: FunctionType) -> Any:
         made: Any = self._recorder.wrap_method(forward, self._sites, self._decide, self._is_compiling)
@@ -198,6 +256,7 @@ class Layers:
 
     def _decide(self, module: Any) -> Site | None:
         """Whether a layer records, and as what: once for each instance, as soon as its path is known."""
+        at_work = self._at_work
         try:
             path = self._paths.of(module)
             site = self._select(type(module), path or "")
@@ -207,23 +266,28 @@ class Layers:
             FAULTS.note("layer selection", fault)
             site = None
         key = id(module)
-        weakref.finalize(module, self._sites.pop, key, None)
+        if key not in self._followed:
+            self._followed.add(key)
+            weakref.finalize(module, self._forget, key)
         self._sites[key] = site
+        if self._at_work is not at_work:  # they changed meanwhile: the next call decides anew
+            self._sites.pop(key, None)
         return site
 
+    def _forget(self, key: int) -> None:
+        self._followed.discard(key)
+        self._sites.pop(key, None)
+
     def _select(self, cls: type[Any], path: str) -> Site | None:
-        for index, rule in enumerate(self.rules):
-            if rule.types and cls.__name__ not in rule.types:
+        for rule, selected in self._at_work:
+            if not _means(rule, cls, path):
                 continue
-            if rule.match and not any(matches(text, path) for text in rule.match):
-                continue
-            if any(matches(text, path) for text in rule.exclude):
-                continue
-            site = self._shared.get((index, cls, path))
+            key = (rule.name, rule.device, cls, path)
+            site = self._shared.get(key)
             if site is None:
-                site = self._shared.setdefault((index, cls, path), self._site(rule, cls, path))
-                self.hits[index] += 1
+                site = self._shared.setdefault(key, self._site(rule, cls, path))
                 self._recorder.may_mute(site)
+            selected[site] = None
             return site
         return None
 
@@ -246,18 +310,47 @@ class Layers:
         if self._torch is None:
             return [Verdict(rule.text, "waiting", why="torch not imported") for rule in self.rules]
         known = sorted({cls.__name__ for cls in _subclasses(self._module_type)})
-        return [self._verdict(rule, hits, known) for rule, hits in zip(self.rules, self.hits, strict=True)]
+        verdicts: list[Verdict] = []
+        for rule, selected in self._at_work:
+            verdicts += [
+                Verdict(rule.text, "attached", site.instance or f"{site.qualname.rpartition('.')[0]} (root)", site=site)
+                for site in list(selected)
+            ] or [self._missed(rule, known)]
+        return verdicts
 
-    @staticmethod
-    def _verdict(rule: LayerRule, hits: int, known: Sequence[str]) -> Verdict:
+    def _missed(self, rule: LayerRule, known: Sequence[str]) -> Verdict:
         unknown = [name for name in rule.types if name not in known]
-        if hits:
-            return Verdict(rule.text, "attached", f"{hits} layers")
         if rule.types and len(unknown) == len(rule.types):
-            close = difflib.get_close_matches(unknown[0], known, n=1)
             why = f"no class of that name is defined: {', '.join(unknown)}"
-            return Verdict(rule.text, "nothing", why=why + (f"; nearest is {close[0]}" if close else ""))
-        return Verdict(rule.text, "waiting", why="no layer that it selects has run")
+            return Verdict(rule.text, "nothing", why=why + _nearest(unknown[0], known))
+        compiled = sum(
+            _means(rule, type(module), self._paths.of(module) or "")
+            for wrapped in list(self._compiled.values())
+            if (root := wrapped()) is not None
+            for module in root.modules()
+        )
+        if compiled:
+            why = f"{compiled} layers that it selects lie inside what torch.compile has compiled"
+            return Verdict(rule.text, "compiled", why=why)
+        why = "no layer that it selects has run"
+        paths = self._paths.known()
+        if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
+            why = f"no layer sits at such a path{_nearest(rule.match[0], sorted(paths))}"
+        return Verdict(rule.text, "waiting", why=why)
+
+
+def _means(rule: LayerRule, cls: type[Any], path: str) -> bool:
+    """Whether a rule selects a layer of that class at that path."""
+    if rule.types and cls.__name__ not in rule.types:
+        return False
+    if rule.match and not any(matches(text, path) for text in rule.match):
+        return False
+    return not any(matches(text, path) for text in rule.exclude)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; nearest is {close[0]}" if close else ""
 
 
 def _compiling_test(torch: Any) -> Callable[[], bool]:

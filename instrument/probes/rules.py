@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes import arguments, functions, holders
@@ -18,6 +20,7 @@ from instrument.probes.functions import Probe, Target, Unreachable, matches
 from instrument.probes.verdict import Verdict
 from instrument.profile import FunctionRule
 from instrument.recorder import RECORDER, Recorder
+from instrument.spans import Site
 
 logger = logging.getLogger("instrument")
 
@@ -26,14 +29,52 @@ class Functions:
     """The function rules of one session at work."""
 
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER) -> None:
-        self.rules = tuple(rules)
         self._recorder = recorder
-        self._probes: list[Probe] = []
+        self._probes: dict[Probe, FunctionRule] = {}
         self._olds, self._made = holders.Kept(), holders.Kept()  # the host's containers, and what stands for each
+        self._modules: dict[str, ModuleType] = {}
+        self._take_on(rules)
+
+    def _take_on(self, rules: Sequence[FunctionRule]) -> None:
+        self.rules: tuple[FunctionRule, ...] = tuple(rules)
         self._found: dict[int, dict[str, Verdict]] = {i: {} for i in range(len(self.rules))}
         self._taken: dict[str, int] = {}
-        self._modules: dict[str, ModuleType] = {}
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
+
+    def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
+        """Take on other rules: what the same probe serves stays as it is, the rest is undone or attached.
+
+        `modules` are those that are imported now.
+        """
+        before = {label: verdict for found in self._found.values() for label, verdict in found.items() if verdict.site}
+        self._take_on(rules)
+        modules = [module for module in modules if self.wants(module.__name__)]
+        self._modules = {module.__name__: module for module in modules}
+        owners: dict[str, int] = {}
+        for module in modules:
+            for index, label in sorted(self._selected(module), key=lambda found: found[0]):
+                owners.setdefault(label, index)
+        stay: dict[Probe, FunctionRule] = {}
+        gone = []
+        for probe, rule in self._probes.items():
+            label = probe.target.label
+            owner = owners.get(label)
+            if owner is None or not _serves(rule, self.rules[owner]):
+                gone.append(probe)
+                continue
+            stay[probe] = self.rules[owner]
+            self._taken[label] = owner
+            known = before.get(label) or Verdict("", "attached", label, site=probe.site)
+            self._found[owner][label] = replace(known, rule=self.rules[owner].text)
+        # In this order, for a fork in between: the child must know of every probe that is there.
+        self._take_off(gone, restore=not stay)
+        self._probes = stay
+        for module in modules:
+            self.imported(module)
+
+    def probed(self) -> Mapping[str, Any]:
+        """What carries a probe: labels, with the site that each records as."""
+        return {probe.target.label: probe.site for probe in self._probes}
 
     def wants(self, module_name: str) -> bool:
         """Whether a rule could have a target in that module."""
@@ -63,7 +104,11 @@ class Functions:
 
         What cannot be taken out of where it is behaves as the bare function from now on, and is named in the log.
         """
-        probes, self._probes = self._probes, []
+        probes, self._probes = list(self._probes), {}
+        self._take_off(probes, restore=True)
+
+    def _take_off(self, probes: Sequence[Probe], *, restore: bool) -> None:
+        """Take these off; where no other is left, `restore` the host's own containers, too."""
         for probe in reversed(probes):
             try:
                 probe.undo()
@@ -71,21 +116,23 @@ class Functions:
                 FAULTS.note("way back of a probe", fault)
             self._recorder.retire(probe.wrapped)
         left = [probe for probe in probes if functions.is_still_held(probe)]
+        made, olds = (self._made, self._olds) if restore else ((), ())
         try:
-            swap = holders.Swap(holders.Kept([*(probe.wrapped for probe in left), *self._made]))
-            escaped = swap.to(holders.Kept([*(probe.target.function for probe in left), *self._olds]))
+            swap = holders.Swap(holders.Kept([*(probe.wrapped for probe in left), *made]))
+            escaped = swap.to(holders.Kept([*(probe.target.function for probe in left), *olds]))
         except Exception as fault:
             FAULTS.note("way back of a probe", fault)
             escaped = {}
         for probe in left:
             for words in escaped.get(id(probe.wrapped), ()):
                 logger.info("the probe of %s is off; %s still holds what it has left", probe.target.label, words)
-        self._olds.clear()
-        self._made.clear()
+        if restore:
+            self._olds.clear()
+            self._made.clear()
 
-    def _attachable(self, module: ModuleType) -> Iterator[tuple[int, Target]]:
-        """The targets that are to get a probe now, with the rule that each belongs to; what became of the others."""
-        found = {
+    def _selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
+        """What the rules name in a module, by index of the rule and label."""
+        return {
             (index, thing.label): thing
             for index, rule in enumerate(self.rules)
             for text in rule.match
@@ -93,8 +140,11 @@ class Functions:
             for thing in functions.find(module, text)
             if not any(_excludes(text, thing.label) for text in rule.exclude)
         }
+
+    def _attachable(self, module: ModuleType) -> Iterator[tuple[int, Target]]:
+        """The targets that are to get a probe now, with the rule that each belongs to; what became of the others."""
         labels: dict[tuple[int, int], str] = {}
-        for (index, label), thing in found.items():
+        for (index, label), thing in self._selected(module).items():
             if isinstance(thing, Unreachable):
                 self._tell(index, "unreachable", label, thing.why)
                 continue
@@ -108,7 +158,7 @@ class Functions:
                 why = (
                     f"it is the same function as {ours[0]}" if ours else f"its own decorator names it {existing.name!r}"
                 )
-                self._tell(index, "attached", label, why)
+                self._tell(index, "attached", label, why, existing)
                 continue
             # A class that inherits a function gets a probe of its own; a second name for the same thing does not.
             first = labels.setdefault((id(thing.function), id(thing.owner)), label)
@@ -135,21 +185,22 @@ class Functions:
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
             self._tell(index, "unreachable", target.label, why)
             return None
-        self._probes.append(probe)
+        self._probes[probe] = rule
         if rule.attributes and self._recorder.shapes.get(site) == "generator":
             missing = ["attributes of a generator's span are not recorded"]
         why = "; ".join(filter(None, [target.note, *missing]))
-        self._found[index][target.label] = Verdict(rule.text, "partly" if missing else "attached", target.label, why)
+        state = "partly" if missing else "attached"
+        self._found[index][target.label] = Verdict(rule.text, state, target.label, why, site)
         return probe
 
-    def _tell(self, index: int, state: str, label: str, why: str) -> None:
-        self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why))
+    def _tell(self, index: int, state: str, label: str, why: str, site: Site | None = None) -> None:
+        self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why, site))
 
     def _note_escaped(self, index: int, target: Target, where: Sequence[str]) -> None:
         held = " and ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
         why = f"{held} holds it as it was and cannot be changed, calls through that are not seen"
         why = "; ".join(filter(None, [why, self._found[index][target.label].why]))
-        self._found[index][target.label] = Verdict(self.rules[index].text, "partly", target.label, why)
+        self._found[index][target.label] = replace(self._found[index][target.label], state="partly", why=why)
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""
@@ -179,6 +230,11 @@ class Functions:
             if close:
                 return close[0]
         return None
+
+
+def _serves(rule: FunctionRule, other: FunctionRule) -> bool:
+    """Whether two rules make the very same probe of a target."""
+    return replace(rule, match=other.match, exclude=other.exclude, text=other.text) == other
 
 
 def _excludes(text: str, label: str) -> bool:

@@ -7,13 +7,14 @@ is there already. Each family of rules knows which modules it wants and what to 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 from instrument import imports
 from instrument.probes.copies import Copies
 from instrument.probes.functions import Undo
-from instrument.probes.holders import loaded_modules
+from instrument.probes.holders import loaded_modules, namespace
 from instrument.probes.layers import Layers
 from instrument.probes.rules import Functions
 from instrument.probes.verdict import Verdict
@@ -24,17 +25,38 @@ from instrument.recorder import RECORDER, Recorder
 class Probes(Protocol):
     """One family of a profile's rules. All methods are called by one thread at a time."""
 
+    @property
+    def rules(self) -> tuple[Any, ...]:
+        """The rules at work, in the order of the profile."""
+
     def wants(self, module_name: str) -> bool:
         """Whether a rule could have a target in that module. Asked at each import, before the module is there."""
 
     def imported(self, module: ModuleType) -> bool:
         """A wanted module's code has run: attach. Whether copies of what was replaced may be held elsewhere."""
 
+    def change(self, rules: Sequence[Any], modules: Iterable[ModuleType]) -> None:
+        """Take on other rules, with these modules imported: probes that they want too stay as they are, untouched.
+
+        Without rules nothing of the family stays in the process.
+        """
+
+    def probed(self) -> Mapping[str, Any]:
+        """What carries a probe, by name, with what equals another probe's only where it is the same probe."""
+
     def undo(self) -> None:
         """Take every probe off, last first."""
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""
+
+
+FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
+    "functions": Functions,
+    "layers": Layers,
+    "copies": Copies,
+}
+"""What attaches the rules of each key of a profile, in the order in which they attach."""
 
 
 class Selection:
@@ -45,15 +67,13 @@ class Selection:
 
     def __init__(self, profile: Profile, recorder: Recorder = RECORDER) -> None:
         self.profile = profile
+        self._recorder = recorder
         self._lock = threading.RLock()
         self._undo_imports: Undo | None = None
-        self._families: list[Probes] = []
-        if profile.functions:
-            self._families.append(Functions(profile.functions, recorder))
-        if profile.layers:
-            self._families.append(Layers(profile.layers, recorder))
-        if profile.copies:
-            self._families.append(Copies(profile.copies, recorder))
+        self._families: dict[str, Probes] = {
+            key: made(getattr(profile, key), recorder) for key, made in FAMILIES.items() if getattr(profile, key)
+        }
+        self._unfinished: list[ModuleType] = []
         self.late: list[str] = []
 
     def attach(self) -> Undo:
@@ -65,6 +85,53 @@ class Selection:
                 self.late.append(module.__name__)
         return self.undo
 
+    def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
+        """Take on the rules of another profile; returns the names of what was attached and of what was undone.
+
+        `anew` looks also at rules that seem to be at work, after a change that did not come to its end.
+
+        What both profiles want recorded in the same way keeps its probe, its site and its place in the tally. Thread
+        safe; the caller's thread looks through the modules, and for layers through the heap, some ten milliseconds.
+        """
+        with self._lock:
+            before = self._probed()
+            loaded = [module for _, module in loaded_modules()]
+            for key, made in FAMILIES.items():
+                rules, family = getattr(profile, key), self._families.get(key)
+                if family is not None:
+                    if anew or rules != family.rules:
+                        family.change(rules, loaded)
+                elif rules:
+                    family = made(rules, self._recorder)
+                    self._families[key] = family
+                    for module in loaded:
+                        if family.wants(module.__name__):
+                            family.imported(module)
+            self.profile = profile
+            # Modules whose import had begun when nobody wanted them: no hook will tell of their end.
+            self._unfinished = [
+                module for module in loaded if _is_being_imported(module) and self.wants(module.__name__)
+            ]
+            after = self._probed()
+        attached = [name for name, probe in after.items() if before.get(name) != probe]
+        late = {name.partition(":")[0] for name in attached if ":" in name}
+        self.late += sorted(late.difference(self.late))
+        return attached, [name for name, probe in before.items() if after.get(name) != probe]
+
+    def settle(self) -> bool:
+        """Attach to modules whose import a change of the rules met half-way, if it has ended; whether some wait yet."""
+        with self._lock:
+            waiting, self._unfinished = self._unfinished, []
+            for module in waiting:
+                if _is_being_imported(module):
+                    self._unfinished.append(module)
+                elif self.wants(module.__name__):
+                    self.imported(module)
+            return bool(self._unfinished)
+
+    def _probed(self) -> dict[str, Any]:
+        return {name: probe for family in self._families.values() for name, probe in family.probed().items()}
+
     def after_fork_in_child(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
         self._lock = threading.RLock()
@@ -75,18 +142,19 @@ class Selection:
             if self._undo_imports is not None:
                 self._undo_imports()
                 self._undo_imports = None
-            for family in reversed(self._families):
+            self._unfinished.clear()
+            for family in reversed(self._families.values()):
                 family.undo()
 
     def wants(self, module_name: str) -> bool:
         """Whether a rule could have a target in that module."""
-        return any(family.wants(module_name) for family in self._families)
+        return any(family.wants(module_name) for family in list(self._families.values()))
 
     def imported(self, module: ModuleType) -> bool:
         """A module's code has run: attach what the rules name in it. Whether copies of it may be held elsewhere."""
         copied = False
         with self._lock:
-            for family in self._families:
+            for family in list(self._families.values()):
                 if family.wants(module.__name__):
                     copied = family.imported(module) or copied
         return copied
@@ -94,4 +162,9 @@ class Selection:
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""
         with self._lock:
-            return [verdict for family in self._families for verdict in family.verdicts()]
+            self.settle()
+            return [verdict for family in self._families.values() for verdict in family.verdicts()]
+
+
+def _is_being_imported(module: ModuleType) -> bool:
+    return bool(getattr(namespace(module).get("__spec__"), "_initializing", False))

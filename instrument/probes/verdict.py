@@ -2,23 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from instrument.spans import Site
+
+STATES: Mapping[str, str] = {
+    "attached": "it records",
+    "partly": "it records, but a copy of the function as it was has escaped: calls through that are not seen",
+    "uncalled": "it would record, but nothing has called it",
+    "compiled": "it lies inside a region that torch.compile has compiled, where no probe is left",
+    "waiting": "nothing to attach to yet: its module is not imported, or no layer that it selects has run",
+    "unreachable": "it is there and cannot be observed",
+    "nothing": "what should hold it is there and holds nothing of that name",
+}
+"""Every state, and what it means."""
+
+RECORDING = ("attached", "partly", "uncalled")
+"""The states of a target that carries a probe."""
+
+_TELLING = ("partly", "attached", "compiled", "uncalled", "unreachable", "nothing", "waiting")
+"""States by how much they tell about a whole of several processes: one that saw more knows better."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What became of one rule, or of one target of it.
 
-    `state` is one of `attached`, `partly` (attached, but something else holds the function as it was), `waiting` (its
-    module has not been imported, or no layer has run yet), `nothing` (the module is there and holds nothing of that
-    name), `unreachable`. `target` is "" for a rule as a whole.
+    `state` is one of `STATES`, `why` says more in words. `target` is "" for a rule as a whole. `site` is what the
+    target records as; `calls` how many calls of it were recorded, None where nobody has counted.
     """
 
     rule: str
     state: str
     target: str = ""
     why: str = ""
+    site: Site | None = field(default=None, compare=False)
+    calls: int | None = None
 
     def __str__(self) -> str:
         subject = f"{self.rule}: {self.target}" if self.target not in ("", self.rule) else self.rule
-        return f"{subject}: {self.state}" + (f" ({self.why})" if self.why else "")
+        counted = "" if not self.calls else "1 call" if self.calls == 1 else f"{self.calls} calls"
+        more = "; ".join(filter(None, (counted, self.why)))
+        return f"{subject}: {self.state}" + (f" ({more})" if more else "")
+
+    def counted(self, calls_of: Callable[[Site], int]) -> Verdict:
+        """With the calls of its site; `uncalled` where it is attached and there were none."""
+        if self.site is None or self.state not in RECORDING:
+            return self
+        calls = calls_of(self.site)
+        return replace(self, calls=calls, state="uncalled" if self.state == "attached" and not calls else self.state)
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON takes it, all but the site; `Verdict(**facts)` is the way back."""
+        return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
+
+    def merged(self, other: Verdict) -> Verdict:
+        """The verdict on the same target over two processes: the one that tells more, with the calls of both."""
+        first, second = sorted((self, other), key=lambda verdict: _TELLING.index(verdict.state))
+        counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
+        return replace(first, calls=sum(counts) if counts else None)
+
+
+def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """One verdict for each target of the verdicts of several processes, in the order of first sight.
+
+    A process that found targets of a rule knows better than one that speaks of the rule as a whole.
+    """
+    whole: dict[tuple[str, str], Verdict] = {}
+    for verdict in verdicts:
+        key = (verdict.rule, verdict.target)
+        whole[key] = whole[key].merged(verdict) if key in whole else verdict
+    found = {rule for rule, target in whole if target}
+    return [verdict for (rule, target), verdict in whole.items() if target or rule not in found]

@@ -1,0 +1,422 @@
+"""Control: how a running process learns of a changed profile, by a Unix socket of its own or by watching the file.
+
+Only where the profile opts in. One daemon thread serves both; watching costs it one `os.stat` each `POLL_S`, listening
+nothing until somebody calls. Each process listens on `<folder>/<pid>.sock`, mode 0600, in a folder that nobody else can
+write to, and only its own user and root are answered. One request a connection, a line of JSON, and a line back:
+``{"reload": "/path/of/profile.yaml"}``, or null for the file that the process has. Bytes, time and number of
+connections are bounded, so that no caller can hold the thread up or make it grow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from instrument.errors import FAULTS
+
+POLL_S = 0.1
+"""How often the file is looked at."""
+
+SETTLE_S = 0.02
+"""A changed file is read once it has stayed the same for so long: it may be written in place, a part at a time."""
+
+GRACE_S = 1.0
+"""A file that cannot be used is complained of when it has been so for this long; it may be half-written until then."""
+
+REQUEST_BYTES = 8_192
+CALLERS = 16
+CALL_S = 1.0
+"""The longest request, the most connections at a time (the oldest goes for a new one), and how long each may take."""
+
+ANSWER_S = 0.2
+"""How long a process has to answer before it is named as one that did not."""
+
+Answer = Mapping[str, Any]
+_SOCKET_NAME = re.compile(r"[0-9]+\.sock")
+
+
+def folder_of(setting: str, base: Path) -> Path:
+    """The folder that `control.socket` means: `auto` is the user's own, other paths start at `base`."""
+    return Path(f"/tmp/instrument-{os.geteuid()}") if setting == "auto" else base / setting  # noqa: S108 - 0700, checked
+
+
+@dataclass(slots=True)
+class _Caller:
+    """One connection: what it has sent, and what of the answer is still to be sent."""
+
+    until: float
+    received: bytearray = field(default_factory=bytearray)
+    answer: bytes = b""
+
+
+class Control:
+    """Serves one process from a thread of its own, between `start` and `stop`.
+
+    `reload(path)` does what a caller or a changed file asks for and tells what became of it, with `error` where it was
+    refused; None is the file at hand, which `watched()` names (None: there is nothing to watch). `settle()` is called
+    after a reload until it returns False. `complain(message)` is told of a file that stays unusable.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        watched: Callable[[], Path | None],
+        reload: Callable[[str | None], Answer],
+        settle: Callable[[], bool],
+        complain: Callable[[str], object],
+    ) -> None:
+        self._folder = folder
+        self._watched = watched
+        self._reload = reload
+        self._settle = settle
+        self._complain = complain
+        self._seen: tuple[int, ...] | None = (-1,)  # the file as it was when it was read last
+        self._changed: tuple[int, ...] | None = None
+        self._read_again = False
+        self._error = ""
+        self._error_at = 0.0
+        self._unsettled = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._listener: socket.socket | None = None
+        self._path: Path | None = None
+        self._inode: tuple[int, int] = (0, 0)
+        self._callers: dict[socket.socket, _Caller] = {}
+        # poll(2) and not epoll, whose registrations a forked child would share with its parent.
+        self._selector = selectors.PollSelector()
+        self._wake = -1
+        self._stopping = False
+
+    def start(self) -> str:
+        """Listen, and begin to watch. Returns why it cannot listen, "" where it does or need not; it watches anyway."""
+        problem = ""
+        if self._folder is not None:
+            try:
+                problem = self._listen(self._folder)
+            except OSError as error:
+                problem = f"control.socket: {self._folder}: {error.strerror or error}"
+        if self._path is not None or self._watched() is not None:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            thread = threading.Thread(target=self._run, name="instrument-control", daemon=True)
+            thread.start()
+            self._thread = thread
+        return problem
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread, after the reload that it is about, and remove the socket."""
+        thread, self._thread, self._stopping = self._thread, None, True
+        if thread is not None:
+            os.eventfd_write(self._wake, 1)
+            thread.join(timeout_s)
+        if self._path is not None:
+            _attempt(self._remove)
+        if thread is None or not thread.is_alive():
+            self._close()
+
+    def _remove(self) -> None:
+        """Remove the socket's name, unless a later process of the same id has taken it."""
+        path, self._path = self._path, None
+        facts = path.stat() if path is not None and path.exists() else None
+        if path is not None and facts is not None and (facts.st_dev, facts.st_ino) == self._inode:
+            path.unlink(missing_ok=True)
+
+    def after_fork_in_child(self) -> None:
+        """Leave the parent's socket and callers to the parent; `start` begins the child's own."""
+        self._close()
+        self._begin()
+
+    def _listen(self, folder: Path) -> str:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.lstat()
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+            found = f"mode {stat.filemode(facts.st_mode)} of user {facts.st_uid}"
+            return (
+                f"control.socket: asked to listen in {folder}, found {found}; give a folder of this user that nobody "
+                "else can write to"
+            )
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = listener
+        listener.setblocking(False)
+        os.fchmod(listener.fileno(), 0o600)  # before it has a name, and whatever the umask is
+        # A name that can be seen is a socket that listens, or one of a process that is gone: so it gets its own last.
+        unseen, path = folder / f".{os.getpid()}.sock", folder / f"{os.getpid()}.sock"
+        unseen.unlink(missing_ok=True)
+        listener.bind(os.fspath(unseen))
+        listener.listen(CALLERS)
+        unseen.rename(path)
+        facts = path.stat()
+        self._path, self._inode = path, (facts.st_dev, facts.st_ino)
+        self._selector.register(listener, selectors.EVENT_READ)
+        return ""
+
+    def _close(self) -> None:
+        self._selector.close()
+        for connection in [*self._callers, *([self._listener] if self._listener is not None else [])]:
+            connection.close()
+        self._callers.clear()
+        self._listener = None
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        folder = self._folder
+        if folder is not None:
+            _attempt(lambda: remove_stale(sockets(folder)))
+        look_at = 0.0
+        while not self._stopping:
+            now = time.monotonic()
+            if self._watched() is not None:
+                if now >= look_at:
+                    _attempt(self._look)
+                    now = time.monotonic()
+                    look_at = now + (SETTLE_S if self._changed is not None else POLL_S)
+            else:
+                look_at = now + 3600.0
+            if self._unsettled:
+                self._unsettled = _attempt(self._settle) is True
+                look_at = min(look_at, now + POLL_S)
+            waits = [look_at, *(caller.until for caller in self._callers.values())]
+            for key, _ in self._selector.select(max(min(waits) - now, 0.0)):
+                ready = key.fileobj
+                if not isinstance(ready, socket.socket):
+                    continue  # the word to stop
+                if ready is self._listener:
+                    self._accept(ready)
+                elif ready in self._callers:
+                    self._serve(ready)
+            now = time.monotonic()
+            for connection in [known for known, caller in self._callers.items() if caller.until <= now]:
+                self._drop(connection)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # it went away again, or this process has no descriptor left
+        if not _is_trusted(connection):
+            connection.close()
+            return
+        connection.setblocking(False)
+        if len(self._callers) >= CALLERS:
+            self._drop(next(iter(self._callers)))
+        self._callers[connection] = _Caller(time.monotonic() + CALL_S)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _serve(self, connection: socket.socket) -> None:
+        caller = self._callers[connection]
+        try:
+            if not caller.answer:
+                data = connection.recv(REQUEST_BYTES + 1 - len(caller.received))
+                caller.received += data
+                line, newline, _ = bytes(caller.received).partition(b"\n")
+                if not newline and data and len(caller.received) <= REQUEST_BYTES:
+                    return
+                if not newline and not caller.received:
+                    self._drop(connection)
+                    return
+                answer = self._answer(line) if newline else {"error": f"no line of at most {REQUEST_BYTES} bytes"}
+                caller.answer = json.dumps(answer).encode() + b"\n"
+                self._selector.modify(connection, selectors.EVENT_WRITE)
+            sent = connection.send(caller.answer)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(connection)
+            return
+        caller.answer = caller.answer[sent:]
+        if not caller.answer:
+            self._drop(connection)
+
+    def _answer(self, line: bytes) -> Answer:
+        try:
+            asked = json.loads(line)
+        except (ValueError, RecursionError):
+            asked = None
+        if (
+            not isinstance(asked, dict)
+            or list(asked) != ["reload"]
+            or not isinstance(asked["reload"], (str, type(None)))
+        ):
+            return {"error": 'found no request; allowed: {"reload": "/path/of/profile.yaml"} or {"reload": null}'}
+        answer = self._ask(asked["reload"])
+        if answer.get("error"):
+            self._complain(str(answer["error"]))
+        return answer
+
+    def _ask(self, path: str | None) -> Answer:
+        answer = self._reload(path)
+        self._unsettled = True
+        return answer
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._callers[connection]
+        connection.close()
+
+    # ---------------------------------------------------------------- the file
+
+    def _look(self) -> None:
+        """Follow the file when it has changed and stays as it is; read it once more after that.
+
+        What is written within the clock tick of its own modification time, in the same size, looks unchanged.
+        """
+        stamp = _stamp(self._watched())
+        if stamp == self._seen:
+            self._changed = None
+            again, self._read_again = self._read_again, False
+            if again:
+                self._follow(stamp)
+            elif self._error and time.monotonic() - self._error_at >= GRACE_S:
+                error, self._error = self._error, ""
+                self._complain(error)
+        elif stamp != self._changed:
+            self._changed = stamp
+        else:
+            self._read_again = True
+            self._follow(stamp)
+
+    def _follow(self, stamp: tuple[int, ...] | None) -> None:
+        error = str(self._ask(None).get("error", ""))
+        if _stamp(self._watched()) != stamp:  # it was being written: neither a success nor an error counts
+            self._changed, self._seen = None, (-1,)
+            return
+        self._changed, self._seen = None, stamp
+        self._error, self._error_at = error, time.monotonic()
+
+
+def _attempt(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except Exception as fault:
+        FAULTS.note("control thread", fault)
+        return None
+
+
+def _stamp(path: Path | None) -> tuple[int, ...] | None:
+    """What tells one state of a file from another; None where there is no file."""
+    try:
+        facts = os.stat(path) if path is not None else None  # noqa: PTH116 - the plain call, ten times a second
+    except OSError:
+        return None
+    return facts and (facts.st_mtime_ns, facts.st_size, facts.st_ino, facts.st_dev)
+
+
+def _is_trusted(connection: socket.socket) -> bool:
+    """Whether the other end is this user or root; a mode of 0600 alone would leave it to the file system."""
+    try:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    except OSError:
+        return False
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid in (os.geteuid(), 0)
+
+
+# -------------------------------------------------------------------- the other end
+
+
+def sockets(folder: Path) -> list[Path]:
+    """The sockets in a folder, of processes that run or have gone, by process id; nothing where there is no folder."""
+    try:
+        found = [path for path in folder.iterdir() if _SOCKET_NAME.fullmatch(path.name)]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: int(path.stem))
+
+
+def remove_stale(paths: Iterable[Path]) -> list[Path]:
+    """Remove the sockets that nobody listens on any more; returns the others."""
+    alive = []
+    for path in paths:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.setblocking(False)
+            try:
+                caller.connect(os.fspath(path))
+            except BlockingIOError:
+                pass  # its queue is full
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+                continue
+            except OSError:
+                continue
+        alive.append(path)
+    return alive
+
+
+def tell(paths: Iterable[Path], profile: str | None, timeout_s: float = ANSWER_S) -> dict[Path, Answer | None]:
+    """Ask every process behind these sockets to reload, all at once; None stands for one that did not answer in time.
+
+    A socket that nobody listens on any more is removed and not in the answer.
+    """
+    request = json.dumps({"reload": profile}).encode() + b"\n"
+    answers: dict[Path, Answer | None] = dict.fromkeys(paths)
+    unheard = list(answers)
+    waiting: dict[Path, tuple[socket.socket, bytearray]] = {}
+    end = time.monotonic() + timeout_s
+    with selectors.PollSelector() as selector:
+        while (unheard or waiting) and (left := end - time.monotonic()) > 0:
+            for path in list(unheard):
+                try:
+                    connection = _call(path, request)
+                except BlockingIOError:
+                    continue  # its queue is full: once more in a moment
+                except (ConnectionRefusedError, FileNotFoundError):
+                    path.unlink(missing_ok=True)
+                    del answers[path]
+                except OSError:
+                    pass
+                else:
+                    waiting[path] = connection, bytearray()
+                    selector.register(connection, selectors.EVENT_READ, path)
+                unheard.remove(path)
+            for key, _ in selector.select(min(left, 0.01) if unheard else left):
+                connection, received = waiting[key.data]
+                try:
+                    data = connection.recv(65_536)
+                except OSError:
+                    data = b""
+                received += data
+                if not data:
+                    answers[key.data] = _parsed(received)
+                    selector.unregister(connection)
+                    connection.close()
+                    del waiting[key.data]
+        for connection, _ in waiting.values():
+            connection.close()
+    return answers
+
+
+def _call(path: Path, request: bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        connection.connect(os.fspath(path))
+        connection.send(request)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _parsed(text: bytes | bytearray) -> Answer | None:
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None

@@ -1,0 +1,324 @@
+"""`instrument check`: a verdict for every target, before a service runs and after a command has run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import instrument
+from instrument.probes.selection import Selection
+from instrument.probes.verdict import STATES, Verdict, over_processes
+from instrument.profile import loads
+
+SERVICE = """
+import itertools
+
+HELD = {}
+
+def register(function):
+    HELD["route"] = itertools.repeat(function)  # an object made in C: what it holds cannot be changed
+    return function
+
+def busy(x): return x + 1
+def idle(x): return x
+
+@register
+def routed(x): return x
+
+class Engine:
+    limit = 7
+    def step(self, x): return busy(x)
+    def rest(self, x): return x
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a service and no variable that matters."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("INSTRUMENT_PROFILE", "INSTRUMENT", "INSTRUMENT_RUN_PID", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    write("checked.py", SERVICE)
+    return tmp_path
+
+
+def write(name: str, text: str) -> Path:
+    Path(name).write_text(textwrap.dedent(text))
+    return Path(name)
+
+
+def check(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "instrument", "check", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environ},
+    )
+
+
+def states(text: str) -> dict[str, str]:
+    """What `check` printed: state by target, or by rule where it names none."""
+    lines = [line.strip() for line in text.partition("rules: ")[2].splitlines()[1:]]
+    parts = [line.partition(" (")[0].rpartition(": ") for line in lines]
+    return {subject: state for subject, _, state in parts}
+
+
+PROFILE = """
+functions:
+  - {match: "checked:busy"}
+  - {match: ["checked:idle", "checked:Engine.rest"]}
+  - {match: "checked:Engine.limit"}
+  - {match: "absent_package.*:f"}
+"""
+
+
+def test_each_target_has_one_of_the_states_that_are_documented() -> None:
+    write("p.yaml", PROFILE)
+    done = check("p.yaml")
+    assert done.returncode == 2  # nothing imports what the last rule could mean
+    assert states(done.stdout) == {
+        "checked:busy": "attached",
+        "checked:idle, checked:Engine.rest: checked:idle": "attached",
+        "checked:idle, checked:Engine.rest: checked:Engine.rest": "attached",
+        "checked:Engine.limit": "unreachable",
+        "absent_package.*:f": "waiting",
+    }
+    assert set(states(done.stdout).values()) <= set(STATES)
+    help_text = " ".join(check("--help").stdout.split())
+    for state, meaning in STATES.items():
+        assert f"{state}: {meaning}" in help_text
+
+
+MAIN = """
+import os, sys
+import checked
+print("to stdout", *sys.argv[1:])
+print("to stderr", file=sys.stderr)
+child = os.fork()
+checked.busy(1) if child else [checked.busy(1), checked.Engine().rest(1)]
+if child:
+    os.waitpid(child, 0)
+    next(checked.HELD["route"])(1)
+sys.exit(3 if child else 0)
+"""
+
+
+def test_a_command_runs_as_it_would_and_its_processes_tell_what_was_called() -> None:
+    write("p.yaml", 'functions: [{match: "checked:**"}, {match: "json.tool:main"}]\nexport: {summary: {to: s.txt}}')
+    write("main.py", MAIN)
+    done = check("p.yaml", "--", "main.py", "--json", "x")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0] == "to stdout --json x"
+    assert done.stderr == "to stderr\n"
+    assert "command: exit code 3, 2 processes reported" in done.stdout
+    assert "checked:**: checked:busy: attached (2 calls)" in done.stdout
+    assert states(done.stdout) == {
+        "checked:**: checked:register": "uncalled",
+        "checked:**: checked:busy": "attached",
+        "checked:**: checked:idle": "uncalled",
+        "checked:**: checked:routed": "partly",
+        "checked:**: checked:Engine.step": "uncalled",
+        "checked:**: checked:Engine.rest": "attached",
+        "json.tool:main": "waiting",
+    }
+    assert "Profiling Report" in Path("s.txt").read_text()
+    assert check("p.yaml", "--strict", "--", "main.py").returncode == 1
+
+
+def test_a_call_that_has_not_ended_is_a_call() -> None:
+    write("p.yaml", 'functions: [{match: "serving:serve"}]')
+    write("serving.py", "import time\ndef serve(): time.sleep(30)\n")
+    write("main.py", "import threading, serving\nthreading.Thread(target=serving.serve, daemon=True).start()")
+    assert states(check("p.yaml", "--strict", "--", "main.py").stdout) == {"serving:serve": "attached"}
+
+
+def test_the_document_has_this_shape() -> None:
+    write(
+        "p.yaml",
+        'functions: [{match: "checked:busy"}, {match: "checked:idle"}]\nservice: shop\n'
+        "export: {otlp: {headers: {authorization: secret}, endpoint: 'http://127.0.0.1:9'}}",
+    )
+    write("main.py", "import checked\nprint('noise')\nfor i in range(5): checked.busy(i)")
+    done = check("p.yaml", "--json", "--", "main.py", OTEL_EXPORTER_OTLP_TIMEOUT="2")
+    document = json.loads(done.stdout)
+    assert done.stderr.startswith("noise\n")
+    assert "secret" not in done.stdout
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shape(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [shape(value[0])] if value else []
+        return type(value).__name__
+
+    target = {"state": "str", "target": "str", "why": "str", "calls": "int"}
+    assert shape(document) == {
+        "format": "int",
+        "profile": {"source": "str", "service": "str", "digest": "str"},
+        "settings": [{"setting": "str", "value": "str", "from": "str"}],
+        "recorder": {"kind": "str", "why_not_native": "str"},
+        "python": {"version": "str", "implementation": "str"},
+        "rules": [{"family": "str", "rule": "str", "line": "int", "targets": [target]}],
+        "command": {"words": ["str"], "exit_code": "int", "processes": [{"pid": "int", "calls": "int"}]},
+    }
+    assert [rule["targets"][0]["state"] for rule in document["rules"]] == ["attached", "uncalled"]
+    assert [rule["targets"][0]["calls"] for rule in document["rules"]] == [5, 0]
+    settings = {setting["setting"]: (setting["value"], setting["from"]) for setting in document["settings"]}
+    assert settings["service"] == ("shop", "profile")
+    assert settings["export.otlp.headers"] == (["authorization"], "profile")
+    assert settings["export.otlp.timeout"] == (2 * 10**9, "OTEL_EXPORTER_OTLP_TIMEOUT")
+    assert settings["export.otlp.compression"] == ("gzip", "default")
+    plain = json.loads(check("p.yaml", "--json").stdout)
+    assert plain["command"] is None
+    assert plain["rules"][0]["targets"] == [
+        {"state": "attached", "target": "checked:busy", "why": "", "calls": None},
+    ]
+
+
+def test_it_says_which_recorder_is_in_use_and_why() -> None:
+    write("p.yaml", "")
+    found = json.loads(check("p.yaml", "--json", INSTRUMENT_PURE="1").stdout)["recorder"]
+    assert found["kind"] == "pure"
+    assert found["why_not_native"] in ("INSTRUMENT_PURE=1", "No module named 'instrument._recorder'")  # not built
+    wanted = f"recorder: pure Python ({found['why_not_native']})"
+    assert wanted in check("p.yaml", INSTRUMENT_PURE="1").stdout
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ("chekced:busy", "nearest is checked"),
+        ("jsn.decoder:JSONDecoder", "nearest is json"),
+        ("json.decodr:JSONDecoder", "nearest is json.decoder"),
+        ("checked.engine:f", "checked is a module, not a package"),
+        ("checked:bsuy", "nearest is checked:busy"),
+        ("checked:Engine.stpe", "nearest is checked:Engine.step"),
+    ],
+)
+def test_a_typo_names_the_nearest_target(rule: str, says: str) -> None:
+    write("p.yaml", f'functions: [{{match: "{rule}"}}]')
+    done = check("p.yaml")
+    assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_command_that_never_imports_a_misspelt_module_names_the_nearest_one() -> None:
+    write("p.yaml", 'functions: [{match: "chekced:busy"}]')
+    write("main.py", "import checked\nchecked.busy(1)")
+    done = check("p.yaml", "--", "main.py")
+    assert (done.returncode, "chekced not imported; nearest is checked" in done.stdout) == (0, True), done.stdout
+    assert check("p.yaml", "--strict", "--", "main.py").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "says"),
+    [
+        (["p.yaml", "--"], {}, "nothing to run after --"),
+        (["p.yaml", "checked", "--", "main.py"], {}, "leave one of both out"),
+        (["p.yaml", "--", "main.py"], {"INSTRUMENT": "off"}, "INSTRUMENT=off"),
+        (["p.yaml", "--", "absent.py"], {}, "found no such file"),
+        (["p.yaml", "--", "killed.py"], {}, "ended with exit code -9 and no process of it told"),
+        (["bad.yaml", "--", "main.py"], {}, "bad.yaml:1:1"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_clear_error(arguments: list[str], environ: dict[str, str], says: str) -> None:
+    write("p.yaml", 'functions: [{match: "checked:busy"}]')
+    write("bad.yaml", "servce: x")
+    write("main.py", "import checked")
+    write("killed.py", "import os\nos.kill(os.getpid(), 9)")
+    done = check(*arguments, **environ)
+    assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_signal_to_check_ends_the_command_and_its_verdicts_are_told() -> None:
+    write("p.yaml", 'functions: [{match: "checked:busy"}]')
+    write("main.py", "import checked, time\nchecked.busy(1)\nprint('ready', flush=True)\ntime.sleep(60)")
+    command = [sys.executable, "-m", "instrument", "check", "p.yaml", "--", "main.py"]
+    checking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert checking.stdout is not None
+        assert checking.stdout.readline() == "ready\n"
+        checking.send_signal(signal.SIGTERM)
+        text, _ = checking.communicate(timeout=30)
+    finally:
+        checking.kill()
+    assert checking.returncode == 0
+    assert "command: exit code -15, 1 process reported" in text
+    assert states(text) == {"checked:busy": "attached"}
+
+
+def test_notes_say_in_one_line_how_many_targets_were_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    session = instrument.start(loads('functions: [{match: "checked_late:*"}]', environ={}))
+    assert session is not None
+    try:
+        write("checked_late.py", SERVICE.replace("@register\n", ""))
+        module = __import__("checked_late")
+        assert [note for note in session.notes() if "never called" in note] == ["4 targets were never called"]
+        module.busy(1)
+        module.register(module.idle(1))
+        assert [note for note in session.notes() if "never called" in note] == ["1 target was never called"]
+        assert {verdict.target: verdict.calls for verdict in session.verdicts()}["checked_late:busy"] == 1
+        module.routed(1)
+        assert session.notes() == []
+    finally:
+        instrument.stop()
+        del sys.modules["checked_late"]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "whole"),
+    [
+        ([("r", "uncalled", "t", 0), ("r", "attached", "t", 3)], [("attached", "t", 3)]),
+        ([("r", "attached", "t", 2), ("r", "attached", "t", 3)], [("attached", "t", 5)]),
+        ([("r", "partly", "t", 0), ("r", "attached", "t", 3)], [("partly", "t", 3)]),
+        ([("r", "waiting", "", None), ("r", "attached", "t", 1)], [("attached", "t", 1)]),
+        ([("r", "waiting", "", None), ("r", "nothing", "", None)], [("nothing", "", None)]),
+        ([("r", "waiting", "", None), ("q", "attached", "t", 1)], [("waiting", "", None), ("attached", "t", 1)]),
+    ],
+)
+def test_the_process_that_saw_more_knows_better(verdicts: list[Any], whole: list[Any]) -> None:
+    made = [Verdict(rule, state, target, calls=calls) for rule, state, target, calls in verdicts]
+    for order in (made, made[::-1]):
+        found = {(verdict.state, verdict.target, verdict.calls) for verdict in over_processes(order)}
+        assert found == set(whole)
+
+
+def test_layers_that_torch_has_compiled_away_and_paths_that_no_layer_has_are_named(recorder: Any) -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    rules = "layers: [{type: Linear}, {match: '1'}, {match: 'lyers.*'}, {type: Conv2d}]"
+    selection = Selection(loads(rules, environ={}), recorder)
+    selection.attach()
+    try:
+        torch.compile(model, backend="eager")(torch.zeros(2))
+        found = [(verdict.state, verdict.why) for verdict in selection.verdicts()]
+    finally:
+        selection.undo()
+    assert [state for state, _ in found] == ["compiled", "compiled", "waiting", "waiting"]
+    assert "no layer sits at such a path" in found[2][1]
+    assert found[3][1] == "no layer that it selects has run"
+
+
+def test_a_path_rule_with_a_typo_names_the_nearest_path(recorder: Any) -> None:
+    torch = pytest.importorskip("torch")
+    selection = Selection(loads("layers: [{match: 'encoder.lyers.0'}]", environ={}), recorder)
+    selection.attach()
+    try:
+        model = torch.nn.ModuleDict({"encoder": torch.nn.ModuleDict({"layers": torch.nn.Sequential(torch.nn.ReLU())})})
+        model["encoder"]["layers"](torch.zeros(1))
+        (verdict,) = selection.verdicts()
+    finally:
+        selection.undo()
+    assert verdict.why == "no layer sits at such a path; nearest is encoder.layers.0"

@@ -1,0 +1,905 @@
+"""Another profile while the service runs: what stays, what comes and goes, who follows, and what no caller can do."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from otlp_receiver import receiver
+
+import instrument
+from instrument import ProfileError, StateError, chrome, control
+from instrument.control import CALLERS, REQUEST_BYTES, Control
+from instrument.probes.selection import Selection
+from instrument.profile import loads
+from instrument.profiler import Reload, Session
+from instrument.recorder import RECORDER
+
+WORK = """
+def first(x): return x + 1
+def second(x): return x + 2
+
+class Engine:
+    def step(self, x): return first(x)
+    def rest(self, x): return second(x)
+
+def handle(x): return Engine().step(x)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with a module; a session that a failing test left running is stopped."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("INSTRUMENT_PROFILE", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "reloaded.py").write_text(WORK)
+    importlib.invalidate_caches()
+    yield tmp_path
+    instrument.stop()
+    sys.modules.pop("reloaded", None)
+
+
+def write(path: str | Path, text: str) -> Path:
+    Path(path).write_text(textwrap.dedent(text))
+    return Path(path)
+
+
+def begin(text: str) -> Session:
+    session = instrument.start(write("profile.yaml", text))
+    assert session is not None
+    return session
+
+
+def work() -> Any:
+    return importlib.import_module("reloaded")
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.002)
+
+
+def calls(session: Session) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in session.tally().rows():
+        name = row.path[-1].name
+        counts[name] = counts.get(name, 0) + row.totals.calls
+    return counts
+
+
+# -------------------------------------------------------------------- rules
+
+
+def test_new_rules_attach_gone_ones_are_undone_and_the_others_stay_the_very_same() -> None:
+    module = work()
+    originals = {"second": module.second, "step": vars(module.Engine)["step"], "handle": module.handle}
+    session = begin('functions: [{match: "reloaded:first"}, {match: "reloaded:Engine.step"}]')
+    first = module.first
+    module.handle(1)
+    done = session.reload(loads('functions: [{match: "reloaded:handle"}, {match: "reloaded:first"}]', environ={}))
+    assert done.attached == ("reloaded:handle",)
+    assert done.undone == ("reloaded:Engine.step",)
+    assert (done.generation, done.refused) == (2, ())
+    assert module.first is first
+    assert vars(module.Engine)["step"] is originals["step"]
+    assert module.second is originals["second"]
+    module.handle(1)
+    assert calls(session) == {"first": 2, "Engine.step": 1, "handle": 1}
+    assert len({id(row.path[-1]) for row in session.tally().rows() if row.path[-1].name == "first"}) == 1
+    instrument.stop()
+    assert module.handle is originals["handle"]
+
+
+def test_a_rule_that_asks_for_the_same_in_other_words_keeps_its_probe() -> None:
+    module = work()
+    session = begin('functions: [{match: "reloaded:*"}]')
+    held = module.first, module.second, vars(module.Engine)["step"]
+    done = session.reload(loads('functions: [{match: ["reloaded:*", "!reloaded:handle"]}]', environ={}))
+    assert (done.attached, done.undone) == ((), ("reloaded:handle",))
+    assert (module.first, module.second, vars(module.Engine)["step"]) == held
+
+
+def test_another_name_or_kind_makes_another_probe() -> None:
+    module = work()
+    original = module.first
+    session = begin('functions: [{match: "reloaded:first"}]')
+    done = session.reload(loads('functions: [{match: "reloaded:first", name: one, kind: phase}]', environ={}))
+    assert done.attached == done.undone == ("reloaded:first",)
+    module.first(1)
+    assert calls(session) == {"one": 1}
+    assert module.first.__wrapped__ is original
+
+
+def test_the_first_rule_still_has_a_target_when_a_reload_puts_another_before_it() -> None:
+    module = work()
+    session = begin('functions: [{match: "reloaded:first", name: late}]')
+    done = session.reload(
+        loads('functions: [{match: "reloaded:*", kind: phase}, {match: "reloaded:first", name: late}]', environ={})
+    )
+    assert "reloaded:first" in done.undone
+    module.first(1)
+    assert calls(session) == {"first": 1}
+    assert [verdict.why for verdict in session.selection.verdicts() if verdict.rule == "reloaded:first"] == [
+        "reloaded:* has it"
+    ]
+
+
+def test_a_module_that_is_imported_after_the_reload_is_attached_by_the_new_rules() -> None:
+    session = begin('functions: [{match: "json.tool:main"}]')
+    session.reload(loads('functions: [{match: "reloaded:first"}]', environ={}))
+    work().first(1)
+    assert calls(session) == {"first": 1}
+
+
+def test_a_module_whose_import_a_reload_meets_half_way_is_attached_when_it_has_ended() -> None:
+    session = begin("")
+    going, go_on = threading.Event(), threading.Event()
+    sys.modules["reload_gate"] = gate = type(sys)("reload_gate")
+    vars(gate).update(going=going, go_on=go_on)
+    write("half.py", "import reload_gate\nreload_gate.going.set()\nreload_gate.go_on.wait(20)\ndef late(): return 1\n")
+    importing = threading.Thread(target=importlib.import_module, args=("half",))
+    importing.start()
+    try:
+        assert going.wait(20)
+        session.reload(loads('functions: [{match: "half:late"}]', environ={}))
+        go_on.set()
+        importing.join()
+        assert [verdict.state for verdict in session.selection.verdicts()] == ["attached"]
+        sys.modules["half"].late()
+        assert calls(session) == {"late": 1}
+    finally:
+        go_on.set()
+        importing.join()
+        del sys.modules["reload_gate"], sys.modules["half"]
+
+
+def test_what_other_modules_bound_by_name_follows_both_ways() -> None:
+    module = work()
+    original = module.first
+    sys.modules["reload_user"] = user = type(sys)("reload_user")
+    vars(user)["one"] = module.first
+    try:
+        session = begin("")
+        session.reload(loads('functions: [{match: "reloaded:first"}]', environ={}))
+        assert vars(user)["one"] is module.first is not original
+        session.reload(loads("", environ={}))
+        assert vars(user)["one"] is module.first is original
+    finally:
+        del sys.modules["reload_user"]
+
+
+@pytest.mark.parametrize("what", ["first", "wait"])
+def test_a_table_that_took_over_a_probe_has_the_bare_function_when_the_rule_is_gone(what: str, folder: Path) -> None:
+    with (folder / "reloaded.py").open("a") as file:
+        file.write("\nasync def wait(): return 1\n")
+    module = work()
+    bare = getattr(module, what)
+    session = begin(f'functions: [{{match: "reloaded:{what}"}}]')
+    routes = [getattr(module, what)]
+    assert routes[0] is not bare
+    session.reload(loads("", environ={}))
+    assert routes[0] is getattr(module, what) is bare
+
+
+def test_layers_keep_their_sites_and_classes_get_their_own_forward_back(recorder: Any) -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    linear, relu = torch.nn.Linear.forward, torch.nn.ReLU.forward
+    selection = Selection(loads("layers: [{type: Linear}]", environ={}), recorder)
+    selection.attach()
+    try:
+        model(torch.zeros(2))
+        (site,) = {row.path[-1] for row in recorder.tally().rows()}
+        patched = torch.nn.Linear.forward
+        attached, undone = selection.change(loads("layers: [{type: ReLU}, {type: Linear}]", environ={}))
+        assert (attached, undone) == (["type ReLU"], [])
+        assert torch.nn.Linear.forward is patched
+        model(torch.zeros(2))
+        counted = {row.path[-1].name: row.totals.calls for row in recorder.tally().rows()}
+        assert counted == {"Linear": 2, "ReLU": 1}
+        assert site in {row.path[-1] for row in recorder.tally().rows()}
+        assert [verdict.target for verdict in selection.verdicts()] == ["1", "0"]
+        attached, undone = selection.change(loads("layers: [{type: ReLU, name: act}]", environ={}))
+        assert torch.nn.Linear.forward is linear
+        model(torch.zeros(2))
+        counted = {row.path[-1].name: row.totals.calls for row in recorder.tally().rows()}
+        assert counted == {"Linear": 2, "ReLU": 1, "act": 1}
+        selection.change(loads("", environ={}))
+        assert torch.nn.ReLU.forward is relu
+        assert "__init_subclass__" not in vars(torch.nn.Module)
+        selection.change(loads("layers: [{type: ReLU}]", environ={}))
+        model(torch.zeros(2))
+        assert [verdict.target for verdict in selection.verdicts()] == ["1"]
+    finally:
+        selection.undo()
+
+
+def test_copies_follow_rules_and_keep_the_counts_of_those_that_stay(recorder: Any) -> None:
+    from instrument.probes.copies import Copies
+
+    rules = loads("copies: [{directions: [h2d]}, {directions: [d2h]}]", environ={}).copies
+    copies = Copies(rules, recorder)
+    copies.hits[1] = 7
+    copies.change(rules[1:], [])
+    assert (copies.rules, copies.hits) == (rules[1:], [7])
+
+
+def test_no_call_fails_and_none_loses_its_place_while_threads_call_and_profiles_change() -> None:
+    module = work()
+    session = begin('functions: [{match: "reloaded:handle", kind: request}, {match: "reloaded:first"}]')
+    profiles = [
+        'functions: [{match: "reloaded:handle", kind: request}, {match: "reloaded:first"}]',
+        'functions: [{match: "reloaded:handle", kind: request}, {match: "reloaded:Engine.*"}]',
+        'functions: [{match: "reloaded:handle", kind: request}]',
+        'functions: [{match: "reloaded:handle", kind: request}, {match: "reloaded:first", name: one}]',
+    ]
+    wrong: list[object] = []
+    made: list[int] = []
+    enough = threading.Event()
+
+    def call() -> None:
+        number = 0
+        while number < 25_000 or not enough.is_set():
+            number += 1
+            try:
+                if module.handle(number) != number + 1:
+                    wrong.append(number)
+            except BaseException as error:
+                wrong.append(error)
+        made.append(number)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for reloads in range(1, 13):
+        session.reload(loads(profiles[reloads % len(profiles)], environ={}))
+    enough.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert sum(made) >= 100_000
+    assert calls(session)["handle"] == sum(made)  # its rule never changed: every call is there
+    by_id = {span.span_id: span for span in RECORDER.spans()}
+    for span in by_id.values():
+        above = by_id.get(span.parent_id)
+        assert above is None or above.site.name in ("handle", "Engine.step", "Engine.rest")
+    assert RECORDER.current_id() == 0
+
+
+def test_of_reloads_on_several_threads_one_is_whole_in_the_end() -> None:
+    module = work()
+    session = begin("")
+    profiles = [
+        loads(f'functions: [{{match: "reloaded:{name}"}}]', environ={})
+        for name in ("first", "second", "Engine.*", "*", "handle")
+    ]
+
+    def reload(turn: int) -> None:
+        for number in range(20):
+            session.reload(profiles[(turn * number + turn) % len(profiles)])
+
+    threads = [threading.Thread(target=reload, args=(turn,)) for turn in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (rule,) = session.profile.functions
+    functions = {"first": module.first, "second": module.second, "handle": module.handle}
+    functions |= {f"Engine.{name}": vars(module.Engine)[name] for name in ("step", "rest")}
+    recorded = {name for name, function in functions.items() if hasattr(function, "__instrument__")}
+    assert recorded == {verdict.target.partition(":")[2] for verdict in session.selection.verdicts()}
+    assert {verdict.rule for verdict in session.selection.verdicts()} == {rule.text}
+
+
+# -------------------------------------------------------------------- settings
+
+
+def test_settings_that_can_change_do_and_the_others_are_refused_with_the_reason() -> None:
+    session = begin("limits: {ring: 1MiB}\nservice: shop")
+    done = session.reload(
+        loads(
+            "service: market\nclock: tsc\nlimits: {ring: 2MiB, disk: 7B}\ncapture: {sample: 0.5}\nbudget: 1%\n"
+            "device: {cuda: off}\ncontrol: {watch: true}\nexport: {otlp: {}, chrome: {}}\ntracer_option: OpDetail",
+            environ={},
+        )
+    )
+    assert [refusal.partition(" keeps")[0] for refusal in done.refused] == [
+        "clock",
+        "limits.ring",
+        "device",
+        "control",
+        "export.otlp",
+    ]
+    now = session.profile
+    assert (now.service, now.limits.disk_bytes, now.capture.sample, now.budget) == ("market", 7, 0.5, 0.01)
+    assert (now.clock, now.limits.ring_bytes, now.export.otlp) == ("monotonic", 1 << 20, None)
+    assert any("limits.ring keeps its value until a restart" in note for note in session.notes())
+    session.reload(loads("limits: {ring: 1MiB}", environ={}))
+    assert not any("keeps its value" in note for note in session.notes())
+
+
+def test_a_profile_that_asks_for_the_same_changes_nothing() -> None:
+    session = begin('functions: [{match: "reloaded:first"}]')
+    wrapped = work().first
+    done = session.reload()
+    assert done == Reload(1, session.profile.digest)
+    assert work().first is wrapped
+
+
+@pytest.mark.parametrize("bad", ["servce: x", "functions: [", "functions: [{match: 'no colon'}]", "\x00"])
+def test_a_bad_profile_leaves_the_old_one_running_and_is_noted(bad: str) -> None:
+    session = begin('functions: [{match: "reloaded:first"}]')
+    wrapped = work().first
+    write("profile.yaml", bad)
+    with pytest.raises(ProfileError):
+        instrument.reload()
+    assert work().first is wrapped
+    assert (session.generation, "reloaded:first" in session.profile.functions[0].match) == (1, True)
+    assert any("the profile of generation 1 stays in force: " in note for note in session.notes())
+    write("profile.yaml", 'functions: [{match: "reloaded:second"}]')
+    assert instrument.reload().attached == ("reloaded:second",)
+    assert not any("stays in force" in note for note in session.notes())
+
+
+def test_a_fault_while_rules_change_puts_the_old_ones_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from instrument.probes.copies import Copies
+
+    module = work()
+    session = begin('functions: [{match: "reloaded:first"}]')
+    wrapped, second = module.first, module.second
+
+    def break_down(*_: Any) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(Copies, "wants", break_down)
+    with pytest.raises(StateError, match=r"could not be put to work: RuntimeError: out of order"):
+        session.reload(loads('functions: [{match: "reloaded:*"}]\ncopies: [{}]', environ={}))
+    monkeypatch.undo()
+    assert module.first is wrapped
+    assert module.second is second
+    assert session.generation == 1
+
+
+def test_reload_without_a_session_without_a_file_and_after_the_end_says_so() -> None:
+    with pytest.raises(StateError, match="no session runs"):
+        instrument.reload()
+    session = instrument.start(loads("", environ={}))
+    assert session is not None
+    with pytest.raises(StateError, match="is no file"):
+        session.reload()
+    with pytest.raises(ProfileError, match="no such file"):
+        session.reload("absent.yaml")
+    instrument.stop()
+    with pytest.raises(StateError, match="has been stopped"):
+        session.reload(loads("service: x", environ={}))
+
+
+def test_a_changed_schedule_ends_the_window_and_goes_on_counting_files() -> None:
+    session = begin("export: {chrome: {path: 't-{window}.json'}}")
+    with instrument.scope("request", kind="request"):
+        pass
+    session.reload(loads("schedule: {record: 1}\nexport: {chrome: {path: 't-{window}.json'}}", environ={}))
+    for _ in range(2):
+        with instrument.scope("request", kind="request"):
+            pass
+    session.flush()
+    instrument.stop()
+    traces = {path.name: chrome.load(path)[0] for path in Path().glob("t-*.json")}
+    assert {name: trace.origin.generation for name, trace in traces.items()} == {
+        "t-0.json": 1,
+        "t-1.json": 2,
+        "t-2.json": 2,
+        "t-3.json": 2,
+    }
+    assert [len(traces[f"t-{index}.json"].spans) for index in range(3)] == [1, 1, 1]
+
+
+def test_each_trace_and_what_is_sent_carry_the_generation_and_the_digest() -> None:
+    with receiver() as collector:
+        text = f"export: {{chrome: {{path: t.json}}, otlp: {{endpoint: 'http://127.0.0.1:{collector.http_port}'}}}}"
+        session = begin(text)
+        digest = session.reload(loads(text + "\ncapture: {slow: 1s}", environ={})).digest
+        with instrument.scope("request", kind="request"):
+            pass
+        instrument.stop()
+        (span,) = collector.spans()
+    origin = chrome.load("t.json")[0].origin
+    assert (origin.generation, origin.digest) == (2, digest)
+    assert span.resource["instrument.profile.generation"] == 2
+    assert span.resource["instrument.profile.digest"] == digest
+
+
+# -------------------------------------------------------------------- the file
+
+
+WATCHED = "control: {watch: true}\n"
+
+
+def test_a_file_that_is_replaced_or_written_in_place_is_followed() -> None:
+    session = begin(WATCHED + 'functions: [{match: "reloaded:first"}]')
+    module = work()
+    original = module.second
+    write("new.yaml", WATCHED + 'functions: [{match: "reloaded:second"}]').rename("profile.yaml")
+    wait_for(lambda: session.generation == 2)
+    assert module.second is not original
+    write("profile.yaml", WATCHED)
+    wait_for(lambda: session.generation == 3)
+    assert module.second is original
+
+
+def test_a_file_that_is_found_half_written_is_no_error_for_good(caplog: pytest.LogCaptureFixture) -> None:
+    session = begin(WATCHED)
+    whole = WATCHED + 'functions: [{match: "reloaded:first"}, {match: "reloaded:second"}]'
+    with Path("profile.yaml").open("w") as file:
+        for end in range(0, len(whole), 12):
+            file.write(whole[end : end + 12])
+            file.flush()
+            time.sleep(0.06)  # longer than a change has to settle: what is there so far is read
+    wait_for(lambda: len(session.profile.functions) == 2)
+    assert not any("stays in force" in note for note in session.notes())
+    assert "stays in force" not in caplog.text
+
+
+def test_a_file_that_stays_broken_is_noted_once_and_mended_by_the_next_good_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    session = begin(WATCHED + "service: a")
+    write("profile.yaml", "servce: b")
+    wait_for(lambda: any("did you mean 'service'" in note for note in session.notes()))
+    assert caplog.text.count("did you mean 'service'") == 1
+    assert session.profile.service == "a"
+    Path("profile.yaml").unlink()
+    wait_for(lambda: any("no such file" in note for note in session.notes()))
+    write("profile.yaml", WATCHED + "service: c")
+    wait_for(lambda: session.profile.service == "c")
+    assert not any("stays in force" in note for note in session.notes())
+
+
+def test_of_changes_in_quick_succession_the_last_one_holds() -> None:
+    session = begin(WATCHED + "service: s0")
+    for number in range(1, 60):
+        write("new.yaml", WATCHED + f"service: s{number}").rename("profile.yaml")
+        time.sleep(0.005)
+    wait_for(lambda: session.profile.service == "s59")
+    # Same size, and perhaps the same tick of the clock that stamps files.
+    for service in ("aa", "bb", "cc"):
+        write("profile.yaml", WATCHED + f"service: {service}")
+    wait_for(lambda: session.profile.service == "cc")
+
+
+def test_nothing_watches_or_listens_unless_it_is_asked_to() -> None:
+    before = threading.active_count()
+    begin('functions: [{match: "reloaded:first"}]')
+    assert threading.active_count() == before
+    instrument.stop()
+    session = instrument.start(loads(WATCHED, environ={}))
+    assert session is not None
+    assert any("there is no file to watch" in note for note in session.notes())
+
+
+# -------------------------------------------------------------------- the socket
+
+
+LISTENING = "control: {socket: ./control}\n"
+
+
+def own_socket() -> Path:
+    return Path("control", f"{os.getpid()}.sock")
+
+
+def generation_told() -> Any:
+    """What the process answers to a caller who asks for nothing new."""
+    (answer,) = control.tell([own_socket()], None, 10).values()
+    assert answer is not None
+    return answer["generation"]
+
+
+def test_the_socket_is_the_users_alone_and_goes_with_the_session() -> None:
+    umask = os.umask(0)
+    try:
+        begin(LISTENING)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(own_socket().stat().st_mode) == 0o600
+    assert stat.S_IMODE(Path("control").stat().st_mode) == 0o700
+    assert [path.name for path in Path("control").iterdir()] == [own_socket().name]
+    instrument.stop()
+    assert list(Path("control").iterdir()) == []
+
+
+def test_a_caller_is_answered_with_what_was_attached_undone_and_refused() -> None:
+    begin(LISTENING + 'functions: [{match: "reloaded:first"}]')
+    work()
+    new = write("new.yaml", 'limits: {ring: 1MiB}\nfunctions: [{match: "reloaded:second"}]')
+    (answer,) = control.tell([own_socket()], str(new.absolute()), 10).values()
+    assert answer is not None
+    assert (answer["pid"], answer["attached"], answer["undone"]) == (
+        os.getpid(),
+        ["reloaded:second"],
+        ["reloaded:first"],
+    )
+    assert [text.partition(" keeps")[0] for text in answer["refused"]] == ["limits.ring", "control"]
+    write("new.yaml", "servce: x")
+    (answer,) = control.tell([own_socket()], str(new.absolute()), 10).values()
+    assert answer is not None
+    assert "did you mean 'service'" in answer["error"]
+    assert answer["generation"] == 2
+    assert any("did you mean 'service'" in note for note in instrument.session().notes())
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    session = begin("control: {socket: ./shared}")
+    assert any("give a folder of this user that nobody else can write to" in note for note in session.notes())
+    assert list(shared.iterdir()) == []
+    instrument.stop()
+    write("a file", "")
+    session = begin("control: {socket: './a file'}")
+    assert any("control.socket" in note for note in session.notes())
+
+
+def test_sockets_of_dead_processes_are_removed_by_a_start_and_by_a_caller() -> None:
+    Path("control").mkdir(mode=0o700)
+
+    def leave(name: str) -> Path:
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(f"control/{name}")
+        return Path("control", name)
+
+    stale, other = leave("4194301.sock"), leave("somebody.sock")
+    begin(LISTENING)
+    wait_for(lambda: not stale.exists())
+    assert other.exists()
+    stale = leave("4194302.sock")
+    assert set(control.tell(control.sockets(Path("control")), None, 10)) == {own_socket()}
+    assert not stale.exists()
+
+
+def connected(path: Path) -> socket.socket:
+    caller = socket.socket(socket.AF_UNIX)
+    caller.connect(os.fspath(path))
+    caller.settimeout(20)
+    return caller
+
+
+def said(caller: socket.socket) -> bytes:
+    heard = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := caller.recv(4096):
+            heard += data
+    return heard
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\n",
+        b"garbage\n",
+        b"\x00\xff" * 100 + b"\n",
+        b"[" * 8000 + b"\n",
+        b'{"reload": 7}\n',
+        b'{"reload": null, "more": 1}\n',
+        b'{"unload": null}\n',
+        b'{"reload": "/dev/zero"}\n',
+        b'{"reload": "/nowhere/profile.yaml"}\n',
+        b'{"reload": "a\\u0000b"}\n',
+        b"x" * (REQUEST_BYTES + 1),
+    ],
+    ids=lambda sent: repr(sent[:24]),
+)
+def test_hostile_requests_are_answered_with_an_error_and_change_nothing(sent: bytes) -> None:
+    session = begin(LISTENING)
+    with connected(own_socket()) as caller:
+        caller.sendall(sent)
+        answer = json.loads(said(caller))
+    assert answer["error"]
+    assert session.generation == 1
+    assert generation_told() == 1
+
+
+def test_a_named_pipe_in_place_of_a_profile_does_not_hold_the_thread_up() -> None:
+    begin(LISTENING)
+    os.mkfifo("pipe")
+    (answer,) = control.tell([own_socket()], str(Path("pipe").absolute()), 10).values()
+    assert answer is not None
+    assert "found no regular file" in answer["error"]
+
+
+def test_slow_silent_and_countless_callers_keep_nobody_else_waiting() -> None:
+    session = begin(LISTENING)
+    with contextlib.ExitStack() as open_ones:
+        slow = [open_ones.enter_context(connected(own_socket())) for _ in range(CALLERS)]
+        for caller in slow:
+            caller.send(b"{")
+        for _ in range(200):
+            connected(own_socket()).close()
+        assert generation_told() == 1
+        flooding = open_ones.enter_context(connected(own_socket()))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            flooding.sendall(b"x" * (64 << 20))
+        assert generation_told() == 1
+        assert session._control is not None
+        assert len(session._control._callers) <= CALLERS
+        for caller in slow:  # their time is up by now, or their place was taken
+            said(caller)
+    wait_for(lambda: not session._control._callers)  # type: ignore[union-attr]
+
+
+def test_a_caller_that_does_not_read_its_answer_is_dropped_when_its_time_is_up() -> None:
+    session = begin(LISTENING)
+    with connected(own_socket()) as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        caller.sendall(b'{"reload": null}\n')
+        wait_for(lambda: session._control and not session._control._callers)
+
+
+def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    begin(LISTENING)
+    Path("control").chmod(0o755)
+    own_socket().chmod(0o666)  # even where the file system would let them
+    for part in [Path.cwd(), *Path.cwd().parents]:
+        if not part.stat().st_mode & 0o001:
+            part.chmod(part.stat().st_mode | 0o011)
+    program = (
+        "import os, socket, sys\nos.setuid(65534)\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n"
+        "s.settimeout(20)\ntry:\n    s.sendall(b'{\"reload\": null}\\n')\n    print(s.recv(100))\n"
+        "except (BrokenPipeError, ConnectionResetError):\n    print(b'')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(own_socket().absolute())], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "b''\n"), done.stderr
+
+
+def test_a_start_that_fails_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        begin(LISTENING)
+    assert list(Path("control").iterdir()) == []
+
+
+def test_stop_waits_for_the_reload_that_a_caller_has_begun() -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def slow(path: str | None) -> dict[str, Any]:
+        begun.set()
+        time.sleep(0.2)
+        done.set()
+        return {}
+
+    served = Control(Path("control"), lambda: None, slow, lambda: False, lambda message: None)
+    served.start()
+    with connected(own_socket()) as caller:
+        caller.sendall(b'{"reload": null}\n')
+        assert begun.wait(20)
+        served.stop(20)
+    assert done.is_set()
+    assert not own_socket().exists()
+
+
+# -------------------------------------------------------------------- processes
+
+
+def exit_code(child: int) -> int:
+    """How a child ended. One that hangs is killed, and fails the test."""
+    end = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+@pytest.mark.parametrize("wait_s", [20.0, 0.0], ids=["whole", "cut short"])
+def test_children_forked_in_the_middle_of_reloads_are_whole_and_follow_by_themselves(
+    wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instrument.profiler.FORK_WAIT_S", wait_s)
+    module = work()
+    session = begin(LISTENING + 'functions: [{match: "reloaded:first"}]')
+    profiles = [loads(f'functions: [{{match: "reloaded:{name}"}}]', environ={}) for name in ("*", "first", "Engine.*")]
+    going = threading.Event()
+    going.set()
+
+    def reload() -> None:
+        while going.is_set():
+            for profile in profiles:
+                session.reload(profile)
+                time.sleep(0.002)  # or the fork, which waits for its turn, would hardly ever get it
+
+    reloading = threading.Thread(target=reload)
+    reloading.start()
+    codes = []
+    for _ in range(15):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                attached = {verdict.target for verdict in session.selection.verdicts()}
+                session.reload(profiles[1])
+                told = generation_told() == session.generation
+                module.handle(1)
+                whole = calls(session) == {"first": 1} and attached
+                instrument.stop()
+                bare = not hasattr(module.first, "__instrument__") and not hasattr(module.handle, "__instrument__")
+                code = 0 if whole and told and bare else 2
+            finally:
+                os._exit(code)
+        codes.append(exit_code(child))
+    going.clear()
+    reloading.join()
+    assert codes == [0] * 15
+    instrument.stop()
+    assert not hasattr(module.first, "__instrument__")
+    assert list(Path("control").iterdir()) == []
+
+
+PREFORK = """
+import os, pathlib, signal, sys, time
+import reloaded
+
+def work():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while True:
+        reloaded.handle(1)
+        time.sleep(0.002)
+
+def start():
+    child = os.fork()
+    if child == 0:
+        work()
+    children.add(child)
+
+children, ending = set(), []
+signal.signal(signal.SIGTERM, lambda *_: ending.append(1))
+for _ in range(3):
+    start()
+while not ending:
+    child, _ = os.waitpid(-1, os.WNOHANG)
+    if child:
+        children.discard(child)
+        start()
+    time.sleep(0.005)
+for child in children:
+    os.kill(child, signal.SIGTERM)
+for child in children:
+    os.waitpid(child, 0)
+"""
+
+
+@contextlib.contextmanager
+def served(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A service under `instrument run` with `profile.yaml`; terminated, and all of its group with it."""
+    arguments = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", *command]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
+    with Path("log").open("wb") as log:
+        service = subprocess.Popen(arguments, env=environ, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield service
+        service.terminate()
+        assert service.wait(timeout=30) == 0, Path("log").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(service.pid, signal.SIGKILL)
+        service.wait()
+
+
+def listening() -> set[int]:
+    return {int(path.stem) for path in control.sockets(Path("control"))}
+
+
+def tell(*arguments: str) -> tuple[int, dict[int, str], str]:
+    """What `instrument reload` says: its exit code, a line for each process, and the rest."""
+    command = [sys.executable, "-m", "instrument", "reload", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = re.findall(r"(?m)^([0-9]+): (.*)$", done.stdout)
+    return done.returncode, {int(pid): text for pid, text in lines}, done.stderr
+
+
+TRACES = "export: {chrome: {path: 'traces/{pid}.json'}}\n"
+
+
+def test_every_worker_of_a_pre_fork_server_follows_and_one_that_does_not_is_named() -> None:
+    write("prefork.py", PREFORK)
+    write("profile.yaml", LISTENING + TRACES + 'functions: [{match: "reloaded:handle"}]')
+    write("second.yaml", LISTENING + TRACES + 'functions: [{match: "reloaded:first"}]')
+    with served("prefork.py") as service:
+        wait_for(lambda: len(listening()) == 4)
+        before = listening()
+        code, lines, _ = tell("second.yaml", "--wait", "20")
+        assert (code, set(lines)) == (0, before)
+        assert all("attached reloaded:first; undone reloaded:handle" in text for text in lines.values())
+        (gone, stopped, _) = sorted(before - {service.pid})
+        os.kill(gone, signal.SIGKILL)
+        wait_for(lambda: len(listening() - before) == 1)  # the one that was forked in its place
+        code, lines, _ = tell("--socket", "control", "--wait", "20")
+        assert (code, set(lines)) == (0, listening())
+        assert gone not in lines
+        assert all("generation 2" in text for text in lines.values())
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            code, lines, errors = tell("second.yaml")
+            assert code == 1
+            assert f"no answer within 0.2 s from {stopped}" in errors
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        code, lines, _ = tell("--pid", str(stopped), "--socket", "control", "--wait", "20")
+        assert (code, list(lines)) == (0, [stopped])
+    loaded = {path.stem: chrome.load(path)[0] for path in Path("traces").iterdir()}
+    assert str(stopped) in loaded
+    assert loaded.pop(str(service.pid)).spans == []
+    for pid, trace in loaded.items():
+        assert trace.origin.generation == 2
+        names = {span.site.name for span in trace.spans}
+        assert names == {"handle", "first"} if int(pid) in before else names == {"first"}
+
+
+def test_a_refusal_of_one_setting_is_1_a_bad_profile_2_and_nobody_to_tell_2() -> None:
+    begin(LISTENING)
+    write("ring.yaml", LISTENING + "limits: {ring: 1MiB}")
+    code, lines, _ = tell("ring.yaml", "--wait", "20")
+    assert (code, "limits.ring keeps its value until a restart" in lines[os.getpid()]) == (1, True)
+    write("bad.yaml", "servce: x")
+    code, lines, errors = tell("bad.yaml", "--socket", "control")
+    assert (code, lines, "bad.yaml:1:1" in errors) == (2, {}, True)
+    write("ring.yaml", "servce: x")
+    code, lines, _ = tell("--socket", "control", "--wait", "20")
+    assert (code, "stays in force" in lines[os.getpid()]) == (2, True)
+    code, lines, errors = tell("--socket", "control", "--pid", "1")
+    assert (code, "asked for process 1 that listens" in errors) == (2, True)
+
+
+def test_every_worker_of_gunicorn_follows_its_file() -> None:
+    pytest.importorskip("gunicorn")
+    import urllib.request
+
+    write(
+        "app.py",
+        "import reloaded\n\ndef app(environ, start):\n    reloaded.handle(1)\n"
+        "    start('200 OK', [])\n    return [b'ok']\n",
+    )
+    both = "control: {watch: true, socket: ./control}\n" + TRACES
+    write("profile.yaml", both + 'functions: [{match: "reloaded:handle"}]')
+    with served("-m", "gunicorn", "--workers", "3", "--bind", "127.0.0.1:0", "app:app"):
+        wait_for(lambda: len(listening()) >= 4)
+        wait_for(lambda: re.search(r"Listening at: (http://\S+)", Path("log").read_text()))
+        address = re.search(r"Listening at: (http://\S+)", Path("log").read_text())
+        assert address is not None
+        write("new.yaml", both + 'functions: [{match: "reloaded:first"}]').rename("profile.yaml")
+        wait_for(
+            lambda: all(
+                answer is not None and answer["generation"] == 2
+                for answer in control.tell(control.sockets(Path("control")), None, 20).values()
+            )
+        )
+        for _ in range(30):
+            assert urllib.request.urlopen(address[1], timeout=20).read() == b"ok"
+    spans = [span for path in Path("traces").iterdir() for span in chrome.load(path)[0].spans]
+    assert {span.site.name for span in spans} == {"first"}
+    assert len(spans) == 30
