@@ -41,7 +41,9 @@ TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
 CLOCKS: tuple[str, ...] = ("monotonic", "tsc")
 PERCENT_SYNTAX = r"[0-9]{1,3}(?:\.[0-9]{1,18})?%"
-DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p")
+DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p", "h2h")
+DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
+FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
 VIEWS: tuple[str, ...] = ("events",)
 SORT_KEYS: tuple[str, ...] = ("default", "calls", "total", "max", "min", "ave")
 PROTOCOLS: tuple[str, ...] = ("http/protobuf", "grpc")
@@ -96,10 +98,15 @@ class LayerRule:
 
 @dataclass(frozen=True, slots=True)
 class CopyRule:
-    """Memory copies to instrument: those in one of `directions` that move at least `min_bytes`."""
+    """Memory copies to instrument: those of `frameworks` in one of `directions` that move at least `min_bytes`.
 
-    directions: tuple[str, ...] = DIRECTIONS
+    A framework is called by the name of its package; `cuda` is cuda-python. Copies from host to host (`h2h`) are seen
+    only by a rule that names them.
+    """
+
+    directions: tuple[str, ...] = DEVICE_DIRECTIONS
     min_bytes: int = 0
+    frameworks: tuple[str, ...] = FRAMEWORKS
     line: int = field(default=0, compare=False)
     text: str = ""
 
@@ -481,7 +488,8 @@ def _sides(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _copy_rule(node: Node) -> CopyRule:
     rule = CopyRule(**_fields(node, "copies"))
-    return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B")
+    of = "" if rule.frameworks == FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
+    return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B{of}")
 
 
 def _schedule(node: Node) -> Schedule:
@@ -564,6 +572,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     "copies": {
         "directions": Key("directions", one_or_more(one_of(*DIRECTIONS))),
         "min_bytes": Key("min_bytes", _size("64KiB")),
+        "frameworks": Key("frameworks", one_or_more(one_of(*FRAMEWORKS))),
     },
     "schedule": {
         "skip_first": Key("skip_first", whole(0)),

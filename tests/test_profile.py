@@ -20,8 +20,10 @@ from jsonschema import Draft202012Validator
 from instrument import profile as module
 from instrument.errors import InstrumentError, ProfileError
 from instrument.profile import (
+    DEVICE_DIRECTIONS,
     DIRECTIONS,
     DURATION_UNITS,
+    FRAMEWORKS,
     KEYS,
     SIZE_UNITS,
     SORT_KEYS,
@@ -129,7 +131,7 @@ class TestWhatEachKeyGives:
         assert [rule.kind for rule in profile.layers] == ["layer", "layer"]
         assert profile.copies == (
             CopyRule(("h2d", "d2h"), 65536, text="h2d d2h from 65536 B"),
-            CopyRule(DIRECTIONS, 0, text="h2d d2h d2d p2p from 0 B"),
+            CopyRule(DEVICE_DIRECTIONS, 0, text="h2d d2h d2d p2p from 0 B"),
         )
         assert [rule.line for rule in profile.functions] == [6, 8, 11]
         assert profile.schedule == Schedule(record=4, skip_first=5, closed=1, ready=2, repeat=3)
@@ -511,7 +513,9 @@ export:
             ("functions: [{match: chat.server.handle}]", "chat.server:handle"),
             ("functions: [{match: chat.engine.Engine.step}]", "chat.engine:Engine.step"),
             ("layers: [{type: torch.nn.Linear}]", "Linear"),
-            ("copies: [{directions: [h2h]}]", "h2d"),
+            ("copies: [{directions: [H2D]}]", "h2d"),
+            ("copies: [{frameworks: [pytorch]}]", "torch"),
+            ("copies: [{framework: torch}]", "frameworks"),
             ("copies: [{min_bytes: 65536}]", "65536B"),
             ("copies: [{min_bytes: 64Kib}]", "64KiB"),
             ("copies: [{min_bytes: 64 KiB}]", "64KiB"),
@@ -541,6 +545,7 @@ export:
             ("export: {summary: {views: [x]}}", VIEWS),
             ("export: {summary: {sorted_by: x}}", SORT_KEYS),
             ("copies: [{directions: [x]}]", DIRECTIONS),
+            ("copies: [{frameworks: x}]", FRAMEWORKS),
             ("x: 1", tuple(KEYS[""])),
             ("limits: {x: 1}", tuple(KEYS["limits"])),
         ],
@@ -804,7 +809,7 @@ class TestSchema:
 
     def test_its_words_are_those_of_the_loader(self) -> None:
         words = [part["enum"] for part in parts(SCHEMA) if isinstance(part.get("enum"), list)]
-        for known in (module.TRACER_OPTIONS, module.STATES, KINDS, DIRECTIONS, VIEWS, SORT_KEYS):
+        for known in (module.TRACER_OPTIONS, module.STATES, KINDS, DIRECTIONS, FRAMEWORKS, VIEWS, SORT_KEYS):
             assert list(known) in words
 
     def test_its_defaults_are_those_of_the_loader(self) -> None:
@@ -900,7 +905,14 @@ PROFILES = mapping(
     layers=st.lists(
         mapping(match=one_or_more(LAYER), type=one_or_more(WORD), name=TEXT, device=st.booleans()), max_size=2
     ),
-    copies=st.lists(mapping(directions=one_or_more(st.sampled_from(DIRECTIONS)), min_bytes=SIZE), max_size=2),
+    copies=st.lists(
+        mapping(
+            directions=one_or_more(st.sampled_from(DIRECTIONS)),
+            min_bytes=SIZE,
+            frameworks=one_or_more(st.sampled_from(FRAMEWORKS)),
+        ),
+        max_size=2,
+    ),
     schedule=st.lists(COUNT, min_size=2, max_size=2)
     | mapping(skip_first=COUNT, closed=COUNT, ready=COUNT, record=COUNT, repeat=COUNT),
     capture=mapping(

@@ -1,0 +1,112 @@
+"""Copies between host and device, framework by framework, each as a copy span with direction and bytes.
+
+A room holds what one framework calls its copies. It is used once the host has imported that framework, and never
+imports it. A call that moves nothing is not a copy and leaves no span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+from instrument.errors import FAULTS
+from instrument.probes.copies import cuda_bindings, cupy, jax, numba, numpy, onnxruntime, torch
+from instrument.probes.copies.transfers import Places, Transfers
+from instrument.probes.verdict import Verdict
+from instrument.profile import CopyRule
+from instrument.recorder import RECORDER, Recorder
+
+
+class Room(Protocol):
+    """What a module of this package tells of its framework."""
+
+    @property
+    def FRAMEWORK(self) -> str:  # noqa: N802 - a constant of the module
+        """The package's name, as rules call it."""
+
+    @property
+    def MODULES(self) -> Sequence[str]:  # noqa: N802
+        """The modules after whose import it is attached."""
+
+    @property
+    def WAYS(self) -> Sequence[str]:  # noqa: N802
+        """The directions of the copies that it sees."""
+
+    @property
+    def UNSEEN(self) -> str:  # noqa: N802
+        """The framework's copies that it cannot see."""
+
+    def attach(self, module: Any, transfers: Transfers) -> Places:
+        """One of the modules has been imported: replace what copies."""
+
+
+ROOMS: tuple[Room, ...] = (torch, cupy, numba, cuda_bindings, onnxruntime, jax, numpy)
+
+
+class Copies:
+    """The copy rules of one session at work."""
+
+    def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
+        self.transfers = Transfers(rules, recorder)
+        self._rooms = {
+            name: room for room in ROOMS if self.transfers.wants(room.FRAMEWORK, room.WAYS) for name in room.MODULES
+        }
+        self._places: dict[str, Places] = {}
+        self._absent: dict[str, str] = {}
+
+    @property
+    def hits(self) -> list[int]:
+        """How many copies each rule has had."""
+        return self.transfers.hits
+
+    def wants(self, module_name: str) -> bool:
+        """Whether copies that a rule asks for are made by that module."""
+        return module_name in self._rooms
+
+    def imported(self, module: ModuleType) -> bool:
+        """A framework has been imported: replace its functions that copy."""
+        name = module.__name__
+        room = self._rooms[name]
+        if name in self._places:
+            return False
+        why = torch.why_absent(module) if room.FRAMEWORK == "torch" else ""
+        if why and not self.transfers.wants(room.FRAMEWORK, ("h2h",)):
+            self._absent[room.FRAMEWORK] = why
+            return False
+        try:
+            self._places[name] = room.attach(module, self.transfers)
+        except Exception as fault:
+            # Another version of the framework than those we know.
+            self._absent[room.FRAMEWORK] = f"its copies cannot be observed: {type(fault).__name__}: {fault}"
+            FAULTS.note(f"copy probe of {room.FRAMEWORK}", fault)
+        return False
+
+    def undo(self) -> None:
+        """Give every framework its own functions back."""
+        while self._places:
+            self._places.popitem()[1].undo()
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule up to now, in the order of the profile; then, once, what cannot be seen."""
+        attached = {self._rooms[name].FRAMEWORK: self._rooms[name] for name in self._places}
+        verdicts = [
+            self._verdict(rule, hits, attached)
+            for rule, hits in zip(self.transfers.rules, self.transfers.hits, strict=True)
+        ]
+        verdicts += [Verdict("copies", "partly", name, f"not seen: {room.UNSEEN}") for name, room in attached.items()]
+        return verdicts
+
+    def _verdict(self, rule: CopyRule, hits: int, attached: dict[str, Room]) -> Verdict:
+        if hits:
+            return Verdict(rule.text, "attached", f"{hits} copies")
+        rooms = [room for room in self._rooms.values() if room.FRAMEWORK in rule.frameworks]
+        reasons = ["no such copy was made"] if any(room.FRAMEWORK in attached for room in rooms) else []
+        reasons += dict.fromkeys(self._absent[room.FRAMEWORK] for room in rooms if room.FRAMEWORK in self._absent)
+        if reasons:
+            return Verdict(rule.text, "waiting", why="; ".join(reasons))
+        names = list(dict.fromkeys(room.FRAMEWORK for room in rooms))
+        if not names:
+            return Verdict(rule.text, "nothing", why=f"{', '.join(rule.frameworks)} makes no such copies")
+        shown = names[0] if len(names) == 1 else f"none of {', '.join(names)}"
+        return Verdict(rule.text, "waiting", why=f"{shown} {'not ' if len(names) == 1 else ''}imported")
