@@ -25,9 +25,8 @@ def attach(cupy: Any, transfers: Transfers) -> Places:
         return Transfer("d2h", args[0].nbytes, bool(argument(args, kwargs, 4, "blocking", True)), is_pinned(out))
 
     def put(out: Any, args: Any, kwargs: Any) -> Transfer:
-        # set(arr, stream=None); without a stream it waits
-        source, stream = argument(args, kwargs, 1, "arr"), argument(args, kwargs, 2, "stream")
-        return Transfer("h2d", args[0].nbytes, stream is None, is_pinned(source))
+        # set(arr, stream=None) uses the current stream where none is given.
+        return Transfer("h2d", args[0].nbytes, False, is_pinned(argument(args, kwargs, 1, "arr")))
 
     def read(out: Any, args: Any, kwargs: Any) -> Transfer:
         return Transfer("d2h", args[0].nbytes, True)
@@ -42,9 +41,8 @@ def attach(cupy: Any, transfers: Transfers) -> Places:
 
     def copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         target, source = argument(args, kwargs, 0, "dst"), argument(args, kwargs, 1, "src")
-        if isinstance(source, array_type):
-            return None if source is target else _on_device(source, target)
-        return Transfer("h2d", target.nbytes, False, is_pinned(source)) if getattr(source, "size", 1) > 1 else None
+        # Of the host it takes single values only, which fill.
+        return _on_device(source, target) if isinstance(source, array_type) and source is not target else None
 
     places = Places(transfers, FRAMEWORK)
     places.methods(array_type, ("get",), got)
