@@ -210,6 +210,8 @@ class Export:
 class Profile:
     """One `profile.yaml`. `Profile()` is what an empty file gives; `schedule` None means always on.
 
+    `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`.
+
     `source` is the file's path, or the name that `loads` was given. `origins` tells, for each setting that a variable
     can give, where its value came from: ``profile``, the variable's name, or ``default``. Two profiles are equal when
     they ask for the same, wherever they were written.
@@ -223,6 +225,7 @@ class Profile:
     functions: tuple[FunctionRule, ...] = ()
     layers: tuple[LayerRule, ...] = ()
     copies: tuple[CopyRule, ...] = ()
+    loaders: str = "off"
     schedule: Schedule | None = None
     capture: Capture = field(default_factory=Capture)
     limits: Limits = field(default_factory=Limits)
@@ -551,6 +554,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "functions": Key("functions", each(_function_rule, _RULES)),
         "layers": Key("layers", each(_layer_rule, _RULES)),
         "copies": Key("copies", each(_copy_rule, _RULES)),
+        "loaders": Key("loaders", one_of("auto", "off")),
         "schedule": Key("schedule", _schedule),
         "capture": Key("capture", _part("capture", Capture)),
         "limits": Key("limits", _part("limits", Limits)),

@@ -582,7 +582,7 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
                     __import__(name)
                 except (Exception, SystemExit) as error:
                     problems.append(f"{profile.source}: module {name} fails to import: {type(error).__name__}: {error}")
-            if (profile.layers or profile.copies) and not problems:
+            if (profile.layers or profile.copies or profile.loaders == "auto") and not problems:
                 try:
                     __import__("torch")
                 except ImportError:

@@ -100,7 +100,7 @@ class _Base:
         return ndarray(self.values + (other.values if isinstance(other, ndarray) else other))
 
 
-class ndarray(_Base):  # noqa: N801
+class ndarray(_Base):
     __slots__ = ("data", "device")
     __cuda_array_interface__ = {}  # noqa: RUF012
 

@@ -81,6 +81,7 @@ def test_the_public_names_are_these() -> None:
         "dump",
         "enable",
         "flush",
+        "loader",
         "profiled",
         "scope",
         "scope_end",

@@ -100,7 +100,9 @@ class TestWhatEachKeyGives:
             copies:
               - directions: [h2d, d2h]
                 min_bytes: 64KiB
+              - {frameworks: [cupy, torch], directions: h2h}
               - {}
+            loaders: auto
             schedule: {skip_first: 5, closed: 1, ready: 2, record: 4, repeat: 3}
             capture: {sample: 0.001, slow: 250ms, errors: false, limit: 30/min, before: 2s}
             limits: {ring: 1MiB, spans_per_request: 7, disk: 1GB}
@@ -131,8 +133,10 @@ class TestWhatEachKeyGives:
         assert [rule.kind for rule in profile.layers] == ["layer", "layer"]
         assert profile.copies == (
             CopyRule(("h2d", "d2h"), 65536, text="h2d d2h from 65536 B"),
+            CopyRule(("h2h",), frameworks=("cupy", "torch"), text="h2h from 0 B of cupy torch"),
             CopyRule(DEVICE_DIRECTIONS, 0, text="h2d d2h d2d p2p from 0 B"),
         )
+        assert profile.loaders == "auto"
         assert [rule.line for rule in profile.functions] == [6, 8, 11]
         assert profile.schedule == Schedule(record=4, skip_first=5, closed=1, ready=2, repeat=3)
         assert profile.capture == Capture(0.001, 250_000_000, False, Rate(30, 60 * 10**9), 2 * 10**9)
@@ -546,6 +550,7 @@ export:
             ("export: {summary: {sorted_by: x}}", SORT_KEYS),
             ("copies: [{directions: [x]}]", DIRECTIONS),
             ("copies: [{frameworks: x}]", FRAMEWORKS),
+            ("loaders: on", ("auto", "off")),
             ("x: 1", tuple(KEYS[""])),
             ("limits: {x: 1}", tuple(KEYS["limits"])),
         ],
@@ -913,6 +918,7 @@ PROFILES = mapping(
         ),
         max_size=2,
     ),
+    loaders=st.sampled_from(["auto", "off", False]),
     schedule=st.lists(COUNT, min_size=2, max_size=2)
     | mapping(skip_first=COUNT, closed=COUNT, ready=COUNT, record=COUNT, repeat=COUNT),
     capture=mapping(

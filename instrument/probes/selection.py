@@ -14,6 +14,7 @@ from instrument import imports
 from instrument.probes.copies import Copies
 from instrument.probes.functions import Undo, loaded_modules
 from instrument.probes.layers import Layers
+from instrument.probes.loaders import Loaders
 from instrument.probes.rules import Functions
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
@@ -53,6 +54,8 @@ class Selection:
             self._families.append(Layers(profile.layers, recorder))
         if profile.copies:
             self._families.append(Copies(profile.copies, recorder))
+        if profile.loaders == "auto":
+            self._families.append(Loaders(recorder))
         self.late: list[str] = []
 
     def attach(self) -> Undo:
