@@ -24,6 +24,7 @@ from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, matches, replace, undo_all
+from instrument.probes.regions import DYNAMO, WRAPPING, Regions
 from instrument.probes.verdict import Verdict
 from instrument.profile import LayerRule
 from instrument.recorder import RECORDER, Recorder
@@ -35,9 +36,6 @@ VAIN_WALKS = 3
 WALK_SHARE = 100
 """After so many walks that did not find where a layer of a class sits, each is followed by so many times its own time
 without one for this class."""
-
-_WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names under which torch.compile, FSDP and checkpointing put the module that they wrap: no part of a path."""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 """Classes that put the module that they wrap under the name `module`."""
@@ -54,32 +52,54 @@ class _Paths:
         self._next_walk_ns = 0
 
     def place(self, parent: Any, name: str, child: Any) -> None:
-        """Note that `parent.name` is `child`; the first place counts."""
+        """Note that `parent.name` is `child`; the first place counts, as long as that parent lives."""
         if id(parent) not in self._parents:
             key = id(parent)
             self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
         child_key = id(child)
-        if child_key not in self._places:
+        known = self._places.get(child_key)
+        if known is None:
             weakref.finalize(child, self._places.pop, child_key, None)
+        if known is None or known[0]() is None:
             self._places[child_key] = (weakref.ref(parent), name)
 
     def of(self, module: Any) -> str | None:
         """The dotted path from the module's root; "" for a root, None where that is not known yet."""
-        if id(module) not in self._places and id(module) not in self._parents:
+        if self._is_lost(module):
             cls = type(module)
             if self._vain_walks[cls] >= VAIN_WALKS and time.monotonic_ns() < self._next_walk_ns:
                 return None
             self.walk_heap()
-            self._vain_walks[cls] += id(module) not in self._places and id(module) not in self._parents
+            self._vain_walks[cls] += self._is_lost(module)
         names: list[str] = []
         while (place := self._places.get(id(module))) is not None and len(names) < 100:
             parent = place[0]()
             if parent is None:
                 break
-            wraps = place[1] in _WRAPPING or (place[1] == "module" and type(parent).__name__ in _REPLICATING)
+            wraps = place[1] in WRAPPING or (place[1] == "module" and type(parent).__name__ in _REPLICATING)
             names.extend([] if wraps else [place[1]])
             module = parent
         return ".".join(reversed(names))
+
+    def _is_lost(self, module: Any) -> bool:
+        """Whether no place is known for a module, or a parent on the way up has gone without it."""
+        if id(module) not in self._places and id(module) not in self._parents:
+            return True
+        for _ in range(100):
+            place = self._places.get(id(module))
+            if place is None:
+                return False
+            module = place[0]()
+            if module is None:
+                return True
+        return False
+
+    def roots(self) -> Iterator[Any]:
+        """The modules alive that have children and sit in no other."""
+        for key, reference in list(self._parents.items()):
+            module = reference()
+            if module is not None and key not in self._places:
+                yield module
 
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
         """Place every module that is alive now; tells each name and child. Tens of milliseconds on a large heap."""
@@ -111,6 +131,7 @@ class Layers:
         self._sites: dict[int, Site] = {}  # by identity of the module
         self._shared: dict[tuple[int, type[Any], str], Site] = {}  # by rule, class and path
         self._torch: ModuleType | None = None
+        self._regions = Regions(self.rules, self.hits, recorder)
         self._undos: list[Undo] = []
         self._patched: set[type[Any]] = set()
         self._types = frozenset(name for rule in self.rules for name in rule.types)
@@ -118,11 +139,14 @@ class Layers:
 
     def wants(self, module_name: str) -> bool:
         """Whether layers come from that module."""
-        return module_name == "torch"
+        return module_name in ("torch", DYNAMO)
 
     def imported(self, module: ModuleType) -> bool:
-        """Begin to observe: torch has been imported."""
-        if self._torch is None:
+        """Begin to observe: torch has been imported, or later the part of it that compiles."""
+        if module.__name__ == DYNAMO:
+            if self._torch is not None:
+                self._regions.attach_dynamo(module)
+        elif self._torch is None:
             self._torch = module
             self.attach(module)
         return False
@@ -140,10 +164,12 @@ class Layers:
             self._defined(cls)
         for name, child in self._paths.walk_heap():
             self._placed(name, child)
+        self._regions.attach(torch, self._paths)
         return self.undo
 
     def undo(self) -> None:
         """Give every class its own `forward` back and stop watching."""
+        self._regions.undo()
         undo_all(self._undos)
         self._patched.clear()
         self._sites.clear()
@@ -273,7 +299,8 @@ class Layers:
         if self._torch is None:
             return [Verdict(rule.text, "waiting", why="torch not imported") for rule in self.rules]
         known = sorted({cls.__name__ for cls in _subclasses(self._module_type)})
-        return [self._verdict(rule, hits, known) for rule, hits in zip(self.rules, self.hits, strict=True)]
+        verdicts = [self._verdict(rule, hits, known) for rule, hits in zip(self.rules, self.hits, strict=True)]
+        return verdicts + self._regions.unseen()
 
     @staticmethod
     def _verdict(rule: LayerRule, hits: int, known: Sequence[str]) -> Verdict:
