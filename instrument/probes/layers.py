@@ -24,7 +24,7 @@ from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, matches, replace, undo_all
-from instrument.probes.regions import DYNAMO, WRAPPING, Regions
+from instrument.probes.regions import DYNAMO, WRAPPING, Regions, known_as, selects
 from instrument.probes.verdict import Verdict
 from instrument.profile import LayerRule
 from instrument.recorder import RECORDER, Recorder
@@ -67,10 +67,11 @@ class _Paths:
         """The dotted path from the module's root; "" for a root, None where that is not known yet."""
         if self._is_lost(module):
             cls = type(module)
-            if self._vain_walks[cls] >= VAIN_WALKS and time.monotonic_ns() < self._next_walk_ns:
+            if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
+                self.walk_heap()
+                self._vain_walks[cls] += self._is_lost(module)
+            elif id(module) not in self._parents:
                 return None
-            self.walk_heap()
-            self._vain_walks[cls] += self._is_lost(module)
         names: list[str] = []
         while (place := self._places.get(id(module))) is not None and len(names) < 100:
             parent = place[0]()
@@ -82,17 +83,23 @@ class _Paths:
         return ".".join(reversed(names))
 
     def _is_lost(self, module: Any) -> bool:
-        """Whether no place is known for a module, or a parent on the way up has gone without it."""
-        if id(module) not in self._places and id(module) not in self._parents:
-            return True
-        for _ in range(100):
+        """Whether no place is known for a module, or a parent on the way up has gone without it.
+
+        Also a module with children may sit somewhere: who writes into `_modules` (quantisation does) tells nobody.
+        """
+        for depth in range(100):
             place = self._places.get(id(module))
             if place is None:
-                return False
+                return depth == 0
             module = place[0]()
             if module is None:
                 return True
         return False
+
+    def look_again(self) -> None:
+        """Place the modules that came without registration, at most a hundredth of the time."""
+        if time.monotonic_ns() >= self._next_walk_ns:
+            self.walk_heap()
 
     def roots(self) -> Iterator[Any]:
         """The modules alive that have children and sit in no other."""
@@ -189,7 +196,7 @@ class Layers:
         return replace(module_type, "__init_subclass__", classmethod(__init_subclass__))
 
     def _defined(self, cls: type[Any]) -> None:
-        if cls.__name__ in self._types:
+        if known_as(cls) in self._types:
             self._patch(cls)
 
     def _registered(self, parent: Any, name: str, child: Any) -> None:
@@ -265,12 +272,9 @@ class Layers:
         return site
 
     def _select(self, cls: type[Any], path: str) -> Site:
+        class_name = known_as(cls)
         for index, rule in enumerate(self.rules):
-            if rule.types and cls.__name__ not in rule.types:
-                continue
-            if rule.match and not any(matches(text, path) for text in rule.match):
-                continue
-            if any(matches(text, path) for text in rule.exclude):
+            if not selects(rule, class_name, path):
                 continue
             site = self._shared.get((index, cls, path))
             if site is None:
@@ -284,7 +288,7 @@ class Layers:
     def _site(rule: LayerRule, cls: type[Any], path: str) -> Site:
         code = inspect.unwrap(cls.forward).__code__
         return Site(
-            name=rule.name or cls.__name__,
+            name=rule.name or known_as(cls),
             kind="layer",
             module=cls.__module__,
             qualname=f"{cls.__qualname__}.forward",

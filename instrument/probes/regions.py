@@ -42,6 +42,9 @@ class Paths(Protocol):
     def of(self, module: Any) -> str | None:
         """The dotted path from the module's root; "" for a root, None where that is not known yet."""
 
+    def look_again(self) -> None:
+        """Place the modules that came without registration, unless that was done a moment ago."""
+
     def roots(self) -> Iterator[Any]:
         """The modules alive that have children and sit in no other."""
 
@@ -53,6 +56,18 @@ def selects(rule: LayerRule, class_name: str, path: str) -> bool:
     if rule.match and not any(matches(text, path) for text in rule.match):
         return False
     return not any(matches(text, path) for text in rule.exclude)
+
+
+def known_as(cls: type[Any]) -> str:
+    """The class name by which rules select a layer.
+
+    torch swaps an instance's class for one made on the spot, `ParametrizedLinear` or `FSDPLinear`, above its own.
+    """
+    for prefix in ("Parametrized", "FSDP"):
+        for base in cls.__mro__[1:]:
+            if cls.__name__ == prefix + base.__name__:
+                return known_as(base)
+    return cls.__name__
 
 
 class Regions:
@@ -217,7 +232,7 @@ class Regions:
         if isinstance(module, self._torch.fx.GraphModule):
             return "GraphModule"
         inner = (vars(module).get("_modules") or {}).get("_orig_mod")
-        return type(module if inner is None else inner).__name__
+        return known_as(type(module if inner is None else inner))
 
     def _inside(self, module: Any) -> str:
         """Why the children of a module are not called from Python, "" where they are."""
@@ -237,25 +252,28 @@ class Regions:
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
     def _walk(self) -> Iterator[tuple[Any, str, str]]:
-        """Every module of every model: itself, its path, and why it is not called, or ""."""
-        waiting = [(root, "", "") for root in self._paths.roots()]
+        """Every module but those that torch.compile adds: itself, its path, and why it is not called, or ""."""
+        # Beside each module's own reason the one that its children have at least.
+        waiting = [(root, "", "", "") for root in self._paths.roots()]
         seen: set[int] = set()
         while waiting:
-            module, path, reason = waiting.pop()
+            module, path, reason, below = waiting.pop()
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            yield module, path, reason
-            inside = reason or self._inside(module)
-            for name, child in list((vars(module).get("_modules") or {}).items()):
-                if child is not None:
-                    wraps = name in WRAPPING
-                    below = path if wraps else f"{path}.{name}" if path else name
-                    # What torch.compile wraps is the region itself.
-                    waiting.append((child, below, reason if wraps else inside))
+            children = vars(module).get("_modules") or {}
+            if "_orig_mod" not in children:
+                yield module, path, reason
+            inside = below or self._inside(module)
+            for name, child in list(children.items()):
+                if child is not None and name in WRAPPING:
+                    waiting.append((child, path, reason, inside))
+                elif child is not None:
+                    waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
 
     def unseen(self) -> list[Verdict]:
         """For each rule, how many of the layers that it selects cannot be recorded, and why."""
+        self._paths.look_again()
         counts: Counter[tuple[int, str]] = Counter()
         for module, path, reason in self._walk():
             name = self._name(module)
@@ -273,8 +291,6 @@ class Regions:
         """Why a module that is called from Python is not recorded, "" where it is, or has nothing to call."""
         torch, kind = self._torch, type(module)
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
-            return ""
-        if "_orig_mod" in (vars(module).get("_modules") or {}):
             return ""
         own = vars(module).get("forward")
         if own is not None:
