@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from fake_torch_device import NAME, use  # noqa: E402 - after the skip
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
+from instrument.errors import FAULTS  # noqa: E402
 from instrument.probes.copies import Copies  # noqa: E402
 from instrument.probes.copies import torch as room  # noqa: E402
 from instrument.probes.copies.transfers import Transfers  # noqa: E402
@@ -348,6 +349,25 @@ def test_what_torch_copies_unseen_is_named_once(recorder: Recorder) -> None:
         ]
     finally:
         copies.undo()
+
+
+def test_a_framework_of_another_version_is_left_as_it_was_and_named(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Array:
+        def get(self) -> None: ...
+
+    odd = ModuleType("cupy")
+    odd.ndarray, odd.asarray = Array, len  # type: ignore[attr-defined]  # and nothing of CUDA
+    before = dict(vars(Array)), dict(vars(odd))
+    copies = Copies([CopyRule(frameworks=("cupy",), text="cupy")], recorder)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    copies.imported(odd)
+    assert FAULTS.counts() == {"copy probe of cupy": 1}
+    FAULTS.clear()
+    assert (dict(vars(Array)), dict(vars(odd))) == before
+    why = "its copies cannot be observed: AttributeError: module 'cupy' has no attribute 'cuda'"
+    assert [str(verdict) for verdict in copies.verdicts()] == [f"cupy: waiting ({why})"]
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ class Copies:
         self._rooms = {
             name: room for room in ROOMS if self.transfers.wants(room.FRAMEWORK, room.WAYS) for name in room.MODULES
         }
-        self._places: dict[str, Places] = {}
+        self._attached: list[str] = []
         self._absent: dict[str, str] = {}
 
     @property
@@ -68,28 +68,33 @@ class Copies:
         """A framework has been imported: replace its functions that copy."""
         name = module.__name__
         room = self._rooms[name]
-        if name in self._places:
+        if name in self._attached:
             return False
         why = torch.why_absent(module) if room.FRAMEWORK == "torch" else ""
         if why and not self.transfers.wants(room.FRAMEWORK, ("h2h",)):
             self._absent[room.FRAMEWORK] = why
             return False
+        before = len(self.transfers.places)
         try:
-            self._places[name] = room.attach(module, self.transfers)
+            room.attach(module, self.transfers).bind()
+            self._attached.append(name)
         except Exception as fault:
             # Another version of the framework than those we know.
+            while len(self.transfers.places) > before:
+                self.transfers.places.pop().undo()
             self._absent[room.FRAMEWORK] = f"its copies cannot be observed: {type(fault).__name__}: {fault}"
             FAULTS.note(f"copy probe of {room.FRAMEWORK}", fault)
         return False
 
     def undo(self) -> None:
         """Give every framework its own functions back."""
-        while self._places:
-            self._places.popitem()[1].undo()
+        while self.transfers.places:
+            self.transfers.places.pop().undo()
+        self._attached.clear()
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile; then, once, what cannot be seen."""
-        attached = {self._rooms[name].FRAMEWORK: self._rooms[name] for name in self._places}
+        attached = {self._rooms[name].FRAMEWORK: self._rooms[name] for name in self._attached}
         verdicts = [
             self._verdict(rule, hits, attached)
             for rule, hits in zip(self.transfers.rules, self.transfers.hits, strict=True)

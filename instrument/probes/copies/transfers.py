@@ -48,11 +48,12 @@ _INSIDE = _Inside()
 
 
 class Transfers:
-    """The copy rules of one session. `hits` counts copies by rule."""
+    """The copy rules of one session. `hits` counts copies by rule, `places` is what has been replaced for them."""
 
     def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
         self.rules = tuple(rules)
         self.hits = [0] * len(self.rules)
+        self.places: list[Places] = []
         self._recorder = recorder
         self._sites: dict[tuple[str, str, Transfer], Site] = {}
 
@@ -117,6 +118,7 @@ class Places:
 
     def __init__(self, transfers: Transfers, framework: str, ready: Callable[[], bool] = lambda: True) -> None:
         self.transfers = transfers
+        transfers.places.append(self)
         self.undos: list[Undo] = []
         self._framework = framework
         self._ready = ready
@@ -144,19 +146,20 @@ class Places:
         self.undos.append(replace(owner, name, replacement))
 
     def functions(self, module: Any, names: Iterable[str], facts: Facts) -> None:
-        """Replace functions of a module wherever a module has bound them.
+        """Replace functions of a module; `bind` does the same wherever else they are bound.
 
         Only functions that no compiler knows by identity: numba and torch.compile do know some.
         """
-        pairs = []
         for name in names:
             function = getattr(module, name, None)
             if callable(function):
                 watched = self._watched(function, name, facts)
                 self.undos.append(replace(module, name, watched))
-                pairs.append((function, watched))
-        self._bound.extend(pairs)
-        rebind(pairs)
+                self._bound.append((function, watched))
+
+    def bind(self) -> None:
+        """Replace the functions in all modules that have bound their names: one pass over all names of the process."""
+        rebind(self._bound)
 
     def undo(self) -> None:
         """Give the framework its own functions back, also the names that were bound meanwhile."""
