@@ -47,9 +47,9 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _private_backend(torch)
     places = Places(transfers, FRAMEWORK, ready)
-    places.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_real(_converted, fake))
+    places.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_converted, fake))
     places.methods(tensor, ("copy_",), _if_real(_copied, fake))
-    places.methods(tensor, ("pin_memory",), _if_real(_pinned, fake))
+    places.methods(tensor, ("pin_memory",), _if_new(_pinned, fake))
     places.methods(tensor, READING, _read)
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         places.methods(storage, ("to", "cuda", "cpu"), _storage_moved)
@@ -75,10 +75,9 @@ def direction(source: Any, target: Any) -> str | None:
 
 def _converted(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     """A method that returns a tensor, the very same where there was nothing to do."""
-    source = args[0]
-    if out is source or not hasattr(out, "device"):
+    if not hasattr(out, "device"):  # `type()` names the class
         return None
-    return _between(source, out, out.device, _is_asynchronous(args[1:], kwargs))
+    return _between(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
 
 
 def _copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
@@ -103,7 +102,7 @@ def _between(source: Any, out: Any, target: Any, asynchronous: bool, kept: bool 
 
 
 def _pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    return None if out is args[0] else Transfer("h2h", _nbytes(out), True, True)
+    return Transfer("h2h", _nbytes(out), True, True)
 
 
 def _read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
@@ -135,6 +134,11 @@ def _storage_pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 def _if_real(facts: Facts, fake: Any) -> Facts:
     """The stand-ins that torch traces with hold no data."""
     return lambda out, args, kwargs: None if isinstance(out, fake) else facts(out, args, kwargs)
+
+
+def _if_new(facts: Facts, fake: Any) -> Facts:
+    """The same for methods that return the very same tensor where there was nothing to do: as cheap as can be."""
+    return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
 
 
 def _nbytes(tensor: Any) -> int:
