@@ -17,7 +17,6 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "fakegpu"
 aten = torch.ops.aten
-_module: Any = None
 
 
 class There(torch.Tensor):
@@ -73,14 +72,8 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def use() -> Iterator[None]:
-    """Tensors can move to `fakegpu:0` and `fakegpu:1` inside; outside torch tells of no such device."""
-    global _module
-    if _module is None:
+    """Tensors can move to `fakegpu:0` and `fakegpu:1` inside. The process has the device for ever after."""
+    if torch._C._get_privateuse1_backend_name() != NAME:
         _setup_privateuseone_for_python_backend(NAME)
-        _module = getattr(torch, NAME)
-    setattr(torch, NAME, _module)
-    try:
-        with _Mode():
-            yield
-    finally:
-        delattr(torch, NAME)
+    with _Mode():
+        yield
