@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -456,3 +457,33 @@ def test_undo_restores_the_very_same_calls(attach: Callable[..., Layers]) -> Non
     for owner, was, now in zip(owners, before, after, strict=True):
         assert {name: now[name] for name in was} == was, owner
         assert set(now) == set(was), owner
+
+
+PROGRAM = """
+import sys
+from instrument.probes.selection import Selection
+from instrument.profile import loads
+from instrument.recorder import RECORDER
+
+selection = Selection(loads("layers: [{type: [Linear, Sequential]}]"))
+selection.attach()
+import torch
+assert "torch._dynamo.eval_frame" not in sys.modules
+model = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)), backend="eager")
+model(torch.ones(1, 2))
+RECORDER.reset()
+RECORDER.on = True
+model(torch.ones(1, 2))
+print([(span.site.name, span.site.instance, dict(span.site.attributes)) for span in RECORDER.spans()])
+RECORDER.on = False
+from torch._dynamo.eval_frame import OptimizedModule
+assert hasattr(OptimizedModule.__call__, "__wrapped__")
+selection.undo()
+assert not hasattr(OptimizedModule.__call__, "__wrapped__")
+"""
+
+
+def test_what_compiles_is_watched_from_its_own_late_import_on() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[('Sequential', '', {'region': 'compiled'})]\n"
