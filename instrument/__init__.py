@@ -1,7 +1,7 @@
 """Instrumentation for inference services, selected by one `profile.yaml`.
 
-In code: `profiled` and `scope` name what the service's authors want to see; `start`, `stop`, `summary` and `dump` run
-a session. Without a change in the service: ``instrument run --profile profile.yaml -- script.py``.
+In code: `profiled`, `scope` and `loader` name what the service's authors want to see; `start`, `stop`, `summary` and
+`dump` run a session. Without a change in the service: ``instrument run --profile profile.yaml -- script.py``.
 
 Importing this package starts nothing and changes nothing; what a session needs is imported by `start`.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
 from instrument.probes.functions import profiled
+from instrument.probes.loaders import loader
 from instrument.probes.scopes import scope, scope_end, scope_start
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "dump",
     "enable",
     "flush",
+    "loader",
     "profiled",
     "reload",
     "scope",

@@ -248,8 +248,9 @@ typedef struct {
     char muted;
     uint64_t muted_calls;
     /* Of a method whose instances have sites of their own: {identity: site or None}, what tells that of an instance
-     * which is not there yet, and the set of the sites that are muted. */
-    PyObject *sites, *decide, *muted_sites;
+     * which is not there yet, and the set of the sites that are muted. `evaluate` sets what evaluates Python's frames
+     * and returns what did: a compiler of the host's must not take `decide` for its own. */
+    PyObject *sites, *decide, *muted_sites, *evaluate;
 } Function;
 
 struct scope {
@@ -1926,9 +1927,17 @@ site_of_instance(Function *self, PyObject *instance, PyObject **found)
     PyObject *key = PyLong_FromVoidPtr(instance);
     PyObject *site = key == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
     if (site == NULL && !PyErr_Occurred()) {
-        PyObject *decided = PyObject_CallOneArg(self->decide, instance);
-        Py_XDECREF(decided); /* what it has decided for good stands in `sites` now */
+        PyObject *evaluator = self->evaluate == NULL ? NULL : PyObject_CallOneArg(self->evaluate, Py_None);
+        PyObject *decided = PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->decide, instance);
         site = decided == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
+        Py_XDECREF(decided); /* what it has decided for good stands in `sites` now */
+        if (evaluator != NULL) {
+            PyObject *type, *raised, *traceback;
+            PyErr_Fetch(&type, &raised, &traceback);
+            Py_XDECREF(PyObject_CallOneArg(self->evaluate, evaluator));
+            Py_DECREF(evaluator);
+            PyErr_Restore(type, raised, traceback);
+        }
     }
     *found = site == Py_None ? NULL : Py_XNewRef(site);
     Py_XDECREF(key);
@@ -1960,10 +1969,10 @@ Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, 
 static PyObject *
 Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *words[] = {"recorder", "function", "site", "sites", "decide", "muted", NULL};
-    PyObject *core, *wrapped, *site, *sites = NULL, *decide = NULL, *muted = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO!:Function", words, &CoreType, &core, &wrapped, &site,
-                                     &PyDict_Type, &sites, &decide, &PySet_Type, &muted))
+    static char *words[] = {"recorder", "function", "site", "sites", "decide", "muted", "evaluate", NULL};
+    PyObject *core, *wrapped, *site, *sites = NULL, *decide = NULL, *muted = NULL, *evaluate = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO!O:Function", words, &CoreType, &core, &wrapped, &site,
+                                     &PyDict_Type, &sites, &decide, &PySet_Type, &muted, &evaluate))
         return NULL;
     if (sites != NULL && muted == NULL) {
         PyErr_SetString(PyExc_TypeError, "Function: sites go with decide and muted");
@@ -1976,6 +1985,7 @@ Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->sites = Py_XNewRef(sites);
     self->decide = Py_XNewRef(decide);
     self->muted_sites = Py_XNewRef(muted);
+    self->evaluate = evaluate == Py_None ? NULL : Py_NewRef(evaluate);
     self->core = (Core *)Py_NewRef(core);
     self->wrapped = Py_NewRef(wrapped);
     self->site = Py_NewRef(site);
@@ -2017,6 +2027,7 @@ Function_dealloc(Function *self)
     Py_XDECREF(self->sites);
     Py_XDECREF(self->decide);
     Py_XDECREF(self->muted_sites);
+    Py_XDECREF(self->evaluate);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 

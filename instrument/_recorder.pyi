@@ -81,6 +81,7 @@ class Function:
         sites: dict[int, Site | None] = ...,
         decide: Callable[[Any], Site | None] = ...,
         muted: set[Site] = ...,
+        evaluate: Callable[[Any], Any] | None = ...,
     ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

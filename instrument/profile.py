@@ -43,7 +43,9 @@ STATES: tuple[str, ...] = ("CPU", "GPU", "All")
 CLOCKS: tuple[str, ...] = ("monotonic", "tsc")
 PERCENT_SYNTAX = r"[0-9]{1,3}(?:\.[0-9]{1,18})?%"
 RECORDED: tuple[str, ...] = ("size", "type", "value")
-DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p")
+DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p", "h2h")
+DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
+FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
 VIEWS: tuple[str, ...] = ("events",)
 SORT_KEYS: tuple[str, ...] = ("default", "calls", "total", "max", "min", "ave")
 PROTOCOLS: tuple[str, ...] = ("http/protobuf", "grpc")
@@ -116,10 +118,15 @@ class LayerRule:
 
 @dataclass(frozen=True, slots=True)
 class CopyRule:
-    """Memory copies to instrument: those in one of `directions` that move at least `min_bytes`."""
+    """Memory copies to instrument: those of `frameworks` in one of `directions` that move at least `min_bytes`.
 
-    directions: tuple[str, ...] = DIRECTIONS
+    A framework is called by the name of its package; `cuda` is cuda-python. Copies from host to host (`h2h`) are seen
+    only by a rule that names them.
+    """
+
+    directions: tuple[str, ...] = DEVICE_DIRECTIONS
     min_bytes: int = 0
+    frameworks: tuple[str, ...] = FRAMEWORKS
     line: int = field(default=0, compare=False)
     text: str = ""
 
@@ -235,6 +242,8 @@ class Export:
 class Profile:
     """One `profile.yaml`. `Profile()` is what an empty file gives; `schedule` None means always on.
 
+    `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`.
+
     `source` is the file's path, or the name that `loads` was given. `origins` tells, for each setting that a variable
     can give, where its value came from: ``profile``, the variable's name, or ``default``. Two profiles are equal when
     they ask for the same, wherever they were written.
@@ -248,6 +257,7 @@ class Profile:
     functions: tuple[FunctionRule, ...] = ()
     layers: tuple[LayerRule, ...] = ()
     copies: tuple[CopyRule, ...] = ()
+    loaders: str = "off"
     schedule: Schedule | None = None
     capture: Capture = field(default_factory=Capture)
     limits: Limits = field(default_factory=Limits)
@@ -549,7 +559,8 @@ def _sides(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _copy_rule(node: Node) -> CopyRule:
     rule = CopyRule(**_fields(node, "copies"))
-    return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B")
+    of = "" if rule.frameworks == FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
+    return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B{of}")
 
 
 def _schedule(node: Node) -> Schedule:
@@ -611,6 +622,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "functions": Key("functions", each(_function_rule, _RULES)),
         "layers": Key("layers", each(_layer_rule, _RULES)),
         "copies": Key("copies", each(_copy_rule, _RULES)),
+        "loaders": Key("loaders", one_of("auto", "off")),
         "schedule": Key("schedule", _schedule),
         "capture": Key("capture", _part("capture", Capture)),
         "limits": Key("limits", _part("limits", Limits)),
@@ -644,6 +656,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     "copies": {
         "directions": Key("directions", one_or_more(one_of(*DIRECTIONS))),
         "min_bytes": Key("min_bytes", _size("64KiB")),
+        "frameworks": Key("frameworks", one_or_more(one_of(*FRAMEWORKS))),
     },
     "schedule": {
         "skip_first": Key("skip_first", whole(0)),

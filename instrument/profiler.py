@@ -851,7 +851,7 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
                 except (Exception, SystemExit) as error:
                     found = f"{type(error).__name__}: {error}{_nearest_to_import(name, error)}"
                     problems.append(f"{profile.source}: module {name} fails to import: {found}")
-            if (profile.layers or profile.copies) and not problems:
+            if (profile.layers or profile.copies or profile.loaders == "auto") and not problems:
                 try:
                     __import__("torch")
                 except ImportError:

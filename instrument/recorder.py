@@ -87,6 +87,7 @@ class _Recording:
             sites: dict[int, Site | None],
             decide: Callable[[Any], Site | None],
             is_traced: Callable[[], bool],
+            evaluate: Callable[[Any], Any] | None,
         ) -> Any: ...
         def stretch(self, site: Site) -> Any: ...
         def shelf(self, sample: float, spans_per_request: int) -> Any: ...
@@ -189,14 +190,17 @@ class _Recording:
         sites: dict[int, Site | None],
         decide: Callable[[Any], Site | None],
         is_traced: Callable[[], bool],
+        evaluate: Callable[[Any], Any] | None = None,
     ) -> Function:
         """A method with a span around the calls of those instances that have a site, at most 60 ns for the others.
 
         `sites` tells by identity, None for an instance that is to pass. What is not there yet is asked of
         `decide(instance)`, which enters its answer in `sites` where that is final, takes the entry out when the
-        instance goes, and raises nothing. `is_traced` tells whether the call is being compiled instead of run.
+        instance goes, and raises nothing. `is_traced` tells whether the call is being compiled instead of run;
+        `evaluate` sets what evaluates Python's frames (None: Python) and returns what did, so that `decide` is run and
+        not compiled.
         """
-        made = self.make_method(function, sites, decide, is_traced)
+        made = self.make_method(function, sites, decide, is_traced, evaluate)
         functools.update_wrapper(made, function)
         return made  # type: ignore[no-any-return]
 
@@ -417,6 +421,7 @@ class PureRecorder(_Recording, pure.Core):
         sites: dict[int, Site | None],
         decide: Callable[[Any], Site | None],
         is_traced: Callable[[], bool],
+        evaluate: Callable[[Any], Any] | None,
     ) -> Any:
         return pure.make_method(self, function, sites, decide, is_traced)
 
@@ -503,9 +508,10 @@ else:
             sites: dict[int, Site | None],
             decide: Callable[[Any], Site | None],
             is_traced: Callable[[], bool],
+            evaluate: Callable[[Any], Any] | None,
         ) -> Any:
             # What compiles a model takes the code of what a native function wraps, and never meets the probe.
-            return _native.Function(self, function, None, sites, decide, self.muted)
+            return _native.Function(self, function, None, sites, decide, self.muted, evaluate)
 
         def stretch(self, site: Site) -> Any:
             return _native.Stretch(self, site)

@@ -39,6 +39,10 @@ def left_behind() -> list[str]:
             found.append("Linear.forward")
         if "to" in vars(torch.Tensor):
             found.append("Tensor.to")
+        if "__call__" in vars(torch.jit.RecursiveScriptModule):
+            found.append("RecursiveScriptModule.__call__")
+        if hasattr(torch.nn.Module.compile, "__wrapped__"):
+            found.append("Module.compile")
     found += [f"fault in the {place}" for place in FAULTS.counts()]
     return found
 

@@ -87,6 +87,7 @@ def test_the_public_names_are_these() -> None:
         "dump",
         "enable",
         "flush",
+        "loader",
         "profiled",
         "reload",
         "scope",

@@ -302,7 +302,8 @@ def test_layers_that_torch_has_compiled_away_and_paths_that_no_layer_has_are_nam
     selection = Selection(loads(rules, environ={}), recorder)
     selection.attach()
     try:
-        torch.compile(model, backend="eager")(torch.zeros(2))
+        compiled = torch.compile(model, backend="eager")
+        compiled(torch.zeros(2))
         found = [(verdict.state, verdict.why) for verdict in selection.verdicts()]
     finally:
         selection.undo()

@@ -179,6 +179,7 @@ def _comparable(message: trace_pb2.Span) -> tuple[Any, ...]:
         ("d2h", "MemcpyDeviceToHost"),
         ("d2d", "MemcpyDeviceToDevice"),
         ("p2p", "MemcpyDeviceToDevice"),
+        ("h2h", "MemcpyHostToHost"),
     ],
 )
 @pytest.mark.parametrize("on_site", [True, False])
@@ -200,6 +201,12 @@ def test_a_copy_names_its_kind_as_cuda_does_and_its_device_span_too(
     assert ours.items() <= attributes_of(copy).items()
     assert not {"direction", "bytes", "pinned", "sync"} & attributes_of(copy).keys()
     assert {"cuda.memcpy.kind": memcpy_kind, "instrument.bytes": 4096}.items() <= attributes_of(on_device).items()
+
+
+def test_a_region_of_a_model_says_what_it_is() -> None:
+    (message,) = decoded([span(Site("MLP", "layer", attributes=(("region", "compiled"),)))], Ids())
+    assert attributes_of(message)["instrument.region"] == "compiled"
+    assert "region" not in attributes_of(message)
 
 
 def test_a_span_that_is_no_copy_keeps_its_bytes_under_their_own_name() -> None:

@@ -20,8 +20,10 @@ from jsonschema import Draft202012Validator
 from instrument import profile as module
 from instrument.errors import InstrumentError, ProfileError
 from instrument.profile import (
+    DEVICE_DIRECTIONS,
     DIRECTIONS,
     DURATION_UNITS,
+    FRAMEWORKS,
     KEYS,
     SIZE_UNITS,
     SORT_KEYS,
@@ -100,7 +102,9 @@ class TestWhatEachKeyGives:
             copies:
               - directions: [h2d, d2h]
                 min_bytes: 64KiB
+              - {frameworks: [cupy, torch], directions: h2h}
               - {}
+            loaders: auto
             schedule: {skip_first: 5, closed: 1, ready: 2, record: 4, repeat: 3}
             capture: {sample: 0.001, slow: 250ms, errors: false, limit: 30/min, before: 2s}
             limits: {ring: 1MiB, spans_per_request: 7, disk: 1GB}
@@ -132,8 +136,10 @@ class TestWhatEachKeyGives:
         assert [rule.kind for rule in profile.layers] == ["layer", "layer"]
         assert profile.copies == (
             CopyRule(("h2d", "d2h"), 65536, text="h2d d2h from 65536 B"),
-            CopyRule(DIRECTIONS, 0, text="h2d d2h d2d p2p from 0 B"),
+            CopyRule(("h2h",), frameworks=("cupy", "torch"), text="h2h from 0 B of cupy torch"),
+            CopyRule(DEVICE_DIRECTIONS, 0, text="h2d d2h d2d p2p from 0 B"),
         )
+        assert profile.loaders == "auto"
         assert [rule.line for rule in profile.functions] == [6, 8, 11]
         assert profile.schedule == Schedule(record=4, skip_first=5, closed=1, ready=2, repeat=3)
         assert profile.capture == Capture(0.001, 250_000_000, False, Rate(30, 60 * 10**9), 2 * 10**9)
@@ -565,7 +571,9 @@ export:
             ("functions: [{match: chat.server.handle}]", "chat.server:handle"),
             ("functions: [{match: chat.engine.Engine.step}]", "chat.engine:Engine.step"),
             ("layers: [{type: torch.nn.Linear}]", "Linear"),
-            ("copies: [{directions: [h2h]}]", "h2d"),
+            ("copies: [{directions: [H2D]}]", "h2d"),
+            ("copies: [{frameworks: [pytorch]}]", "torch"),
+            ("copies: [{framework: torch}]", "frameworks"),
             ("copies: [{min_bytes: 65536}]", "65536B"),
             ("copies: [{min_bytes: 64Kib}]", "64KiB"),
             ("copies: [{min_bytes: 64 KiB}]", "64KiB"),
@@ -595,6 +603,8 @@ export:
             ("export: {summary: {views: [x]}}", VIEWS),
             ("export: {summary: {sorted_by: x}}", SORT_KEYS),
             ("copies: [{directions: [x]}]", DIRECTIONS),
+            ("copies: [{frameworks: x}]", FRAMEWORKS),
+            ("loaders: on", ("auto", "off")),
             ("x: 1", tuple(KEYS[""])),
             ("limits: {x: 1}", tuple(KEYS["limits"])),
         ],
@@ -880,6 +890,7 @@ class TestSchema:
             PHASES,
             module.RECORDED,
             DIRECTIONS,
+            FRAMEWORKS,
             VIEWS,
             SORT_KEYS,
         ):
@@ -978,7 +989,15 @@ PROFILES = mapping(
     layers=st.lists(
         mapping(match=one_or_more(LAYER), type=one_or_more(WORD), name=TEXT, device=st.booleans()), max_size=2
     ),
-    copies=st.lists(mapping(directions=one_or_more(st.sampled_from(DIRECTIONS)), min_bytes=SIZE), max_size=2),
+    copies=st.lists(
+        mapping(
+            directions=one_or_more(st.sampled_from(DIRECTIONS)),
+            min_bytes=SIZE,
+            frameworks=one_or_more(st.sampled_from(FRAMEWORKS)),
+        ),
+        max_size=2,
+    ),
+    loaders=st.sampled_from(["auto", "off", False]),
     schedule=st.lists(COUNT, min_size=2, max_size=2)
     | mapping(skip_first=COUNT, closed=COUNT, ready=COUNT, record=COUNT, repeat=COUNT),
     capture=mapping(

@@ -410,6 +410,15 @@ def test_a_copy_is_named_and_counted_by_direction_and_synchronicity(direction: s
     assert f"  GpuMemcpy{label}         Calls: 2           Total: 1           Ratio: 25%\n" in report
 
 
+def test_a_copy_from_host_to_host_is_a_row_and_no_copy_of_the_gpu() -> None:
+    tally = Tally()
+    count(tally, (op("fetch"),), 4)
+    count(tally, (op("fetch"), copy("h2h", sync=True)), 1)
+    report = events(tally)
+    assert [row["Event"] for row in table_rows(report)] == ["thread0::fetch", "  copy"]
+    assert "GpuMemcpy                Calls: 0           Total: 0           Ratio: 0%\n" in report
+
+
 COMPUTATIONS: dict[str, tuple[list[tuple[CallPath, float]], str, str]] = {
     "a phase named compute counts whole, and nothing under it again": (
         [

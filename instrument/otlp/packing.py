@@ -35,6 +35,7 @@ _MEMCPY_KINDS = {
     "d2h": "MemcpyDeviceToHost",
     "d2d": "MemcpyDeviceToDevice",
     "p2p": "MemcpyDeviceToDevice",
+    "h2h": "MemcpyHostToHost",
 }
 _FILLED = frozenset(
     (
@@ -170,6 +171,8 @@ def _given(kind: str, attributes: Iterable[tuple[str, object]]) -> dict[str, obj
                 found[f"instrument.{key}"] = found.pop(key)
         if memcpy_kind is not None:
             found["cuda.memcpy.kind"] = memcpy_kind
+    elif kind == "layer" and "region" in found:
+        found["instrument.region"] = found.pop("region")
     return found
 
 

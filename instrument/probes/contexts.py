@@ -36,5 +36,5 @@ def watch(recorder: Recorder = RECORDER) -> Undo:
             publish_to(context)
             return context
 
-    rebind(original, copy_context)
-    return lambda: rebind(copy_context, original)
+    rebind([(original, copy_context)])
+    return lambda: rebind([(copy_context, original)])

@@ -23,6 +23,7 @@ from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, matches, replace, undo_all
+from instrument.probes.regions import DYNAMO, WRAPPING, Regions, Selected, known_as, selects
 from instrument.probes.verdict import Verdict
 from instrument.profile import LayerRule
 from instrument.recorder import RECORDER, Recorder
@@ -32,9 +33,6 @@ VAIN_WALKS = 3
 WALK_SHARE = 100
 """After so many walks that did not find where a layer of a class sits, each is followed by so many times its own time
 without one for this class."""
-
-_WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names under which torch.compile, FSDP and checkpointing put the module that they wrap: no part of a path."""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 """Classes that put the module that they wrap under the name `module`."""
@@ -51,23 +49,26 @@ class _Paths:
         self._next_walk_ns = 0
 
     def place(self, parent: Any, name: str, child: Any) -> None:
-        """Note that `parent.name` is `child`; the first place counts."""
+        """Note that `parent.name` is `child`; the first place counts, as long as that parent lives."""
         if id(parent) not in self._parents:
             key = id(parent)
             self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
         child_key = id(child)
-        if child_key not in self._places:
+        known = self._places.get(child_key)
+        if known is None:
             weakref.finalize(child, self._places.pop, child_key, None)
+        if known is None or known[0]() is None:
             self._places[child_key] = (weakref.ref(parent), name)
 
     def of(self, module: Any) -> str | None:
         """The dotted path from the module's root; "" for a root, None where that is not known yet."""
-        if id(module) not in self._places and id(module) not in self._parents:
+        if self._is_lost(module):
             cls = type(module)
-            if self._vain_walks[cls] >= VAIN_WALKS and time.monotonic_ns() < self._next_walk_ns:
+            if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
+                self.walk_heap()
+                self._vain_walks[cls] += self._is_lost(module)
+            elif id(module) not in self._parents:
                 return None
-            self.walk_heap()
-            self._vain_walks[cls] += id(module) not in self._places and id(module) not in self._parents
         return self._from_root(id(module))
 
     def _from_root(self, key: int) -> str:
@@ -76,7 +77,7 @@ class _Paths:
             parent = place[0]()
             if parent is None:
                 break
-            wraps = place[1] in _WRAPPING or (place[1] == "module" and type(parent).__name__ in _REPLICATING)
+            wraps = place[1] in WRAPPING or (place[1] == "module" and type(parent).__name__ in _REPLICATING)
             names.extend([] if wraps else [place[1]])
             key = id(parent)
         return ".".join(reversed(names))
@@ -84,6 +85,32 @@ class _Paths:
     def known(self) -> set[str]:
         """The paths of all layers that have been placed."""
         return {self._from_root(key) for key in list(self._places)} - {""}
+
+    def _is_lost(self, module: Any) -> bool:
+        """Whether no place is known for a module, or a parent on the way up has gone without it.
+
+        Also a module with children may sit somewhere: who writes into `_modules` (quantisation does) tells nobody.
+        """
+        for depth in range(100):
+            place = self._places.get(id(module))
+            if place is None:
+                return depth == 0
+            module = place[0]()
+            if module is None:
+                return True
+        return False
+
+    def look_again(self) -> None:
+        """Place the modules that came without registration, at most a hundredth of the time."""
+        if time.monotonic_ns() >= self._next_walk_ns:
+            self.walk_heap()
+
+    def roots(self) -> Iterator[Any]:
+        """The modules alive that have children and sit in no other."""
+        for key, reference in list(self._parents.items()):
+            module = reference()
+            if module is not None and key not in self._places:
+                yield module
 
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
         """Place every module that is alive now; tells each name and child. Tens of milliseconds on a large heap."""
@@ -116,12 +143,12 @@ class Layers:
         self._torch: ModuleType | None = None
         self._undos: list[Undo] = []
         self._patches: dict[type[Any], Undo] = {}
-        self._compiled: dict[int, weakref.ref[Any]] = {}  # what torch.compile has wrapped
+        self._regions = Regions(self._first, lambda key: self._sites.pop(key, None), recorder)
         self._take_on(rules)
 
     def _take_on(self, rules: Sequence[LayerRule]) -> None:
         # Each rule with the sites that it has selected. Replaced as a whole, for calls read it while rules change.
-        self._at_work: list[tuple[LayerRule, dict[Site, None]]] = [(rule, {}) for rule in rules]
+        self._at_work: list[Selected] = [(rule, {}) for rule in rules]
         self._patched: set[type[Any]] = set()
         self._types = frozenset(name for rule in rules for name in rule.types)
         self._last_segments = {text.rpartition(".")[2] for rule in rules for text in rule.match if not rule.types}
@@ -129,10 +156,6 @@ class Layers:
     @property
     def rules(self) -> tuple[LayerRule, ...]:
         return tuple(rule for rule, _ in self._at_work)
-
-    @property
-    def hits(self) -> list[int]:
-        return [len(selected) for _, selected in self._at_work]
 
     def change(self, rules: Sequence[LayerRule], modules: Iterable[ModuleType]) -> None:
         """Take on other rules: a layer that is recorded as before keeps its site, a class that no rule means its own
@@ -150,6 +173,7 @@ class Layers:
             return
         decided = set(self._sites)
         self._sites.clear()
+        self._regions.forget()
         for cls in _subclasses(self._module_type):
             self._defined(cls)
         for name, child in self._paths.walk_heap():
@@ -165,11 +189,14 @@ class Layers:
 
     def wants(self, module_name: str) -> bool:
         """Whether layers come from that module."""
-        return module_name == "torch"
+        return module_name in ("torch", DYNAMO)
 
     def imported(self, module: ModuleType) -> bool:
-        """Begin to observe: torch has been imported."""
-        if self._torch is None:
+        """Begin to observe: torch has been imported, or later the part of it that compiles."""
+        if module.__name__ == DYNAMO:
+            if self._torch is not None:
+                self._regions.attach_dynamo(module)
+        elif self._torch is None:
             self._torch = module
             self.attach(module)
         return False
@@ -179,6 +206,8 @@ class Layers:
         module_type = torch.nn.Module
         self._module_type = module_type
         self._is_compiling = _compiling_test(torch)
+        dynamo = getattr(getattr(torch, "_C", None), "_dynamo", None)
+        self._evaluate = getattr(getattr(dynamo, "eval_frame", None), "set_eval_frame", None)
         self._paths = _Paths(module_type)
         handle = torch.nn.modules.module.register_module_module_registration_hook(self._registered)
         self._undos.append(handle.remove)
@@ -187,10 +216,12 @@ class Layers:
             self._defined(cls)
         for name, child in self._paths.walk_heap():
             self._placed(name, child)
+        self._regions.attach(torch, self._paths)
         return self.undo
 
     def undo(self) -> None:
         """Give every class its own `forward` back and stop watching."""
+        self._regions.undo()
         undo_all([*self._undos, *self._patches.values()])
         self._undos.clear()
         self._patches.clear()
@@ -212,7 +243,7 @@ class Layers:
         return replace(module_type, "__init_subclass__", classmethod(__init_subclass__))
 
     def _defined(self, cls: type[Any]) -> None:
-        if cls.__name__ in self._types:
+        if known_as(cls) in self._types:
             self._patch(cls)
 
     def _registered(self, parent: Any, name: str, child: Any) -> None:
@@ -226,9 +257,6 @@ class Layers:
 
     def _placed(self, name: str, child: Any) -> None:
         """Patch the class of a module whose last name a path rule could mean; paths are complete only later."""
-        if name == "_orig_mod":
-            key = id(child)
-            self._compiled[key] = weakref.ref(child, lambda _: self._compiled.pop(key, None))
         if type(child) not in self._patched and any(
             "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
         ):
@@ -250,7 +278,7 @@ class Layers:
         self._patches[owner] = replace(owner, "forward", self._wrap(forward))
 
     def _wrap(self, forward: FunctionType) -> Any:
-        made: Any = self._recorder.wrap_method(forward, self._sites, self._decide, self._is_compiling)
+        made: Any = self._recorder.wrap_method(forward, self._sites, self._decide, self._is_compiling, self._evaluate)
         made.__instrument_layers__ = True
         return made
 
@@ -259,8 +287,8 @@ class Layers:
         at_work = self._at_work
         try:
             path = self._paths.of(module)
-            site = self._select(type(module), path or "")
-            if path is None and site is None:
+            site = None if self._regions.holds(module) else self._select(type(module), path or "")
+            if path is None and site is None and not self._regions.holds(module):
                 return None
         except Exception as fault:
             FAULTS.note("layer selection", fault)
@@ -278,24 +306,28 @@ class Layers:
         self._followed.discard(key)
         self._sites.pop(key, None)
 
+    def _first(self, class_name: str, path: str) -> Selected | None:
+        """The first rule that selects a layer of a class at a path, and the sites that it has selected so far."""
+        return next((found for found in self._at_work if selects(found[0], class_name, path)), None)
+
     def _select(self, cls: type[Any], path: str) -> Site | None:
-        for rule, selected in self._at_work:
-            if not _means(rule, cls, path):
-                continue
-            key = (rule.name, rule.device, cls, path)
-            site = self._shared.get(key)
-            if site is None:
-                site = self._shared.setdefault(key, self._site(rule, cls, path))
-                self._recorder.may_mute(site)
-            selected[site] = None
-            return site
-        return None
+        found = self._first(known_as(cls), path)
+        if found is None:
+            return None
+        rule, selected = found
+        key = (rule.name, rule.device, cls, path)
+        site = self._shared.get(key)
+        if site is None:
+            site = self._shared.setdefault(key, self._site(rule, cls, path))
+            self._recorder.may_mute(site)
+        selected[site] = None
+        return site
 
     @staticmethod
     def _site(rule: LayerRule, cls: type[Any], path: str) -> Site:
         code = inspect.unwrap(cls.forward).__code__
         return Site(
-            name=rule.name or cls.__name__,
+            name=rule.name or known_as(cls),
             kind="layer",
             module=cls.__module__,
             qualname=f"{cls.__qualname__}.forward",
@@ -310,12 +342,19 @@ class Layers:
         if self._torch is None:
             return [Verdict(rule.text, "waiting", why="torch not imported") for rule in self.rules]
         known = sorted({cls.__name__ for cls in _subclasses(self._module_type)})
+        unseen = self._regions.unseen()
         verdicts: list[Verdict] = []
         for rule, selected in self._at_work:
-            verdicts += [
-                Verdict(rule.text, "attached", site.instance or f"{site.qualname.rpartition('.')[0]} (root)", site=site)
+            found = [
+                Verdict(
+                    rule.text,
+                    "attached",
+                    site.instance or f"{site.qualname.rpartition('.')[0] or site.name} (root)",
+                    site=site,
+                )
                 for site in list(selected)
-            ] or [self._missed(rule, known)]
+            ] + [verdict for verdict in unseen if verdict.rule == rule.text]
+            verdicts += found or [self._missed(rule, known)]
         return verdicts
 
     def _missed(self, rule: LayerRule, known: Sequence[str]) -> Verdict:
@@ -323,29 +362,11 @@ class Layers:
         if rule.types and len(unknown) == len(rule.types):
             why = f"no class of that name is defined: {', '.join(unknown)}"
             return Verdict(rule.text, "nothing", why=why + _nearest(unknown[0], known))
-        compiled = sum(
-            _means(rule, type(module), self._paths.of(module) or "")
-            for wrapped in list(self._compiled.values())
-            if (root := wrapped()) is not None
-            for module in root.modules()
-        )
-        if compiled:
-            why = f"{compiled} layers that it selects lie inside what torch.compile has compiled"
-            return Verdict(rule.text, "compiled", why=why)
         why = "no layer that it selects has run"
         paths = self._paths.known()
         if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
             why = f"no layer sits at such a path{_nearest(rule.match[0], sorted(paths))}"
         return Verdict(rule.text, "waiting", why=why)
-
-
-def _means(rule: LayerRule, cls: type[Any], path: str) -> bool:
-    """Whether a rule selects a layer of that class at that path."""
-    if rule.types and cls.__name__ not in rule.types:
-        return False
-    if rule.match and not any(matches(text, path) for text in rule.match):
-        return False
-    return not any(matches(text, path) for text in rule.exclude)
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

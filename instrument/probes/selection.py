@@ -16,6 +16,7 @@ from instrument.probes.copies import Copies
 from instrument.probes.functions import Undo
 from instrument.probes.holders import loaded_modules, namespace
 from instrument.probes.layers import Layers
+from instrument.probes.loaders import Loaders
 from instrument.probes.rules import Functions
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
@@ -55,6 +56,7 @@ FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
     "functions": Functions,
     "layers": Layers,
     "copies": Copies,
+    "loaders": Loaders,
 }
 """What attaches the rules of each key of a profile, in the order in which they attach."""
 
@@ -71,7 +73,7 @@ class Selection:
         self._lock = threading.RLock()
         self._undo_imports: Undo | None = None
         self._families: dict[str, Probes] = {
-            key: made(getattr(profile, key), recorder) for key, made in FAMILIES.items() if getattr(profile, key)
+            key: made(rules, recorder) for key, made in FAMILIES.items() if (rules := _rules(profile, key))
         }
         self._unfinished: list[ModuleType] = []
         self.late: list[str] = []
@@ -97,7 +99,7 @@ class Selection:
             before = self._probed()
             loaded = [module for _, module in loaded_modules()]
             for key, made in FAMILIES.items():
-                rules, family = getattr(profile, key), self._families.get(key)
+                rules, family = _rules(profile, key), self._families.get(key)
                 if family is not None:
                     if anew or rules != family.rules:
                         family.change(rules, loaded)
@@ -164,6 +166,12 @@ class Selection:
         with self._lock:
             self.settle()
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
+
+
+def _rules(profile: Profile, key: str) -> tuple[Any, ...]:
+    """What a key of the profile says, none where it says `off`."""
+    found = getattr(profile, key)
+    return found if isinstance(found, tuple) else () if found == "off" else (found,)
 
 
 def _is_being_imported(module: ModuleType) -> bool:

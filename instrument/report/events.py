@@ -488,8 +488,9 @@ def _computes(site: Site) -> bool:
 
 
 def _copy_section(tally: Tally, total_ns: int, state: str) -> list[str]:
-    """All copies, then those known to be asynchronous and those known to be synchronous."""
-    copies = [row for row in tally.rows() if row.path[-1].kind == "copy"]
+    """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
+    rows = (row for row in tally.rows() if row.path[-1].kind == "copy")
+    copies = [row for row in rows if dict(row.path[-1].attributes).get("direction") != "h2h"]
     lines = _section_title("GpuMemCpy Summary")
     for label, sync in (("GpuMemcpy", None), ("  GpuMemcpyAsync", False), ("  GpuMemcpySync", True)):
         chosen = [row.totals for row in copies if sync is None or dict(row.path[-1].attributes).get("sync") is sync]
