@@ -22,6 +22,7 @@ from instrument.errors import InstrumentError, ProfileError
 from instrument.profile import (
     DIRECTIONS,
     DURATION_UNITS,
+    FRAMEWORKS,
     KEYS,
     SIZE_UNITS,
     SORT_KEYS,
@@ -30,6 +31,7 @@ from instrument.profile import (
     Chrome,
     CopyRule,
     Device,
+    FrameworkRule,
     FunctionRule,
     LayerRule,
     Limits,
@@ -99,6 +101,7 @@ class TestWhatEachKeyGives:
               - directions: [h2d, d2h]
                 min_bytes: 64KiB
               - {}
+            frameworks: [sklearn, {name: onnxruntime, nodes: true}]
             schedule: {skip_first: 5, closed: 1, ready: 2, record: 4, repeat: 3}
             capture: {sample: 0.001, slow: 250ms, errors: false, limit: 30/min, before: 2s}
             limits: {ring: 1MiB, spans_per_request: 7, disk: 1GB}
@@ -131,6 +134,7 @@ class TestWhatEachKeyGives:
             CopyRule(("h2d", "d2h"), 65536, text="h2d d2h from 65536 B"),
             CopyRule(DIRECTIONS, 0, text="h2d d2h d2d p2p from 0 B"),
         )
+        assert profile.frameworks == (FrameworkRule("sklearn"), FrameworkRule("onnxruntime", nodes=True))
         assert [rule.line for rule in profile.functions] == [6, 8, 11]
         assert profile.schedule == Schedule(record=4, skip_first=5, closed=1, ready=2, repeat=3)
         assert profile.capture == Capture(0.001, 250_000_000, False, Rate(30, 60 * 10**9), 2 * 10**9)
@@ -253,6 +257,12 @@ class TestWhatEachKeyGives:
         assert profile.layers[0].types == ("Linear",)
         assert profile.copies[0].directions == ("h2d",)
         assert profile.export.summary == Summary()
+
+    def test_auto_takes_every_framework_and_tells_that_none_was_named(self) -> None:
+        rules = read("frameworks: auto").frameworks
+        assert [rule.name for rule in rules] == list(FRAMEWORKS)
+        assert all(rule.auto for rule in rules)
+        assert not read("frameworks: [jax]").frameworks[0].auto
 
     def test_a_name_may_hold_what_messages_and_paths_are_made_of(self) -> None:
         name = 'a/b%s: "c"\n{pid} 漢字 🚀'
@@ -515,6 +525,10 @@ export:
             ("copies: [{min_bytes: 65536}]", "65536B"),
             ("copies: [{min_bytes: 64Kib}]", "64KiB"),
             ("copies: [{min_bytes: 64 KiB}]", "64KiB"),
+            ("frameworks: [onnx-runtime]", "onnxruntime"),
+            ("frameworks: [{name: sentence-transformers}]", "sentence_transformers"),
+            ("frameworks: scikit-learn", "sklearn"),
+            ("frameworks: Auto", "auto"),
             ("capture: {slow: 250}", "250ms"),
             ("capture: {slow: '250'}", "250ms"),
             ("capture: {slow: 5sec}", "5s"),
@@ -541,6 +555,7 @@ export:
             ("export: {summary: {views: [x]}}", VIEWS),
             ("export: {summary: {sorted_by: x}}", SORT_KEYS),
             ("copies: [{directions: [x]}]", DIRECTIONS),
+            ("frameworks: [x]", FRAMEWORKS),
             ("x: 1", tuple(KEYS[""])),
             ("limits: {x: 1}", tuple(KEYS["limits"])),
         ],
@@ -556,6 +571,14 @@ export:
             ("functions: {match: 'a:b'}", "1:12: functions: found a mapping; allowed: a list of rules"),
             ("functions: ['a:b']", "1:13: functions[0]: found 'a:b'; allowed: a mapping of match, "),
             ("functions: [null]", "1:13: functions[0]: found nothing"),
+            ("frameworks: [null]", "1:14: frameworks[0]: found nothing; allowed: onnxruntime, "),
+            ("frameworks: 1", "1:13: frameworks: found the number 1; allowed: auto, or a list of onnxruntime, "),
+            ("frameworks: [{nodes: true}]", "1:14: frameworks[0].name: found nothing; allowed: one of onnxruntime, "),
+            ("frameworks: [jax, jax]", "1:19: frameworks[1]: found jax twice; allowed: each framework once (first in"),
+            (
+                "frameworks: [{name: jax, nodes: true}]",
+                "1:33: frameworks[0].nodes: found true for jax; allowed: true for onnxruntime alone",
+            ),
             ("functions: [{match: []}]", "1:21: functions[0].match: found an empty list"),
             ("functions: [{match: [null]}]", "1:22: functions[0].match[0]: found nothing"),
             ("functions: [{match: '!a:b'}]", "1:21: functions[0].match: found only patterns with '!'"),
@@ -774,6 +797,7 @@ def parts(schema: Any) -> Iterator[dict[str, Any]]:
 def section_schema(section: str) -> dict[str, Any]:
     """The schema of one section of `KEYS`."""
     rules = {"functions": "function_rule", "layers": "layer_rule", "copies": "copy_rule", "schedule": "schedule"}
+    rules["frameworks"] = "framework_rule"
     if section in rules:
         found: dict[str, Any] = SCHEMA["$defs"][rules[section]]
         return found
@@ -804,7 +828,7 @@ class TestSchema:
 
     def test_its_words_are_those_of_the_loader(self) -> None:
         words = [part["enum"] for part in parts(SCHEMA) if isinstance(part.get("enum"), list)]
-        for known in (module.TRACER_OPTIONS, module.STATES, KINDS, DIRECTIONS, VIEWS, SORT_KEYS):
+        for known in (module.TRACER_OPTIONS, module.STATES, KINDS, DIRECTIONS, FRAMEWORKS, VIEWS, SORT_KEYS):
             assert list(known) in words
 
     def test_its_defaults_are_those_of_the_loader(self) -> None:
@@ -841,7 +865,12 @@ class TestSchema:
         assert VALIDATOR.is_valid(value)
 
 
-RULES: dict[str, dict[str, Any]] = {"functions": {"match": "a:b"}, "layers": {"type": "Linear"}, "copies": {}}
+RULES: dict[str, dict[str, Any]] = {
+    "functions": {"match": "a:b"},
+    "layers": {"type": "Linear"},
+    "copies": {},
+    "frameworks": {"name": "jax"},
+}
 
 BEYOND_THE_SCHEMA = re.compile(
     # Amounts: a pattern knows a unit, not what a number times a unit comes to.
@@ -851,6 +880,7 @@ BEYOND_THE_SCHEMA = re.compile(
     r"|: found '[0-9.]{7,}[A-Za-z]+'; allowed: a number with a unit"
     # Two values against each other.
     r"|schedule: .* 0 <= start < end"
+    r"|frameworks\[\d+\]: .* allowed: each framework once"
     # A port of five digits may still be too large, and brackets may hold what is no address.
     r"|export\.otlp\.endpoint: .* \(.*\); allowed"
 )
@@ -901,6 +931,10 @@ PROFILES = mapping(
         mapping(match=one_or_more(LAYER), type=one_or_more(WORD), name=TEXT, device=st.booleans()), max_size=2
     ),
     copies=st.lists(mapping(directions=one_or_more(st.sampled_from(DIRECTIONS)), min_bytes=SIZE), max_size=2),
+    frameworks=st.sampled_from(["auto", "all", *FRAMEWORKS])
+    | st.lists(
+        st.sampled_from(FRAMEWORKS) | mapping(name=st.sampled_from(FRAMEWORKS), nodes=st.booleans()), max_size=3
+    ),
     schedule=st.lists(COUNT, min_size=2, max_size=2)
     | mapping(skip_first=COUNT, closed=COUNT, ready=COUNT, record=COUNT, repeat=COUNT),
     capture=mapping(
@@ -999,6 +1033,7 @@ class TestTheSchemaAndTheLoaderAgree:
             {"export": {"otlp": {"timeout": "1ns"}}},
             {"capture": {"slow": "9999999999999h"}},
             {"schedule": [3, 3]},
+            {"frameworks": ["jax", {"name": "jax"}]},
             {"export": {"otlp": {"endpoint": "http://c:99999"}}},
         ],
     )
