@@ -180,7 +180,8 @@ def _check(options: argparse.Namespace, host: list[str]) -> int:
         if value is not None or origin != "default":
             print(f"  {setting} = {'not set' if value is None else value} (from {origin})")
     print(f"recorder: {'native' if RECORDER.native else 'pure Python'}")
-    print(f"rules: {len(profile.functions)} functions, {len(profile.layers)} layers, {len(profile.copies)} copies")
+    rules = {name: len(getattr(profile, name)) for name in ("functions", "layers", "copies", "frameworks")}
+    print("rules: " + ", ".join(f"{count} {name}" for name, count in rules.items()))
     for verdict in verdicts:
         print(f"  {verdict}")
     missed = [verdict for verdict in verdicts if verdict.state == "nothing" or _never_imported(verdict, profile)]

@@ -563,7 +563,7 @@ def disable() -> None:
 
 
 def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
-    """Import the modules, and those that the rules name in full, and tell what each rule reaches.
+    """Import the modules, those that the rules name in full, and their frameworks, and tell what each rule reaches.
 
     Nothing is recorded and every change is undone. Raises `ProfileError` naming every module that fails to import.
     """
@@ -582,9 +582,11 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
                     __import__(name)
                 except (Exception, SystemExit) as error:
                     problems.append(f"{profile.source}: module {name} fails to import: {type(error).__name__}: {error}")
-            if (profile.layers or profile.copies) and not problems:
+            frameworks = {"torch"} if profile.layers or profile.copies else set()
+            frameworks.update(rule.name for rule in profile.frameworks if not rule.auto)
+            for name in () if problems else sorted(frameworks):
                 try:
-                    __import__("torch")
+                    __import__(name)
                 except ImportError:
                     pass  # the verdicts say that it is not there
             verdicts = selection.verdicts()

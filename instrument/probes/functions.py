@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from re import Pattern, escape
@@ -243,16 +243,18 @@ def _usual_references() -> int:
     return _references(target) if isinstance(target, Target) else sys.maxsize
 
 
-def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
+def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> None:
     """In all modules imported so far, bind the names that mean the first thing of a pair to the second instead.
 
-    One pass over all names for all pairs: some milliseconds in a large process.
+    Modules of the packages in `spared`, and our own, keep theirs. One pass over all names for all pairs: some
+    milliseconds in a large process.
     """
     second = {id(first): second for first, second in pairs}
     if not second:
         return
     for name, module in loaded_modules():
-        if name.partition(".")[0] == "instrument":
+        package = name.partition(".")[0]
+        if package == "instrument" or package in spared:
             continue
         names = namespace(module)
         for bound, value in list(names.items()):

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Protocol
 
 from instrument import imports
+from instrument.probes import frameworks
 from instrument.probes.copies import Copies
 from instrument.probes.functions import Undo, loaded_modules
 from instrument.probes.layers import Layers
@@ -49,10 +50,12 @@ class Selection:
         self._families: list[Probes] = []
         if profile.functions:
             self._families.append(Functions(profile.functions, recorder))
-        if profile.layers:
-            self._families.append(Layers(profile.layers, recorder))
+        layers = Layers(profile.layers, recorder) if profile.layers else None
+        if layers is not None:
+            self._families.append(layers)
         if profile.copies:
             self._families.append(Copies(profile.copies, recorder))
+        self._families.extend(frameworks.probes(profile.frameworks, layers, recorder))
         self.late: list[str] = []
 
     def attach(self) -> Undo:
