@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from instrument import chrome, otlp
+from instrument import chrome, clock, otlp
 from instrument.capture import Trees
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
 from instrument.governor import Governor
@@ -235,7 +235,7 @@ class Session:
 
     def origin(self) -> Origin:
         """Which process this is, with a fresh pair of monotonic and wall clock."""
-        monotonic_ns, realtime_ns = _clock_pair()
+        monotonic_ns, realtime_ns = clock.pair()
         return Origin(
             pid=os.getpid(),
             service=self.profile.service,
@@ -300,11 +300,13 @@ class Session:
         """The newest spans that the rings still hold, as they lie in the window; open ones are clipped and marked."""
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
+        spans = RECORDER.spans(first, last)
+        spans.extend(self.selection.nodes_within(spans))
         return Trace(
             origin=self.origin(),
             start_ns=first,
             end_ns=last,
-            spans=RECORDER.spans(first, last),
+            spans=spans,
             threads=RECORDER.threads(),
             losses=self.losses(),
             notes=self.notes(),
@@ -387,6 +389,7 @@ class Session:
         wanted = self.profile.export.chrome
         if wanted is None:
             return
+        self.selection.finish_nodes()
         try:
             path = chrome.dump(self._path(wanted.path, index), self.trace(start_ns, end_ns, index), self.tally())
         except TraceError as error:
@@ -708,13 +711,3 @@ def _is_main() -> bool:
     """Whether this is the process that `instrument run` started, or one that called `start` itself."""
     main = os.environ.get("INSTRUMENT_RUN_PID")
     return main is None or main == str(os.getpid())
-
-
-def _clock_pair() -> tuple[int, int]:
-    """One moment on the monotonic and on the wall clock: the tightest of five readings."""
-    pairs = []
-    for _ in range(5):
-        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
-        pairs.append((after - before, (before + after) // 2, wall))
-    _, monotonic_ns, realtime_ns = min(pairs)
-    return monotonic_ns, realtime_ns

@@ -7,18 +7,21 @@ is there already. Each family of rules knows which modules it wants and what to 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Protocol
 
 from instrument import imports
 from instrument.probes import frameworks
 from instrument.probes.copies import Copies
+from instrument.probes.frameworks.nodes import Nodes
 from instrument.probes.functions import Undo, loaded_modules
 from instrument.probes.layers import Layers
 from instrument.probes.rules import Functions
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
 from instrument.recorder import RECORDER, Recorder
+from instrument.spans import Span
 
 
 class Probes(Protocol):
@@ -56,6 +59,7 @@ class Selection:
         if profile.copies:
             self._families.append(Copies(profile.copies, recorder))
         self._families.extend(frameworks.probes(profile.frameworks, layers, recorder))
+        self._nodes = [family for family in self._families if isinstance(family, Nodes)]
         self.late: list[str] = []
 
     def attach(self) -> Undo:
@@ -70,6 +74,8 @@ class Selection:
     def after_fork_in_child(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
         self._lock = threading.RLock()
+        for nodes in self._nodes:
+            nodes.after_fork_in_child()
 
     def undo(self) -> None:
         """Take every probe off, last first."""
@@ -97,3 +103,14 @@ class Selection:
         """What became of every rule up to now, in the order of the profile."""
         with self._lock:
             return [verdict for family in self._families for verdict in family.verdicts()]
+
+    def finish_nodes(self) -> None:
+        """A window has ended: read what ONNX Runtime has timed by itself until now."""
+        with self._lock:
+            for nodes in self._nodes:
+                nodes.finish()
+
+    def nodes_within(self, spans: Sequence[Span]) -> list[Span]:
+        """What ONNX Runtime has timed by itself within these spans; their self times then leave it out."""
+        with self._lock:
+            return [span for nodes in self._nodes for span in nodes.within(spans)]

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from instrument.probes.frameworks import jax, keras, onnxruntime, sentence_transformers, sklearn, transformers
 from instrument.probes.frameworks.entries import Entries
+from instrument.probes.frameworks.nodes import Nodes
 from instrument.probes.layers import Layers
 from instrument.profile import FrameworkRule
 from instrument.recorder import RECORDER, Recorder
 
-Room = Entries | jax.Jitted | keras.KerasLayers | sklearn.Estimators
+Room = Entries | Nodes | jax.Jitted | keras.KerasLayers | sklearn.Estimators
 
 ROOMS: Mapping[str, Callable[[FrameworkRule, Recorder], Room]] = {
-    "onnxruntime": onnxruntime.probes,
     "jax": jax.probes,
     "transformers": transformers.probes,
     "sentence_transformers": sentence_transformers.probes,
@@ -28,5 +28,7 @@ def probes(
     for rule in rules:
         if rule.name == "keras":
             yield from keras.probes(rule, layers, recorder)
+        elif rule.name == "onnxruntime":
+            yield from onnxruntime.probes(rule, recorder)
         else:
             yield ROOMS[rule.name](rule, recorder)
