@@ -67,7 +67,7 @@ class Entries:
         self._recorder = recorder
         self._modules = frozenset(name for entry in entries for name in entry.modules)
         self._verdicts: dict[str, Verdict] = {}
-        self._shared: dict[tuple[str, Facts], Site] = {}
+        self._shared: dict[tuple[str, Facts], Any] = {}
         self._undos: list[Undo] = []
 
     def wants(self, module_name: str) -> bool:
@@ -119,45 +119,37 @@ class Entries:
 
     def _wrap(self, entry: Entry, method: FunctionType) -> Any:
         recorder, by_class, decide = self._recorder, self._by_class, self._decide
-        open_, close, muted, pass_muted = recorder.open, recorder.close, recorder.muted, recorder.pass_muted
         is_compiling = compiling_test()
-        sites: dict[int, Site] = {}
+        recordings: dict[int, Any] = {}
 
         @functools.wraps(method)
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not recorder.on:
+            if (is_compiling is not None and is_compiling()) or not recorder.on:
                 return method(self, *args, **kwargs)
             subject = type(self) if by_class else self
-            site = sites.get(id(subject)) or decide(entry, method, self, subject, sites)
-            if site in muted:
-                pass_muted(site)
-                return method(self, *args, **kwargs)
-            frame = open_(site)
-            try:
-                result = method(self, *args, **kwargs)
-            except BaseException as error:
-                close(frame, error)
-                raise
-            close(frame)
-            return result
+            recording = recordings.get(id(subject)) or decide(entry, method, self, subject, recordings)
+            return recording(self, *args, **kwargs)
 
         wrapper.__instrument_entry__ = True  # type: ignore[attr-defined]
         return wrapper
 
-    def _decide(self, entry: Entry, method: FunctionType, thing: Any, subject: Any, sites: dict[int, Site]) -> Site:
-        """The site of a subject, at its first call. Subjects that are described alike share one."""
+    def _decide(self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]) -> Any:
+        """The method with the site of a subject, at its first call. Subjects that are described alike share one."""
         try:
             facts = self._facts_of(thing)
         except Exception as fault:
             FAULTS.note(f"description of a call of {entry.label}", fault)
             facts = ("", ())
-        site = self._shared.get((entry.label, facts))
-        if site is None:
-            site = self._shared.setdefault((entry.label, facts), self._site(entry, method, facts))
-            self._recorder.may_mute(site)
-        weakref.finalize(subject, sites.pop, id(subject), None)
-        sites[id(subject)] = site
-        return site
+        recording = self._shared.get((entry.label, facts))
+        if recording is None:
+            site = self._site(entry, method, facts)
+            made = self._recorder.make_function(method, site)
+            recording = self._shared.setdefault((entry.label, facts), made)
+            if recording is made:  # two threads may be first
+                self._recorder.may_mute(site, made)
+        weakref.finalize(subject, recordings.pop, id(subject), None)
+        recordings[id(subject)] = recording
+        return recording
 
     @staticmethod
     def _site(entry: Entry, method: FunctionType, facts: Facts) -> Site:
@@ -182,8 +174,8 @@ def missing(rule: FrameworkRule, label: str) -> Verdict:
     return Verdict(rule.text, "unreachable", label, f"{rule.name} {version or '(of unknown version)'} has none")
 
 
-def compiling_test() -> Callable[[], bool]:
-    """Tells whether torch compiles what runs now, which must not meet a probe there. 40 ns with torch."""
+def compiling_test() -> Callable[[], bool] | None:
+    """What tells whether torch compiles what runs now, where no probe may be; None where there is no torch."""
     torch = sys.modules.get("torch")
     found: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
-    return found if found is not None else lambda: False
+    return found

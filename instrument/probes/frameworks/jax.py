@@ -152,29 +152,19 @@ class Jitted:
         site = self._sites.get(key)
         if site is None:
             site = self._sites.setdefault(key, site_of(made))
-            self._recorder.may_mute(site)
         return site
 
     def _recording(self, function: Any, site: Site) -> Callable[..., Any]:
         recorder, is_clean = self._recorder, self._is_clean
-        open_, close, muted, pass_muted = recorder.open, recorder.close, recorder.muted, recorder.pass_muted
+        recording = recorder.make_function(function, site)
+        recorder.may_mute(site, recording)
 
-        def recording(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not recorder.on or not self._at_work or not is_clean():
                 return function(*args, **kwargs)
-            if site in muted:
-                pass_muted(site)
-                return function(*args, **kwargs)
-            frame = open_(site)
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as error:
-                close(frame, error)
-                raise
-            close(frame)
-            return result
+            return recording(*args, **kwargs)
 
-        return recording
+        return call
 
     def _wrap_call(self, function: Any, name: str) -> Any:
         """Record a function of JAX itself; calls that it makes of the others are part of it."""

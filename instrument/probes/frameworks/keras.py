@@ -96,7 +96,9 @@ class KerasLayers:
 
         @functools.wraps(call)
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not recorder.on or in_symbolic_scope() or _holds(symbolic_type, args, kwargs):
+            if (is_compiling is not None and is_compiling()) or not recorder.on:
+                return call(self, *args, **kwargs)
+            if in_symbolic_scope() or _holds(symbolic_type, args, kwargs):
                 return call(self, *args, **kwargs)
             site = sites.get(id(self)) or decide(self)
             if site is _NOT_SELECTED:

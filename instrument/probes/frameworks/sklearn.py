@@ -136,8 +136,7 @@ class Estimators:
 
     def _wrap(self, name: str, method: FunctionType) -> Any:
         recorder, decide, inside = self._recorder, self._decide, self._inside
-        open_, close, muted, pass_muted = recorder.open, recorder.close, recorder.muted, recorder.pass_muted
-        sites: dict[int, Site] = {}
+        recordings: dict[int, Any] = {}
 
         @functools.wraps(method)
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -147,28 +146,18 @@ class Estimators:
             if key in running:
                 return method(self, *args, **kwargs)
             cls = type(self)
-            site = sites.get(id(cls)) or decide(name, method, cls, sites)
-            if site in muted:
-                pass_muted(site)
-                return method(self, *args, **kwargs)
+            recording = recordings.get(id(cls)) or decide(name, method, cls, recordings)
             running.add(key)
             try:
-                frame = open_(site)
-                try:
-                    result = method(self, *args, **kwargs)
-                except BaseException as error:
-                    close(frame, error)
-                    raise
-                close(frame)
-                return result
+                return recording(self, *args, **kwargs)
             finally:
                 running.discard(key)
 
         wrapper.__instrument_estimator__ = True  # type: ignore[attr-defined]
         return wrapper
 
-    def _decide(self, name: str, method: FunctionType, cls: type[Any], sites: dict[int, Site]) -> Site:
-        """The site of a class's method, at its first call."""
+    def _decide(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
+        """A class's method with its site, at its first call."""
         inner: Any = method
         while hasattr(inner, "__wrapped__"):
             inner = inner.__wrapped__
@@ -180,11 +169,13 @@ class Estimators:
             file=inner.__code__.co_filename,
             line=inner.__code__.co_firstlineno,
         )
-        weakref.finalize(cls, sites.pop, id(cls), None)
-        site = sites.setdefault(id(cls), site)
-        self._recorder.may_mute(site)
-        self.hits += 1
-        return site
+        made = self._recorder.make_function(method, site)
+        recording = recordings.setdefault(id(cls), made)
+        if recording is made:  # two threads may be first
+            weakref.finalize(cls, recordings.pop, id(cls), None)
+            self._recorder.may_mute(site, made)
+            self.hits += 1
+        return recording
 
 
 class _Inside(threading.local):
