@@ -7,12 +7,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from trees import tree
 
 from instrument.probes.selection import Selection
 from instrument.profile import FRAMEWORKS, loads
 from instrument.profiler import check
+from instrument.recorder import Recorder
 
 PROGRAM = """
 import json, sys, warnings
@@ -124,3 +127,48 @@ def test_check_imports_the_frameworks_that_are_asked_for_by_name() -> None:
     pytest.importorskip("sklearn")
     verdicts = check(loads("frameworks: [sklearn]", environ={}))
     assert [str(verdict) for verdict in verdicts] == ["sklearn: waiting (no estimator has run)"]
+
+
+def test_a_method_that_a_function_rule_names_too_is_recorded_once(
+    recorder: Recorder, select: Callable[[str], Selection]
+) -> None:
+    np = pytest.importorskip("numpy")
+    linear = pytest.importorskip("sklearn.linear_model")
+    model = linear.LinearRegression().fit([[0.0], [1.0]], [0, 1])
+    before = vars(linear._base.LinearModel)["predict"]
+    rule = "{match: 'sklearn.linear_model._base:LinearModel.predict', name: mine}"
+    profile = f"{{functions: [{rule}], frameworks: [sklearn]}}"
+    select(profile).undo()
+    assert vars(linear._base.LinearModel)["predict"] is before
+    verdicts = [str(verdict) for verdict in select(profile).verdicts()]
+    assert np.allclose(model.predict([[2.0]]), 2)
+    assert tree(recorder) == "LinearRegression.predict"
+    assert verdicts[0] == "sklearn.linear_model._base:LinearModel.predict: attached (frameworks: sklearn has it)"
+
+
+def test_threads_that_call_one_object_each_record_their_own_calls(
+    recorder: Recorder, select: Callable[[str], Selection]
+) -> None:
+    linear = pytest.importorskip("sklearn.linear_model")
+    model = linear.LogisticRegression().fit([[0.0], [1.0]], [0, 1])
+    select("frameworks: [sklearn]")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: model.predict_proba([[2.0]]), range(200)))
+    spans = recorder.spans()
+    assert len(spans) == 200
+    assert {span.site.name for span in spans} == {"LogisticRegression.predict_proba"}
+    assert len({span.site for span in spans}) == 1
+
+
+def test_a_method_of_the_same_module_stays_with_the_function_rule(
+    recorder: Recorder, select: Callable[[str], Selection]
+) -> None:
+    room = pytest.importorskip("onnxruntime.capi.onnxruntime_inference_collection")
+    before = vars(room.Session)["end_profiling"], vars(room.Session)["run"]
+    selection = select(
+        f"{{functions: [{{match: '{room.__name__}:Session.run', name: mine}}], frameworks: [onnxruntime]}}"
+    )
+    texts = [str(verdict) for verdict in selection.verdicts()]
+    assert "onnxruntime: Session.run: attached (it is recorded as 'mine' already)" in texts
+    selection.undo()
+    assert (vars(room.Session)["end_profiling"], vars(room.Session)["run"]) == before

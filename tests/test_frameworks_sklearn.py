@@ -113,7 +113,7 @@ def test_estimator_classes_of_the_host_are_seen_whenever_they_are_defined(
     selection.undo()
     for cls in (Early, Late, Turned, Derived):
         for name in METHODS:
-            assert not hasattr(vars(cls).get(name), "__instrument_estimator__")
+            assert not hasattr(vars(cls).get(name), "__instrument_framework__")
     assert np.array_equal(Derived().fit(X).transform(X), (X + 1) * 2)
 
 

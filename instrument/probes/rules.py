@@ -1,6 +1,6 @@
 """The function rules of a profile: which targets each has matched, and how they are made to record.
 
-The first rule that matches a target has it. A function that carries a probe already, for instance by `@profiled`,
+The first rule that matches a target has it. A function that carries a probe already, by `@profiled` or of a framework,
 keeps that one.
 """
 
@@ -78,6 +78,11 @@ class Functions:
         existing = getattr(found.function, "__instrument__", None)
         if isinstance(existing, Site):
             why = f"its own decorator names it {existing.name!r}"
+            self._found[index].setdefault(found.label, Verdict(rule.text, "attached", found.label, why))
+            return
+        framework = getattr(found.function, "__instrument_framework__", None)
+        if isinstance(framework, str):
+            why = f"frameworks: {framework} has it"
             self._found[index].setdefault(found.label, Verdict(rule.text, "attached", found.label, why))
             return
         try:

@@ -102,14 +102,13 @@ class Entries:
         if owner is None:
             return missing(self.rule, entry.label)
         method = vars(owner)[entry.method]
+        if hasattr(method, "__instrument_framework__"):  # a second name of the same module
+            return Verdict(self.rule.text, "attached", entry.label)
+        if (verdict := taken(self.rule, entry.label, method)) is not None:
+            return verdict
         if not isinstance(method, FunctionType):
             why = f"it is a {type(method).__name__}, not a function"
             return Verdict(self.rule.text, "unreachable", entry.label, why)
-        if hasattr(method, "__instrument_entry__"):  # a second name of the same module
-            return Verdict(self.rule.text, "attached", entry.label)
-        existing = getattr(method, "__instrument__", None)
-        if isinstance(existing, Site):
-            return Verdict(self.rule.text, "attached", entry.label, f"it is recorded as {existing.name!r} already")
         try:
             self._undos.append(replace(owner, entry.method, self._wrap(entry, method)))
         except Exception as error:  # a metaclass that lets nothing be set
@@ -130,7 +129,7 @@ class Entries:
             recording = recordings.get(id(subject)) or decide(entry, method, self, subject, recordings)
             return recording(self, *args, **kwargs)
 
-        wrapper.__instrument_entry__ = True  # type: ignore[attr-defined]
+        wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
         return wrapper
 
     def _decide(self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]) -> Any:
@@ -172,6 +171,14 @@ def missing(rule: FrameworkRule, label: str) -> Verdict:
     """The verdict on an entry point that the imported version of a framework does not have."""
     version = next((namespace(m).get("__version__") for name, m in loaded_modules() if name == rule.name), None)
     return Verdict(rule.text, "unreachable", label, f"{rule.name} {version or '(of unknown version)'} has none")
+
+
+def taken(rule: FrameworkRule, label: str, function: Any) -> Verdict | None:
+    """The verdict on an entry point that a function rule or a decorator records already, which then keeps it."""
+    site = getattr(function, "__instrument__", None)
+    if not isinstance(site, Site):
+        return None
+    return Verdict(rule.text, "attached", label, f"it is recorded as {site.name!r} already")
 
 
 def compiling_test() -> Callable[[], bool] | None:

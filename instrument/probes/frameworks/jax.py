@@ -20,7 +20,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from instrument.errors import FAULTS
-from instrument.probes.frameworks.entries import missing
+from instrument.probes.frameworks.entries import missing, taken
 from instrument.probes.functions import Undo, loaded_modules, namespace, rebind, replace, site_of, undo_all
 from instrument.probes.verdict import Verdict
 from instrument.profile import FrameworkRule
@@ -95,13 +95,14 @@ class Jitted:
     def _attach(self, name: str, wrap: Callable[[Any], Any]) -> None:
         function = namespace(self._jax).get(name) if self._jax is not None else None
         label = f"jax.{name}"
+        if (verdict := taken(self.rule, label, function)) is not None:
+            self._verdicts.append(verdict)
+            return
         if not isinstance(function, FunctionType):
             self._verdicts.append(missing(self.rule, label))
             return
-        if isinstance(getattr(function, "__instrument__", None), Site):
-            self._verdicts.append(Verdict(self.rule.text, "attached", label, "a function rule has it"))
-            return
         wrapped = wrap(function)
+        wrapped.__instrument_framework__ = self.rule.name
         self._undos.append(replace(self._jax, name, wrapped))
         self._bound.append((function, wrapped))
         self._verdicts.append(Verdict(self.rule.text, "attached", label))

@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from instrument.errors import FAULTS
-from instrument.probes.frameworks.entries import Entries, Entry, Facts, compiling_test, missing
+from instrument.probes.frameworks.entries import Entries, Entry, Facts, compiling_test, missing, taken
 from instrument.probes.functions import Undo, namespace, replace, undo_all
 from instrument.probes.layers import Layers, Paths, subclasses
 from instrument.probes.verdict import Verdict
@@ -61,6 +61,9 @@ class KerasLayers:
         """Attach to the class of all layers."""
         layer = namespace(module).get("Layer")
         call = vars(layer).get("__call__") if isinstance(layer, type) else None
+        if (verdict := taken(self.rule, "Layer.__call__", call)) is not None:
+            self._verdicts.append(verdict)
+            return False
         if not isinstance(layer, type) or not isinstance(call, FunctionType):
             self._verdicts.append(missing(self.rule, "Layer.__call__"))
             return False
@@ -119,6 +122,7 @@ class KerasLayers:
             return result
 
         probe = self
+        wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
         return wrapper
 
     def _decide(self, layer: Any) -> Site:

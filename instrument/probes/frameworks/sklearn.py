@@ -108,6 +108,8 @@ class Estimators:
             if owner is None:
                 continue
             raw = vars(owner)[name]
+            if isinstance(getattr(raw, "__instrument__", None), Site):  # a function rule has it
+                continue
             # Of `available_if`: a descriptor that holds the function, and may say that there is none.
             function = raw if isinstance(raw, FunctionType) else getattr(raw, "fn", None)
             if not isinstance(function, FunctionType):
@@ -116,11 +118,8 @@ class Estimators:
                     why = f"it is a {type(raw).__name__}, not a function"
                     self._unreachable[label] = Verdict(self.rule.text, "unreachable", label, why)
                 continue
-            if hasattr(function, "__instrument_estimator__") or isinstance(
-                getattr(function, "__instrument__", None), Site
-            ):
-                continue
-            self._attach(owner, name, raw, self._wrap(name, function))
+            if not hasattr(function, "__instrument_framework__"):
+                self._attach(owner, name, raw, self._wrap(name, function))
 
     def _attach(self, owner: type[Any], name: str, raw: Any, wrapped: Any) -> None:
         new = wrapped
@@ -153,7 +152,7 @@ class Estimators:
             finally:
                 running.discard(key)
 
-        wrapper.__instrument_estimator__ = True  # type: ignore[attr-defined]
+        wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
         return wrapper
 
     def _decide(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
