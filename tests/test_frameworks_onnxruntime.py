@@ -95,7 +95,8 @@ def test_an_asynchronous_run_is_the_span_of_its_call(recorder: Recorder, select:
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = 2
-    session(sess_options=options).run_async(None, {"x": X}, callback, "mine")
+    ready = session(sess_options=options)
+    ready.run_async(None, {"x": X}, callback, "mine")
     assert done.wait(10)
     assert np.array_equal(results[0][0], X)
     assert results[0][1:] == ("mine", "")
