@@ -12,6 +12,7 @@ traces records nothing, for it runs only once.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 import weakref
@@ -131,7 +132,7 @@ class Jitted:
         return wrapper
 
     def _jitted(self, made: Any) -> Any:
-        if str(getattr(made, "__module__", "")).partition(".")[0] in OWN:
+        if _is_own(made):
             return made
         try:
             return self._wrap_jitted(made)
@@ -187,7 +188,7 @@ class Jitted:
         return wrapper
 
     def _made_before(self, jit: Any) -> Iterator[tuple[Any, Any]]:
-        """Jitted functions that modules of the host name, each with one that records."""
+        """Jitted functions that modules of the host name, each with one that records; tells of those held elsewhere."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):
             return
@@ -196,9 +197,14 @@ class Jitted:
             if name.partition(".")[0] in OWN:
                 continue
             for value in list(namespace(module).values()):
-                if type(value) is jitted_type and id(value) not in seen:
+                if type(value) is jitted_type and id(value) not in seen and not _is_own(value):
                     seen.add(id(value))
                     yield value, self._wrap_jitted(value)
+        missed = [f for f in gc.get_objects() if type(f) is jitted_type and id(f) not in seen and not _is_own(f)]
+        if missed:
+            names = sorted({str(getattr(function, "__qualname__", "?")) for function in missed})
+            why = f"{len(missed)} were made before and are held where no module names them: {', '.join(names[:5])}"
+            self._verdicts.append(Verdict(self.rule.text, "partly", "jax.jit", why))
 
 
 class _JittedFunction:
@@ -237,6 +243,10 @@ class _JittedFunction:
     __class__ = property(lambda self: type(self.instrument_made))
     __module__ = property(lambda self: self.instrument_made.__module__)
     __doc__ = property(lambda self: self.instrument_made.__doc__)
+
+
+def _is_own(made: Any) -> bool:
+    return str(getattr(made, "__module__", "")).partition(".")[0] in OWN
 
 
 def _is_function(thing: Any) -> bool:
