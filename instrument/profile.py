@@ -45,7 +45,8 @@ PERCENT_SYNTAX = r"[0-9]{1,3}(?:\.[0-9]{1,18})?%"
 RECORDED: tuple[str, ...] = ("size", "type", "value")
 DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p", "h2h")
 DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
-FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
+COPY_FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
+FRAMEWORKS: tuple[str, ...] = ("onnxruntime", "keras", "jax", "transformers", "sentence_transformers", "sklearn")
 VIEWS: tuple[str, ...] = ("events",)
 SORT_KEYS: tuple[str, ...] = ("default", "calls", "total", "max", "min", "ave")
 PROTOCOLS: tuple[str, ...] = ("http/protobuf", "grpc")
@@ -126,9 +127,28 @@ class CopyRule:
 
     directions: tuple[str, ...] = DEVICE_DIRECTIONS
     min_bytes: int = 0
-    frameworks: tuple[str, ...] = FRAMEWORKS
+    frameworks: tuple[str, ...] = COPY_FRAMEWORKS
     line: int = field(default=0, compare=False)
     text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkRule:
+    """A framework whose own entry points are instrumented once the service has imported it.
+
+    `nodes` has ONNX Runtime time each node of a model too, which makes its runs several times slower. `auto` says that
+    the profile took all frameworks and did not name this one, so that nobody misses it.
+    """
+
+    name: str
+    nodes: bool = False
+    auto: bool = False
+    line: int = field(default=0, compare=False)
+
+    @property
+    def text(self) -> str:
+        """How messages call the rule."""
+        return self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +278,7 @@ class Profile:
     layers: tuple[LayerRule, ...] = ()
     copies: tuple[CopyRule, ...] = ()
     loaders: str = "off"
+    frameworks: tuple[FrameworkRule, ...] = ()
     schedule: Schedule | None = None
     capture: Capture = field(default_factory=Capture)
     limits: Limits = field(default_factory=Limits)
@@ -559,8 +580,36 @@ def _sides(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _copy_rule(node: Node) -> CopyRule:
     rule = CopyRule(**_fields(node, "copies"))
-    of = "" if rule.frameworks == FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
+    of = "" if rule.frameworks == COPY_FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
     return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B{of}")
+
+
+_FRAMEWORKS = f"auto, or a list of {', '.join(FRAMEWORKS)}"
+_framework = one_of(*FRAMEWORKS)
+
+
+def _framework_rule(node: Node) -> FrameworkRule:
+    if node.kind != "mapping":
+        return FrameworkRule(_framework(node), line=node.line)
+    rule = FrameworkRule(**_fields(node, "frameworks"), line=node.line)
+    if rule.nodes and rule.name != "onnxruntime":
+        node.pairs["nodes"][1].refuse("true for onnxruntime alone", found=f"true for {rule.name}")
+    return rule
+
+
+def _frameworks(node: Node) -> tuple[FrameworkRule, ...]:
+    if node.kind == "text" and node.text == "auto":
+        return tuple(FrameworkRule(name, auto=True, line=node.line) for name in FRAMEWORKS)
+    if node.kind != "list":
+        node.refuse(_FRAMEWORKS, near=nearest(node.text, ("auto", *FRAMEWORKS)))
+    rules: tuple[FrameworkRule, ...] = each(_framework_rule, _FRAMEWORKS)(node)
+    first: dict[str, int] = {}
+    with node.document.all_or_nothing():
+        for rule, item in zip(rules, node.items, strict=True):
+            if rule.name in first:
+                item.note(f"each framework once (first in line {first[rule.name]})", found=f"{rule.name} twice")
+            first.setdefault(rule.name, rule.line)
+    return rules
 
 
 def _schedule(node: Node) -> Schedule:
@@ -623,6 +672,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "layers": Key("layers", each(_layer_rule, _RULES)),
         "copies": Key("copies", each(_copy_rule, _RULES)),
         "loaders": Key("loaders", one_of("auto", "off")),
+        "frameworks": Key("frameworks", _frameworks),
         "schedule": Key("schedule", _schedule),
         "capture": Key("capture", _part("capture", Capture)),
         "limits": Key("limits", _part("limits", Limits)),
@@ -656,7 +706,11 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     "copies": {
         "directions": Key("directions", one_or_more(one_of(*DIRECTIONS))),
         "min_bytes": Key("min_bytes", _size("64KiB")),
-        "frameworks": Key("frameworks", one_or_more(one_of(*FRAMEWORKS))),
+        "frameworks": Key("frameworks", one_or_more(one_of(*COPY_FRAMEWORKS))),
+    },
+    "frameworks": {
+        "name": Key("name", _framework, required=f"one of {', '.join(FRAMEWORKS)}"),
+        "nodes": Key("nodes", flag),
     },
     "schedule": {
         "skip_first": Key("skip_first", whole(0)),

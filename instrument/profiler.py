@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from instrument import chrome, otlp
+from instrument import chrome, clock, otlp
 from instrument.capture import Trees
 from instrument.control import Control, folder_of
 from instrument.document import nearest
@@ -435,7 +435,7 @@ class Session:
 
     def origin(self) -> Origin:
         """Which process this is, with a fresh pair of monotonic and wall clock."""
-        monotonic_ns, realtime_ns = _clock_pair()
+        monotonic_ns, realtime_ns = clock.pair()
         return Origin(
             pid=os.getpid(),
             service=self.profile.service,
@@ -537,11 +537,13 @@ class Session:
         """
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
+        spans = RECORDER.spans(first, last)
+        spans.extend(self.selection.nodes_within(spans))
         return Trace(
             origin=origin or self.origin(),
             start_ns=first,
             end_ns=last,
-            spans=RECORDER.spans(first, last),
+            spans=spans,
             threads=RECORDER.threads(),
             losses=self.losses(),
             notes=self.notes(),
@@ -637,6 +639,7 @@ class Session:
         wanted = self.profile.export.chrome
         if wanted is None:
             return
+        self.selection.finish_nodes()
         try:
             path = chrome.dump(
                 self._path(wanted.path, index), self.trace(start_ns, end_ns, index, origin), self.tally()
@@ -831,7 +834,7 @@ def disable() -> None:
 
 
 def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
-    """Import the modules, and those that the rules name in full, and tell what each rule reaches.
+    """Import the modules, those that the rules name in full, and their frameworks, and tell what each rule reaches.
 
     Nothing is recorded and every change is undone. Raises `ProfileError` naming every module that fails to import.
     """
@@ -851,9 +854,11 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
                 except (Exception, SystemExit) as error:
                     found = f"{type(error).__name__}: {error}{_nearest_to_import(name, error)}"
                     problems.append(f"{profile.source}: module {name} fails to import: {found}")
-            if (profile.layers or profile.copies or profile.loaders == "auto") and not problems:
+            frameworks = {"torch"} if profile.layers or profile.copies or profile.loaders == "auto" else set()
+            frameworks.update(rule.name for rule in profile.frameworks if not rule.auto)
+            for name in () if problems else sorted(frameworks):
                 try:
-                    __import__("torch")
+                    __import__(name)
                 except ImportError:
                     pass  # the verdicts say that it is not there
             verdicts = selection.verdicts()
@@ -1031,13 +1036,3 @@ def _is_main() -> bool:
     """Whether this is the process that `instrument run` started, or one that called `start` itself."""
     main = os.environ.get("INSTRUMENT_RUN_PID")
     return main is None or main == str(os.getpid())
-
-
-def _clock_pair() -> tuple[int, int]:
-    """One moment on the monotonic and on the wall clock: the tightest of five readings."""
-    pairs = []
-    for _ in range(5):
-        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
-        pairs.append((after - before, (before + after) // 2, wall))
-    _, monotonic_ns, realtime_ns = min(pairs)
-    return monotonic_ns, realtime_ns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,16 @@ import pytest
 from instrument.errors import FAULTS
 from instrument.imports import Finder
 from instrument.probes import contexts
+from instrument.probes.selection import Selection
+from instrument.profile import loads
 from instrument.recorder import RECORDER, PureRecorder, Recorder
+
+FRAMEWORK_ENTRIES = [
+    ("onnxruntime", "InferenceSession", "run"),
+    ("transformers.generation.utils", "GenerationMixin", "generate"),
+    ("sklearn.base", "BaseEstimator", "__init_subclass__"),
+    ("keras.src.layers.layer", "Layer", "__call__"),
+]
 
 
 def left_behind() -> list[str]:
@@ -43,6 +52,10 @@ def left_behind() -> list[str]:
             found.append("RecursiveScriptModule.__call__")
         if hasattr(torch.nn.Module.compile, "__wrapped__"):
             found.append("Module.compile")
+    for module, cls, name in FRAMEWORK_ENTRIES:
+        method = getattr(getattr(sys.modules.get(module), cls, None), name, None)
+        if "instrument" in getattr(getattr(method, "__code__", None), "co_filename", ""):
+            found.append(f"{cls}.{name}")
     found += [f"fault in the {place}" for place in FAULTS.counts()]
     return found
 
@@ -92,3 +105,18 @@ def recording() -> Iterator[Any]:
     RECORDER.on = True
     yield RECORDER
     RECORDER.on = False
+
+
+@pytest.fixture
+def select(recorder: Recorder) -> Iterator[Callable[[str], Selection]]:
+    """A selection of a profile's text, attached; undone after the test."""
+    made: list[Selection] = []
+
+    def attach(text: str) -> Selection:
+        made.append(Selection(loads(text, environ={}), recorder))
+        made[-1].attach()
+        return made[-1]
+
+    yield attach
+    for selection in made:
+        selection.undo()

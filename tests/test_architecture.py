@@ -15,7 +15,7 @@ import instrument
 ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
-    ["errors", "document", "spans", "tally", "ring"],
+    ["errors", "clock", "document", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports"],
     ["probes", "capture", "governor", "window", "control", "chrome", "otlp", "report"],
     ["profiler"],

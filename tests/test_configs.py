@@ -51,7 +51,7 @@ class TestEveryConfig:
 def test_everything_holds_the_default_of_every_key() -> None:
     default = Profile(export=Export(chrome=Chrome(), otlp=Otlp(), summary=Summary()))
     loaded = load(EVERYTHING, environ={})
-    assert dataclasses.replace(loaded, functions=(), layers=(), copies=()) == default
+    assert dataclasses.replace(loaded, functions=(), layers=(), copies=(), frameworks=()) == default
 
 
 def test_everything_shows_the_defaults_of_a_rule() -> None:
@@ -60,6 +60,7 @@ def test_everything_shows_the_defaults_of_a_rule() -> None:
     assert function == type(function)(function.match, function.exclude, text=function.text)
     assert layer == type(layer)(layer.match, layer.exclude, layer.types, text=layer.text)
     assert copy == type(copy)(text=copy.text)
+    assert [framework == type(framework)(framework.name) for framework in loaded.frameworks] == [True, True]
 
 
 def test_everything_names_every_key() -> None:

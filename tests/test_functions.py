@@ -410,10 +410,10 @@ def test_names_bound_by_from_import_are_rebound_in_one_pass(
     importer.renamed, importer.other = module.plain, module.generator  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "importer", importer)
     plain, generator, instead = module.plain, module.generator, object()
-    rebind(plain, instead)
+    rebind([(plain, instead)])
     assert importer.renamed is module.plain is instead  # type: ignore[attr-defined]
     assert importer.other is module.generator is generator  # type: ignore[attr-defined]
-    rebind(instead, plain)
+    rebind([(instead, plain)])
     assert importer.renamed is module.plain is plain  # type: ignore[attr-defined]
 
 
@@ -436,7 +436,7 @@ def test_looking_through_all_modules_wakes_none_and_survives_what_only_looks_lik
     del nameless.__name__
     for name, thing in {"asleep": asleep, "nameless": nameless, "proxy": Proxy(), "none": None}.items():
         monkeypatch.setitem(sys.modules, name, thing)
-    rebind(module.plain, module.plain)
+    rebind([(module.plain, module.plain)])
     assert ("asleep", asleep) in loaded_modules()
     assert ("some_service", module) in loaded_modules()
 

@@ -215,11 +215,12 @@ def test_undo_restores_every_class_and_models_built_before_stay_usable(recorder:
 
 def test_a_module_that_has_gone_gives_its_identity_back(recorder: Recorder, attached: Any) -> None:
     layers = attached(LayerRule(types=("Linear",)))
+    others = set(layers._paths._places)
     for _ in range(50):
         nn.Sequential(nn.Linear(1, 1))(torch.zeros(1))
     gc.collect()
     assert not layers._sites
-    assert not layers._paths._places
+    assert set(layers._paths._places) <= others
     assert len(recorder.spans()) == 50
 
 

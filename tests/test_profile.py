@@ -20,6 +20,7 @@ from jsonschema import Draft202012Validator
 from instrument import profile as module
 from instrument.errors import InstrumentError, ProfileError
 from instrument.profile import (
+    COPY_FRAMEWORKS,
     DEVICE_DIRECTIONS,
     DIRECTIONS,
     DURATION_UNITS,
@@ -34,6 +35,7 @@ from instrument.profile import (
     Control,
     CopyRule,
     Device,
+    FrameworkRule,
     FunctionRule,
     LayerRule,
     Limits,
@@ -105,6 +107,7 @@ class TestWhatEachKeyGives:
               - {frameworks: [cupy, torch], directions: h2h}
               - {}
             loaders: auto
+            frameworks: [sklearn, {name: onnxruntime, nodes: true}]
             schedule: {skip_first: 5, closed: 1, ready: 2, record: 4, repeat: 3}
             capture: {sample: 0.001, slow: 250ms, errors: false, limit: 30/min, before: 2s}
             limits: {ring: 1MiB, spans_per_request: 7, disk: 1GB}
@@ -140,6 +143,7 @@ class TestWhatEachKeyGives:
             CopyRule(DEVICE_DIRECTIONS, 0, text="h2d d2h d2d p2p from 0 B"),
         )
         assert profile.loaders == "auto"
+        assert profile.frameworks == (FrameworkRule("sklearn"), FrameworkRule("onnxruntime", nodes=True))
         assert [rule.line for rule in profile.functions] == [6, 8, 11]
         assert profile.schedule == Schedule(record=4, skip_first=5, closed=1, ready=2, repeat=3)
         assert profile.capture == Capture(0.001, 250_000_000, False, Rate(30, 60 * 10**9), 2 * 10**9)
@@ -268,6 +272,12 @@ class TestWhatEachKeyGives:
         assert profile.layers[0].types == ("Linear",)
         assert profile.copies[0].directions == ("h2d",)
         assert profile.export.summary == Summary()
+
+    def test_auto_takes_every_framework_and_tells_that_none_was_named(self) -> None:
+        rules = read("frameworks: auto").frameworks
+        assert [rule.name for rule in rules] == list(FRAMEWORKS)
+        assert all(rule.auto for rule in rules)
+        assert not read("frameworks: [jax]").frameworks[0].auto
 
     def test_a_name_may_hold_what_messages_and_paths_are_made_of(self) -> None:
         name = 'a/b%s: "c"\n{pid} 漢字 🚀'
@@ -577,6 +587,10 @@ export:
             ("copies: [{min_bytes: 65536}]", "65536B"),
             ("copies: [{min_bytes: 64Kib}]", "64KiB"),
             ("copies: [{min_bytes: 64 KiB}]", "64KiB"),
+            ("frameworks: [onnx-runtime]", "onnxruntime"),
+            ("frameworks: [{name: sentence-transformers}]", "sentence_transformers"),
+            ("frameworks: scikit-learn", "sklearn"),
+            ("frameworks: Auto", "auto"),
             ("capture: {slow: 250}", "250ms"),
             ("capture: {slow: '250'}", "250ms"),
             ("capture: {slow: 5sec}", "5s"),
@@ -603,8 +617,9 @@ export:
             ("export: {summary: {views: [x]}}", VIEWS),
             ("export: {summary: {sorted_by: x}}", SORT_KEYS),
             ("copies: [{directions: [x]}]", DIRECTIONS),
-            ("copies: [{frameworks: x}]", FRAMEWORKS),
+            ("copies: [{frameworks: x}]", COPY_FRAMEWORKS),
             ("loaders: on", ("auto", "off")),
+            ("frameworks: [x]", FRAMEWORKS),
             ("x: 1", tuple(KEYS[""])),
             ("limits: {x: 1}", tuple(KEYS["limits"])),
         ],
@@ -620,6 +635,14 @@ export:
             ("functions: {match: 'a:b'}", "1:12: functions: found a mapping; allowed: a list of rules"),
             ("functions: ['a:b']", "1:13: functions[0]: found 'a:b'; allowed: a mapping of match, "),
             ("functions: [null]", "1:13: functions[0]: found nothing"),
+            ("frameworks: [null]", "1:14: frameworks[0]: found nothing; allowed: onnxruntime, "),
+            ("frameworks: 1", "1:13: frameworks: found the number 1; allowed: auto, or a list of onnxruntime, "),
+            ("frameworks: [{nodes: true}]", "1:14: frameworks[0].name: found nothing; allowed: one of onnxruntime, "),
+            ("frameworks: [jax, jax]", "1:19: frameworks[1]: found jax twice; allowed: each framework once (first in"),
+            (
+                "frameworks: [{name: jax, nodes: true}]",
+                "1:33: frameworks[0].nodes: found true for jax; allowed: true for onnxruntime alone",
+            ),
             ("functions: [{match: []}]", "1:21: functions[0].match: found an empty list"),
             ("functions: [{match: [null]}]", "1:22: functions[0].match[0]: found nothing"),
             ("functions: [{match: '!a:b'}]", "1:21: functions[0].match: found only patterns with '!'"),
@@ -842,6 +865,7 @@ def section_schema(section: str) -> dict[str, Any]:
     """The schema of one section of `KEYS`."""
     rules = {"functions": "function_rule", "layers": "layer_rule", "copies": "copy_rule", "schedule": "schedule"}
     rules["functions.attributes"] = "argument"
+    rules["frameworks"] = "framework_rule"
     first, _, rest = section.partition(".")
     found: dict[str, Any] = SCHEMA
     if section in rules or first in rules:
@@ -890,6 +914,7 @@ class TestSchema:
             PHASES,
             module.RECORDED,
             DIRECTIONS,
+            COPY_FRAMEWORKS,
             FRAMEWORKS,
             VIEWS,
             SORT_KEYS,
@@ -930,7 +955,12 @@ class TestSchema:
         assert VALIDATOR.is_valid(value)
 
 
-RULES: dict[str, dict[str, Any]] = {"functions": {"match": "a:b"}, "layers": {"type": "Linear"}, "copies": {}}
+RULES: dict[str, dict[str, Any]] = {
+    "functions": {"match": "a:b"},
+    "layers": {"type": "Linear"},
+    "copies": {},
+    "frameworks": {"name": "jax"},
+}
 
 BEYOND_THE_SCHEMA = re.compile(
     # Amounts: a pattern knows a unit, not what a number times a unit comes to.
@@ -940,6 +970,7 @@ BEYOND_THE_SCHEMA = re.compile(
     r"|: found '[0-9.]{7,}[A-Za-z]+'; allowed: a number with a unit"
     # Two values against each other.
     r"|schedule: .* 0 <= start < end"
+    r"|frameworks\[\d+\]: .* allowed: each framework once"
     # A port of five digits may still be too large, and brackets may hold what is no address.
     r"|export\.otlp\.endpoint: .* \(.*\); allowed"
 )
@@ -993,11 +1024,15 @@ PROFILES = mapping(
         mapping(
             directions=one_or_more(st.sampled_from(DIRECTIONS)),
             min_bytes=SIZE,
-            frameworks=one_or_more(st.sampled_from(FRAMEWORKS)),
+            frameworks=one_or_more(st.sampled_from(COPY_FRAMEWORKS)),
         ),
         max_size=2,
     ),
     loaders=st.sampled_from(["auto", "off", False]),
+    frameworks=st.sampled_from(["auto", "all", *FRAMEWORKS])
+    | st.lists(
+        st.sampled_from(FRAMEWORKS) | mapping(name=st.sampled_from(FRAMEWORKS), nodes=st.booleans()), max_size=3
+    ),
     schedule=st.lists(COUNT, min_size=2, max_size=2)
     | mapping(skip_first=COUNT, closed=COUNT, ready=COUNT, record=COUNT, repeat=COUNT),
     capture=mapping(
@@ -1099,6 +1134,7 @@ class TestTheSchemaAndTheLoaderAgree:
             {"export": {"otlp": {"timeout": "1ns"}}},
             {"capture": {"slow": "9999999999999h"}},
             {"schedule": [3, 3]},
+            {"frameworks": ["jax", {"name": "jax"}]},
             {"export": {"otlp": {"endpoint": "http://c:99999"}}},
         ],
     )

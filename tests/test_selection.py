@@ -12,7 +12,6 @@ import pytest
 from trees import tree
 
 from instrument.probes.selection import Selection
-from instrument.profile import loads
 from instrument.recorder import Recorder
 
 SERVICE = """
@@ -45,21 +44,6 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     yield lambda: importlib.import_module("served")
     for name in ("served", "served_text"):
         sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def select(recorder: Recorder) -> Iterator[Callable[[str], Selection]]:
-    """A selection of a profile's text, attached; undone after the test."""
-    made: list[Selection] = []
-
-    def attach(text: str) -> Selection:
-        made.append(Selection(loads(text, environ={}), recorder))
-        made[-1].attach()
-        return made[-1]
-
-    yield attach
-    for selection in made:
-        selection.undo()
 
 
 PROFILE = """

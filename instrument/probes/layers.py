@@ -38,11 +38,12 @@ _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 """Classes that put the module that they wrap under the name `module`."""
 
 
-class _Paths:
-    """Where each module sits: its parent and its name there, held weakly."""
+class Paths:
+    """Where each module sits: its parent and its name there, held weakly. `children` are a module's, by name."""
 
-    def __init__(self, module_type: type[Any]) -> None:
+    def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
         self._module_type = module_type
+        self._children = children
         self._places: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._parents: dict[int, weakref.ref[Any]] = {}
         self._vain_walks: Counter[type[Any]] = Counter()
@@ -118,7 +119,7 @@ class _Paths:
         modules = [thing for thing in gc.get_objects() if _is_instance(thing, self._module_type)]
         edges = []
         for parent in modules:
-            for name, child in (vars(parent).get("_modules") or {}).items():
+            for name, child in self._children(parent):
                 if child is not None:
                     self.place(parent, name, child)
                     edges.append((name, child))
@@ -132,8 +133,17 @@ def _is_instance(thing: Any, module_type: type[Any]) -> bool:
     return issubclass(type(thing), module_type)
 
 
+def _torch_children(module: Any) -> Iterable[tuple[str, Any]]:
+    return (vars(module).get("_modules") or {}).items()
+
+
 class Layers:
-    """The layer rules of one session at work in torch. `hits` counts the layers that each rule selected."""
+    """The layer rules of one session at work in torch. `hits` counts the layers that each rule selected.
+
+    Another framework's layers may be selected by the same rules: it makes itself known in `known`, which holds for each
+    framework that the rules mean its layer classes, or None while it is not imported, and `select`s. Classes that are
+    layers of both are `left_out` here.
+    """
 
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
         self._recorder = recorder
@@ -141,6 +151,8 @@ class Layers:
         self._followed: set[int] = set()  # modules whose end is told to us
         self._shared: dict[tuple[str | None, bool, type[Any], str], Site] = {}  # by name, device, class and path
         self._torch: ModuleType | None = None
+        self.known: dict[str, Callable[[], Iterable[type[Any]]] | None] = {"torch": None}
+        self.left_out: Callable[[type[Any]], bool] = lambda cls: False
         self._undos: list[Undo] = []
         self._patches: dict[type[Any], Undo] = {}
         self._regions = Regions(self._first, lambda key: self._sites.pop(key, None), recorder)
@@ -174,7 +186,7 @@ class Layers:
         decided = set(self._sites)
         self._sites.clear()
         self._regions.forget()
-        for cls in _subclasses(self._module_type):
+        for cls in subclasses(self._module_type):
             self._defined(cls)
         for name, child in self._paths.walk_heap():
             self._placed(name, child)
@@ -205,14 +217,15 @@ class Layers:
         """Begin to observe; `torch` has been imported. Returns the way back."""
         module_type = torch.nn.Module
         self._module_type = module_type
+        self.known["torch"] = lambda: subclasses(module_type)
         self._is_compiling = _compiling_test(torch)
         dynamo = getattr(getattr(torch, "_C", None), "_dynamo", None)
         self._evaluate = getattr(getattr(dynamo, "eval_frame", None), "set_eval_frame", None)
-        self._paths = _Paths(module_type)
+        self._paths = Paths(module_type, _torch_children)
         handle = torch.nn.modules.module.register_module_module_registration_hook(self._registered)
         self._undos.append(handle.remove)
         self._undos.append(self._watch_subclasses(module_type))
-        for cls in _subclasses(module_type):
+        for cls in subclasses(module_type):
             self._defined(cls)
         for name, child in self._paths.walk_heap():
             self._placed(name, child)
@@ -264,6 +277,8 @@ class Layers:
 
     def _patch(self, cls: type[Any]) -> None:
         """Replace `forward` in the class that defines it for `cls`."""
+        if self.left_out(cls):
+            return
         self._patched.add(cls)
         owner = next((base for base in cls.__mro__ if "forward" in vars(base)), None)
         if owner is None or owner is self._module_type or (owner in self._patched and owner is not cls):
@@ -287,7 +302,7 @@ class Layers:
         at_work = self._at_work
         try:
             path = self._paths.of(module)
-            site = None if self._regions.holds(module) else self._select(type(module), path or "")
+            site = None if self._regions.holds(module) else self.select(type(module), path or "")
             if path is None and site is None and not self._regions.holds(module):
                 return None
         except Exception as fault:
@@ -310,7 +325,8 @@ class Layers:
         """The first rule that selects a layer of a class at a path, and the sites that it has selected so far."""
         return next((found for found in self._at_work if selects(found[0], class_name, path)), None)
 
-    def _select(self, cls: type[Any], path: str) -> Site | None:
+    def select(self, cls: type[Any], path: str, method: str = "forward") -> Site | None:
+        """The site of a layer that a rule selects, None where none does. `method` does the work of the class."""
         found = self._first(known_as(cls), path)
         if found is None:
             return None
@@ -318,19 +334,19 @@ class Layers:
         key = (rule.name, rule.device, cls, path)
         site = self._shared.get(key)
         if site is None:
-            site = self._shared.setdefault(key, self._site(rule, cls, path))
+            site = self._shared.setdefault(key, self._site(rule, cls, path, method))
             self._recorder.may_mute(site)
         selected[site] = None
         return site
 
     @staticmethod
-    def _site(rule: LayerRule, cls: type[Any], path: str) -> Site:
-        code = inspect.unwrap(cls.forward).__code__
+    def _site(rule: LayerRule, cls: type[Any], path: str, method: str) -> Site:
+        code = inspect.unwrap(getattr(cls, method)).__code__
         return Site(
             name=rule.name or known_as(cls),
             kind="layer",
             module=cls.__module__,
-            qualname=f"{cls.__qualname__}.forward",
+            qualname=f"{cls.__qualname__}.{method}",
             file=code.co_filename,
             line=code.co_firstlineno,
             instance=path,
@@ -339,10 +355,12 @@ class Layers:
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""
-        if self._torch is None:
-            return [Verdict(rule.text, "waiting", why="torch not imported") for rule in self.rules]
-        known = sorted({cls.__name__ for cls in _subclasses(self._module_type)})
-        unseen = self._regions.unseen()
+        imported = [classes for classes in self.known.values() if classes is not None]
+        if not imported:
+            why = f"{' and '.join(self.known)} not imported"
+            return [Verdict(rule.text, "waiting", why=why) for rule in self.rules]
+        known = sorted({cls.__name__ for classes in imported for cls in classes()})
+        unseen = self._regions.unseen() if self._torch is not None else []
         verdicts: list[Verdict] = []
         for rule, selected in self._at_work:
             found = [
@@ -380,7 +398,7 @@ def _compiling_test(torch: Any) -> Callable[[], bool]:
     return found if found is not None else lambda: False
 
 
-def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+def subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     """Every class below `cls`, each once."""
     seen: set[type[Any]] = set()
     waiting = [cls]

@@ -1,6 +1,6 @@
 """The function rules of a profile: which targets each has matched, and how they are made to record.
 
-The first rule that matches a target has it. A function that carries a probe already, for instance by `@profiled`,
+The first rule that matches a target has it. A function that carries a probe already, by `@profiled` or of a framework,
 keeps that one. What else holds a function when its probe comes is changed with it; what cannot be changed is named.
 """
 
@@ -151,6 +151,10 @@ class Functions:
             owner = self._taken.setdefault(label, index)
             if owner != index:
                 self._tell(index, "attached", label, f"{self.rules[owner].text} has it")
+                continue
+            framework = getattr(thing.function, "__instrument_framework__", None)
+            if isinstance(framework, str):
+                self._tell(index, "attached", label, f"frameworks: {framework} has it")
                 continue
             existing = functions.site_on(thing.function)
             if existing is not None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from instrument import imports
 from instrument.probes.copies import Copies
+from instrument.probes.frameworks import Frameworks
 from instrument.probes.functions import Undo
 from instrument.probes.holders import loaded_modules, namespace
 from instrument.probes.layers import Layers
@@ -21,6 +22,7 @@ from instrument.probes.rules import Functions
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
 from instrument.recorder import RECORDER, Recorder
+from instrument.spans import Span
 
 
 class Probes(Protocol):
@@ -57,6 +59,7 @@ FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
     "layers": Layers,
     "copies": Copies,
     "loaders": Loaders,
+    "frameworks": Frameworks,
 }
 """What attaches the rules of each key of a profile, in the order in which they attach."""
 
@@ -72,11 +75,21 @@ class Selection:
         self._recorder = recorder
         self._lock = threading.RLock()
         self._undo_imports: Undo | None = None
-        self._families: dict[str, Probes] = {
-            key: made(rules, recorder) for key, made in FAMILIES.items() if (rules := _rules(profile, key))
-        }
+        self._families: dict[str, Probes] = {}
+        for key in FAMILIES:
+            if rules := _rules(profile, key):
+                self._families[key] = self._made(key, rules)
         self._unfinished: list[ModuleType] = []
         self.late: list[str] = []
+
+    def _made(self, key: str, rules: Sequence[Any]) -> Probes:
+        if key == "frameworks":
+            return Frameworks(rules, self._recorder, self._layers)
+        return FAMILIES[key](rules, self._recorder)
+
+    def _layers(self) -> Layers | None:
+        family = self._families.get("layers")
+        return family if isinstance(family, Layers) else None
 
     def attach(self) -> Undo:
         """Attach to what is imported, watch for the rest; returns the way back."""
@@ -98,13 +111,13 @@ class Selection:
         with self._lock:
             before = self._probed()
             loaded = [module for _, module in loaded_modules()]
-            for key, made in FAMILIES.items():
+            for key in FAMILIES:
                 rules, family = _rules(profile, key), self._families.get(key)
                 if family is not None:
                     if anew or rules != family.rules:
                         family.change(rules, loaded)
                 elif rules:
-                    family = made(rules, self._recorder)
+                    family = self._made(key, rules)
                     self._families[key] = family
                     for module in loaded:
                         if family.wants(module.__name__):
@@ -137,6 +150,9 @@ class Selection:
     def after_fork_in_child(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
         self._lock = threading.RLock()
+        family = self._families.get("frameworks")
+        if isinstance(family, Frameworks):
+            family.after_fork_in_child()
 
     def undo(self) -> None:
         """Take every probe off, last first."""
@@ -166,6 +182,19 @@ class Selection:
         with self._lock:
             self.settle()
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
+
+    def finish_nodes(self) -> None:
+        """A window has ended: read what ONNX Runtime has timed by itself until now."""
+        family = self._families.get("frameworks")
+        with self._lock:
+            if isinstance(family, Frameworks):
+                family.finish_nodes()
+
+    def nodes_within(self, spans: Sequence[Span]) -> list[Span]:
+        """What ONNX Runtime has timed by itself within these spans; their self times then leave it out."""
+        family = self._families.get("frameworks")
+        with self._lock:
+            return family.nodes_within(spans) if isinstance(family, Frameworks) else []
 
 
 def _rules(profile: Profile, key: str) -> tuple[Any, ...]:
