@@ -243,9 +243,14 @@ def test_layers_and_copies_wait_for_torch_and_say_what_became_of_them(
         """
     )
     torch.nn.Linear(2, 2)(torch.zeros(2))
-    texts = [str(verdict) for verdict in selection.verdicts()]
-    assert "attached" in texts[0]
-    assert "no class of that name is defined: Liner; nearest is Linear" in texts[1]
-    assert "no layer that it selects has run" in texts[2]
+    texts: dict[str, list[str]] = {}
+    for verdict in selection.verdicts():
+        texts.setdefault(verdict.rule, []).append(str(verdict))
+    linear, liner, path, copies = list(texts.values())[:4]
+    assert "attached" in linear[0]
+    assert liner == ["type Liner: nothing (no class of that name is defined: Liner; nearest is Linear)"]
+    # Other tests may have left models behind, whose paths are known.
+    assert len(path) == 1
+    assert "no layer that it selects has run" in path[0] or "no layer sits at such a path" in path[0]
     if torch.version.cuda is None:
-        assert "no copy to or from one can happen" in texts[3]
+        assert "no copy to or from one can happen" in copies[0]
