@@ -648,7 +648,7 @@ class Session:
             self._complain(str(error))
             return
         self._newest_file = path
-        self._make_room(wanted.path, path)
+        self._make_room(self._own(wanted.path), path)
 
     def _make_room(self, template: str, newest: Path) -> None:
         """Remove the oldest trace files of this profile, of whichever process, until all keep within `limits.disk`."""
@@ -674,9 +674,17 @@ class Session:
             room += size
             self._losses["trace files removed to stay within limits.disk"] += 1
 
+    def _own(self, template: str) -> str:
+        """The template with the process's number in it where the first process of the service has the path as it is."""
+        if "{pid}" in template or (_is_main() and not self._forked):
+            return template
+        folder, name = os.path.split(template)
+        stem, dot, suffix = name.partition(".")
+        return os.path.join(folder, f"{stem}-{{pid}}{dot}{suffix}")  # noqa: PTH118 - keeps an empty folder empty
+
     def _path(self, template: str, window: int) -> Path:
         """The file that a template of the profile means, below the folder in which the session began."""
-        name = chrome.file_name(template, service=self.profile.service, pid=os.getpid(), window=window)
+        name = chrome.file_name(self._own(template), service=self.profile.service, pid=os.getpid(), window=window)
         return Path(name) if self._folder == _working_folder() else self._folder / name
 
     def _print_summary(self, wanted: Summary) -> None:

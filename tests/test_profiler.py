@@ -407,6 +407,23 @@ def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
+def test_a_child_never_writes_over_its_parents_file_though_the_path_has_no_process_number() -> None:
+    begin("export: {chrome: {path: out/one.json.gz}, summary: {to: out/one.txt}}")
+    request(2)
+    child = os.fork()
+    if child == 0:
+        request(3)
+        instrument.stop()
+        os._exit(0)
+    os.waitpid(child, 0)
+    instrument.stop()
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        f"one-{child}.json.gz", f"one-{child}.txt", "one.json.gz", "one.txt",
+    ]  # fmt: skip
+    names = [span.site.name for span in chrome.load("out/one.json.gz")[0].spans]
+    assert names.count("request") == 2
+
+
 def test_a_fork_while_another_thread_stops_the_session_leaves_the_child_without_one() -> None:
     session = begin(CHROME)
     request()
