@@ -1108,3 +1108,70 @@ def test_device_time_that_comes_later_counts_as_if_it_had_been_known(
     assert abs(found.min_ns - expected.min_ns) <= expected.min_ns / 64
     found.min_ns = expected.min_ns
     assert found == expected
+
+
+class Part:
+    """What has a method whose instances are recorded one by one."""
+
+    def work(self, x: int = 1) -> int:
+        if x < 0:
+            raise ValueError(x)
+        return x + 1
+
+
+@pytest.fixture
+def choice(recorder: Any) -> Iterator[dict[int, Site | None]]:
+    """`Part.work` recorded by instance; the choice is the dict of sites. What is not in it is asked for by `decide`."""
+    sites: dict[int, Site | None] = {}
+
+    def decide(part: Part) -> Site | None:
+        if getattr(part, "interrupt", False):
+            raise KeyboardInterrupt
+        sites[id(part)] = Site("part", "layer", instance=str(len(sites))) if hasattr(part, "selected") else None
+        return sites[id(part)]
+
+    own = vars(Part)["work"]
+    Part.work = recorder.wrap_method(own, sites, decide, lambda: False)  # type: ignore[method-assign]
+    yield sites
+    Part.work = own  # type: ignore[method-assign]
+
+
+def test_a_method_records_the_instances_that_are_chosen_each_decided_once(
+    recorder: Any, choice: dict[int, Site | None]
+) -> None:
+    chosen, other = Part(), Part()
+    chosen.selected = True  # type: ignore[attr-defined]
+    for _ in range(3):
+        assert (chosen.work(2), other.work(x=3), Part.work(chosen, 4)) == (3, 4, 5)
+    with pytest.raises(ValueError):
+        chosen.work(-1)
+    with pytest.raises(TypeError):
+        Part.work()  # type: ignore[call-arg]
+    site = choice[id(chosen)]
+    assert choice == {id(chosen): site, id(other): None}
+    (row,) = recorder.tally().rows()
+    assert (row.path, row.totals.calls, row.totals.errors) == ((site,), 7, 1)
+    assert inspect.signature(Part.work) == inspect.signature(Part.work.__wrapped__)  # type: ignore[attr-defined]
+
+
+def test_a_method_passes_muted_instances_and_what_nobody_could_decide(
+    recorder: Any, choice: dict[int, Site | None]
+) -> None:
+    part = Part()
+    part.selected = True  # type: ignore[attr-defined]
+    part.work()
+    site = choice[id(part)]
+    recorder.may_mute(site)
+    assert recorder.mute(site)
+    part.work()
+    assert recorder.muted_calls() == {site: 1}
+    recorder.unmute(site)
+    interrupted = Part()
+    interrupted.interrupt = True  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.work()
+    recorder.on = False
+    assert interrupted.work() == 2
+    recorder.on = True
+    assert recorder.tally().calls == 1
+    assert recorder.current_id() == 0

@@ -44,7 +44,7 @@ export ASAN_OPTIONS=detect_leaks=0:log_path=$findings:exitcode=86:allocator_may_
 export UBSAN_OPTIONS=print_stacktrace=1:log_path=$findings:exitcode=86
 export TSAN_OPTIONS=log_path=$findings:exitcode=86:report_signal_unsafe=0
 LD_PRELOAD=$preload "$python" -c 'from instrument.recorder import Recorder; assert Recorder.native, "not the native one"'
-tests=(tests/test_recorder.py tests/test_recorder_faults.py tests/test_programs.py tests/test_functions.py)
+tests=(tests/test_recorder.py tests/test_recorder_faults.py tests/test_programs.py tests/test_functions.py tests/test_capture.py)
 only=(--deselect "tests/test_functions.py::test_off_by_environment_returns_the_very_function_and_records_nothing"
     -k "not pure and not greenlet")
 # That test's process has no environment, and with that no sanitiser. Greenlets copy whole stacks, which AddressSanitizer
