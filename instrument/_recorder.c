@@ -3336,7 +3336,7 @@ bucket_start(uint32_t bucket)
 }
 
 /* A call that was counted as long as its host time turns out to have taken longer, for the device went on. The least
- * elapsed time is exact as long as it was another call's; else it is that of the lowest bucket. */
+ * elapsed time is exact as long as it was another call's; else it is where the lowest bucket begins. */
 static PyObject *
 Core_count_device(Core *self, PyObject *args)
 {
@@ -3359,12 +3359,13 @@ Core_count_device(Core *self, PyObject *args)
         chunk->high[from & 63]--;
     if (elapsed_ns > totals->max_ns)
         totals->max_ns = elapsed_ns;
-    if (host_ns == totals->min_ns) {
+    if (bucket_of((uint64_t)totals->min_ns) == from) {
         uint32_t lowest = from;
         while (times_of(totals, lowest) == 0)
             lowest++;
         int64_t start_ns = bucket_start(lowest);
-        totals->min_ns = start_ns > host_ns ? start_ns : host_ns;
+        if (start_ns > totals->min_ns)
+            totals->min_ns = start_ns;
     }
     Py_RETURN_TRUE;
 }

@@ -165,7 +165,7 @@ class Ring:
     def count_device(self, index: int, host_ns: int, device_ns: int, elapsed_ns: int) -> bool:
         """Add the device time of a call that was counted as long as its host time; False where no such call was.
 
-        The least elapsed time is exact as long as it was another call's; else it is that of the lowest bucket.
+        The least elapsed time is exact as long as it was another call's; else it is where the lowest bucket begins.
         """
         with self.lock:
             self.fold(self.nodes)
@@ -183,8 +183,8 @@ class Ring:
                 if not histogram[before]:
                     del histogram[before]
                 totals.max_ns = max(totals.max_ns, elapsed_ns)
-                if totals.min_ns == host_ns:
-                    totals.min_ns = max(bucket_start(min(histogram)), host_ns)
+                if bucket(totals.min_ns) == before:
+                    totals.min_ns = max(bucket_start(min(histogram)), totals.min_ns)
             return True
 
     def copied_totals(self) -> dict[int, Totals]:
