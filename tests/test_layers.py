@@ -14,9 +14,10 @@ from trees import outline, tree
 
 torch = pytest.importorskip("torch")
 
+import instrument  # noqa: E402 - after the skip
 from instrument.errors import FAULTS  # noqa: E402 - after the skip
 from instrument.probes.layers import VAIN_WALKS, Layers  # noqa: E402
-from instrument.profile import LayerRule  # noqa: E402
+from instrument.profile import LayerRule, loads  # noqa: E402
 from instrument.recorder import Recorder  # noqa: E402
 
 nn = torch.nn
@@ -262,3 +263,16 @@ def test_switched_off_layers_record_nothing(recorder: Recorder, attached: Any) -
     recorder.on = False
     Model()(torch.zeros(1, 4))
     assert recorder.spans() == []
+
+
+def test_layers_that_were_recorded_are_not_called_unreachable_after_the_end() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    session = instrument.start(loads("layers: [{type: [Linear, ReLU]}]", environ={}))
+    assert session is not None
+    model(torch.zeros(1, 2))
+    ours = {"0", "1"}
+    before = [(v.target, v.state) for v in session.verdicts() if v.target in ours]
+    told = session.notes()
+    instrument.stop()
+    assert [(v.target, v.state) for v in session.verdicts() if v.target in ours] == before
+    assert session.notes() == told

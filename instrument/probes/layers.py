@@ -155,6 +155,7 @@ class Layers:
         self.left_out: Callable[[type[Any]], bool] = lambda cls: False
         self._undos: list[Undo] = []
         self._patches: dict[type[Any], Undo] = {}
+        self._unseen: list[Verdict] | None = None
         self._regions = Regions(self._first, lambda key: self._sites.pop(key, None), recorder)
         self._take_on(rules)
 
@@ -216,6 +217,7 @@ class Layers:
     def attach(self, torch: Any) -> Undo:
         """Begin to observe; `torch` has been imported. Returns the way back."""
         module_type = torch.nn.Module
+        self._unseen = None
         self._module_type = module_type
         self.known["torch"] = lambda: subclasses(module_type)
         self._is_compiling = _compiling_test(torch)
@@ -234,6 +236,12 @@ class Layers:
 
     def undo(self) -> None:
         """Give every class its own `forward` back and stop watching."""
+        # Told afterwards, too, when nothing is in place any more by which a layer shows that it was observed.
+        if self._unseen is None and self._torch is not None:
+            try:
+                self._unseen = self._regions.unseen()
+            except Exception as fault:
+                FAULTS.note("layers that cannot be observed", fault)
         self._regions.undo()
         undo_all([*self._undos, *self._patches.values()])
         self._undos.clear()
@@ -360,7 +368,9 @@ class Layers:
             why = f"{' and '.join(self.known)} not imported"
             return [Verdict(rule.text, "waiting", why=why) for rule in self.rules]
         known = sorted({cls.__name__ for classes in imported for cls in classes()})
-        unseen = self._regions.unseen() if self._torch is not None else []
+        unseen = self._unseen
+        if unseen is None:
+            unseen = self._regions.unseen() if self._torch is not None else []
         verdicts: list[Verdict] = []
         for rule, selected in self._at_work:
             found = [
