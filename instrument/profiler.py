@@ -7,11 +7,8 @@ handler) is undone by `stop`.
 from __future__ import annotations
 
 import atexit
-import glob
 import json
 import os
-import re
-import select
 import signal
 import socket
 import sys
@@ -23,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
-from instrument import chrome, clock, otlp
+from instrument import chrome, clock, files, otlp
 from instrument.capture import Trees
 from instrument.control import Control, folder_of
 from instrument.document import nearest
@@ -115,7 +112,7 @@ class Session:
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._exporter: otlp.Exporter | None = None
-        self._folder = _working_folder()
+        self._folder = files.working_folder()
         self._newest_file: Path | None = None
         self._losses: Counter[str] = Counter()
         self._complaints: deque[str] = deque(maxlen=COMPLAINTS_KEPT)
@@ -347,9 +344,9 @@ class Session:
             if self._stopping.is_set():
                 raise StateError("asked to reload a session that has been stopped; call instrument.start()")
             if isinstance(profile, Profile):
-                wanted, file = profile, _file_of(profile, _working_folder())
+                wanted, file = profile, _file_of(profile, files.working_folder())
             else:
-                file = _working_folder() / (profile or self._file or "")
+                file = files.working_folder() / (profile or self._file or "")
                 wanted = load(file)
             now = self.profile
             kept = replace(
@@ -648,44 +645,17 @@ class Session:
             self._complain(str(error))
             return
         self._newest_file = path
-        self._make_room(self._own(wanted.path), path)
+        template = files.own(wanted.path, is_first=self._is_first())
+        disk_bytes = self.profile.limits.disk_bytes
+        removed = files.make_room(template, self._folder, self.profile.service, path, disk_bytes)
+        self._losses["trace files removed to stay within limits.disk"] += removed
 
-    def _make_room(self, template: str, newest: Path) -> None:
-        """Remove the oldest trace files of this profile, of whichever process, until all keep within `limits.disk`."""
-        parts = [
-            chrome.file_name(part, service=self.profile.service, pid=0, window=0) for part in _NUMBERED.split(template)
-        ]
-        parts[0] = os.path.join(self._folder, parts[0])  # noqa: PTH118 - keeps the slash where nothing follows it
-        numbered = re.compile(r"\d+".join(map(re.escape, parts)))
-        newest = self._folder / newest
-        files = []
-        for name in glob.glob("*".join(map(glob.escape, parts))):  # noqa: PTH207 - absolute
-            try:
-                facts = os.stat(name)  # noqa: PTH116
-            except OSError:
-                continue  # another process has just removed it
-            if numbered.fullmatch(name) and Path(name) != newest:
-                files.append((facts.st_mtime_ns, name, facts.st_size))
-        room = self.profile.limits.disk_bytes - newest.stat().st_size - sum(size for _, _, size in files)
-        for _, name, size in sorted(files):
-            if room >= 0:
-                break
-            Path(name).unlink(missing_ok=True)
-            room += size
-            self._losses["trace files removed to stay within limits.disk"] += 1
-
-    def _own(self, template: str) -> str:
-        """The template with the process's number in it where the first process of the service has the path as it is."""
-        if "{pid}" in template or (_is_main() and not self._forked):
-            return template
-        folder, name = os.path.split(template)
-        stem, dot, suffix = name.partition(".")
-        return os.path.join(folder, f"{stem}-{{pid}}{dot}{suffix}")  # noqa: PTH118 - keeps an empty folder empty
+    def _is_first(self) -> bool:
+        return _is_main() and not self._forked
 
     def _path(self, template: str, window: int) -> Path:
-        """The file that a template of the profile means, below the folder in which the session began."""
-        name = chrome.file_name(self._own(template), service=self.profile.service, pid=os.getpid(), window=window)
-        return Path(name) if self._folder == _working_folder() else self._folder / name
+        own = files.own(template, is_first=self._is_first())
+        return files.path_of(own, self._folder, self.profile.service, window)
 
     def _print_summary(self, wanted: Summary) -> None:
         # Workers of one service write to one stream: which of them this is stands in each.
@@ -696,7 +666,7 @@ class Session:
             if wanted.to in ("stderr", "stdout"):
                 stream = sys.stderr if wanted.to == "stderr" else sys.stdout
                 if stream is not None:
-                    _write(stream, text)
+                    files.write(stream, text, EXIT_LIMIT_NS)
             else:
                 path = self._path(wanted.to, 0)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -750,7 +720,6 @@ class Session:
 
 
 _UNSENT = ("failed", "rejected", "dropped")
-_NUMBERED = re.compile(r"\{(?:pid|window)\}")
 
 
 _session: Session | None = None
@@ -1002,26 +971,6 @@ def _attempt(place: str, action: Callable[[], object]) -> None:
         FAULTS.note(place, fault)
 
 
-def _write(stream: TextIO, text: str) -> None:
-    """Write to a standard stream, but do not wait for ever for a reader who has stopped reading (a full pipe)."""
-    if stream not in (sys.__stdout__, sys.__stderr__):
-        stream.write(text)  # the host's own
-        stream.flush()
-        return
-    stream.flush()
-    writable = select.poll()
-    writable.register(stream.fileno(), select.POLLOUT)
-    end_ns = time.monotonic_ns() + EXIT_LIMIT_NS
-    data = text.encode(stream.encoding, "backslashreplace")
-    while data:
-        if not writable.poll(max(end_ns - time.monotonic_ns(), 0) / 1e6):
-            raise TimeoutError("nobody reads it")
-        try:
-            data = data[os.write(stream.fileno(), data[: select.PIPE_BUF]) :]
-        except BlockingIOError:
-            pass  # shared with somebody who was faster
-
-
 def _file_of(profile: Profile, folder: Path) -> Path | None:
     """Where a profile was read, None for one that was made otherwise."""
     path = folder / profile.source
@@ -1031,13 +980,6 @@ def _file_of(profile: Profile, folder: Path) -> Path | None:
 def _clipped(names: Sequence[str]) -> list[str]:
     more = len(names) - NAMES_TOLD
     return [*names[:NAMES_TOLD], *([f"and {more} more"] if more > 0 else [])]
-
-
-def _working_folder() -> Path:
-    try:
-        return Path.cwd()
-    except FileNotFoundError:  # it has been removed
-        return Path("/")
 
 
 def _is_main() -> bool:

@@ -18,7 +18,7 @@ FLOORS: list[list[str]] = [
     ["errors", "clock", "document", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports"],
     ["probes", "capture", "governor", "window", "control", "chrome", "otlp", "report"],
-    ["profiler"],
+    ["profiler", "files"],
     ["", "__main__", "cli", "autostart"],
 ]
 
@@ -26,6 +26,7 @@ WITHIN = {
     "tally": {"spans"},
     "ring": {"spans", "tally"},
     "recorder": {"pure", "shelf", "wrapping"},
+    "profiler": {"files"},
     "cli": {""},
     "__main__": {"cli"},
 }
