@@ -16,7 +16,8 @@ from instrument.probes.loaders import loader
 from instrument.probes.scopes import scope, scope_end, scope_start
 
 if TYPE_CHECKING:
-    from instrument.profiler import Session, disable, dump, enable, flush, reload, session, start, stop, summary
+    from instrument.process import disable, dump, enable, flush, reload, session, start, stop, summary
+    from instrument.profiler import Session
 
 __version__ = "0.1.0"
 
@@ -52,9 +53,9 @@ _OF_THE_SESSION = frozenset(
 def __getattr__(name: str) -> Any:
     # A service that only decorates its functions does not pay for the exporters.
     if name in _OF_THE_SESSION:
-        from instrument import profiler
+        from instrument import process
 
-        return getattr(profiler, name)
+        return getattr(process, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -262,9 +262,9 @@ def _check(options: argparse.Namespace, host: list[str]) -> int:
         verdicts, command = _verdicts_of(options.profile, host, to_stderr=options.json)
     else:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
-        from instrument import profiler
+        from instrument import process
 
-        verdicts = profiler.check(profile, options.modules)
+        verdicts = process.check(profile, options.modules)
     if options.json:
         print(json.dumps(_document(profile, verdicts, command), indent=2))
     else:

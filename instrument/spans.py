@@ -156,12 +156,26 @@ class Cost:
         return round(self.calls * self.per_call_ns) + self.thread_ns
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One reading of a gauge: what a device or the host said of itself at a time.
+
+    `name` is of `GAUGES`, in whose unit `value` is; None stands for what the device does not tell ("n/a", never 0).
+    `device` is the index of a CUDA device as the process numbers them, -1 for the host.
+    """
+
+    name: str
+    device: int
+    at_ns: int
+    value: float | None
+
+
 @dataclass(slots=True)
 class Trace:
     """A set of spans as saved or collected, with all that is needed to judge what it can and cannot say.
 
     `threads` maps native thread ids to names. `losses` counts, by reason, what was not kept. `notes` are sentences
-    on what could not be observed. `window` is the index of the recording window.
+    on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time.
     """
 
     origin: Origin
@@ -173,6 +187,7 @@ class Trace:
     notes: Sequence[str] = ()
     window: int = 0
     cost: Cost | None = None
+    samples: Sequence[Sample] = ()
 
     def trees(self) -> Iterator[list[Span]]:
         """The spans of each tree, root first and then by start; trees by the start of their first span.

@@ -33,8 +33,8 @@ def left_behind() -> list[str]:
         found.append("the recorder is on")
     if RECORDER.current_id():
         found.append("a span is current")
-    profiler = sys.modules.get("instrument.profiler")
-    if profiler is not None and profiler._session is not None:
+    process = sys.modules.get("instrument.process")
+    if process is not None and process._session is not None:
         found.append("a session runs")
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         found.append("a SIGTERM handler")

@@ -18,7 +18,7 @@ FLOORS: list[list[str]] = [
     ["errors", "clock", "document", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports"],
     ["probes", "capture", "governor", "window", "control", "chrome", "otlp", "report"],
-    ["profiler", "files"],
+    ["process", "profiler", "files"],
     ["", "__main__", "cli", "autostart"],
 ]
 
@@ -26,6 +26,7 @@ WITHIN = {
     "tally": {"spans"},
     "ring": {"spans", "tally"},
     "recorder": {"pure", "shelf", "wrapping"},
+    "process": {"profiler"},
     "profiler": {"files"},
     "cli": {""},
     "__main__": {"cli"},
@@ -121,7 +122,7 @@ print(*sorted({{name.partition(".")[0] for name in new}}))
     ("statement", "forbidden"),
     [
         ("import instrument", {"torch", "numpy", "cuda", "pynvml", "opentelemetry", "yaml", "asyncio", "ssl", "http"}),
-        ("import instrument.profiler", {"torch", "numpy", "cuda", "pynvml", "opentelemetry", "grpc", "google"}),
+        ("import instrument.process", {"torch", "numpy", "cuda", "pynvml", "opentelemetry", "grpc", "google"}),
     ],
 )
 def test_importing_starts_nothing_and_pulls_in_nothing_heavy(statement: str, forbidden: set[str]) -> None:

@@ -138,7 +138,7 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
         folder / "main.py",
         """
         import os, signal, sys, time
-        from instrument import chrome, profiler
+        from instrument import chrome, process
         from work import step
 
         real = chrome.dump
@@ -150,21 +150,21 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
 
         step(1)
         if "locked" in sys.argv:
-            with profiler.session()._alone():
+            with process.session()._alone():
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.1)
             time.sleep(30)
         if "reading" in sys.argv:
-            verdicts = profiler.session().selection.verdicts
+            verdicts = process.session().selection.verdicts
 
             def interrupted():
-                with profiler.session().selection._lock:
+                with process.session().selection._lock:
                     os.kill(os.getpid(), signal.SIGTERM)
                     time.sleep(0.1)
                 return verdicts()
 
-            profiler.session().selection.verdicts = interrupted
-            profiler.session().summary()
+            process.session().selection.verdicts = interrupted
+            process.session().summary()
             time.sleep(30)
         chrome.dump = slow
         """,

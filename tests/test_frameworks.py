@@ -14,7 +14,7 @@ from trees import tree
 
 from instrument.probes.selection import Selection
 from instrument.profile import FRAMEWORKS, loads
-from instrument.profiler import check
+from instrument.process import check
 from instrument.recorder import Recorder
 
 PROGRAM = """

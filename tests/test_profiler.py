@@ -494,7 +494,7 @@ def test_a_compressed_trace_is_compressed(tmp_path: Path) -> None:
 def test_check_imports_what_the_rules_name_and_undoes_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from instrument.profiler import check
+    from instrument.process import check
 
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "checked_ok.py").write_text("def f(): return 1")
@@ -511,7 +511,7 @@ def test_check_imports_what_the_rules_name_and_undoes_everything(
 def test_check_of_a_service_that_starts_a_session_itself_starts_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from instrument.profiler import check
+    from instrument.process import check
 
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "checked_start.py").write_text("import instrument\nstarted = instrument.start()\ndef f(): return 1")

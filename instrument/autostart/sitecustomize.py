@@ -24,10 +24,10 @@ def _hand_over() -> None:
 
 def _start() -> None:
     try:
-        from instrument import profiler
+        from instrument import process
 
-        if profiler.start() is not None:
-            profiler.stop_on_sigterm()
+        if process.start() is not None:
+            process.stop_on_sigterm()
     except Exception as error:
         sys.stderr.write(f"instrument: this process is not instrumented: {error}\n")
 

@@ -1,0 +1,254 @@
+"""The one session of a process: started and stopped, told of forks and signals, and asked by name.
+
+Functions of this room are what `import instrument` offers; `Session` itself lies in `instrument.profiler`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from instrument import otlp
+from instrument.document import nearest
+from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, logger
+from instrument.probes.scopes import OFF
+from instrument.probes.selection import Selection
+from instrument.probes.verdict import Verdict
+from instrument.profile import Profile, load
+from instrument.profiler import EXIT_LIMIT_NS, FORK_WAIT_S, Reload, Session
+from instrument.recorder import RECORDER
+
+_session: Session | None = None
+_session_lock = threading.RLock()
+_fork_hook_registered = False
+_checking = False
+
+
+def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
+    """Begin a session: attach what the profile names and record from now on.
+
+    `profile` is a path, a `Profile`, or None for the file that `INSTRUMENT_PROFILE` names, else for no rules at all
+    (decorators and scopes record, nothing is exported). Returns None, having done nothing, when `INSTRUMENT=off` and
+    while `check` imports the service.
+    Raises `ProfileError` for a bad file and `StateError` when a session runs already.
+    """
+    global _session, _fork_hook_registered
+    if OFF or _checking:
+        return None
+    if profile is None:
+        profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
+    wanted = profile if isinstance(profile, Profile) else load(profile)
+    with _session_lock:
+        if _session is not None:
+            raise StateError(
+                f"asked to start a session with {wanted.source}, but one with {_session.profile.source} runs already; "
+                "call instrument.stop() first"
+            )
+        session = Session(wanted, _forget)
+        _session = session
+        try:
+            session._start()
+        except BaseException:
+            _session = None
+            raise
+        if not _fork_hook_registered:
+            os.register_at_fork(
+                before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+            )
+            _fork_hook_registered = True
+    return session
+
+
+def stop() -> None:
+    """End the session: undo every change, write and print what the profile asks for. Nothing running is nothing."""
+    session = _session
+    if session is not None:
+        session.stop()
+
+
+def session() -> Session:
+    """The session that runs. Raises `StateError` where none does."""
+    if _session is None:
+        raise StateError("no session runs; call instrument.start(profile) or use `instrument run`")
+    return _session
+
+
+def summary(**options: Any) -> str:
+    """The text report of the running session, or a sentence saying that none runs. Options of `Session.summary`."""
+    if OFF:
+        return "instrument is off (INSTRUMENT=off)\n"
+    return session().summary(**options)
+
+
+def dump(path: str | os.PathLike[str]) -> Path:
+    """Write what the running session holds now as a Chrome trace (`.json` or `.json.gz`); nothing is reset."""
+    return session().dump(path)
+
+
+def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
+    """Let the running session go over to another profile, or to its own file as it is now. See `Session.reload`."""
+    return session().reload(profile)
+
+
+def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
+    """Deliver what has finished to the collector, waiting at most `timeout_s`. See `Session.flush`."""
+    return session().flush(timeout_s)
+
+
+def enable() -> None:
+    """Record again after `disable`."""
+    session()
+    RECORDER.on = True
+
+
+def disable() -> None:
+    """Stop recording without undoing anything: each probe costs one branch from now on."""
+    RECORDER.on = False
+
+
+def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
+    """Import the modules, those that the rules name in full, and their frameworks, and tell what each rule reaches.
+
+    Nothing is recorded and every change is undone. Raises `ProfileError` naming every module that fails to import.
+    """
+    global _checking
+    with _session_lock:
+        if _session is not None:
+            raise StateError("check was asked while a session runs; call instrument.stop() first")
+        _checking = True
+        selection = Selection(profile)
+        undo = selection.attach()
+        named = {text.partition(":")[0] for rule in profile.functions for text in rule.match}
+        problems = []
+        try:
+            for name in [*modules, *sorted(name for name in named if "*" not in name and name not in modules)]:
+                try:
+                    __import__(name)
+                except (Exception, SystemExit) as error:
+                    found = f"{type(error).__name__}: {error}{_nearest_to_import(name, error)}"
+                    problems.append(f"{profile.source}: module {name} fails to import: {found}")
+            frameworks = {"torch"} if profile.layers or profile.copies or profile.loaders == "auto" else set()
+            frameworks.update(rule.name for rule in profile.frameworks if not rule.auto)
+            for name in () if problems else sorted(frameworks):
+                try:
+                    __import__(name)
+                except ImportError:
+                    pass  # the verdicts say that it is not there
+            verdicts = selection.verdicts()
+        finally:
+            undo()
+            _checking = False
+    if problems:
+        raise ProfileError(problems)
+    return verdicts
+
+
+def _nearest_to_import(name: str, error: BaseException) -> str:
+    """The module that was perhaps meant by one that is not there."""
+    missing = getattr(error, "name", None) or ""
+    if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
+        return ""
+    import pkgutil
+
+    parent, _, last = missing.rpartition(".")
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    if parent and path is None:
+        return f"; {parent} is a module, not a package"
+    known = [found.name for found in pkgutil.iter_modules(path)] + list(() if parent else sys.builtin_module_names)
+    meant = nearest(last, known)
+    return f"; nearest is {parent}.{meant}".replace(" .", " ") if meant else ""
+
+
+def stop_on_sigterm() -> None:
+    """Where SIGTERM would end the process at once, stop the session first; the process then ends by the same signal.
+
+    Only a default disposition is replaced, from the main thread; a handler that the service sets later replaces ours.
+    The session's end takes it back. Bounded by twice `EXIT_LIMIT_NS`.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        running = _session
+        if running is not None and running._postpone(number):
+            return
+        # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
+        # come again.
+        inside = _is_inside(frame)
+        ending = threading.Thread(target=_send_again if inside else stop, args=(number,) if inside else ())
+        ending.name, ending.daemon = "instrument-exit", True
+        try:
+            ending.start()
+            if inside:
+                return
+            ending.join(EXIT_LIMIT_NS / 1e9 * 2)
+        except RuntimeError:
+            pass  # the interpreter is ending, where no thread can begin
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def release() -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, handle)
+    session()._last_undos.append(release)
+
+
+def _is_inside(frame: FrameType | None) -> bool:
+    """Whether the session or its selection is at work in a frame or above it. Neither runs code of the service."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") in (__name__, Session.__module__, Selection.__module__):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _send_again(number: int) -> None:
+    time.sleep(0.02)
+    os.kill(os.getpid(), number)
+
+
+def _forget(session: Session) -> None:
+    global _session
+    with _session_lock:
+        if _session is session:
+            _session = None
+
+
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """Wait for the reload that another thread is about."""
+    session = _session
+    held = session is not None and session._reloading.acquire(timeout=FORK_WAIT_S)
+    _forking.session = session if held else None
+
+
+def _after_fork_in_parent() -> None:
+    held, _forking.session = getattr(_forking, "session", None), None
+    if held is not None:
+        held._reloading.release()
+
+
+def _after_fork_in_child() -> None:
+    global _session_lock
+    _session_lock = threading.RLock()
+    held, _forking.session = getattr(_forking, "session", None), None
+    FAULTS.clear()
+    RECORDER.after_fork_in_child()
+    if _session is not None:
+        try:
+            _session._after_fork_in_child(whole=held is _session)
+        except InstrumentError as error:
+            logger.warning("a forked child is not instrumented: %s", error)
+        except Exception as fault:
+            FAULTS.note("fork", fault)
