@@ -13,8 +13,8 @@ import pytest
 from trees import tree
 
 from instrument.probes.selection import Selection
-from instrument.profile import FRAMEWORKS, loads
 from instrument.process import check
+from instrument.profile import FRAMEWORKS, loads
 from instrument.recorder import Recorder
 
 PROGRAM = """
