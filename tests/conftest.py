@@ -17,6 +17,8 @@ from instrument.probes.selection import Selection
 from instrument.profile import loads
 from instrument.recorder import RECORDER, PureRecorder, Recorder
 
+pytest_plugins = ["driver"]
+
 FRAMEWORK_ENTRIES = [
     ("onnxruntime", "InferenceSession", "run"),
     ("transformers.generation.utils", "GenerationMixin", "generate"),

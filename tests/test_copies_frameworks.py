@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from driver import environment, why_not
 from trees import outline
 
 HERE = Path(__file__).parent
@@ -72,20 +73,11 @@ def need(*names: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, str]]:
+def driver() -> Callable[[], dict[str, str]]:
     """The environment of a process that finds the CUDA driver of `fake_driver.c`."""
-
-    def build() -> dict[str, str]:
-        compiler = shutil.which("gcc") or shutil.which("cc")
-        if compiler is None:
-            pytest.skip("no C compiler to build the driver with")
-        folder = tmp_path_factory.mktemp("driver")
-        target = folder / "libcuda.so.1"
-        command = [compiler, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", target, HERE / "fake_driver.c"]
-        subprocess.run([*command, "-ldl"], check=True)
-        return {"LD_LIBRARY_PATH": str(folder), "CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING": "1"}
-
-    return build
+    if reason := why_not():
+        pytest.skip(reason)
+    return environment
 
 
 def test_numpy_copies_from_host_to_host_into_a_given_array() -> None:
@@ -126,9 +118,10 @@ CUDA_DRIVER = """
         assert int(result[0]) == 0, result
         return result[1:]
     check(driver.cuInit(0))
+    first, second = (check(driver.cuDevicePrimaryCtxRetain(number))[0] for number in (0, 1))
+    check(driver.cuCtxSetCurrent(first))
     (there,), (other,) = check(driver.cuMemAlloc(64)), check(driver.cuMemAlloc(64))
     (stream,) = check(driver.cuStreamCreate(0))
-    first, second = (check(driver.cuDevicePrimaryCtxRetain(number))[0] for number in (0, 1))
     host, back = numpy.arange(8.0), numpy.zeros(8)
     check(driver.cuMemcpyHtoD(there, host.ctypes.data, 64))
     check(cuMemcpyDtoD(other, there, ByteCount=64))

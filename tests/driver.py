@@ -1,0 +1,413 @@
+"""The CUDA driver of `fake_driver.c` for tests: built, loaded beneath the real bindings, scripted and read.
+
+A test that needs a CUDA driver is marked, mostly a whole module at once, and asks for the fixture of the same name:
+
+    from driver import value
+
+    cuda = pytest.importorskip("cuda.bindings.driver")
+    pytestmark = pytest.mark.fake_driver
+
+    def test_an_event_is_done_when_its_stream_reaches_it(fake_driver: FakeDriver) -> None:
+        value(cuda.cuInit(0))
+        ...
+
+Marked tests run in a process of their own, one for all of a module, because libcuda.so.1 cannot be unloaded and the
+other tests must go on finding no driver. There, the fake is loaded before anything looks for the driver; glibc gives
+every later `dlopen("libcuda.so.1")` the library of that soname, also on a machine with a real driver. The process sends
+back a report of each test as it ends, so that they are selected, counted and shown as if they had run in this one. The
+module is imported here as well, to be collected: it must not call the driver while it is imported.
+
+The fixture gives the driver as a fresh process finds it: virtual time, two devices, nothing initialised. Function
+pointers stay where the bindings found them, so what is decided when they look (an old driver, missing functions) needs
+a process of its own: `environment`.
+
+To run marked tests in this process, with a debugger say: FAKE_DRIVER=here python -m pytest --pdb tests/test_x.py
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import pytest
+
+SOURCE = Path(__file__).with_name("fake_driver.c")
+HERE = "here"
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="fake_driver."))
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+    return folder
+
+
+def why_not() -> str:
+    """What a machine lacks to run tests against the fake driver; empty where it has everything."""
+    if sys.platform != "linux":
+        return "the fake CUDA driver is for Linux"
+    if shutil.which("gcc") is None:
+        return "no gcc to build the fake CUDA driver with"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "cuda-bindings is not installed"
+    return ""
+
+
+@functools.cache
+def library(missing: tuple[str, ...] = ()) -> Path:
+    """The fake driver's file, built once a process; without the functions named as missing."""
+    folder = _folder() / (".".join(missing) or "all")
+    folder.mkdir()
+    target = folder / "libcuda.so.1"
+    command = ["gcc", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    if missing:
+        script = folder / "symbols"
+        script.write_text("{ local: " + " ".join(f"{name};" for name in missing) + " };")
+        command.append(f"-Wl,--version-script={script}")
+    subprocess.run([*command, "-Wl,-soname,libcuda.so.1", "-o", target, SOURCE, "-ldl"], check=True)
+    return target
+
+
+def environment(*, missing: tuple[str, ...] = (), version: int = 13000, devices: int = 2) -> dict[str, str]:
+    """What a program's environment needs so that it finds the fake driver, in real time, as its CUDA driver."""
+    return {
+        "LD_LIBRARY_PATH": str(library(missing).parent),
+        "CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING": "1",
+        "FAKE_DRIVER_VERSION": str(version),
+        "FAKE_DRIVER_DEVICES": str(devices),
+    }
+
+
+def value(result: tuple[Any, ...]) -> Any:
+    """What a call of cuda.bindings returned beside its success."""
+    assert int(result[0]) == 0, result
+    return result[1] if len(result) == 2 else result[1:]
+
+
+class Counts(NamedTuple):
+    """What the driver has counted since it was reset. Built-in streams are not counted."""
+
+    live_events: int
+    events_created: int
+    live_streams: int
+    live_contexts: int
+    contexts_created: int
+    captured_records: int
+    """Events recorded in a stream that was capturing."""
+    captures_killed: int
+    forked_calls: int
+    """Calls that processes forked from an initialised one have made, here and in the children."""
+    threads: int
+    """Threads that have called, ever."""
+
+
+class FakeDriver:
+    """The script of the fake driver, and what it has seen. Times are of the host, in ns, where no device is named."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        self.library = library
+        number, text = ctypes.c_int64, ctypes.c_char_p
+        for name, result, *arguments in [
+            ("reset", None, ctypes.c_bool, ctypes.c_int, ctypes.c_int),
+            ("now_ns", number),
+            ("advance", None, number),
+            ("device_now_ns", number, ctypes.c_int),
+            ("set_offset", None, ctypes.c_int, number),
+            ("set_drift", None, ctypes.c_int, number),
+            ("set_device", None, ctypes.c_int, number, number, number, ctypes.c_int),
+            ("launch", ctypes.c_int, ctypes.c_void_p, number, ctypes.POINTER(number)),
+            ("event_host_ns", ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(number)),
+            ("fail", ctypes.c_int, text, ctypes.c_int, number, number),
+            ("cost", ctypes.c_int, text, number),
+            ("break", None, ctypes.c_int, ctypes.c_int, number),
+            ("destroy_context", None, ctypes.c_void_p),
+            ("limit_events", None, number),
+            ("symbol", text, ctypes.c_int),
+            ("calls", number, ctypes.c_int, ctypes.c_int),
+            ("forget_calls", None),
+            ("counts", None, ctypes.POINTER(number)),
+        ]:
+            function = getattr(library, f"fake_{name}")
+            function.restype, function.argtypes = result, arguments
+        self.symbols: dict[str, int] = {}
+        while found := library.fake_symbol(len(self.symbols)):
+            self.symbols[found.decode()] = len(self.symbols)
+
+    def reset(self, *, virtual: bool = True, devices: int = 2, version: int = 13000) -> None:
+        """Forgets everything: handles are void, no thread has a context, nothing is initialised or scripted."""
+        self.library.fake_reset(virtual, devices, version)
+
+    # Time
+
+    def now_ns(self) -> int:
+        """The host's clock: the virtual one, or `time.monotonic_ns()`. May stand for a clock of the code under test."""
+        return int(self.library.fake_now_ns())
+
+    def advance(self, ns: int) -> None:
+        """Lets virtual time pass."""
+        self.library.fake_advance(ns)
+
+    def device_now_ns(self, device: int = 0) -> int:
+        return int(self.library.fake_device_now_ns(device))
+
+    def set_clock(self, device: int = 0, *, offset_ns: int | None = None, drift_ppm: float | None = None) -> None:
+        """How far the device's clock is ahead of the host's now, and how much faster it runs from now on."""
+        if offset_ns is not None:
+            self.library.fake_set_offset(device, offset_ns)
+        if drift_ppm is not None:
+            self.library.fake_set_drift(device, round(drift_ppm * 1000))
+
+    def set_device(
+        self,
+        device: int = 0,
+        *,
+        event_ns: int = -1,
+        latency_ns: int = -1,
+        tick_ns: int = -1,
+        shared: bool | None = None,
+    ) -> None:
+        """What is given changes, the rest stays.
+
+        event_ns: what a record takes of its stream, and so the least that two in a row differ by (0).
+        latency_ns: from a call to the moment at which the device hears of it (0).
+        tick_ns: how fine the device's time stamps are (500).
+        shared: kernels of all streams run one at a time in the order of their launch, instead of side by side (False).
+            A kernel whose stream still waits keeps those behind it waiting, too.
+        """
+        self.library.fake_set_device(device, event_ns, latency_ns, tick_ns, -1 if shared is None else shared)
+
+    # Work
+
+    def launch(self, stream: Any, work_ns: int) -> int:
+        """Enqueues a kernel that takes `work_ns` of the device: when it will be done, or 0 if it was captured."""
+        until = ctypes.c_int64()
+        result = self.library.fake_launch(int(stream), work_ns, ctypes.byref(until))
+        assert result == 0, f"the launch failed with {result}"
+        return until.value
+
+    def done_ns(self, event: Any) -> int:
+        """When a recorded event is done, past or to come."""
+        at = ctypes.c_int64()
+        result = self.library.fake_event_host_ns(int(event), ctypes.byref(at))
+        assert result == 0, f"{event!r} was not recorded"
+        return at.value
+
+    # Trouble
+
+    def fail(self, symbol: str, code: int, times: int = 1, skip: int = 0) -> None:
+        """After `skip` more calls, the next `times` of a function do nothing and answer `code`; -1: all."""
+        self.symbols[symbol]
+        self.library.fake_fail(symbol.encode(), code, times, skip)
+
+    def cost(self, symbol: str, ns: int) -> None:
+        """What a call takes of the host before it does anything: virtual time passes, or the thread sleeps."""
+        self.symbols[symbol]
+        self.library.fake_cost(symbol.encode(), ns)
+
+    def break_device(self, code: int = 700, device: int = 0, after_ns: int = 0) -> None:
+        """A sticky error: from now, or some time later, all calls about the device answer `code` for ever."""
+        getattr(self.library, "fake_break")(device, code, after_ns)  # noqa: B009 a keyword
+
+    def destroy_context(self, context: Any) -> None:
+        """Some other part of the process destroys a context, or resets the device whose primary one it is."""
+        self.library.fake_destroy_context(int(context))
+
+    def limit_events(self, limit: int) -> None:
+        """No more than so many events can live at a time: cuEventCreate is out of memory then."""
+        self.library.fake_limit_events(limit)
+
+    # What was seen
+
+    def calls(self, symbol: str, thread: int | None = None) -> int:
+        """How often a function was called; by the thread of a native id alone, where one is given.
+
+        The names are those of cuda.h, without `_v2`. Kernels of `launch` count as cuLaunchKernel, and copies of every
+        direction as cuMemcpy or cuMemcpyAsync.
+        """
+        return int(self.library.fake_calls(self.symbols[symbol], thread or 0))
+
+    def called(self, thread: int | None = None) -> dict[str, int]:
+        """All functions that were called, and how often."""
+        counted = {symbol: self.calls(symbol, thread) for symbol in self.symbols}
+        return {symbol: calls for symbol, calls in counted.items() if calls}
+
+    def synchronised(self, thread: int | None = None) -> int:
+        """Calls that wait for a device."""
+        return sum(calls for symbol, calls in self.called(thread).items() if symbol.endswith("Synchronize"))
+
+    def forget_calls(self) -> None:
+        self.library.fake_forget_calls()
+
+    def counts(self) -> Counts:
+        counts = (ctypes.c_int64 * len(Counts._fields))()
+        self.library.fake_counts(counts)
+        return Counts(*counts)
+
+
+# The part that pytest runs, as a plugin of tests/conftest.py.
+
+_REPORTS = "FAKE_DRIVER_REPORTS"
+_SELECTED = "FAKE_DRIVER_SELECTED"
+_loaded: FakeDriver | None = None
+_children: dict[Path, _Child] = {}
+
+
+@pytest.fixture
+def fake_driver() -> Iterator[FakeDriver]:
+    """The fake driver, in virtual time, with two devices and nothing initialised."""
+    if _loaded is None:
+        pytest.fail("a test with a fake driver needs pytest.mark.fake_driver", pytrace=False)
+    _loaded.reset()
+    yield _loaded
+    _loaded.reset()
+
+
+class _Reporter:
+    """In the process of its own: runs what was selected and nothing else, and reports each phase of it by a pipe."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.pipe = os.fdopen(int(os.environ.pop(_REPORTS)), "w")
+        self.selected: list[str] = json.loads(Path(os.environ.pop(_SELECTED)).read_text())
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        found = {item.nodeid: item for item in items}
+        items[:] = [found[nodeid] for nodeid in self.selected if nodeid in found]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.pipe.write(json.dumps(data, default=str) + "\n")
+        self.pipe.flush()
+
+
+class _Child:
+    """A process that runs the marked tests of one module."""
+
+    def __init__(self, config: pytest.Config, path: Path, items: list[pytest.Item]) -> None:
+        self.config = config
+        self.path = path
+        self.left = {item.nodeid: item for item in items}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.reported = False
+
+    def start(self) -> None:
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 read after the process has ended
+        selected = _folder() / "selected.json"
+        selected.write_text(json.dumps(list(self.left)))
+        here, there = os.pipe()
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--color=no",
+            f"--rootdir={self.config.rootpath}",
+        ]
+        if self.config.inipath is not None:
+            command.append(f"-c{self.config.inipath}")
+        self.process = subprocess.Popen(
+            [*command, self.path],
+            env={**os.environ, "FAKE_DRIVER": str(library()), _REPORTS: str(there), _SELECTED: str(selected)},
+            cwd=self.config.rootpath,
+            pass_fds=[there],
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+        )
+        os.close(there)
+        self.reports: IO[str] = os.fdopen(here)
+        self.reported = False
+
+    def run(self, item: pytest.Item) -> Iterator[pytest.TestReport]:
+        """The reports of one test; of its failure, where the process ended in it."""
+        if self.process is None:
+            self.start()
+        del self.left[item.nodeid]
+        for line in self.reports:
+            self.reported = True
+            report = self.config.hook.pytest_report_from_serializable(config=self.config, data=json.loads(line))
+            assert report.nodeid == item.nodeid, f"{report.nodeid} was reported instead of {item.nodeid}"
+            yield report
+            if report.when == "teardown":
+                return
+        yield self.failure(item)
+
+    def failure(self, item: pytest.Item) -> pytest.TestReport:
+        assert self.process is not None
+        status = self.process.wait()
+        self.output.seek(0)
+        text = self.output.read().decode(errors="replace")
+        if self.reported:  # the others may do better in a new process; without a single report they will not
+            self.close()
+        return pytest.TestReport(
+            item.nodeid,
+            item.location,
+            {},
+            "failed",
+            f"The process of the fake driver ended with {status} before it had finished this test:\n{text}",
+            "call",
+        )
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.reports.close()
+            self.output.close()
+            self.process = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _loaded
+    path = os.environ.get("FAKE_DRIVER")
+    if path is not None and _loaded is None:
+        os.environ["CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING"] = "1"
+        _loaded = FakeDriver(library() if path == HERE else Path(path))
+        _loaded.reset()
+    if _REPORTS in os.environ:
+        config.pluginmanager.register(_Reporter(config))
+
+
+def pytest_unconfigure() -> None:
+    for child in _children.values():
+        child.close()
+    _children.clear()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if reason := why_not():
+        for item in items:
+            if item.get_closest_marker("fake_driver"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Has a marked test run by the process of its module, unless this is it."""
+    if _loaded is not None or not item.get_closest_marker("fake_driver") or why_not():
+        return None
+    if item.path not in _children:
+        mates = [
+            mate for mate in item.session.items if mate.path == item.path and mate.get_closest_marker("fake_driver")
+        ]
+        _children[item.path] = _Child(item.config, item.path, mates)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in _children[item.path].run(item):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
