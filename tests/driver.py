@@ -66,7 +66,7 @@ def why_not() -> str:
 
 
 @functools.cache
-def library(missing: tuple[str, ...] = ()) -> Path:
+def library(*missing: str) -> Path:
     """The fake driver's file, built once a process; without the functions named as missing."""
     folder = _folder() / (".".join(missing) or "all")
     folder.mkdir()
@@ -83,7 +83,7 @@ def library(missing: tuple[str, ...] = ()) -> Path:
 def environment(*, missing: tuple[str, ...] = (), version: int = 13000, devices: int = 2) -> dict[str, str]:
     """What a program's environment needs so that it finds the fake driver, in real time, as its CUDA driver."""
     return {
-        "LD_LIBRARY_PATH": str(library(missing).parent),
+        "LD_LIBRARY_PATH": str(library(*missing).parent),
         "CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING": "1",
         "FAKE_DRIVER_VERSION": str(version),
         "FAKE_DRIVER_DEVICES": str(devices),
@@ -296,31 +296,22 @@ class _Reporter:
 
 
 class _Child:
-    """A process that runs the marked tests of one module."""
+    """A process that runs the marked tests of one module, and what it has reported."""
 
     def __init__(self, config: pytest.Config, path: Path, items: list[pytest.Item]) -> None:
         self.config = config
         self.path = path
         self.left = {item.nodeid: item for item in items}
+        self.reports: dict[str, list[pytest.TestReport]] = {nodeid: [] for nodeid in self.left}
         self.process: subprocess.Popen[bytes] | None = None
-        self.reported = False
 
     def start(self) -> None:
-        self.output = tempfile.TemporaryFile()  # noqa: SIM115 read after the process has ended
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 read when the process has ended
         selected = _folder() / "selected.json"
         selected.write_text(json.dumps(list(self.left)))
         here, there = os.pipe()
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "--color=no",
-            f"--rootdir={self.config.rootpath}",
-        ]
-        if self.config.inipath is not None:
-            command.append(f"-c{self.config.inipath}")
+        command = [sys.executable, "-m", "pytest", "-pno:cacheprovider", "--color=no"]
+        command += [f"--rootdir={self.config.rootpath}", *[f"-c{path}" for path in [self.config.inipath] if path]]
         self.process = subprocess.Popen(
             [*command, self.path],
             env={**os.environ, "FAKE_DRIVER": str(library()), _REPORTS: str(there), _SELECTED: str(selected)},
@@ -330,44 +321,45 @@ class _Child:
             stderr=subprocess.STDOUT,
         )
         os.close(there)
-        self.reports: IO[str] = os.fdopen(here)
-        self.reported = False
+        self.pipe: IO[str] = os.fdopen(here)
+        self.came_up = False
 
-    def run(self, item: pytest.Item) -> Iterator[pytest.TestReport]:
-        """The reports of one test; of its failure, where the process ended in it."""
-        if self.process is None:
-            self.start()
-        del self.left[item.nodeid]
-        for line in self.reports:
-            self.reported = True
-            report = self.config.hook.pytest_report_from_serializable(config=self.config, data=json.loads(line))
-            assert report.nodeid == item.nodeid, f"{report.nodeid} was reported instead of {item.nodeid}"
-            yield report
+    def run(self, item: pytest.Item) -> list[pytest.TestReport]:
+        """The reports of one test, which may be the failure that the process ended in it."""
+        while item.nodeid in self.left:
+            if self.process is None:
+                self.start()
+            line = self.pipe.readline()
+            if not line:
+                self.ended()
+                continue
+            data = json.loads(line)
+            if isinstance(data["longrepr"], list):  # of a skip: file, line and reason, which JSON knows no tuple for
+                data["longrepr"] = tuple(data["longrepr"])
+            report = self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
+            self.reports[report.nodeid].append(report)
+            self.came_up = True
             if report.when == "teardown":
-                return
-        yield self.failure(item)
+                del self.left[report.nodeid]
+        return self.reports.pop(item.nodeid)
 
-    def failure(self, item: pytest.Item) -> pytest.TestReport:
+    def ended(self) -> None:
+        """Fails the test that was running. Without a single report the others would do no better."""
         assert self.process is not None
         status = self.process.wait()
         self.output.seek(0)
         text = self.output.read().decode(errors="replace")
-        if self.reported:  # the others may do better in a new process; without a single report they will not
-            self.close()
-        return pytest.TestReport(
-            item.nodeid,
-            item.location,
-            {},
-            "failed",
-            f"The process of the fake driver ended with {status} before it had finished this test:\n{text}",
-            "call",
-        )
+        for nodeid in list(self.left)[: 1 if self.came_up else None]:
+            reason = f"The process of the fake driver ended with {status} before it had finished this test:\n{text}"
+            location = self.left.pop(nodeid).location
+            self.reports[nodeid].append(pytest.TestReport(nodeid, location, {}, "failed", reason, "call"))
+        self.close()
 
     def close(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.reports.close()
+            self.pipe.close()
             self.output.close()
             self.process = None
 
@@ -376,6 +368,8 @@ def pytest_configure(config: pytest.Config) -> None:
     global _loaded
     path = os.environ.get("FAKE_DRIVER")
     if path is not None and _loaded is None:
+        if path != HERE:
+            del os.environ["FAKE_DRIVER"]  # not for the programs that tests start
         os.environ["CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING"] = "1"
         _loaded = FakeDriver(library() if path == HERE else Path(path))
         _loaded.reset()

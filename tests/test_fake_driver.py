@@ -827,12 +827,11 @@ def test_ctypes_finds_the_same_driver_by_its_soname(fake_driver: FakeDriver) -> 
 
 
 def run(program: str, **settings: Any) -> str:
-    environ = {key: text for key, text in os.environ.items() if not key.startswith("FAKE_DRIVER")}
     done = subprocess.run(
         [sys.executable, "-c", "from cuda.bindings import driver as cuda\n" + textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        env={**environ, **settings.pop("environ", {}), **environment(**settings)},
+        env={**os.environ, **settings.pop("environ", {}), **environment(**settings)},
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
@@ -844,22 +843,21 @@ def run(program: str, **settings: Any) -> str:
     [{"missing": ("cuEventElapsedTime_v2",)}, {"version": 12040}],
     ids=["missing function", "driver older than the bindings"],
 )
-def test_the_bindings_raise_where_the_driver_lacks_a_function(fake_driver: FakeDriver, settings: Any) -> None:
+def test_the_bindings_raise_where_the_driver_lacks_a_function(settings: Any) -> None:
     # cuda.h: cuGetProcAddress; cuda.bindings
     program = """
         print(int(cuda.cuInit(0)[0]), int(cuda.cuDriverGetVersion()[1]))
         try:
             cuda.cuEventElapsedTime(1, 2)
-        except RuntimeError as error:
-            print(error)
+        except RuntimeError as error:  # the sentence differs between versions of the bindings
+            print("cuEventElapsedTime_v2" in str(error) and str(error).endswith("not found"))
         else:
             print("found")
     """
-    found = run(program, **settings)
-    assert found == f'0 {settings.get("version", 13000)}\nFunction "cuEventElapsedTime_v2" not found'
+    assert run(program, **settings) == f"0 {settings.get('version', 13000)}\nTrue"
 
 
-def test_stream_0_is_the_threads_own_where_the_environment_says_so(fake_driver: FakeDriver) -> None:
+def test_stream_0_is_the_threads_own_where_the_environment_says_so() -> None:
     # cuda.bindings: CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM
     program = """
         cuda.cuInit(0)
@@ -871,7 +869,7 @@ def test_stream_0_is_the_threads_own_where_the_environment_says_so(fake_driver: 
     assert run(program, environ={"CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM": "1"}) == "False True"
 
 
-def test_a_machine_without_devices_is_one_by_the_environment_alone(fake_driver: FakeDriver) -> None:
+def test_a_machine_without_devices_is_one_by_the_environment_alone() -> None:
     assert run("print(int(cuda.cuInit(0)[0]))", devices=0) == "100"
 
 
