@@ -26,28 +26,18 @@
 
 /* ---------------------------------------------------------------------------------------------- words of cuda.h -- */
 
-typedef enum {
-    CUDA_SUCCESS = 0,
-    CUDA_ERROR_INVALID_VALUE = 1,
-    CUDA_ERROR_OUT_OF_MEMORY = 2,
-    CUDA_ERROR_NOT_INITIALIZED = 3,
-    CUDA_ERROR_NO_DEVICE = 100,
-    CUDA_ERROR_INVALID_DEVICE = 101,
-    CUDA_ERROR_INVALID_CONTEXT = 201,
-    CUDA_ERROR_INVALID_HANDLE = 400,
-    CUDA_ERROR_ILLEGAL_STATE = 401,
-    CUDA_ERROR_NOT_READY = 600,
-    CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
-    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
-    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
-    CUDA_ERROR_STREAM_CAPTURE_MERGE = 902,
-    CUDA_ERROR_STREAM_CAPTURE_UNMATCHED = 903,
-    CUDA_ERROR_STREAM_CAPTURE_UNJOINED = 904,
-    CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
-    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
-    CUDA_ERROR_CAPTURED_EVENT = 907,
-    CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908,
-} CUresult;
+#define RESULTS(X) \
+    X(CUDA_SUCCESS, 0) X(CUDA_ERROR_INVALID_VALUE, 1) X(CUDA_ERROR_OUT_OF_MEMORY, 2) \
+    X(CUDA_ERROR_NOT_INITIALIZED, 3) X(CUDA_ERROR_NO_DEVICE, 100) X(CUDA_ERROR_INVALID_DEVICE, 101) \
+    X(CUDA_ERROR_INVALID_CONTEXT, 201) X(CUDA_ERROR_INVALID_HANDLE, 400) X(CUDA_ERROR_ILLEGAL_STATE, 401) \
+    X(CUDA_ERROR_NOT_READY, 600) X(CUDA_ERROR_ILLEGAL_ADDRESS, 700) X(CUDA_ERROR_CONTEXT_IS_DESTROYED, 709) \
+    X(CUDA_ERROR_LAUNCH_FAILED, 719) X(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 900) \
+    X(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, 901) X(CUDA_ERROR_STREAM_CAPTURE_MERGE, 902) \
+    X(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED, 903) X(CUDA_ERROR_STREAM_CAPTURE_UNJOINED, 904) \
+    X(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, 905) X(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, 906) \
+    X(CUDA_ERROR_CAPTURED_EVENT, 907) X(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, 908) X(CUDA_ERROR_UNKNOWN, 999)
+#define AS_CODE(name, code) name = code,
+typedef enum { RESULTS(AS_CODE) } CUresult;
 
 enum { CU_STREAM_LEGACY = 1, CU_STREAM_PER_THREAD = 2, CU_STREAM_NON_BLOCKING = 1 };
 enum { CU_EVENT_BLOCKING_SYNC = 1, CU_EVENT_DISABLE_TIMING = 2, CU_EVENT_INTERPROCESS = 4 };
@@ -409,9 +399,14 @@ CUresult cuDriverGetVersion(int *version) {
 }
 
 CUresult cuGetErrorName(int error, const char **name) {
+#define AS_NAME(name, code) {code, #name},
+    static const struct { int code; const char *name; } names[] = {RESULTS(AS_NAME)};
     ENTER(cuGetErrorName, ANYTIME);
-    *name = error ? "CUDA_ERROR_FAKE" : "CUDA_SUCCESS";
-    return CUDA_SUCCESS;
+    *name = NULL;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (names[i].code == error) *name = names[i].name;
+    }
+    return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuGetErrorString(int error, const char **text) {
@@ -665,10 +660,8 @@ CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {
 
 static bool prohibited(void);
 
-CUresult cuCtxSynchronize(void) {
-    ENTER(cuCtxSynchronize, CONTEXT);
+static CUresult drain(Context *context) {
     if (prohibited()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    Context *context = top();
     int64_t until = 0;
     EACH(Stream, stream, streams) {
         if (stream->context == context && stream->until_ns > until) until = stream->until_ns;
@@ -677,9 +670,16 @@ CUresult cuCtxSynchronize(void) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuCtxSynchronize_v2(handle context) {
-    (void)context; /* the callers of tests synchronise the current one alone */
-    return cuCtxSynchronize();
+CUresult cuCtxSynchronize(void) {
+    ENTER(cuCtxSynchronize, CONTEXT);
+    return drain(top());
+}
+
+CUresult cuCtxSynchronize_v2(handle wanted) {
+    if (wanted == 0) return cuCtxSynchronize();
+    ENTER(cuCtxSynchronize, INITIALISED);
+    TRY(usable(wanted));
+    return drain(find(&contexts, wanted));
 }
 
 /* -------------------------------------------------------------------------------------------------------- capture -- */
@@ -1440,6 +1440,16 @@ CUresult cuEventRecordWithFlags_ptsz(handle event, handle stream, unsigned flags
 CUresult cuStreamWaitEvent_ptsz(handle stream, handle event, unsigned flags) {
     return cuStreamWaitEvent(OWN(stream), event, flags);
 }
+CUresult cuStreamGetCaptureInfo_v3_ptsz(handle stream, int *status, uint64_t *id, handle *graph,
+                                        const handle **dependencies, const void **edges, size_t *count) {
+    return cuStreamGetCaptureInfo_v3(OWN(stream), status, id, graph, dependencies, edges, count);
+}
+CUresult cuMemcpyAsync_ptsz(address to, address from, size_t size, handle stream) {
+    return cuMemcpyAsync(to, from, size, OWN(stream));
+}
+ALSO(cuMemcpyAsync_ptsz, cuMemcpyHtoDAsync_ptsz);
+ALSO(cuMemcpyAsync_ptsz, cuMemcpyDtoHAsync_ptsz);
+ALSO(cuMemcpyAsync_ptsz, cuMemcpyDtoDAsync_ptsz);
 CUresult cuGraphLaunch_ptsz(handle graph, handle stream) { return cuGraphLaunch(graph, OWN(stream)); }
 
 /* ----------------------------------------------------------------------------------------- how the bindings find us -- */

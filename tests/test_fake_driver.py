@@ -758,6 +758,34 @@ def test_a_child_of_a_process_that_did_not_initialise_may(fake_driver: FakeDrive
     assert fake_driver.counts().forked_calls == 0
 
 
+def test_a_call_may_block_its_thread_and_no_other(fake_driver: FakeDriver) -> None:
+    # A record can wait for room in the launch queue
+    fake_driver.reset(virtual=False)
+    context = start()
+    on, made = stream(), event()
+    fake_driver.cost("cuEventRecord", 300_000_000)
+
+    def block() -> None:
+        value(cuda.cuCtxSetCurrent(context))
+        value(cuda.cuEventRecord(made, on))
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    while fake_driver.calls("cuEventRecord") == 0:
+        pass
+    for _ in range(10):
+        assert code(cuda.cuEventQuery(made)) == 0
+    assert thread.is_alive()
+    thread.join()
+    assert fake_driver.done_ns(made) <= fake_driver.now_ns()
+
+
+def test_errors_have_the_names_of_the_real_ones(fake_driver: FakeDriver) -> None:
+    for result in cuda.CUresult:
+        found, name = cuda.cuGetErrorName(result)
+        assert name == result.name.encode() if int(found) == 0 else int(result) not in (0, 3, 400, 600, 700, 901)
+
+
 # Counts
 
 
