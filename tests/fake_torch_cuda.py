@@ -16,7 +16,9 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from driver import FakeDriver
@@ -163,16 +165,17 @@ class CUDAGraph:
 
 
 def fake_torch(driver: FakeDriver) -> Any:
-    """A `torch` with `cuda` and `_C`, and `work` in place of everything that computes."""
+    """A module `torch` with `cuda` and `_C`, and `work` in place of everything that computes."""
     cuda = _Cuda(driver)
-    names = ["init", "is_initialized", "set_device", "set_stream", "stream", "synchronize", "graph"]
-    public = SimpleNamespace(**{name: getattr(cuda, name) for name in [*names, "is_current_stream_capturing"]})
-    public.Stream = lambda device=None: Stream(cuda, device)
-    public.CUDAGraph = lambda: CUDAGraph(cuda)
-    public.current_device = lambda: cuda.thread.device
-    private = SimpleNamespace(
-        _cuda_getDevice=lambda: cuda.thread.device,
-        _cuda_getCurrentRawStream=cuda.raw_stream,
-        _cuda_isCurrentStreamCapturing=cuda.is_current_stream_capturing,
-    )
-    return SimpleNamespace(__name__="torch", cuda=public, _C=private, work=cuda.work)
+    torch, public, private = (ModuleType(name) for name in ("torch", "torch.cuda", "torch._C"))
+    for module in (torch, public, private):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+    for name in ("init", "is_initialized", "set_device", "set_stream", "stream", "synchronize", "graph"):
+        setattr(public, name, getattr(cuda, name))
+    public.is_current_stream_capturing = private._cuda_isCurrentStreamCapturing = cuda.is_current_stream_capturing
+    public.current_device = private._cuda_getDevice = lambda: cuda.thread.device
+    private._cuda_getCurrentRawStream = cuda.raw_stream
+    public.Stream = partial(Stream, cuda)
+    public.CUDAGraph = partial(CUDAGraph, cuda)
+    torch.cuda, torch._C, torch.work = public, private, cuda.work
+    return torch

@@ -298,13 +298,16 @@ def test_an_external_record_is_for_capture_only(fake_driver: FakeDriver) -> None
 def test_any_number_of_pairs_leaves_nothing_behind(fake_driver: FakeDriver) -> None:
     start()
     on = stream()
+    slots = set()
     for _ in range(3):
         pairs = [(event(), event()) for _ in range(5_000)]
         for pair in pairs:
             for each in pair:
                 value(cuda.cuEventRecord(each, on))
+                slots.add(int(each) & 0xFFFFFFF)  # the lower bits of a handle, see `take`
                 value(cuda.cuEventDestroy(each))
     assert fake_driver.counts()[:2] == (0, 30_000)
+    assert len(slots) == 10_000
 
 
 # Streams
