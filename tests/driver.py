@@ -80,7 +80,7 @@ def library(*missing: str) -> Path:
         script = folder / "symbols"
         script.write_text("{ local: " + " ".join(f"{name};" for name in missing) + " };")
         command.append(f"-Wl,--version-script={script}")
-    subprocess.run([*command, "-Wl,-soname,libcuda.so.1", "-o", target, SOURCE, "-ldl"], check=True)
+    subprocess.run([*command, "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-o", target, SOURCE, "-ldl"], check=True)
     return target
 
 
@@ -137,7 +137,7 @@ class FakeDriver:
             ("event_host_ns", ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(number)),
             ("fail", ctypes.c_int, text, ctypes.c_int, number, number),
             ("cost", ctypes.c_int, text, number),
-            ("break", None, ctypes.c_int, ctypes.c_int, number),
+            ("break_device", None, ctypes.c_int, ctypes.c_int, number),
             ("destroy_context", None, ctypes.c_void_p),
             ("limit_events", None, number),
             ("symbol", text, ctypes.c_int),
@@ -224,7 +224,7 @@ class FakeDriver:
 
     def break_device(self, code: int = 700, device: int = 0, after_ns: int = 0) -> None:
         """A sticky error: from now, or some time later, all calls about the device answer `code` for ever."""
-        getattr(self.library, "fake_break")(device, code, after_ns)  # noqa: B009 a keyword
+        self.library.fake_break_device(device, code, after_ns)
 
     def destroy_context(self, context: Any) -> None:
         """Some other part of the process destroys a context, or resets the device whose primary one it is."""

@@ -897,10 +897,21 @@ CUresult cuStreamSynchronize(handle stream) {
     return CUDA_SUCCESS;
 }
 
+/* What a stream is may not be asked while it captures (cccl 11118 says so of cuStreamGetId and cuStreamGetDevice and has
+   it kill the capture; the fake is strict and means all of them). cuStreamIsCapturing may. */
+static CUresult describe(handle wanted, Stream **found) {
+    TRY(find_stream(wanted, found));
+    if ((*found)->legacy && implicit((*found)->context, true)) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+    Capture *capture = capture_of(*found);
+    if (capture == NULL) return CUDA_SUCCESS;
+    kill_capture(capture);
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
 CUresult cuStreamGetCtx(handle wanted, handle *context) {
     ENTER(cuStreamGetCtx, CONTEXT);
     Stream *stream;
-    TRY(find_stream(wanted, &stream));
+    TRY(describe(wanted, &stream));
     *context = stream->context->slot.handle;
     return CUDA_SUCCESS;
 }
@@ -913,7 +924,7 @@ CUresult cuStreamGetCtx_v2(handle stream, handle *context, handle *green) {
 CUresult cuStreamGetDevice(handle wanted, CUdevice *device) {
     ENTER(cuStreamGetDevice, CONTEXT);
     Stream *stream;
-    TRY(find_stream(wanted, &stream));
+    TRY(describe(wanted, &stream));
     *device = stream->context->device;
     return CUDA_SUCCESS;
 }
@@ -921,7 +932,7 @@ CUresult cuStreamGetDevice(handle wanted, CUdevice *device) {
 CUresult cuStreamGetFlags(handle wanted, unsigned *flags) {
     ENTER(cuStreamGetFlags, CONTEXT);
     Stream *stream;
-    TRY(find_stream(wanted, &stream));
+    TRY(describe(wanted, &stream));
     *flags = stream->flags;
     return CUDA_SUCCESS;
 }
@@ -929,7 +940,7 @@ CUresult cuStreamGetFlags(handle wanted, unsigned *flags) {
 CUresult cuStreamGetId(handle wanted, unsigned long long *id) {
     ENTER(cuStreamGetId, CONTEXT);
     Stream *stream;
-    TRY(find_stream(wanted, &stream));
+    TRY(describe(wanted, &stream));
     *id = (unsigned long long)stream->slot.generation << 28 | (stream->slot.index + 1);
     return CUDA_SUCCESS;
 }
@@ -937,7 +948,7 @@ CUresult cuStreamGetId(handle wanted, unsigned long long *id) {
 CUresult cuStreamGetPriority(handle wanted, int *priority) {
     ENTER(cuStreamGetPriority, CONTEXT);
     Stream *stream;
-    TRY(find_stream(wanted, &stream));
+    TRY(describe(wanted, &stream));
     *priority = stream->priority;
     return CUDA_SUCCESS;
 }
@@ -1533,6 +1544,12 @@ static int symbol_of(const char *name) {
     return -1;
 }
 
+static Device *scripted(int number) {
+    if (number >= 0 && number < state.device_count) return &state.devices[number];
+    fprintf(stderr, "fake_driver: device %d was scripted, and there are %d\n", number, state.device_count);
+    abort();
+}
+
 static void empty(Pool *pool) {
     pool->live = pool->made = 0;
     pool->first_free = 0;
@@ -1587,24 +1604,24 @@ void fake_advance(int64_t ns) {
 
 int64_t fake_device_now_ns(int device) {
     LOCKED;
-    return device_now(&state.devices[device]);
+    return device_now(scripted(device));
 }
 
 void fake_set_offset(int number, int64_t offset_ns) {
     LOCKED;
-    Device *device = &state.devices[number];
+    Device *device = scripted(number);
     device->host_base_ns = host_now();
     device->device_base_ns = device->host_base_ns + offset_ns;
 }
 
 void fake_set_drift(int device, int64_t drift_ppb) {
     LOCKED;
-    set_drift(&state.devices[device], drift_ppb);
+    set_drift(scripted(device), drift_ppb);
 }
 
 void fake_set_device(int number, int64_t event_ns, int64_t latency_ns, int64_t tick_ns, int shared) {
     LOCKED; /* a negative number leaves a thing as it is */
-    Device *device = &state.devices[number];
+    Device *device = scripted(number);
     if (event_ns >= 0) device->event_ns = event_ns;
     if (latency_ns >= 0) device->latency_ns = latency_ns;
     if (tick_ns > 0) device->tick_ns = tick_ns;
@@ -1644,10 +1661,11 @@ int fake_cost(const char *name, int64_t ns) {
     return 0;
 }
 
-void fake_break(int device, int code, int64_t after_ns) {
+void fake_break_device(int number, int code, int64_t after_ns) {
     LOCKED;
-    state.devices[device].broken = code;
-    state.devices[device].broken_at_ns = host_now() + after_ns;
+    Device *device = scripted(number);
+    device->broken = code;
+    device->broken_at_ns = host_now() + after_ns;
 }
 
 void fake_destroy_context(handle wanted) { /* as some other part of the process would, from a thread of its own */

@@ -611,6 +611,20 @@ def test_the_legacy_stream_is_unusable_while_a_blocking_stream_captures(fake_dri
     assert status(blocking) == 2
 
 
+@pytest.mark.parametrize("ask", [cuda.cuStreamGetId, cuda.cuStreamGetCtx, cuda.cuStreamGetDevice, cuda.cuStreamQuery])
+def test_a_stream_that_captures_may_be_asked_for_nothing_else(
+    fake_driver: FakeDriver, ask: Callable[[Any], Any]
+) -> None:
+    # cccl 11118; CUDA Programming Guide: prohibited and unhandled operations
+    start()
+    on = stream()
+    capture(on, RELAXED)
+    assert code(ask(on)) == UNSAFE
+    assert status(on) == 2
+    assert code(cuda.cuStreamEndCapture(on)) == INVALIDATED
+    assert code(ask(on)) == 0
+
+
 def test_the_legacy_stream_cannot_capture(fake_driver: FakeDriver) -> None:
     # cuda.h: cuStreamBeginCapture
     start()
