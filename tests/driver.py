@@ -38,7 +38,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import pytest
 
@@ -58,6 +58,7 @@ def _compiler() -> str | None:
     return shutil.which("gcc") or shutil.which("cc")
 
 
+@functools.cache
 def why_not() -> str:
     """What a machine lacks to run tests against the fake driver; empty where it has everything."""
     if sys.platform != "linux":
@@ -286,6 +287,7 @@ class _Reporter:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.pipe = os.fdopen(int(os.environ.pop(_REPORTS)), "w")
+        os.set_inheritable(self.pipe.fileno(), False)
         self.selected: list[str] = json.loads(Path(os.environ.pop(_SELECTED)).read_text())
 
     @pytest.hookimpl(trylast=True)
@@ -316,9 +318,10 @@ class _Child:
         here, there = os.pipe()
         command = [sys.executable, "-m", "pytest", "-pno:cacheprovider", "--color=no"]
         command += [f"--rootdir={self.config.rootpath}", *[f"-c{path}" for path in [self.config.inipath] if path]]
+        ours = {"FAKE_DRIVER": str(library()), _REPORTS: str(there), _SELECTED: str(selected), "PYTEST_ADDOPTS": ""}
         self.process = subprocess.Popen(
             [*command, self.path],
-            env={**os.environ, "FAKE_DRIVER": str(library()), _REPORTS: str(there), _SELECTED: str(selected)},
+            env={**os.environ, **ours},
             cwd=self.config.rootpath,
             pass_fds=[there],
             stdout=self.output,
@@ -345,19 +348,36 @@ class _Child:
             self.came_up = True
             if report.when == "teardown":
                 del self.left[report.nodeid]
+        if not self.left and self.process is not None:
+            self.finish(item)
         return self.reports.pop(item.nodeid)
 
     def ended(self) -> None:
         """Fails the test that was running. Without a single report the others would do no better."""
+        for item in list(self.left.values())[: 1 if self.came_up else None]:
+            self.fail(item, "call", "before it had finished this test")
+            del self.left[item.nodeid]
+        self.close()
+
+    def finish(self, last: pytest.Item) -> None:
+        """Lets the process end as it will: what goes wrong then is reported with the last test."""
+        assert self.process is not None
+        try:
+            good = self.process.wait(60) in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        except subprocess.TimeoutExpired:
+            good = False
+            self.process.kill()
+        if not good:
+            self.fail(last, "teardown", "after its last test")
+        self.close()
+
+    def fail(self, item: pytest.Item, when: Literal["call", "teardown"], moment: str) -> None:
         assert self.process is not None
         status = self.process.wait()
         self.output.seek(0)
-        text = self.output.read().decode(errors="replace")
-        for nodeid in list(self.left)[: 1 if self.came_up else None]:
-            reason = f"The process of the fake driver ended with {status} before it had finished this test:\n{text}"
-            location = self.left.pop(nodeid).location
-            self.reports[nodeid].append(pytest.TestReport(nodeid, location, {}, "failed", reason, "call"))
-        self.close()
+        text = f"The process of the fake driver ended with {status} {moment}:\n"
+        text += self.output.read().decode(errors="replace")
+        self.reports[item.nodeid].append(pytest.TestReport(item.nodeid, item.location, {}, "failed", text, when))
 
     def close(self) -> None:
         if self.process is not None:

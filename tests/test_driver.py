@@ -150,6 +150,22 @@ def test_a_test_that_ends_the_process_fails_alone(tmp_path: Path) -> None:
     assert "the end" in text
 
 
+def test_a_process_that_ends_badly_fails_its_last_test(tmp_path: Path) -> None:
+    program = """
+        import atexit
+        pytestmark = pytest.mark.fake_driver
+
+        def test_first():
+            pass
+
+        def test_last():
+            atexit.register(os._exit, 5)
+    """
+    found, text = outcomes(tmp_path, program)
+    assert found == ["test_first passed", "test_last passed", "test_last error"]
+    assert "ended with 5 after its last test" in text
+
+
 def test_a_process_that_does_not_come_up_fails_every_test_and_is_not_tried_again(tmp_path: Path) -> None:
     program = """
         if "fake_driver" in MAPS:
