@@ -251,7 +251,7 @@ class FakeDriver:
         return {symbol: calls for symbol, calls in counted.items() if calls}
 
     def synchronised(self, thread: int | None = None) -> int:
-        """Calls that wait for a device."""
+        """Calls that wait for a device, the service's own among them."""
         return sum(calls for symbol, calls in self.called(thread).items() if symbol.endswith("Synchronize"))
 
     def forget_calls(self) -> None:
