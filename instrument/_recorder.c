@@ -92,6 +92,7 @@ typedef struct node {
     struct node **table; /* by the site's address, linear probing */
     char is_request;
     char is_copy;
+    char is_device; /* whether its site asks for device time */
     char in_request; /* whether its path passes through one */
     int64_t min_ns; /* what is shorter, and has neither children nor an error, gets no row */
 } node_t;
@@ -138,6 +139,7 @@ typedef struct frame {
     struct ring *ring;
     PyObject *request; /* the Frame of the request that this is in, or NULL */
     PyObject *attributes;
+    PyObject *pair; /* what times the span on a device, or NULL */
     PyObject *self; /* the Frame object that holds this frame; NULL for a function's */
     char state;
     char has_rows; /* whether what counts no time against it may name it as its parent */
@@ -219,6 +221,8 @@ typedef struct core {
     uint64_t next_id;
     PyObject *variable;
     PyObject *remote_parent;
+    PyObject *begin_device; /* begins to time a span on a device: (site, attributes, span id) -> pair or None */
+    char watches_all; /* whether it is asked for every span, and not for those alone whose sites ask for it */
     PyObject *remote_key;
     PyObject *task_probe;
     PyObject *thread_name;
@@ -283,7 +287,7 @@ static _Thread_local uint64_t ending_state; /* the thread state that lost its Ma
 static frame_t *free_frames;
 static uint32_t free_frame_count;
 static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_name_dunder, *str_make_scope, *str_pass_muted,
-    *str_min_ns;
+    *str_min_ns, *str_device, *str_end, *str_pause, *str_resume;
 
 /* ------------------------------------------------------------------ the clock */
 
@@ -450,6 +454,16 @@ kind_is(PyObject *site, PyObject *word)
     return same;
 }
 
+static int
+asks_for_device(PyObject *site)
+{
+    PyObject *device = PyObject_GetAttr(site, str_device);
+    int asks = device == Py_True;
+    Py_XDECREF(device);
+    PyErr_Clear();
+    return asks;
+}
+
 static int64_t
 min_ns_of(PyObject *site)
 {
@@ -482,6 +496,7 @@ new_node(Core *core, node_t *parent, PyObject *site)
     node->index = core->node_count;
     node->is_request = (char)kind_is(site, str_request);
     node->is_copy = (char)kind_is(site, str_copy);
+    node->is_device = (char)asks_for_device(site);
     node->in_request = node->is_request || parent->in_request;
     node->min_ns = min_ns_of(site);
     if (add_child(parent, node) < 0) {
@@ -1436,6 +1451,7 @@ Frame_dealloc(Frame *self)
     if (self->frame.request != (PyObject *)self)
         Py_XDECREF(self->frame.request);
     Py_XDECREF(self->frame.attributes);
+    Py_XDECREF(self->frame.pair);
     Py_XDECREF(self->published);
     PyObject_GC_Del(self);
 }
@@ -1556,6 +1572,77 @@ note_remote(Core *core, Frame *frame)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+static int close_frame(Core *core, Frame *self, PyObject *error);
+
+/* ------------------------------------------------------------------ device time */
+
+static inline int
+is_timed_on_device(const Core *core, const frame_t *frame)
+{
+    return (frame->node->is_device || core->watches_all) && core->begin_device != NULL && core->begin_device != Py_None;
+}
+
+/* What runs in Python here is ours and may be interrupted by a signal handler: -1 with the host's exception. */
+static int
+begin_on_device(Core *core, frame_t *frame)
+{
+    PyObject *begin = Py_NewRef(core->begin_device);
+    PyObject *args[] = {frame->node->site, frame->attributes != NULL ? frame->attributes : Py_None,
+                        PyLong_FromUnsignedLongLong(frame->span_id)};
+    PyObject *pair = args[2] == NULL ? NULL : PyObject_Vectorcall(begin, args, 3, NULL);
+    Py_XDECREF(args[2]);
+    Py_DECREF(begin);
+    if (pair == Py_None)
+        Py_CLEAR(pair);
+    frame->pair = pair;
+    if (!PyErr_Occurred())
+        return 0;
+    if (is_hosts())
+        return -1;
+    note_fault("device timer");
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Call a method of a pair; an exception that was raised before stays. -1 with one of the host's that came in here. */
+static int
+tell_pair(PyObject *method, PyObject *const *args, size_t count)
+{
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    PyObject *none = PyObject_VectorcallMethod(method, args, count, NULL);
+    Py_XDECREF(none);
+    if (none == NULL && !is_hosts())
+        note_fault("device timer");
+    if (PyErr_Occurred()) {
+        Py_XDECREF(type);
+        Py_XDECREF(raised);
+        Py_XDECREF(traceback);
+        return -1;
+    }
+    PyErr_Restore(type, raised, traceback);
+    return 0;
+}
+
+/* The span has been stored: its pair learns which it was. Takes the frame's reference. */
+static int
+end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
+{
+    PyObject *pair = frame->pair;
+    frame->pair = NULL;
+    PyObject *args[] = {pair, (PyObject *)ring, PyLong_FromUnsignedLong(frame->node->index),
+                        PyLong_FromUnsignedLongLong(frame->span_id), PyLong_FromLongLong(frame->start_ns),
+                        PyLong_FromLongLong(end_ns < frame->start_ns ? frame->start_ns : end_ns)};
+    int failed = 0;
+    if (args[2] != NULL && args[3] != NULL && args[4] != NULL && args[5] != NULL)
+        failed = tell_pair(str_end, args, 6);
+    else
+        PyErr_Clear(); /* for want of memory */
+    for (int i = 2; i < 6; i++)
+        Py_XDECREF(args[i]);
+    Py_DECREF(pair);
+    return failed;
+}
+
 /* NULL with an exception, or without one where the reason has been counted: see `lose`. */
 static Frame *
 open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
@@ -1600,6 +1687,15 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
         publish(core, current);
     Py_DECREF(current);
     frame->start_ns = frame->counted_from_ns = read_clock(core);
+    if (is_timed_on_device(core, frame) && begin_on_device(core, frame) < 0) {
+        PyObject *type, *raised, *traceback;
+        PyErr_Fetch(&type, &raised, &traceback);
+        if (close_frame(core, self, Py_None) < 0)
+            PyErr_Clear(); /* of two that handlers raised, the first */
+        PyErr_Restore(type, raised, traceback);
+        Py_DECREF(self);
+        return NULL;
+    }
     return self;
 }
 
@@ -1779,10 +1875,11 @@ close_frame(Core *core, Frame *self, PyObject *error)
     PyObject *name = error == NULL || error == Py_None ? NULL : error_name(error);
     store(core, ring, frame, end_ns, -1, name);
     Py_XDECREF(name);
+    int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
     Py_DECREF(current);
     Py_DECREF(ring);
     Py_DECREF(self);
-    return 0;
+    return failed;
 }
 
 /* ------------------------------------------------------------------ functions */
@@ -1800,6 +1897,7 @@ take_frame(void)
             return NULL;
     }
     frame->attributes = NULL;
+    frame->pair = NULL;
     frame->self = NULL;
     frame->state = OPEN;
     frame->start_ns = frame->counted_from_ns = 0;
@@ -1850,8 +1948,15 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
     if (ring != NULL) {
         Py_INCREF(ring);
         store(core, ring, frame, end_ns, -1, error);
+        if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0) {
+            Py_CLEAR(type);
+            Py_CLEAR(raised);
+            Py_CLEAR(traceback);
+            PyErr_Fetch(&type, &raised, &traceback);
+        }
         Py_DECREF(ring);
     }
+    Py_CLEAR(frame->pair);
     if (!found) {
         Py_CLEAR(frame->request);
         frame->ring = NULL;
@@ -1887,13 +1992,17 @@ call_in_span(Function *self, PyObject *site, Function *seen, PyObject *const *ar
     if (current->eager)
         publish(core, current);
     frame->start_ns = frame->counted_from_ns = read_clock(core);
-    PyObject *result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    PyObject *result = NULL;
+    if (!is_timed_on_device(core, frame) || begin_on_device(core, frame) == 0)
+        result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     int64_t end_ns = read_clock(core);
     int plain = result != NULL && current->top == frame && ring->rows != NULL && !current->eager;
     if (plain) {
         count_against_above(current, frame, ring, end_ns);
         current->top = frame->above;
         store(core, ring, frame, end_ns, -1, NULL);
+        if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0)
+            Py_CLEAR(result);
     } else {
         plain = end_call(core, ring, current, frame, end_ns);
         if (result != NULL && PyErr_Occurred())
@@ -2361,6 +2470,8 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
     self->resumed_ns = now_ns;
     Py_DECREF(current);
     Py_DECREF(ring);
+    if (own->pair != NULL && tell_pair(str_resume, &own->pair, 1) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -2399,6 +2510,8 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
         caller->children_ns += step_ns;
     if (current->eager)
         publish(core, current);
+    if (own->pair != NULL && tell_pair(str_pause, &own->pair, 1) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -2422,7 +2535,10 @@ Stretch_finish(Stretch *self, PyObject *error)
     PyObject *name = error == Py_None ? NULL : error_name(error);
     store(self->core, ring, frame, end_ns, self->active_ns, name);
     Py_XDECREF(name);
+    int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
     Py_DECREF(ring);
+    if (failed)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -2885,6 +3001,7 @@ static int
 Core_traverse(Core *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->remote_parent);
+    Py_VISIT(self->begin_device);
     Py_VISIT(self->remote_key);
     Py_VISIT(self->task_probe);
     Py_VISIT(self->thread_name);
@@ -2898,6 +3015,7 @@ static int
 Core_clear(Core *self)
 {
     Py_CLEAR(self->remote_parent);
+    Py_CLEAR(self->begin_device);
     return 0;
 }
 
@@ -2920,6 +3038,7 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->ended);
     Py_XDECREF(self->variable);
     Py_XDECREF(self->remote_parent);
+    Py_XDECREF(self->begin_device);
     Py_XDECREF(self->remote_key);
     Py_XDECREF(self->task_probe);
     Py_XDECREF(self->thread_name);
@@ -2973,8 +3092,8 @@ Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 3) {
-        PyErr_SetString(PyExc_TypeError, "record(site, start_ns, attributes)");
+    if (nargs < 3 || nargs > 4) {
+        PyErr_SetString(PyExc_TypeError, "record(site, start_ns, attributes, pair=None)");
         return NULL;
     }
     int64_t end_ns = read_clock(self);
@@ -2991,12 +3110,16 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
     frame_t frame;
     identify(self, ring, current, &frame, args[0], NULL);
     frame.attributes = args[2] == Py_None ? NULL : args[2];
+    frame.pair = nargs > 3 && args[3] != Py_None ? Py_NewRef(args[3]) : NULL;
     frame.start_ns = frame.counted_from_ns = start_ns;
     Py_INCREF(ring);
     count_against_above(current, &frame, ring, end_ns);
     store(self, ring, &frame, end_ns, -1, NULL);
+    int failed = frame.pair != NULL ? end_on_device(ring, &frame, end_ns) : 0;
     Py_DECREF(ring);
     Py_XDECREF(frame.request);
+    if (failed)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -3420,6 +3543,8 @@ static PyMemberDef Core_members[] = {
     {"ended_too_short", T_ULONGLONG, offsetof(Core, ended_too_short), READONLY, "the same of `too_short`"},
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
     {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
+    {"begin_device", T_OBJECT, offsetof(Core, begin_device), 0, "begins to time a span on a device, or None"},
+    {"watches_all", T_BOOL, offsetof(Core, watches_all), 0, "whether begin_device is asked for every span"},
     {NULL},
 };
 
@@ -3481,6 +3606,36 @@ static PyTypeObject CoreType = {
     .tp_getset = Core_getset,
 };
 
+/* Record an event on a stream through the driver's own functions, unless the stream is being captured into a graph: -1
+ * then, else the driver's error. The interpreter's lock is kept: to let go of it means to wait for whoever takes it. */
+static PyObject *
+mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    void *address[4];
+    if (nargs != 4) {
+        PyErr_SetString(PyExc_TypeError, "mark(cuEventRecord, cuStreamIsCapturing, event, stream)");
+        return NULL;
+    }
+    for (int i = 0; i < 4; i++) {
+        address[i] = PyLong_AsVoidPtr(args[i]);
+        if (address[i] == NULL && PyErr_Occurred())
+            return NULL;
+    }
+    int (*record)(void *, void *) = (int (*)(void *, void *))address[0];
+    int (*is_capturing)(void *, int *) = (int (*)(void *, int *))address[1];
+    int status = 0;
+    int error = is_capturing(address[3], &status);
+    if (error == 0)
+        error = status != 0 ? -1 : record(address[2], address[3]);
+    return PyLong_FromLong(error);
+}
+
+static PyMethodDef module_methods[] = {
+    {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
+     "Record an event: mark(cuEventRecord, cuStreamIsCapturing, event, stream), all as addresses."},
+    {NULL},
+};
+
 static int
 execute(PyObject *made)
 {
@@ -3512,7 +3667,11 @@ execute(PyObject *made)
     str_make_scope = PyUnicode_InternFromString("make_scope");
     str_pass_muted = PyUnicode_InternFromString("pass_muted");
     str_min_ns = PyUnicode_InternFromString("min_ns");
-    if (!str_make_scope || !str_pass_muted || !str_min_ns || !str_bytes || !str_kind || !str_request || !str_copy || !str_name_dunder)
+    str_device = PyUnicode_InternFromString("device");
+    str_end = PyUnicode_InternFromString("end");
+    str_pause = PyUnicode_InternFromString("pause");
+    str_resume = PyUnicode_InternFromString("resume");
+    if (!str_device || !str_end || !str_pause || !str_resume || !str_make_scope || !str_pass_muted || !str_min_ns || !str_bytes || !str_kind || !str_request || !str_copy || !str_name_dunder)
         return -1;
     if (PyModule_AddObjectRef(made, "Core", (PyObject *)&CoreType) < 0 ||
         PyModule_AddObjectRef(made, "Frame", (PyObject *)&FrameType) < 0 ||
@@ -3541,6 +3700,7 @@ static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "instrument._recorder",
     .m_doc = "The hot path of instrument.recorder.",
+    .m_methods = module_methods,
     .m_slots = slots,
 };
 

@@ -23,6 +23,7 @@ from typing import Any
 from instrument import chrome, clock, files, otlp
 from instrument.capture import Trees
 from instrument.control import Control, folder_of
+from instrument.device.timer import Timing
 from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
 from instrument.governor import Governor
@@ -53,6 +54,13 @@ CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
 """How often the wall clock is compared with the one that spans are sent by, and from what difference on it replaces it.
 Not at once: spans of one tree that are sent by two readings of the clock nest a little less well."""
+
+DEVICE_SHARE = 8
+"""What part of `limits.ring` is there once more for device intervals."""
+
+SETTLE_NS = 2 * 10**9
+WAITING_SPANS = 20_000
+"""How long, and how many, spans wait for their device times before they are sent without."""
 
 COMPLAINTS_KEPT = 20
 
@@ -113,6 +121,9 @@ class Session:
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._exporter: otlp.Exporter | None = None
+        self._timing: Timing | None = None
+        self._waiting: deque[tuple[int, int, list[Span]]] = deque()
+        self._intervals_read = 0
         self._folder = files.working_folder()
         self._newest_file: Path | None = None
         self._losses: Counter[str] = Counter()
@@ -148,6 +159,9 @@ class Session:
                 self._exporter.start()
                 RECORDER.remote_parent = otlp.current_parent
             self._undos.append(contexts.watch())
+            if self.profile.device.cuda != "off" and self.profile.state != "CPU":
+                self._timing = Timing(self.profile.limits.ring_bytes // DEVICE_SHARE)
+                self._undos.append(self._timing.install())
             self._undos.append(self.selection.attach())
             self._choose_clock()
             self._undos.append(self._release_governor)
@@ -284,6 +298,7 @@ class Session:
             self._check_clock()
             self._govern()
             self._look()
+            self._offer_settled()
             while self._cut:
                 window, origin = self._cut.popleft()
                 self._write_window(*window, origin)
@@ -305,8 +320,29 @@ class Session:
             self._exporter.origin = fresh
 
     def _keep(self, spans: list[Span]) -> None:
-        if self._exporter is not None:
+        if self._exporter is None:
+            return
+        if self._timing is not None and self._timing.timer is not None and any(span.site.device for span in spans):
+            self._waiting.append((max(span.end_ns for span in spans), self._intervals_read, spans))
+        else:
             self._exporter.offer(spans)
+
+    def _offer_settled(self) -> None:
+        """Send the spans that have their device times, or have waited for them long enough."""
+        timing, exporter = self._timing, self._exporter
+        if timing is None or exporter is None:
+            return
+        known, now = timing.intervals.count, time.monotonic_ns()
+        size = sum(len(spans) for _, _, spans in self._waiting)
+        while self._waiting:
+            end_ns, since, spans = self._waiting[0]
+            if not (timing.is_settled(end_ns) or size > WAITING_SPANS or now - end_ns > SETTLE_NS or self._stopped):
+                break
+            self._waiting.popleft()
+            size -= len(spans)
+            timing.join(spans, since)
+            exporter.offer(spans)
+        self._intervals_read = known
 
     def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
         """Hand over all that has finished and wait, at most so long, until the collector has it.
@@ -469,6 +505,8 @@ class Session:
         """Everything that was recorded and not kept, by reason."""
         counts: Counter[str] = Counter(self._losses)
         counts.update(RECORDER.losses())
+        if self._timing is not None:
+            counts.update(self._timing.losses())
         if self._exporter is not None:
             kept = self._trees.counts()
             counts.update({name: count for name, count in kept.items() if name not in ("requests", "requests kept")})
@@ -492,6 +530,8 @@ class Session:
                 + ", ".join(self.selection.late)
                 + ": what had been bound elsewhere was found and replaced; what could not be is named with its rule"
             )
+        if self._timing is not None:
+            notes.extend(self._timing.notes())
         if self._governor is not None:
             notes.extend(self._governor.notes())
         notes.extend(f"reload: {refused}" for refused in self._refused)
@@ -536,6 +576,8 @@ class Session:
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
         spans = RECORDER.spans(first, last)
+        if self._timing is not None:
+            self._timing.join(spans)
         spans.extend(self.selection.nodes_within(spans))
         return Trace(
             origin=origin or self.origin(),
@@ -700,6 +742,10 @@ class Session:
         self._losses.clear()
         self._complaints.clear()
         self._cut.clear()
+        self._waiting.clear()
+        self._intervals_read = 0
+        if self._timing is not None:
+            self._timing.after_fork_in_child()
         self._begin()
         if self._exporter is not None:
             self._exporter.after_fork_in_child()

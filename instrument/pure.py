@@ -12,7 +12,7 @@ An open span is a *frame*, a list that only this module touches:
 
     0 node   1 span id   2 parent id   3 root id   4 time of the children ns   5 ring   6 frame above
     7 start ns   8 task   9 counted against the frame above from ns   10 attributes or None   11 state
-    12 the chain that the context variable held before, or None
+    12 the chain that the context variable held before, or None   13 what times the span on a device, or None
 
 A finished span is a *row*: see `instrument.ring`.
 """
@@ -114,6 +114,8 @@ class Core:
     ) -> None:
         self.on = False
         self.remote_parent: Callable[[], Any] | None = None
+        self.begin_device: Callable[[Site, Any, int], Any] | None = None
+        self.watches_all = False
         self.node_limit = NODE_LIMIT
         self._ring_bytes = ring_bytes
         self._remote_key = remote_key
@@ -230,9 +232,9 @@ class Core:
         node = above.children.get(site) or self._node(above, site)
         frame: Frame
         if parent is None:
-            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, attributes, state, held]
+            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, attributes, state, held, None]
         else:
-            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, attributes, state, held]
+            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, attributes, state, held, None]
         if site.kind == "request" and not self._in_request(parent):
             frame[3] = span_id
             if self.remote_parent is not None:
@@ -245,7 +247,27 @@ class Core:
             self._current.set(frame)
         ring.top = frame
         frame[7] = frame[9] = _clock()
+        if (site.device or self.watches_all) and self.begin_device is not None:
+            self._begin_on_device(frame)
         return frame
+
+    def _begin_on_device(self, frame: Frame) -> None:
+        try:
+            begin = self.begin_device
+            frame[13] = None if begin is None else begin(frame[0].site, frame[10], frame[1])
+        except Exception as fault:
+            FAULTS.note("device timer", fault)
+        except BaseException:  # a signal handler's
+            self.close(frame)
+            raise
+
+    def _end_on_device(self, ring: Ring, frame: Frame, end: int) -> None:
+        """The span has been stored: its pair learns which it was."""
+        pair, frame[13] = frame[13], None
+        try:
+            pair.end(ring, frame[0].index, frame[1], frame[7], end)
+        except Exception as fault:
+            FAULTS.note("device timer", fault)
 
     def _in_request(self, frame: Frame | None) -> bool:
         """Whether a request is open above. One that has ended does not adopt what a task of it serves next."""
@@ -290,8 +312,10 @@ class Core:
         if owner is not None and owner[5] is ring and owner[8] == frame[8]:
             owner[4] += end - frame[9]
         self._store(ring, frame, end, -1, None if error is None else type(error).__name__)
+        if frame[13] is not None:
+            self._end_on_device(ring, frame, end)
 
-    def record(self, site: Site, start_ns: int, attributes: dict[Any, Any] | None) -> None:
+    def record(self, site: Site, start_ns: int, attributes: dict[Any, Any] | None, pair: Any = None) -> None:
         """Store a span that has just ended and had no children, for what turns out only afterwards to be worth one."""
         end = _clock()
         parent = _top(self._current.get())
@@ -303,8 +327,12 @@ class Core:
         parent_id, root_id = (0, span_id) if parent is None else (parent[1], parent[3])
         if parent is not None and parent[5] is ring and parent[8] == task:
             parent[4] += end - start_ns
-        frame: Frame = [node, span_id, parent_id, root_id, 0, ring, None, start_ns, task, start_ns, attributes, CLOSED]
+        frame: Frame = [
+            node, span_id, parent_id, root_id, 0, ring, None, start_ns, task, start_ns, attributes, CLOSED, None, pair,
+        ]  # fmt: skip
         self._store(ring, frame, end, -1, None)
+        if pair is not None:
+            self._end_on_device(ring, frame, end)
 
     def _cross(self, frame: Frame, current: Frame, end: int) -> None:
         """End `frame` while `current`, opened inside it, goes on: what follows counts against the frame above."""
@@ -393,12 +421,16 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
     next_id = core._next_id
     muted = core.muted
     clock = _clock
+    device = site.device
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not core.on or (muted and site in muted):
             if core.on:
                 core.pass_muted(site)
             return function(*args, **kwargs)
+        if device or core.watches_all:
+            with Scope(core, site):
+                return function(*args, **kwargs)
         try:
             ring = core._rings.local.ring
         except AttributeError:
@@ -419,11 +451,11 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
         frame: Frame
         if parent is None:
             node = core._root.children.get(site) or core._node(core._root, site)
-            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, None, 1, held]
+            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, None, 1, held, None]
         else:
             above = parent[0] if parent[11] else core._root
             node = above.children.get(site) or core._node(above, site)
-            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, None, 1, held]
+            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, None, 1, held, None]
         # All of it in one `try`: a signal handler may raise after any call.
         try:
             if chain is None:
@@ -560,6 +592,8 @@ class Stretch:
             inner = inner[6]
         frame[5], frame[8], frame[12] = ring, task, None
         self._resumed_ns = now
+        if frame[13] is not None:
+            frame[13].resume()
 
     def suspend(self) -> None:
         """The body stands still, or has ended."""
@@ -588,6 +622,8 @@ class Stretch:
         frame[5].top = caller
         if caller is not None and caller[5] is frame[5] and caller[8] == frame[8]:
             caller[4] += step_ns
+        if frame[13] is not None:
+            frame[13].pause()
 
     def finish(self, error: BaseException | None) -> None:
         """The generator has ended, with this exception or None."""
@@ -598,7 +634,10 @@ class Stretch:
         core._suspended.pop(frame[1], None)
         frame[11] = CLOSED
         self._inner = None
-        core._store(core._ring(), frame, _clock(), self._active_ns, None if error is None else type(error).__name__)
+        end, ring = _clock(), core._ring()
+        core._store(ring, frame, end, self._active_ns, None if error is None else type(error).__name__)
+        if frame[13] is not None:
+            core._end_on_device(ring, frame, end)
 
 
 class Scope:

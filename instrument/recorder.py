@@ -40,7 +40,21 @@ def _load_native() -> Any:
 
 _native = _load_native()
 
+
+def native_marker() -> Callable[[int, int, int, int], int] | None:
+    """What records an event on a stream by the addresses of the driver's functions, with the interpreter's lock held.
+
+    `mark(cuEventRecord, cuStreamIsCapturing, event, stream)` gives the driver's error, or -1 while the stream is being
+    captured. None where the native recorder is not in use.
+    """
+    return None if _native is None else _native.mark
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+STREAM = object()
+"""The key under which a span's attributes hold the handle of the stream that its device time is taken on, if its own.
+It is nothing that a reader sees."""
 
 SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
@@ -61,10 +75,12 @@ class _Recording:
         ended_too_short: int
         irregular: Any
         remote_parent: Callable[[], RemoteParent | None] | None
+        begin_device: Callable[[Site, Any, int], Any] | None
+        watches_all: bool
 
         def open(self, site: Site, attributes: Any = None, state: int = 1, /) -> Any: ...
         def close(self, frame: Any, error: BaseException | None = None, /) -> None: ...
-        def record(self, site: Site, start_ns: int, attributes: Any, /) -> None: ...
+        def record(self, site: Site, start_ns: int, attributes: Any, pair: Any = None, /) -> None: ...
         def count(self, what: str, /) -> None: ...
         def count_device(self, ring: Any, index: int, host_ns: int, device_ns: int, elapsed_ns: int, /) -> bool: ...
         def rings(self) -> list[Any]: ...
@@ -99,7 +115,7 @@ class _Recording:
     def _begin(self) -> None:
         self.scope_name_limit = SCOPE_NAME_LIMIT
         self.open_scope_limit = OPEN_SCOPE_LIMIT
-        self._scope_sites: dict[tuple[str, str, str | None], Site] = {}
+        self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
         self._manual_open = 0
         self._tree: list[Node] = []
         self._tree_root = Node(-1, Site("(root)"), None)
@@ -125,7 +141,7 @@ class _Recording:
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
         """The site of a scope's name, made on first sight with the place of the code that opened it."""
-        site = self._scope_sites.get((name, kind, phase))
+        site = self._scope_sites.get((name, kind, device, phase))
         if site is None:
             if len(self._scope_sites) >= self.scope_name_limit:
                 self.count("scope names beyond the limit, counted together")
@@ -134,7 +150,7 @@ class _Recording:
             # setdefault, because two threads may be first: one site for each name, or the tally would split.
             declared = (("phase", phase),) if phase else ()
             site = self._scope_sites.setdefault(
-                (name, kind, phase), Site(name, kind, module, qualname, file, line, "", device, declared)
+                (name, kind, device, phase), Site(name, kind, module, qualname, file, line, "", device, declared)
             )
         return site
 
@@ -283,9 +299,10 @@ class _Recording:
         total_ns = row[6] - row[5]
         attributes = row[10]
         remote: RemoteParent | None = None
-        if attributes and RemoteParent in attributes:
+        if attributes and (RemoteParent in attributes or STREAM in attributes):
             attributes = dict(attributes)
-            remote = attributes.pop(RemoteParent)
+            remote = attributes.pop(RemoteParent, None)
+            attributes.pop(STREAM, None)
         return Span(
             site=self.site_of(row),
             span_id=row[1],

@@ -1,0 +1,192 @@
+"""Anchors: readings of a device's clock against the host's, by which its events are placed on the host's clock.
+
+An anchor is an event on a stream of its own that does nothing else: it happened between the host time before it was
+recorded and the host time after it was seen to have happened (Cristian's algorithm; the tightest of a burst is kept).
+Between two anchors the device's clock is taken to run evenly, which takes out its drift of 10 to 100 ppm. Elapsed times
+come as 32-bit floats in ms, whose grain passes half a microsecond beyond 4.1 s, so no place is told from farther away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+BURST = 5
+POLLS = 200
+"""How often an anchor of a burst is asked for before it is given up: the device is too busy to be read right now."""
+
+ANCHORS_KEPT = 16
+FARTHEST_NS = 4 * 10**9
+RESOLUTION_NS = 500
+"""What the driver promises of an event's time (cuEventElapsedTime)."""
+
+DRIFT = 100e-6
+"""How far a device's clock may run off where no second anchor has told yet."""
+
+
+class Place(NamedTuple):
+    """When an event happened on the host's clock, give or take; `near` tells whether an anchor lies near enough."""
+
+    at_ns: int
+    uncertainty_ns: int
+    near: bool
+
+
+@dataclass(slots=True)
+class Anchor:
+    """`rate` is how many host ns pass in a device ns from here to the next anchor, 0 while there is none."""
+
+    event: Any
+    host_ns: int
+    uncertainty_ns: int
+    rate: float = 0.0
+    rate_error: float = DRIFT
+
+
+class Anchors:
+    """The anchors of one context. Used by one thread, to which the context is bound."""
+
+    def __init__(self, driver: Any, now: Callable[[], int]) -> None:
+        self._driver = driver
+        self._now = now
+        self._stream: Any = None
+        self._anchors: list[Anchor] = []
+        self._spare: list[Any] = []
+
+    @property
+    def newest_ns(self) -> int | None:
+        """When the newest was taken; None without any."""
+        return self._anchors[-1].host_ns if self._anchors else None
+
+    def renew(self) -> int:
+        """Take another anchor. Returns the driver's error, 0 for none; a device that is too busy gives none."""
+        driver = self._driver
+        if self._stream is None:
+            error, self._stream = driver.new_stream()
+            if error:
+                return int(error)
+        best: Anchor | None = None
+        for _ in range(BURST):
+            error, event = (0, self._spare.pop()) if self._spare else driver.new_event()
+            if error:
+                return int(error)
+            before_ns = self._now()
+            error = driver.mark(driver.handle(event), self._stream)
+            for _ in range(POLLS):
+                error = error or driver.query(event)
+                if error != driver.NOT_READY:
+                    break
+                error = 0
+            else:
+                error = driver.NOT_READY
+            after_ns = self._now()
+            if error:
+                self._spare.append(event)
+                if error == driver.NOT_READY:
+                    continue
+                return int(error)
+            half_ns = (after_ns - before_ns + 1) // 2
+            if best is None or half_ns < best.uncertainty_ns:
+                if best is not None:
+                    self._spare.append(best.event)
+                best = Anchor(event, before_ns + half_ns, half_ns)
+            else:
+                self._spare.append(event)
+        return self._keep(best) if best is not None else 0
+
+    def _keep(self, anchor: Anchor) -> int:
+        if self._anchors and anchor.host_ns - self._anchors[-1].host_ns <= FARTHEST_NS:
+            before = self._anchors[-1]
+            error, device_ns = self._driver.elapsed_ns(before.event, anchor.event)
+            if error:
+                self._spare.append(anchor.event)
+                return int(error)
+            if device_ns > 0:
+                rate = (anchor.host_ns - before.host_ns) / device_ns
+                rate_error = (anchor.uncertainty_ns + before.uncertainty_ns + RESOLUTION_NS) / device_ns
+                # What no oscillator does says that the readings were bad, or lay too near each other.
+                if abs(rate - 1) <= DRIFT + rate_error:
+                    before.rate, before.rate_error = rate, min(rate_error, DRIFT)
+        self._anchors.append(anchor)
+        if len(self._anchors) > ANCHORS_KEPT:
+            self._spare.append(self._anchors.pop(0).event)
+        return 0
+
+    def place(self, event: Any) -> tuple[int, Place | None]:
+        """The driver's error, and when an event that has happened did so; None without an anchor."""
+        if not self._anchors:
+            return 0, None
+        newest = self._anchors[-1]
+        error, offset_ns = self._driver.elapsed_ns(newest.event, event)
+        if error:
+            return int(error), None
+        at_ns = newest.host_ns + offset_ns
+        index = min(range(len(self._anchors)), key=lambda i: abs(self._anchors[i].host_ns - at_ns))
+        anchor = self._anchors[index]
+        if anchor is not newest:
+            error, offset_ns = self._driver.elapsed_ns(anchor.event, event)
+            if error:
+                return int(error), None
+        rate, rate_error, is_between = self._rate(index, offset_ns)
+        uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + grain_ns(offset_ns)
+        if is_between:  # so it cannot be farther off than one of the two
+            other = self._anchors[index + (1 if offset_ns > 0 else -1)]
+            uncertainty_ns = max(uncertainty_ns, other.uncertainty_ns + RESOLUTION_NS)
+        else:
+            uncertainty_ns += abs(offset_ns) * rate_error
+        place = Place(anchor.host_ns + round(offset_ns * rate), round(uncertainty_ns), abs(offset_ns) <= FARTHEST_NS)
+        return 0, place
+
+    def _rate(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
+        """Host ns a device ns beside an anchor, how wrong that may be, and whether another anchor lies beyond."""
+        after, before = self._anchors[index], self._anchors[index - 1] if index else None
+        if offset_ns > 0 and after.rate:
+            return after.rate, after.rate_error, True
+        if before is not None and before.rate:
+            return before.rate, before.rate_error, offset_ns <= 0
+        if after.rate:
+            return after.rate, after.rate_error, False
+        return 1.0, DRIFT, False
+
+    def least_ns(self) -> tuple[int, int]:
+        """The driver's error, and the shortest time between two events with nothing in between."""
+        driver = self._driver
+        least_ns = 0
+        while len(self._spare) < 2:
+            error, event = driver.new_event()
+            if error:
+                return int(error), 0
+            self._spare.append(event)
+        first, second = self._spare[-2:]
+        for _ in range(BURST):
+            error = driver.mark(driver.handle(first), self._stream) or driver.mark(driver.handle(second), self._stream)
+            for _ in range(POLLS):
+                error = error or driver.query(second)
+                if error != driver.NOT_READY:
+                    break
+                error = 0
+            else:
+                continue
+            if not error:
+                error, elapsed_ns = driver.elapsed_ns(first, second)
+            if error:
+                return int(error), 0
+            least_ns = min(least_ns or elapsed_ns, elapsed_ns)
+        return 0, least_ns
+
+    def close(self) -> None:
+        """Give everything back to the driver, as far as it still takes it."""
+        for event in [*self._spare, *(anchor.event for anchor in self._anchors)]:
+            self._driver.destroy_event(event)
+        self._spare.clear()
+        self._anchors.clear()
+        if self._stream is not None:
+            self._driver.destroy_stream(self._stream)
+            self._stream = None
+
+
+def grain_ns(elapsed_ns: int) -> float:
+    """The distance to the next 32-bit float of an elapsed time in ms, in ns."""
+    ms = abs(elapsed_ns) // 10**6
+    return 0.0 if not ms else 2.0 ** (ms.bit_length() - 24) * 1e6

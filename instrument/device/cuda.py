@@ -1,0 +1,210 @@
+"""CUDA's driver: events, streams and contexts as the timer uses them, through `cuda.bindings.driver`.
+
+Everything that touches cuda-python's driver module lies here. Nothing initialises CUDA or makes a context: before the
+host has done so every call says that there is none. Calls return the driver's error as an integer, 0 for none, and
+raise nothing: what goes wrong is the timer's to count.
+
+Each call through the bindings lets go of the interpreter's lock. On the resolver's thread that is right. On a thread of
+the service it costs a fraction of a microsecond, or milliseconds where another thread computes in Python meanwhile: so
+`mark`, the only call made there, keeps the lock unless it is told otherwise (`tests/bench/device.py` shows both).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from instrument.recorder import native_marker
+
+CAPTURING = -1
+"""In place of an error: the stream is being captured into a graph, and nothing was recorded."""
+
+NOT_READY = 600
+
+NO_CONTEXT = 201
+CAPTURE_ERRORS = frozenset(range(900, 909))
+"""Errors that say that a capture is under way somewhere, for which no device is given up."""
+
+FATAL = frozenset({3, 4, 46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, *range(800, 811), 999})
+"""Errors after which a context tells nothing else: CUDA is not or no longer initialised, the context is gone, a kernel
+has failed, the device is lost."""
+
+_NON_BLOCKING = 1
+_THREAD_LOCAL = 1
+
+LIBRARY = "libcuda.so.1"
+
+
+def why_absent() -> str:
+    """Why there is no CUDA driver here, "" where there is one. Loads the driver's library; initialises nothing."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        return f"no CUDA driver: {error}"
+    return ""
+
+
+class CudaDriver:
+    """The driver through cuda-python. `holds_gil`: whether `mark` keeps the interpreter's lock.
+
+    Raises `ImportError` where cuda-bindings is missing or of a version that is not known, `OSError` without a driver.
+    """
+
+    CAPTURING = CAPTURING
+    NOT_READY = NOT_READY
+
+    def __init__(self, *, holds_gil: bool = True) -> None:
+        library = ctypes.CDLL(LIBRARY)
+        # Bindings for a newer major version than the driver's warn at their first call; here it is told by `describe`.
+        before = os.environ.get("CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING")
+        os.environ["CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING"] = "1"
+        try:
+            import cuda.bindings
+            from cuda.bindings import driver
+        finally:
+            if before is None:
+                del os.environ["CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING"]
+        self.version = str(cuda.bindings.__version__)
+        major = self.version.partition(".")[0]
+        if major not in ("12", "13"):
+            raise ImportError(f"found cuda-bindings {self.version}; 12.9 to 13 are known")
+        self._driver = driver
+        self._streams: dict[int, Any] = {}
+        self.holds_gil = holds_gil
+        self.mark: Callable[[Any, Any], int] = self._holding_marker(library) if holds_gil else self._mark
+
+    def describe(self) -> str:
+        """Versions of bindings and driver, and what does not fit, in one line."""
+        error, version = self._driver.cuDriverGetVersion()
+        if error:
+            return f"cuda-bindings {self.version}; the driver does not tell its version ({self.name(int(error))})"
+        driver = f"{version // 1000}.{version % 1000 // 10}"
+        text = f"cuda-bindings {self.version}, driver for CUDA {driver}"
+        if version // 1000 < int(self.version.partition(".")[0]):
+            text += f": the driver is older than the bindings; install cuda-bindings<{version // 1000 + 1}"
+        return text
+
+    def name(self, error: int) -> str:
+        """The driver's word for an error."""
+        try:
+            return str(self._driver.CUresult(error).name)
+        except ValueError:
+            return f"error {error}"
+
+    # ---------------------------------------------------------------- on a thread of the service
+
+    def _mark(self, event: Any, stream: Any) -> int:
+        """Record an event on a stream, unless it is being captured."""
+        handle = self._streams.get(stream)
+        if handle is None:
+            if len(self._streams) > 1024:
+                self._streams.clear()
+            handle = self._streams[stream] = self._driver.CUstream(stream)
+        error, status = self._driver.cuStreamIsCapturing(handle)
+        if not error and status:
+            return CAPTURING
+        return int(error or self._driver.cuEventRecord(event, handle)[0])
+
+    def _holding_marker(self, library: ctypes.CDLL) -> Callable[[Any, Any], int]:
+        record = ctypes.cast(library.cuEventRecord, ctypes.c_void_p).value or 0
+        capturing = ctypes.cast(library.cuStreamIsCapturing, ctypes.c_void_p).value or 0
+        mark = native_marker()
+        if mark is not None:
+            return functools.partial(mark, record, capturing)
+        # Twice the work of the native one, and still the lock is kept.
+        is_capturing = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(capturing)
+        record_event = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(record)
+
+        def mark_holding(event: Any, stream: Any) -> int:
+            status = ctypes.c_int()
+            error = is_capturing(stream, status)
+            if not error and status.value:
+                return CAPTURING
+            return int(error or record_event(event, stream))
+
+        return mark_holding
+
+    def current(self) -> int:
+        """The context that is current on the calling thread, 0 where there is none or CUDA is not initialised."""
+        error, context = self._driver.cuCtxGetCurrent()
+        return 0 if error else int(context)
+
+    def current_device(self) -> int:
+        """The index of the device of the current context, -1 without one."""
+        error, device = self._driver.cuCtxGetDevice()
+        return -1 if error else int(device)
+
+    def primary(self, device: int) -> int:
+        """The primary context of a device where the host has one; 0 where it has none. Gives it back at once."""
+        driver = self._driver
+        error, handle = driver.cuDeviceGet(device)
+        if error:
+            return 0
+        error, _, active = driver.cuDevicePrimaryCtxGetState(handle)
+        if error or not active:
+            return 0
+        error, context = driver.cuDevicePrimaryCtxRetain(handle)
+        if error:
+            return 0
+        driver.cuDevicePrimaryCtxRelease(handle)
+        return int(context)
+
+    def push(self, context: int) -> int:
+        """Make a context current on the calling thread until `pop`."""
+        return int(self._driver.cuCtxPushCurrent(context)[0])
+
+    def pop(self) -> None:
+        """Give the calling thread back what it had."""
+        self._driver.cuCtxPopCurrent()
+
+    # ---------------------------------------------------------------- on the resolver's thread
+
+    def bind(self, context: int) -> int:
+        """Make a context current on the calling thread, for good, and let the thread disturb no capture.
+
+        Without that a query from here would end what another thread captures in the mode `global`, torch's default.
+        """
+        (error,) = self._driver.cuCtxSetCurrent(context)
+        if not error:
+            error = self._driver.cuThreadExchangeStreamCaptureMode(self._driver.CUstreamCaptureMode(_THREAD_LOCAL))[0]
+        return int(error)
+
+    def new_event(self) -> tuple[int, Any]:
+        """An event that takes the time, in the current context."""
+        error, event = self._driver.cuEventCreate(0)
+        return int(error), event
+
+    def handle(self, event: Any) -> Any:
+        """An event as `mark` takes it."""
+        return int(event) if self.holds_gil else event
+
+    def destroy_event(self, event: Any) -> None:
+        self._driver.cuEventDestroy(event)
+
+    def new_stream(self) -> tuple[int, int]:
+        """A stream that waits for no other, of the highest priority there is."""
+        error, _, greatest = self._driver.cuCtxGetStreamPriorityRange()
+        if error:
+            return int(error), 0
+        error, stream = self._driver.cuStreamCreateWithPriority(_NON_BLOCKING, greatest)
+        return int(error), 0 if error else int(stream)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._driver.cuStreamDestroy(stream)
+
+    def query(self, event: Any) -> int:
+        """0 where the event has happened, `NOT_READY` where it has not."""
+        return int(self._driver.cuEventQuery(event)[0])
+
+    def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
+        """Device time between two events that have happened."""
+        error, ms = self._driver.cuEventElapsedTime(first, second)
+        return int(error), 0 if error else round(ms * 1e6)
+
+    def stream_id(self, stream: int) -> int:
+        """The number by which the vendor's tools call a stream, its address where the driver does not tell."""
+        error, number = self._driver.cuStreamGetId(stream)
+        return stream if error else int(number)

@@ -1,0 +1,152 @@
+"""Pairs: what times one span on a device, from its begin on a thread of the service to its last event."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from instrument.device.anchors import Anchors, Place
+from instrument.device.streams import Stream
+from instrument.spans import DeviceInterval
+
+
+class Driver(Protocol):
+    """What times a device: `instrument.device.cuda.CudaDriver`, or torch's own events where that is missing."""
+
+    CAPTURING: int
+    NOT_READY: int
+    mark: Callable[[Any, Any], int]
+
+    def describe(self) -> str: ...
+    def name(self, error: int) -> str: ...
+    def current(self) -> int: ...
+    def current_device(self) -> int: ...
+    def primary(self, device: int) -> int: ...
+    def push(self, context: int) -> int: ...
+    def pop(self) -> None: ...
+    def bind(self, context: int) -> int: ...
+    def new_event(self) -> tuple[int, Any]: ...
+    def handle(self, event: Any) -> Any: ...
+    def destroy_event(self, event: Any) -> None: ...
+    def new_stream(self) -> tuple[int, Any]: ...
+    def destroy_stream(self, stream: Any) -> None: ...
+    def query(self, event: Any) -> int: ...
+    def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]: ...
+    def stream_id(self, stream: int) -> int: ...
+
+
+class Part:
+    """One stretch of a stream: two events, and when the host recorded them (0: not yet)."""
+
+    __slots__ = ("begin", "begin_key", "begin_ns", "end", "end_key", "end_ns", "error", "pair", "place", "stream")
+
+    def __init__(self, begin: Any, end: Any, begin_key: Any, end_key: Any) -> None:
+        self.begin, self.end = begin, end
+        self.begin_key, self.end_key = begin_key, end_key
+        self.stream = 0
+        self.begin_ns = self.end_ns = 0
+        self.error = 0
+        self.place: Place | None = None
+        self.pair: Pair | None = None
+
+
+class Times(Protocol):
+    """What pairs ask of the timer that has made them."""
+
+    def begin_part(self, pair: Pair, /) -> None: ...
+    def end_part(self, context: Context, part: Part, /) -> None: ...
+    def finish(self, pair: Pair, /) -> None: ...
+    def refuse(self, span_id: int, place: Stream, at_ns: int, label: str, /) -> None: ...
+
+
+class Pair:
+    """What times one span: a part for each time that it ran. The recorder holds it while the span is open.
+
+    `begun` is written by the span's threads, `taken` by the resolver: with the last part of a span that has ended, its
+    device time is counted.
+    """
+
+    __slots__ = ("_timer", "begun", "beyond_ns", "context", "device_ns", "last_ns", "part", "row", "span_id", "taken")
+
+    def __init__(self, timer: Times, context: Context, part: Part, span_id: int) -> None:
+        self._timer = timer
+        self.context = context
+        self.part: Part | None = part
+        self.span_id = span_id
+        self.row: tuple[Any, int, int, int] | None = None
+        self.begun = 1
+        self.taken = 0
+        self.device_ns = self.beyond_ns = self.last_ns = 0
+        part.pair = self
+
+    def pause(self) -> None:
+        """A generator's body stands still."""
+        part, self.part = self.part, None
+        if part is not None:
+            self._timer.end_part(self.context, part)
+
+    def resume(self) -> None:
+        """It goes on, wherever its work goes now."""
+        if self.part is None:
+            self._timer.begin_part(self)
+
+    def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
+        """The span has ended and lies in this ring, counted under this node."""
+        self.span_id = span_id
+        self.row = (ring, index, start_ns, end_ns)
+        if self.part is not None:
+            self.pause()
+        else:
+            self._timer.finish(self)
+
+    def cancel(self) -> None:
+        """There is no span after all."""
+        part, self.part = self.part, None
+        if part is not None:
+            part.pair = None
+            part.end_ns = -1
+
+    def add(self, interval: DeviceInterval) -> None:
+        """One more stretch, in the order of time: time that two of them share counts once."""
+        start_ns = max(interval.start_ns, self.last_ns)
+        if interval.end_ns > start_ns:
+            self.device_ns += interval.end_ns - start_ns
+            if self.row is not None:  # else it ended on the device before it did on the host
+                self.beyond_ns += max(interval.end_ns - max(start_ns, self.row[3]), 0)
+            self.last_ns = interval.end_ns
+
+
+class Untimed:
+    """Stands for the pair of a span that gets no device time, and tells why."""
+
+    __slots__ = ("_at_ns", "_label", "_place", "_timer")
+
+    def __init__(self, timer: Times, place: Stream, label: str, at_ns: int) -> None:
+        self._timer, self._place, self._label, self._at_ns = timer, place, label, at_ns
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
+        self._timer.refuse(span_id, self._place, self._at_ns, self._label)
+
+
+class Context:
+    """One context of a device: its pool, what is under way on its streams, and its clock."""
+
+    def __init__(self, handle: int, device: int, anchors: Anchors) -> None:
+        self.handle = handle
+        self.device = device
+        self.anchors = anchors
+        self.alive = True
+        self.free: list[Part] = []
+        self.made = 0
+        self.begun: deque[Part] = deque()
+        self.under_way: dict[int, list[Part]] = {}
+        self.recent: dict[int, deque[tuple[int, int]]] = {}
+        self.stream_ids: dict[int, int] = {}
+        self.shortest_ns = 0

@@ -1,0 +1,356 @@
+"""The resolver: the thread that takes in what has happened on the devices, and says what it means.
+
+It asks for events instead of waiting for them, disturbs no capture of a graph, and sleeps while nothing is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from instrument.device import cuda
+from instrument.device.anchors import Place
+from instrument.device.intervals import Intervals
+from instrument.device.pairs import Context, Driver, Pair, Part
+from instrument.device.streams import Stream
+from instrument.errors import FAULTS
+from instrument.recorder import Recorder
+from instrument.spans import DeviceInterval
+
+CHUNK = 64
+"""Pairs that a pool grows by, from the resolver's thread, whenever less than that are free."""
+
+POOL_LIMIT = 8_192
+"""Pairs of a context: as many spans may wait for the device at a time. An event takes some hundred bytes of it."""
+
+IDLE_S = 0.5
+POLL_S = (0.001, 0.01)
+"""The shortest and the longest time between two looks at events that have not happened."""
+
+ANCHOR_NS = 10**9
+LAUNCH_NS = 20_000
+"""A stream that reaches the end of a span so soon after the host had run dry: 3 to 10 us is what launching takes."""
+
+SHORT = 20
+"""A stretch must be as many times as long as one with nothing in it, or events alone make 5 % of it and more."""
+
+RECENT = 256
+"""Stretches of a stream, merged where they touch, that later ones of other streams are held against."""
+
+STOP_NS = 10**9
+"""The longest that `stop` waits for the device."""
+
+
+class Resolver:
+    """Resolves the pairs of all contexts. `start` and `stop` are called by one thread, `look` by its own or a test's.
+
+    `counts` tells how many intervals of each label there were and which errors; `faults` why a device is given up.
+    """
+
+    def __init__(self, driver: Driver, intervals: Intervals, recorder: Recorder, now: Callable[[], int]) -> None:
+        self._driver = driver
+        self._intervals = intervals
+        self._recorder = recorder
+        self._now = now
+        self.contexts: dict[int, Context] = {}
+        self.counts: Counter[str] = Counter()
+        self.faults: dict[int, str] = {}
+        self.untimed: deque[tuple[int, Stream, int, str]] = deque(maxlen=8 * POOL_LIMIT)
+        self.finished: deque[Pair] = deque()
+        self.asleep = False
+        self._waking = threading.Event()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to look, on a thread of its own."""
+        if self._thread is None and not self._stopping.is_set():
+            self._thread = threading.Thread(target=self._look_until_stopped, name="instrument-device", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Wait a moment for what is under way, give everything back to the driver, end. Idempotent."""
+        self._stopping.set()
+        self._waking.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(2 * STOP_NS / 1e9)
+
+    def settled_ns(self) -> int:
+        """Up to when everything is resolved that had ended on the host by then."""
+        waiting = [
+            part.end_ns
+            for context in list(self.contexts.values())
+            for part in [*context.begun, *(part for parts in list(context.under_way.values()) for part in list(parts))]
+            if part.end_ns > 0
+        ]
+        return min(waiting, default=self._now())
+
+    def wake(self) -> None:
+        """Look now, not when it is time to."""
+        self.asleep = False
+        self._waking.set()
+
+    def grow(self, context: Context, pairs: int) -> int:
+        """More events for the pool of the context that is current here."""
+        driver = self._driver
+        for _ in range(pairs):
+            error, begin = driver.new_event()
+            if not error:
+                error, end = driver.new_event()
+                if error:
+                    driver.destroy_event(begin)
+            if error:
+                return error
+            context.free.append(Part(begin, end, driver.handle(begin), driver.handle(end)))
+            context.made += 1
+        return 0
+
+    def fail(self, context: Context, error: int) -> None:
+        """Count an error of the driver; give the device up after one that says that nothing else will come."""
+        driver = self._driver
+        name = driver.name(error)
+        self.counts[f"device {context.device}: {name}"] += 1
+        if error in cuda.FATAL and context.alive:
+            context.alive = False
+            self.faults[context.device] = f"device {context.device} is given up: the driver says {name}"
+
+    def refused(self, context: Context, error: int) -> str:
+        """The label of a span whose event was not taken."""
+        if error == self._driver.CAPTURING or error in cuda.CAPTURE_ERRORS:
+            return "captured"
+        self.fail(context, error)
+        return "dropped" if context.alive else ""
+
+    def _look_until_stopped(self) -> None:
+        stopping, waking = self._stopping, self._waking
+        pause_s = POLL_S[0]
+        while not stopping.is_set():
+            waking.clear()
+            try:
+                moved, waits = self.look()
+            except Exception as fault:
+                FAULTS.note("device thread", fault)
+                moved, waits = False, True
+            if waits:
+                pause_s = POLL_S[0] if moved else min(2 * pause_s, POLL_S[1])
+                stopping.wait(pause_s)
+                continue
+            self.asleep = True
+            # Whoever began a span before it saw us asleep is found here.
+            if any(context.begun for context in self.contexts.values()) or self.untimed or self.finished:
+                self.asleep = False
+                continue
+            waking.wait(IDLE_S)
+        end_ns = time.monotonic_ns() + STOP_NS
+        try:
+            while self.look(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_parts():
+                time.sleep(POLL_S[0])
+            self._close()
+        except Exception as fault:
+            FAULTS.note("device thread", fault)
+
+    def look(self, *, growing: bool = True) -> tuple[bool, bool]:
+        """Take in every event that has happened. Whether any had, and whether some are still waited for."""
+        moved = self._note_untimed()
+        while self.finished:
+            self._count_if_whole(self.finished.popleft())
+        waits = False
+        for context in list(self.contexts.values()):
+            if not context.alive:
+                self._give_up(context)
+                continue
+            driver = self._driver
+            error = driver.bind(context.handle)
+            if error:
+                self.fail(context, error)
+                continue
+            while context.begun:
+                part = context.begun.popleft()
+                context.under_way.setdefault(part.stream, []).append(part)
+            if any(context.under_way.values()) and self._is_anchor_due(context):
+                self._anchor(context)
+            if growing and len(context.free) < CHUNK and context.made < POOL_LIMIT:
+                error = self.grow(context, CHUNK)
+                if error:
+                    self.fail(context, error)
+            moved = self._resolve(context) or moved
+            waits = waits or any(context.under_way.values())
+        return moved, waits
+
+    def _note_untimed(self) -> bool:
+        noted = False
+        while self.untimed:
+            span_id, (device, stream), at_ns, label = self.untimed.popleft()
+            self._keep(span_id, DeviceInterval(device, self._stream_id(device, stream), at_ns, at_ns, label))
+            noted = True
+        return noted
+
+    def _stream_id(self, device: int, stream: int) -> int:
+        context = self.contexts.get(device)
+        if context is None:
+            return stream
+        found = context.stream_ids.get(stream)
+        if found is None:
+            if len(context.stream_ids) >= 1024:
+                context.stream_ids.clear()
+            found = context.stream_ids[stream] = self._driver.stream_id(stream) if stream else 0
+        return found
+
+    def _is_anchor_due(self, context: Context) -> bool:
+        newest_ns = context.anchors.newest_ns
+        return newest_ns is None or self._now() - newest_ns >= ANCHOR_NS
+
+    def _anchor(self, context: Context) -> None:
+        error = context.anchors.renew()
+        if not error and not context.shortest_ns:
+            error, context.shortest_ns = context.anchors.least_ns()
+        if error:
+            self.fail(context, error)
+
+    def _resolve(self, context: Context) -> bool:
+        """Take in what has happened on each stream, in the order of its ends."""
+        driver = self._driver
+        moved = False
+        for stream, parts in context.under_way.items():
+            ended = sorted((part for part in parts if part.end_ns), key=lambda part: part.end_ns)
+            done = []
+            for part in ended:
+                error = part.error
+                if part.pair is not None and not error:
+                    error = driver.query(part.end)
+                    if error == driver.NOT_READY:
+                        break
+                self._take(context, stream, part, error)
+                done.append(part)
+                if not context.alive:
+                    break
+            if done:
+                moved = True
+                gone = set(map(id, done))
+                parts[:] = [part for part in parts if id(part) not in gone]
+        return moved
+
+    def _take(self, context: Context, stream: int, part: Part, error: int) -> None:
+        """One stretch is over: its place, its label, its span."""
+        pair = part.pair
+        if pair is not None:
+            found: DeviceInterval | None = None
+            if not error:
+                error, found = self._measured(context, stream, part)
+            if found is not None:
+                pair.add(found)
+                self._remember(context, stream, found.start_ns, found.end_ns)
+            else:
+                label = self.refused(context, error) if error else "stale"
+                number = self._stream_id(context.device, stream)
+                found = DeviceInterval(context.device, number, part.begin_ns, part.begin_ns, label or "dropped")
+            self._keep(pair.span_id, found)
+            pair.taken += 1
+            self._count_if_whole(pair)
+        part.begin_ns = part.end_ns = part.error = 0
+        part.pair = part.place = None
+        if context.alive:
+            context.free.append(part)
+
+    def _count_if_whole(self, pair: Pair) -> None:
+        if pair.row is None or pair.taken < pair.begun:
+            return
+        ring, index, start_ns, end_ns = pair.row
+        pair.row = None
+        if pair.device_ns:
+            host_ns = end_ns - start_ns
+            if not self._recorder.count_device(ring, index, host_ns, pair.device_ns, host_ns + pair.beyond_ns):
+                self.counts["device times whose thread's totals had been merged away"] += 1
+
+    def _measured(self, context: Context, stream: int, part: Part) -> tuple[int, DeviceInterval | None]:
+        driver = self._driver
+        error, device_ns = driver.elapsed_ns(part.begin, part.end)
+        if error:
+            return error, None
+        error, place = self._place_of(context, part)
+        if error or place is None:
+            return error, None
+        device_ns = max(device_ns, 0)
+        start_ns = place.at_ns
+        end_ns = start_ns + device_ns
+        if not place.near:
+            label = "stale"
+        elif self._is_overlapped(context, stream, start_ns, end_ns):
+            label = "overlapped"
+        elif device_ns < SHORT * context.shortest_ns or end_ns - part.end_ns < place.uncertainty_ns + LAUNCH_NS:
+            label = "launch-bound"
+        else:
+            label = "exclusive"
+        number = self._stream_id(context.device, stream)
+        return 0, DeviceInterval(context.device, number, start_ns, end_ns, label, place.uncertainty_ns)
+
+    def _place_of(self, context: Context, part: Part) -> tuple[int, Place | None]:
+        """When a part began on the device: not before the host had asked for it."""
+        if part.place is None:
+            error, place = context.anchors.place(part.begin)
+            if error or place is None:
+                return error, None
+            part.place = place._replace(at_ns=max(place.at_ns, part.begin_ns))
+        return 0, part.place
+
+    def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
+        """Whether a stretch of another stream shares time with this one.
+
+        Decided for good: what had not begun on the device by now begins after this has ended.
+        """
+        driver = self._driver
+        for other, stretches in context.recent.items():
+            if other != stream and any(begin < end_ns and end > start_ns for begin, end in reversed(stretches)):
+                return True
+        for other, parts in context.under_way.items():
+            if other == stream:
+                continue
+            for part in parts:
+                if part.begin_ns >= end_ns or part.error or part.pair is None:
+                    continue
+                if part.place is None and driver.query(part.begin) != 0:
+                    continue
+                error, place = self._place_of(context, part)
+                if not error and place is not None and place.at_ns < end_ns:
+                    return True
+        return False
+
+    def _remember(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
+        stretches = context.recent.setdefault(stream, deque(maxlen=RECENT))
+        while stretches and stretches[-1][1] >= start_ns:
+            before = stretches.pop()
+            start_ns, end_ns = min(start_ns, before[0]), max(end_ns, before[1])
+        stretches.append((start_ns, end_ns))
+
+    def _keep(self, span_id: int, interval: DeviceInterval) -> None:
+        device, stream, start_ns, end_ns = interval.device, interval.stream, interval.start_ns, interval.end_ns
+        self._intervals.add(span_id, device, stream, start_ns, end_ns, interval.label, interval.uncertainty_ns)
+        self.counts[interval.label] += 1
+
+    def _give_up(self, context: Context) -> None:
+        """Nothing will come from this device any more."""
+        for part in [*context.begun, *(part for parts in context.under_way.values() for part in parts)]:
+            part.pair = None
+        context.begun.clear()
+        context.under_way.clear()
+        context.free.clear()
+
+    def _has_ended_parts(self) -> bool:
+        return any(
+            part.end_ns for context in self.contexts.values() for parts in context.under_way.values() for part in parts
+        )
+
+    def _close(self) -> None:
+        """Give everything back to the driver."""
+        driver = self._driver
+        for context in self.contexts.values():
+            if not context.alive or driver.bind(context.handle):
+                continue
+            for part in context.free:
+                driver.destroy_event(part.begin)
+                driver.destroy_event(part.end)
+            context.free.clear()
+            context.anchors.close()

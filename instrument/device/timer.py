@@ -1,0 +1,252 @@
+"""The timer: device time of spans by pairs of events, without a wait on a thread of the service.
+
+A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread
+of ours, the resolver, asks for events that have happened, puts the stretch between them on the host's clock and adds it
+to the tally. The pair spans a stretch of the stream, not a kernel: whatever else ran in between is in it, which is what
+the labels (`instrument.device.intervals.LABELS`) are about.
+
+Events come from a pool for each context, filled outside of the calls that use it. Nothing is recorded on a stream that
+is being captured into a graph. An error of the driver costs its device times, counted; one after which the driver says
+nothing else costs all of them from there on, and is told.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from instrument import imports
+from instrument.device import cuda, streams
+from instrument.device.anchors import Anchors
+from instrument.device.intervals import LABELS, Intervals
+from instrument.device.pairs import Context, Driver, Pair, Part, Untimed
+from instrument.device.resolver import CHUNK, Resolver
+from instrument.device.streams import Current, Stream
+from instrument.recorder import RECORDER, STREAM, Recorder
+from instrument.spans import Site, Span
+
+
+class Timer:
+    """Times spans on the devices that one driver drives. `begin` is what the recorder calls.
+
+    Everything but `stop` and `after_fork_in_child` runs on threads of the service and takes a microsecond or two.
+    """
+
+    def __init__(self, driver: Driver, intervals: Intervals, recorder: Recorder, now: Callable[[], int]) -> None:
+        self.driver = driver
+        self.sources: list[Current] = []
+        self.resolver = Resolver(driver, intervals, recorder, now)
+        self._now = now
+        self._meeting = threading.Lock()
+        self._contexts = self.resolver.contexts
+
+    def begin(self, site: Site | None, attributes: Any, span_id: int) -> Pair | Untimed | None:
+        """Record the first event of a span. None where the host does not use a device, or it has been given up."""
+        place = self._place(attributes)
+        if place is None:
+            return None
+        context = self._contexts.get(place[0]) or self._meet(place[0])
+        if context is None or not context.alive:
+            return None
+        part, label = self._begun(context, place[1])
+        if part is None:
+            return Untimed(self, place, label, self._now()) if label else None
+        return Pair(self, context, part, span_id)
+
+    def begin_part(self, pair: Pair) -> None:
+        place = self._place(None)
+        if place is None or pair.context.device != place[0] or not pair.context.alive:
+            return
+        part, label = self._begun(pair.context, place[1])
+        if part is None:
+            self.resolver.counts[f"steps of generators {label}"] += bool(label)
+            return
+        part.pair = pair
+        pair.begun += 1
+        pair.part = part
+
+    def _begun(self, context: Context, stream: int) -> tuple[Part | None, str]:
+        """A part whose first event has been recorded, or None and why there is none."""
+        try:
+            part = context.free.pop()
+        except IndexError:
+            self.resolver.wake()
+            return None, "dropped"
+        part.stream = stream
+        part.begin_ns = self._now()
+        error = self._mark(context, part.begin_key, stream)
+        if error:
+            context.free.append(part)
+            return None, self.resolver.refused(context, error)
+        context.begun.append(part)
+        return part, ""
+
+    def end_part(self, context: Context, part: Part) -> None:
+        """Record the second event. The resolver takes over from here."""
+        error = self._mark(context, part.end_key, part.stream) if context.alive else 0
+        if error:
+            part.error = error
+        part.end_ns = self._now()
+        if self.resolver.asleep:
+            self.resolver.wake()
+
+    def finish(self, pair: Pair) -> None:
+        """A span has ended whose last part had ended before it."""
+        self.resolver.finished.append(pair)
+        if self.resolver.asleep:
+            self.resolver.wake()
+
+    def _mark(self, context: Context, event: Any, stream: int) -> int:
+        driver = self.driver
+        error = driver.mark(event, stream)
+        if error == cuda.NO_CONTEXT:
+            # A thread that has not used the device yet; the default stream is that of the current context.
+            error = driver.push(context.handle)
+            if not error:
+                try:
+                    error = driver.mark(event, stream)
+                finally:
+                    driver.pop()
+        return error
+
+    def _place(self, attributes: Any) -> Stream | None:
+        if attributes is not None and STREAM in attributes:
+            driver = self.driver
+            device = driver.current_device()
+            return None if device < 0 else (device, attributes[STREAM])
+        for source in self.sources:
+            place = source()
+            if place is not None:
+                return place
+        return None
+
+    def _meet(self, device: int) -> Context | None:
+        """A device's context at first sight: a few events at once, the resolver makes the rest."""
+        driver = self.driver
+        with self._meeting:
+            context = self._contexts.get(device)
+            if context is not None:
+                return context
+            handle = driver.primary(device) or driver.current()
+            if not handle:
+                return None
+            context = Context(handle, device, Anchors(driver, self._now))
+            error = driver.push(handle)
+            if not error:
+                try:
+                    error = self.resolver.grow(context, CHUNK // 4)
+                finally:
+                    driver.pop()
+            if error:
+                self.resolver.fail(context, error)
+            self._contexts[device] = context
+            self.resolver.start()
+            return context
+
+    def refuse(self, span_id: int, place: Stream, at_ns: int, label: str) -> None:
+        """A span has ended that could not be timed."""
+        self.resolver.untimed.append((span_id, place, at_ns, label))
+        if self.resolver.asleep:
+            self.resolver.wake()
+
+
+class Timing:
+    """Device time for one session: sees to a timer as soon as the host has imported something that uses a device.
+
+    `reason` says in one line why there is no device time, "" where nothing stands against it.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int,
+        recorder: Recorder = RECORDER,
+        make_driver: Callable[[], Driver] = cuda.CudaDriver,
+        now: Callable[[], int] | None = None,
+    ) -> None:
+        self._memory_bytes = memory_bytes
+        self._recorder = recorder
+        self._make_driver = make_driver
+        self._now: Callable[[], int] = recorder.now_ns if now is None else now
+        self._undo_imports: Callable[[], None] | None = None
+        self._inherited: list[Timer] = []
+        self.intervals = Intervals(memory_bytes)
+        self.timer: Timer | None = None
+        self.reason = ""
+
+    def install(self) -> Callable[[], None]:
+        """Time spans from now on, or from when there is something to time; returns the way back."""
+        self._undo_imports = imports.install(streams.MODULES.__contains__, self.imported)
+        for name in streams.MODULES:
+            module = sys.modules.get(name)
+            if isinstance(module, ModuleType) and not imports.is_asleep(module):
+                self.imported(module)
+        return self.uninstall
+
+    def imported(self, module: ModuleType) -> None:
+        """The host has imported a framework: learn its current stream, if there can be a device at all."""
+        version = getattr(module, "version", None)
+        if module.__name__ == "torch" and not (getattr(version, "cuda", None) or getattr(version, "hip", None)):
+            return
+        if self.timer is None:
+            self.reason = cuda.why_absent()
+            if self.reason:
+                return
+            try:
+                driver = self._make_driver()
+            except (ImportError, OSError) as error:
+                self.reason = f"no device time: {error}; install instrument[cuda]"
+                return
+            self.timer = Timer(driver, self.intervals, self._recorder, self._now)
+        source = streams.current_of(module, self.timer.driver)
+        if source is not None:
+            self.timer.sources.append(source)
+        self._recorder.begin_device = self.timer.begin
+
+    def uninstall(self) -> None:
+        """Begin no more pairs, take in those under way, give everything back. Idempotent."""
+        if self._undo_imports is not None:
+            self._undo_imports()
+            self._undo_imports = None
+        self._recorder.begin_device = None
+        if self.timer is not None:
+            self.timer.resolver.stop()
+
+    def after_fork_in_child(self) -> None:
+        """The child of a process that uses CUDA cannot use it, and what it inherits is not its own to give back."""
+        self.intervals = Intervals(self._memory_bytes)
+        if self.timer is not None:
+            before = self.timer
+            self._inherited.append(before)
+            self.timer = Timer(before.driver, self.intervals, self._recorder, self._now)
+            self.timer.sources.extend(before.sources)
+            if self._recorder.begin_device is not None:
+                self._recorder.begin_device = self.timer.begin
+
+    def join(self, spans: Iterable[Span], since: int = 0) -> None:
+        """Give spans the intervals that are known by now, those after the first `since`."""
+        self.intervals.join(spans, since)
+
+    def is_settled(self, at_ns: int) -> bool:
+        """Whether the device time of every span that had ended by then is known, or never will be."""
+        return self.timer is None or self.timer.resolver.settled_ns() >= at_ns
+
+    def losses(self) -> Mapping[str, int]:
+        """Spans that asked for device time and have none, by reason."""
+        counts = self.timer.resolver.counts if self.timer is not None else {}
+        return {
+            "device times not taken while a graph was captured": counts.get("captured", 0),
+            "device times dropped": counts.get("dropped", 0),
+            "device intervals overwritten by newer ones": self.intervals.overwritten,
+        }
+
+    def notes(self) -> list[str]:
+        """What stands against device time, in sentences."""
+        notes = [self.reason] if self.reason else []
+        if self.timer is not None:
+            resolver = self.timer.resolver
+            notes += resolver.faults.values()
+            notes += [f"{what}: {count} times" for what, count in resolver.counts.items() if what not in LABELS]
+        return notes
