@@ -40,7 +40,7 @@ class Core:
     user_sites: dict[str, Site]
     scope_type: type[Scope]
     remote_parent: Callable[[], RemoteParent | None] | None
-    begin_device: Callable[[Site, Any, int], Any] | None
+    begin_device: Callable[[Site | None, Any, int], Any] | None
     watches_all: bool
     def __init__(
         self,

@@ -114,7 +114,7 @@ class Core:
     ) -> None:
         self.on = False
         self.remote_parent: Callable[[], Any] | None = None
-        self.begin_device: Callable[[Site, Any, int], Any] | None = None
+        self.begin_device: Callable[[Site | None, Any, int], Any] | None = None
         self.watches_all = False
         self.node_limit = NODE_LIMIT
         self._ring_bytes = ring_bytes

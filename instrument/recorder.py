@@ -75,7 +75,7 @@ class _Recording:
         ended_too_short: int
         irregular: Any
         remote_parent: Callable[[], RemoteParent | None] | None
-        begin_device: Callable[[Site, Any, int], Any] | None
+        begin_device: Callable[[Site | None, Any, int], Any] | None
         watches_all: bool
 
         def open(self, site: Site, attributes: Any = None, state: int = 1, /) -> Any: ...
@@ -162,8 +162,9 @@ class _Recording:
         device: bool = False,
         attributes: Mapping[str, AttributeValue] | None = None,
         phase: str | None = None,
+        stream: Any = None,
     ) -> Scope:
-        """A scope by name. Raises `TargetError` for a name, kind or phase that cannot be one."""
+        """A scope by name. Raises `TargetError` for a name, kind, phase or stream that cannot be one."""
         if not isinstance(name, str) or not name:
             raise TargetError(f"a scope needs a name that says what it times; found {name!r}")
         if phase is not None and phase not in PHASES:
@@ -173,7 +174,10 @@ class _Recording:
         elif kind not in KINDS:
             raise TargetError(f"scope {name!r}: found kind {kind!r}; allowed: {', '.join(KINDS)}")
         # A private copy of the attributes: the row keeps them, the caller may change its own.
-        return self.new_scope(self.scope_site(name, kind, device, phase), dict(attributes) if attributes else None)
+        own: dict[Any, Any] | None = dict(attributes) if attributes else None
+        if stream is not None:
+            own = {**(own or {}), STREAM: stream_handle(stream)}
+        return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), own)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
         """Open a span that `end_manual` will close; None when too many are open."""
@@ -635,6 +639,27 @@ def _measure_costs(calls: int, rounds: int) -> dict[str, ProbeCost]:
         added_ns = max(best[shape, False] / calls - bare_ns, 0.0)
         costs[shape] = ProbeCost(added_ns, max(added_ns - max(inside_ns[shape] - bare_ns, 0.0), 0.0))
     return costs
+
+
+def stream_handle(stream: Any) -> int:
+    """The handle of a stream: an address, or an object of torch, cupy, numba, cuda.core or cuda-python.
+
+    Raises `TargetError` for what is none of these.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if callable(protocol):
+        _, handle = protocol()
+        return int(handle)
+    for attribute in ("cuda_stream", "ptr", "handle"):  # torch, cupy and numba before they had the protocol
+        handle = getattr(stream, attribute, None)
+        handle = getattr(handle, "value", handle)
+        if isinstance(handle, int):
+            return handle
+    raise TargetError(
+        f"stream= takes a CUDA stream: an object with __cuda_stream__ or the address as an int; found {stream!r}"
+    )
 
 
 def _unsound_ticks() -> str:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from instrument.errors import TargetError
-
 Stream = tuple[int, int]
 """Index of a device as the process numbers them, and the handle of one of its streams."""
 
@@ -65,24 +63,3 @@ def current_of(module: ModuleType, driver: Any) -> Current | None:
     if module.__name__ == "cupy":
         return current_of_cupy(module, lambda: bool(driver.current()))
     return current_of_numba(driver.current_device) if module.__name__ == "numba.cuda" else None
-
-
-def handle_of(stream: Any) -> int:
-    """The handle of a stream: an address, or an object of torch, cupy, numba, cuda.core or cuda-python.
-
-    Raises `TargetError` for what is none of these.
-    """
-    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
-        return stream
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if callable(protocol):
-        _, handle = protocol()
-        return int(handle)
-    for attribute in ("cuda_stream", "ptr", "handle"):  # torch, cupy and numba before they had the protocol
-        handle = getattr(stream, attribute, None)
-        handle = getattr(handle, "value", handle)
-        if isinstance(handle, int):
-            return handle
-    raise TargetError(
-        f"stream= takes a CUDA stream: an object with __cuda_stream__ or the address as an int; found {stream!r}"
-    )

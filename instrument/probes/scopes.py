@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from instrument.recorder import RECORDER, Scope
 from instrument.spans import AttributeValue
@@ -20,15 +20,18 @@ def scope(
     device: bool = False,
     attributes: Mapping[str, AttributeValue] | None = None,
     phase: str | None = None,
+    stream: Any = None,
 ) -> Scope:
     """A span around a block: ``with scope("tokenise"):`` or ``async with scope("tokenise"):``.
 
     `name` groups the spans in reports and should come from a small set; data belongs into `attributes`. `kind` is one
     of `instrument.spans.KINDS`, else `user`; `phase`, one of `instrument.spans.PHASES`, says what part of the work it
-    is and makes the kind `phase`. Exceptions pass untouched and mark the span. Safe around ``await``. Costs one branch
-    while recording is off. Raises `TargetError` for a name, kind or phase that cannot be one.
+    is and makes the kind `phase`. `device` asks for device time too, on the current stream of torch, cupy or numba;
+    `stream` names another one: an object with `__cuda_stream__`, or its address. Exceptions pass untouched and mark
+    the span. Safe around ``await``. Costs one branch while recording is off. Raises `TargetError` for a name, kind,
+    phase or stream that cannot be one.
     """
-    return RECORDER.make_scope(name, kind=kind, device=device, attributes=attributes, phase=phase)
+    return RECORDER.make_scope(name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream)
 
 
 def scope_start(
@@ -38,9 +41,10 @@ def scope_start(
     device: bool = False,
     attributes: Mapping[str, AttributeValue] | None = None,
     phase: str | None = None,
+    stream: Any = None,
 ) -> Scope:
     """Begin a span in a handler that cannot use ``with``; `scope_end` closes it, possibly in another callback."""
-    return scope(name, kind=kind, device=device, attributes=attributes, phase=phase).start()
+    return scope(name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream).start()
 
 
 def scope_end(opened: Scope | str | None = None, *, error: BaseException | None = None) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from instrument.probes.copies.transfers import Facts, Places, Transfer, Transfers, argument
+from instrument.probes.copies.transfers import Facts, Places, Stream, Transfer, Transfers, argument
 
 FRAMEWORK = "cuda"
 MODULES = ("cuda.bindings.driver", "cuda.bindings.runtime")
@@ -36,7 +36,7 @@ def attach(module: Any, transfers: Transfers) -> Places:
             continue
         facts = _facts(name, function)
         if facts is not None:
-            places.functions(module, (name,), _if_done(facts))
+            places.functions(module, (name,), _if_done(facts), _stream(function))
     return places
 
 
@@ -103,6 +103,21 @@ def _named(function: Any, *names: str) -> Callable[[Any, Any], Any]:
     name = next(name for name in names if name in parameters)
     index = parameters.index(name)
     return lambda args, kwargs: argument(args, kwargs, index, name)
+
+
+def _stream(function: Any) -> Stream:
+    """The stream is an argument of what is asynchronous; the rest uses the default one."""
+    parameters = list(inspect.signature(function).parameters)
+    name = next((name for name in ("hStream", "stream") if name in parameters), None)
+    if name is None:
+        return lambda args, kwargs: 0
+    index = parameters.index(name)
+
+    def stream(args: Any, kwargs: Any) -> Any:
+        found = argument(args, kwargs, index, name)
+        return 0 if found is None else int(found)
+
+    return stream
 
 
 def _if_done(facts: Facts) -> Facts:

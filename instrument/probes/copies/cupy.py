@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from instrument.probes.copies.transfers import Facts, Places, Transfer, Transfers, argument, is_pinned
+from instrument.probes.copies.transfers import Facts, Places, Stream, Transfer, Transfers, argument, is_pinned
 
 FRAMEWORK = "cupy"
 MODULES = ("cupy",)
@@ -44,17 +44,22 @@ def attach(cupy: Any, transfers: Transfers) -> Places:
         # Of the host it takes single values only, which fill.
         return _on_device(source, target) if isinstance(source, array_type) and source is not target else None
 
-    places = Places(transfers, FRAMEWORK)
-    places.methods(array_type, ("get",), got)
-    places.methods(array_type, ("set",), put)
+    places = Places(transfers, FRAMEWORK, stream=lambda args, kwargs: None)
+    places.methods(array_type, ("get",), got, lambda args, kwargs: argument(args, kwargs, 1, "stream"))
+    places.methods(array_type, ("set",), put, lambda args, kwargs: argument(args, kwargs, 2, "stream"))
     places.methods(array_type, READING, read)
     places.functions(cupy, MAKING, made)
     places.functions(cupy, ("copyto",), copied)
     runtime = cupy.cuda.runtime
     for name, facts in (("memcpy", _by_kind), ("memcpyPeer", _peer)):
-        places.functions(runtime, (name,), facts(True))
-        places.functions(runtime, (f"{name}Async",), facts(False))
+        last = 4 if name == "memcpy" else 5
+        places.functions(runtime, (name,), facts(True), lambda args, kwargs: 0)
+        places.functions(runtime, (f"{name}Async",), facts(False), _argument(last, "stream"))
     return places
+
+
+def _argument(index: int, name: str) -> Stream:
+    return lambda args, kwargs: argument(args, kwargs, index, name)
 
 
 def _on_device(source: Any, target: Any) -> Transfer:

@@ -17,10 +17,11 @@ UNSEEN = "arrays in mapped or managed memory, which the device reads in place"
 
 def attach(module: Any, transfers: Transfers) -> Places:
     """Replace what copies, in the driver or in the simulator."""
-    places = Places(transfers, FRAMEWORK)
     if module.__name__ == "numba.cuda.simulator":
+        places = Places(transfers, FRAMEWORK)
         _attach_simulator(module, places)
         return places
+    places = Places(transfers, FRAMEWORK, stream=lambda args, kwargs: _arguments(args, kwargs)[3])
 
     def to_device(out: Any, args: Any, kwargs: Any) -> Transfer:
         _, source, size, stream = _arguments(args, kwargs)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from instrument.probes.copies.transfers import Facts, Places, Transfer, Transfers, argument
+from instrument.probes.copies.transfers import NOWHERE, Facts, Places, Transfer, Transfers, argument
 
 FRAMEWORK = "torch"
 MODULES = ("torch",)
@@ -46,16 +46,21 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     tensor = torch.Tensor
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _private_backend(torch)
-    places = Places(transfers, FRAMEWORK, ready)
+    places = Places(transfers, FRAMEWORK, ready, lambda args, kwargs: None)
     places.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_converted, fake))
     places.methods(tensor, ("copy_",), _if_real(_copied, fake))
-    places.methods(tensor, ("pin_memory",), _if_new(_pinned, fake))
-    places.methods(tensor, READING, _read)
+    places.methods(tensor, ("pin_memory",), _if_new(_pinned, fake), _nowhere)
+    # Most of these are of tensors that lie on the host already.
+    places.methods(tensor, READING, _read, lambda args, kwargs: None if args[0].is_cuda else NOWHERE)
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         places.methods(storage, ("to", "cuda", "cpu"), _storage_moved)
         places.methods(storage, ("copy_",), _storage_copied)
-        places.methods(storage, ("pin_memory",), _storage_pinned)
+        places.methods(storage, ("pin_memory",), _storage_pinned, _nowhere)
     return places
+
+
+def _nowhere(args: Any, kwargs: Any) -> Any:
+    return NOWHERE
 
 
 def direction(source: Any, target: Any) -> str | None:

@@ -2,8 +2,8 @@
 
 A room of this family knows the functions of one framework that copy, and tells for each call what it has moved. All
 rooms share one guard, so that calls inside of a call that copies (a subclass of a tensor, one framework that hands over
-to another) give one span. Times are host times of the call: what an asynchronous copy takes on the device is the
-business of device intervals.
+to another) give one span. What a copy takes on the device is timed where the room can tell the stream beforehand: a
+pair of events around each call, given up again where the call did nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, replace, undo_all
 from instrument.probes.holders import rebind
 from instrument.profile import CopyRule
-from instrument.recorder import RECORDER, Recorder
+from instrument.recorder import RECORDER, STREAM, Recorder, stream_handle
 from instrument.spans import Site
 
 
@@ -37,6 +37,13 @@ class Transfer(NamedTuple):
 
 Facts = Callable[[Any, Any, Any], Transfer | None]
 """What a call has moved, from its result, its positional and its named arguments; None for no copy."""
+
+
+NOWHERE = object()
+
+Stream = Callable[[Any, Any], Any]
+"""On which stream a call copies, from its positional and its named arguments: a stream or its address, None for the
+framework's current one, `NOWHERE` where it copies on none that can be known before."""
 
 
 class _Inside(threading.local):
@@ -76,29 +83,44 @@ class Transfers:
         """Whether a rule asks for copies of a framework in one of the directions."""
         return any(framework in rule.frameworks and not set(ways).isdisjoint(rule.directions) for rule in self.rules)
 
-    def watch(self, function: Any, framework: str, qualname: str, facts: Facts, ready: Callable[[], bool]) -> Any:
+    def watch(
+        self, function: Any, framework: str, qualname: str, facts: Facts, ready: Callable[[], bool], stream: Stream
+    ) -> Any:
         """The function with a copy span for each call that has moved something.
 
         `ready` is asked first at each call: False while the framework cannot copy yet, or while it traces the call
         instead of running it.
         """
-        recorder, inside, now, note = self._recorder, _INSIDE, time.monotonic_ns, self._note
+        recorder, inside, now, note, timed = self._recorder, _INSIDE, time.monotonic_ns, self._note, self._timed
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not ready() or not recorder.on or inside.busy:
                 return function(*args, **kwargs)
             inside.busy = True
+            pair = None
             try:
                 start_ns = now()
+                if recorder.begin_device is not None:
+                    pair = timed(stream, args, kwargs)
                 out = function(*args, **kwargs)
+            except BaseException:
+                if pair is not None:
+                    pair.cancel()
+                raise
             finally:
                 inside.busy = False
             try:
                 transfer = facts(out, args, kwargs)
-                if transfer is not None and transfer.moved_bytes > 0:
-                    note(framework, qualname, transfer, start_ns)
+                if (
+                    transfer is not None
+                    and transfer.moved_bytes > 0
+                    and note(framework, qualname, transfer, start_ns, pair)
+                ):
+                    return out
             except Exception as fault:
                 FAULTS.note("copy probe", fault)
+            if pair is not None:
+                pair.cancel()
             return out
 
         try:
@@ -106,14 +128,32 @@ class Transfers:
         except (AttributeError, TypeError):  # a function made in C with odd attributes
             return wrapper
 
-    def _note(self, framework: str, qualname: str, transfer: Transfer, start_ns: int) -> None:
+    def _timed(self, stream: Stream, args: Any, kwargs: Any) -> Any:
+        """What times a call on the device, before anybody knows whether it will copy; None for nothing."""
+        begin = self._recorder.begin_device
+        try:
+            where = stream(args, kwargs)
+            if begin is None or where is NOWHERE:
+                return None
+            return begin(None, None if where is None else {STREAM: stream_handle(where)}, 0)
+        except Exception as fault:
+            FAULTS.note("copy probe", fault)
+            return None
+
+    def _note(self, framework: str, qualname: str, transfer: Transfer, start_ns: int, pair: Any) -> bool:
+        """Make a span of the call, if a rule wants it: whether it has."""
         way, moved_bytes = transfer.way, transfer.moved_bytes
         rules, hits = self._at_work
         for index, rule in enumerate(rules):
             if way in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
                 hits[index] += 1
-                self._recorder.record(self._site(framework, qualname, transfer), start_ns, {"bytes": moved_bytes})
-                return
+                site = self._site(framework, qualname, transfer)
+                if pair is not None and not site.device:
+                    pair.cancel()
+                    pair = None
+                self._recorder.record(site, start_ns, {"bytes": moved_bytes}, pair)
+                return True
+        return False
 
     def _site(self, framework: str, qualname: str, transfer: Transfer) -> Site:
         key = (framework, qualname, transfer._replace(moved_bytes=0))
@@ -132,20 +172,29 @@ class Transfers:
 class Places:
     """What has been replaced in one framework, and the way back."""
 
-    def __init__(self, transfers: Transfers, framework: str, ready: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        transfers: Transfers,
+        framework: str,
+        ready: Callable[[], bool] = lambda: True,
+        stream: Stream = lambda args, kwargs: NOWHERE,
+    ) -> None:
         self.transfers = transfers
         transfers.places.append(self)
         self.undos: list[Undo] = []
         self._framework = framework
         self._ready = ready
+        self._stream = stream
         self._bound: list[tuple[Any, Any]] = []
 
-    def methods(self, owner: Any, names: Iterable[str], facts: Facts) -> None:
-        """Replace methods of a class, those that it has."""
+    def methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
+        """Replace methods of a class, those that it has. `stream` is that of the room where it is left out."""
         for name in names:
             method = getattr(owner, name, None)
             if method is not None:
-                self.undos.append(replace(owner, name, self._watched(method, f"{owner.__name__}.{name}", facts)))
+                self.undos.append(
+                    replace(owner, name, self._watched(method, f"{owner.__name__}.{name}", facts, stream))
+                )
 
     def factory(self, owner: Any, name: str, facts: Facts) -> None:
         """Replace a classmethod of a class; `facts` gets the arguments with the class first."""
@@ -161,15 +210,15 @@ class Places:
         replacement = property(lambda own: watched(own) if is_fresh(own) else read(own), doc=vars(owner)[name].__doc__)
         self.undos.append(replace(owner, name, replacement))
 
-    def functions(self, module: Any, names: Iterable[str], facts: Facts) -> None:
-        """Replace functions of a module; `bind` does the same wherever else they are bound.
+    def functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
+        """Replace functions of a module; `bind` does the same wherever else they are bound. As `methods` otherwise.
 
         Only functions that no compiler knows by identity: numba and torch.compile do know some.
         """
         for name in names:
             function = getattr(module, name, None)
             if callable(function):
-                watched = self._watched(function, name, facts)
+                watched = self._watched(function, name, facts, stream)
                 self.undos.append(replace(module, name, watched))
                 self._bound.append((function, watched))
 
@@ -183,8 +232,8 @@ class Places:
         rebind((watched, function) for function, watched in self._bound)
         self._bound.clear()
 
-    def _watched(self, function: Any, qualname: str, facts: Facts) -> Any:
-        return self.transfers.watch(function, self._framework, qualname, facts, self._ready)
+    def _watched(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
+        return self.transfers.watch(function, self._framework, qualname, facts, self._ready, stream or self._stream)
 
 
 def argument(args: Any, kwargs: Any, index: int, name: str, default: Any = None) -> Any:
