@@ -291,8 +291,10 @@ class Resolver:
         """When a part began on the device: not before the host had asked for it."""
         if part.place is None:
             error, place = context.anchors.place(part.begin)
-            if error or place is None:
+            if error:
                 return error, None
+            if place is None:  # the device has been too busy to be read: some time since it was asked for
+                return 0, Place(part.begin_ns, self._now() - part.begin_ns, near=False)
             part.place = place._replace(at_ns=max(place.at_ns, part.begin_ns))
         return 0, part.place
 

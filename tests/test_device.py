@@ -1,0 +1,597 @@
+"""Device time against the fake driver, in its virtual time: every interval and label to the nanosecond."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from driver import FakeDriver, value
+
+from instrument.device.cuda import CudaDriver
+from instrument.device.intervals import Intervals
+from instrument.device.resolver import Resolver
+from instrument.device.timer import Timer
+from instrument.spans import DeviceInterval, Site, Span
+
+cuda = pytest.importorskip("cuda.bindings.driver")
+pytestmark = pytest.mark.fake_driver
+
+MS, US = 10**6, 10**3
+SITE = Site("work", device=True)
+
+
+class Totals:
+    """The recorder as far as the resolver needs it: what device time was counted, by span."""
+
+    def __init__(self) -> None:
+        self.counted: list[tuple[int, int, int, int]] = []
+
+    def count_device(self, ring: Any, index: int, host_ns: int, device_ns: int, elapsed_ns: int) -> bool:
+        self.counted.append((index, host_ns, device_ns, elapsed_ns))
+        return True
+
+
+class Bench:
+    """A timer on the fake driver, looked after by the test instead of a thread."""
+
+    def __init__(self, fake: FakeDriver, holds_gil: bool) -> None:
+        self.fake = fake
+        value(cuda.cuInit(0))
+        self.contexts = [value(cuda.cuDevicePrimaryCtxRetain(device)) for device in (0, 1)]
+        value(cuda.cuCtxSetCurrent(self.contexts[0]))
+        self.totals = Totals()
+        self.intervals = Intervals(1 << 20)
+        self.timer = Timer(CudaDriver(holds_gil=holds_gil), self.intervals, self.totals, fake.now_ns)  # type: ignore[arg-type]
+        self.place: tuple[int, int] | None = (0, 0)
+        self.timer.sources.append(lambda: self.place)
+        self.spans: list[Span] = []
+        self.resolver = self.timer.resolver
+        self.thread = ThreadPoolExecutor(1)
+
+    def stream(self, device: int = 0, *, blocking: bool = False) -> int:
+        value(cuda.cuCtxSetCurrent(self.contexts[device]))
+        made = int(value(cuda.cuStreamCreate(0 if blocking else 1)))
+        value(cuda.cuCtxSetCurrent(self.contexts[0]))
+        return made
+
+    def begin(self, stream: int | None = None, device: int = 0) -> tuple[Any, Span]:
+        if stream is not None:
+            self.place = (device, stream)
+        start_ns = self.fake.now_ns()
+        span = Span(SITE, len(self.spans) + 1, 0, 0, 0, 0, start_ns, start_ns, 0, 0)
+        self.spans.append(span)
+        return self.timer.begin(SITE, None, span.span_id), span
+
+    def end(self, pair: Any, span: Span) -> Span:
+        span.end_ns = self.fake.now_ns()
+        if pair is not None:
+            pair.end(None, span.span_id, span.span_id, span.start_ns, span.end_ns)
+        return span
+
+    def span(self, work_ns: int, stream: int | None = None, host_ns: int = 0, device: int = 0) -> Span:
+        """A span that launches one kernel and goes on for a while."""
+        pair, span = self.begin(stream, device)
+        assert self.place is not None
+        self.fake.launch(self.place[1], work_ns)
+        self.fake.advance(host_ns)
+        return self.end(pair, span)
+
+    def settle(self, ns: int = 0) -> None:
+        """Let time pass, and the resolver look, on a thread that is not the service's."""
+        self.fake.advance(ns)
+        self.thread.submit(self.resolver.look).result()
+
+    def of(self, span: Span) -> tuple[DeviceInterval, ...]:
+        self.intervals.join([span])
+        return span.device
+
+    def told(self, span: Span) -> tuple[str, int, int] | None:
+        """Label, start after the span's, length of its one interval."""
+        found = self.of(span)
+        assert len(found) < 2
+        return (
+            (found[0].label, found[0].start_ns - span.start_ns, found[0].end_ns - found[0].start_ns) if found else None
+        )
+
+
+@pytest.fixture(params=["holding the lock", "letting go of it"])
+def bench(request: pytest.FixtureRequest, fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(Resolver, "start", lambda self: None)
+    monkeypatch.setattr("instrument.device.resolver.time.sleep", lambda _: None)
+    made = Bench(fake_driver, request.param == "holding the lock")
+    yield made
+    made.thread.shutdown()
+    assert fake_driver.synchronised() == 0
+    assert fake_driver.counts().captures_killed == 0
+    assert fake_driver.counts().captured_records == 0
+
+
+def test_a_kernel_is_timed_on_the_hosts_clock(bench: Bench) -> None:
+    bench.fake.set_clock(0, offset_ns=123_456_789_000)
+    span = bench.span(5 * MS)
+    bench.settle(5 * MS)
+    assert bench.told(span) == ("exclusive", 0, 5 * MS)
+    assert bench.totals.counted == [(1, 0, 5 * MS, 5 * MS)]
+
+
+# ---------------------------------------------------------------- what an interval is
+
+
+def test_work_that_was_queued_before_comes_first(bench: Bench) -> None:
+    bench.place = (0, bench.stream())
+    bench.fake.launch(bench.place[1], 3 * MS)
+    span = bench.span(5 * MS, host_ns=20 * US)
+    bench.settle(10 * MS)
+    assert bench.told(span) == ("exclusive", 3 * MS, 5 * MS)
+    assert bench.totals.counted == [(1, 20 * US, 5 * MS, 20 * US + 8 * MS - 20 * US - (3 * MS - 20 * US))]
+
+
+def test_elapsed_counts_time_once_that_host_and_device_share(bench: Bench) -> None:
+    span = bench.span(5 * MS, host_ns=2 * MS)
+    bench.settle(10 * MS)
+    assert bench.told(span) == ("exclusive", 0, 5 * MS)
+    assert bench.totals.counted == [(1, 2 * MS, 5 * MS, 5 * MS)]
+
+
+def test_a_span_that_waits_for_its_kernel_is_as_long_as_it(bench: Bench) -> None:
+    span = bench.span(5 * MS, host_ns=6 * MS)
+    bench.settle(MS)
+    assert bench.told(span) == ("launch-bound", 0, 6 * MS)
+    assert bench.totals.counted == [(1, 6 * MS, 6 * MS, 6 * MS)]
+
+
+def test_nested_spans_of_one_stream_do_not_overlap_each_other(bench: Bench) -> None:
+    outer, outer_span = bench.begin(bench.stream())
+    inner = [bench.span(2 * MS, host_ns=10 * US) for _ in range(3)]
+    bench.end(outer, outer_span)
+    bench.settle(10 * MS)
+    assert bench.told(outer_span) == ("exclusive", 0, 6 * MS)
+    assert [bench.told(span) for span in inner] == [
+        ("exclusive", 0, 2 * MS),
+        ("exclusive", 2 * MS - 10 * US, 2 * MS),
+        ("exclusive", 4 * MS - 20 * US, 2 * MS),
+    ]
+
+
+def test_an_inner_span_is_told_while_the_outer_one_is_open(bench: Bench) -> None:
+    _, outer = bench.begin()
+    inner = bench.span(2 * MS)
+    bench.settle(3 * MS)
+    assert bench.told(inner) == ("exclusive", 0, 2 * MS)
+    assert bench.told(outer) is None
+
+
+def test_streams_finish_in_any_order(bench: Bench) -> None:
+    slow, quick = bench.stream(), bench.stream()
+    first = bench.span(9 * MS, slow)
+    second = bench.span(1 * MS, quick)
+    bench.settle(2 * MS)
+    assert bench.told(second) == ("overlapped", 0, 1 * MS)
+    assert bench.told(first) is None
+    bench.settle(8 * MS)
+    assert bench.told(first) == ("overlapped", 0, 9 * MS)
+
+
+def test_what_ran_one_after_the_other_on_two_streams_is_exclusive(bench: Bench) -> None:
+    spans = []
+    for stream in (bench.stream(), bench.stream(), bench.stream()):
+        spans.append(bench.span(2 * MS, stream))
+        bench.settle(3 * MS)
+    assert [bench.told(span) for span in spans] == [("exclusive", 0, 2 * MS)] * 3
+
+
+def test_an_open_span_of_another_stream_overlaps(bench: Bench) -> None:
+    one, other = bench.stream(), bench.stream()
+    pair, outer = bench.begin(one)
+    bench.fake.launch(one, 50 * MS)
+    inner = bench.span(2 * MS, other)
+    bench.settle(3 * MS)
+    assert bench.told(inner) == ("overlapped", 0, 2 * MS)
+    bench.end(pair, outer)
+    bench.settle(60 * MS)
+    assert bench.told(outer) == ("overlapped", 0, 50 * MS)
+
+
+def test_a_span_that_has_not_begun_on_the_device_overlaps_nothing(bench: Bench) -> None:
+    one, other = bench.stream(), bench.stream()
+    bench.fake.launch(one, 10 * MS)
+    waiting = bench.span(4 * MS, one)
+    done = bench.span(2 * MS, other)
+    bench.settle(3 * MS)
+    assert bench.told(done) == ("exclusive", 0, 2 * MS)
+    bench.settle(20 * MS)
+    assert bench.told(waiting) == ("exclusive", 10 * MS, 4 * MS)
+
+
+def test_devices_do_not_overlap_each_other(bench: Bench) -> None:
+    bench.fake.set_clock(1, offset_ns=77_000 * MS)
+    first = bench.span(5 * MS, 0, device=0)
+    value(cuda.cuCtxSetCurrent(bench.contexts[1]))
+    second = bench.span(4 * MS, 0, device=1)
+    bench.settle(10 * MS)
+    assert bench.told(first) == ("exclusive", 0, 5 * MS)
+    assert bench.told(second) == ("exclusive", 0, 4 * MS)
+    assert [bench.of(span)[0].device for span in (first, second)] == [0, 1]
+
+
+def test_a_generator_has_a_stretch_for_each_step(bench: Bench) -> None:
+    pair, span = bench.begin()
+    for _ in range(3):
+        bench.fake.launch(0, 2 * MS)
+        pair.pause()
+        bench.settle(5 * MS)
+        pair.resume()
+    bench.end(pair, span)
+    bench.settle(MS)
+    found = bench.of(span)
+    assert [(part.start_ns - span.start_ns, part.end_ns - part.start_ns) for part in found] == [
+        (0, 2 * MS),
+        (5 * MS, 2 * MS),
+        (10 * MS, 2 * MS),
+        (15 * MS, 0),
+    ]
+    assert bench.totals.counted == [(1, 15 * MS, 6 * MS, 15 * MS)]
+
+
+def test_a_generator_that_ends_between_its_steps_is_counted(bench: Bench) -> None:
+    pair, span = bench.begin()
+    bench.fake.launch(0, 2 * MS)
+    pair.pause()
+    bench.settle(5 * MS)
+    bench.end(pair, span)
+    bench.settle()
+    assert bench.totals.counted == [(1, 5 * MS, 2 * MS, 5 * MS)]
+
+
+def test_steps_on_two_streams_that_overlap_count_shared_time_once(bench: Bench) -> None:
+    one, other = bench.stream(), bench.stream()
+    pair, span = bench.begin(one)
+    bench.fake.launch(one, 4 * MS)
+    pair.pause()
+    bench.place = (0, other)
+    bench.fake.advance(MS)
+    pair.resume()
+    bench.fake.launch(other, 4 * MS)
+    bench.end(pair, span)
+    bench.settle(20 * MS)
+    assert bench.totals.counted == [(1, MS, 5 * MS, 5 * MS)]
+
+
+def test_a_call_that_was_no_span_after_all_costs_nothing(bench: Bench) -> None:
+    pair, span = bench.begin()
+    free = len(bench.timer._contexts[0].free)
+    pair.cancel()
+    bench.settle(MS)
+    assert bench.told(span) is None
+    assert len(bench.timer._contexts[0].free) > free
+    assert not bench.totals.counted
+
+
+# ---------------------------------------------------------------- labels
+
+
+def test_a_stream_that_runs_dry_before_the_span_ends_is_launch_bound(bench: Bench) -> None:
+    stream = bench.stream()
+    pair, span = bench.begin(stream)
+    for _ in range(10):
+        bench.fake.launch(stream, 2 * US)
+        bench.fake.advance(100 * US)
+    bench.end(pair, span)
+    bench.settle(MS)
+    assert bench.told(span) == ("launch-bound", 0, MS)
+
+
+def test_a_stretch_as_short_as_what_its_events_take_is_launch_bound(bench: Bench) -> None:
+    bench.fake.set_device(0, event_ns=2 * US)
+    bench.fake.cost("cuEventQuery", 500)
+    stream = bench.stream()
+    warm = bench.span(100 * US, stream)
+    bench.settle(MS)
+    bench.fake.launch(stream, MS)
+    short, long = bench.span(10 * US, stream), bench.span(100 * US, stream)
+    bench.settle(5 * MS)
+    told = [bench.told(span) for span in (warm, short, long)]
+    assert [label for label, _, _ in filter(None, told)] == ["exclusive", "launch-bound", "exclusive"]
+
+
+def test_while_a_stream_is_captured_nothing_is_recorded_on_it(bench: Bench) -> None:
+    stream = bench.stream()
+    value(cuda.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    span = bench.span(5 * MS, stream)
+    bench.settle(10 * MS)
+    value(cuda.cuStreamEndCapture(stream))
+    assert bench.told(span) == ("captured", 0, 0)
+    assert not bench.totals.counted
+
+
+def test_a_span_in_which_a_capture_begins_or_ends_is_not_timed(bench: Bench) -> None:
+    stream = bench.stream()
+    mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+    pair, outer = bench.begin(stream)
+    value(cuda.cuStreamBeginCapture(stream, mode))
+    bench.end(pair, outer)
+    pair, inner = bench.begin(stream)
+    value(cuda.cuStreamEndCapture(stream))
+    bench.end(pair, inner)
+    bench.settle(10 * MS)
+    assert bench.told(outer) == ("captured", 0, 0)
+    assert bench.told(inner) == ("captured", 0, 0)
+    after = bench.span(5 * MS, stream)
+    bench.settle(10 * MS)
+    assert bench.told(after) == ("exclusive", 0, 5 * MS)
+
+
+def test_the_resolver_looks_on_while_a_graph_is_captured(bench: Bench) -> None:
+    """A query from a thread in the mode `global` would end the capture: the driver counts it, the fixture looks."""
+    work, captured = bench.stream(), bench.stream()
+    span = bench.span(5 * MS, work)
+    value(cuda.cuStreamBeginCapture(captured, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    bench.settle(10 * MS)
+    value(cuda.cuStreamEndCapture(captured))
+    assert bench.told(span) == ("exclusive", 0, 5 * MS)
+
+
+def test_on_the_default_stream_a_capture_elsewhere_is_left_alone(bench: Bench) -> None:
+    captured = bench.stream(blocking=True)
+    value(cuda.cuStreamBeginCapture(captured, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    pair, span = bench.begin(0)
+    bench.end(pair, span)
+    bench.settle(10 * MS)
+    value(cuda.cuStreamEndCapture(captured))
+    assert bench.told(span) == ("captured", 0, 0)
+
+
+def test_an_empty_pool_drops_the_time_and_not_the_span(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.device.resolver.POOL_LIMIT", 0)
+    pairs = [bench.begin() for _ in range(20)]
+    for pair, span in pairs:
+        bench.end(pair, span)
+    bench.settle(10 * MS)
+    told = [bench.told(span) for _, span in pairs]
+    assert [found[0] for found in told if found].count("dropped") == 4
+    assert bench.resolver.counts["dropped"] == 4
+
+
+def test_a_pool_grows_and_stays_within_its_limit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.device.resolver.POOL_LIMIT", 200)
+    open_spans = []
+    for _ in range(40):
+        open_spans += [bench.begin() for _ in range(10)]
+        bench.settle()
+    assert bench.timer._contexts[0].made <= 200 + 64
+    assert sum(type(pair).__name__ == "Pair" for pair, _ in open_spans) == bench.timer._contexts[0].made
+    for pair, span in open_spans:
+        bench.end(pair, span)
+    bench.settle(10 * MS)
+    assert len(bench.timer._contexts[0].free) == bench.timer._contexts[0].made
+
+
+def test_a_driver_without_room_for_events_drops_times(bench: Bench) -> None:
+    bench.fake.limit_events(0)
+    pair, span = bench.begin()
+    bench.end(pair, span)
+    bench.settle(MS)
+    assert bench.told(span) == ("dropped", 0, 0)
+    assert bench.resolver.counts["device 0: CUDA_ERROR_OUT_OF_MEMORY"] >= 1
+    bench.fake.limit_events(1000)
+    bench.settle()
+    later = bench.span(5 * MS)
+    bench.settle(10 * MS)
+    assert bench.told(later) == ("exclusive", 0, 5 * MS)
+
+
+# ---------------------------------------------------------------- the device's clock
+
+
+def test_a_clock_that_runs_off_is_followed(bench: Bench) -> None:
+    """100 ppm are 100 us a second; between two anchors nothing of it remains but what the driver rounds."""
+    bench.fake.set_clock(0, offset_ns=5 * 10**12, drift_ppm=100)
+    spans = []
+    for _ in range(30):
+        spans.append(bench.span(5 * MS))
+        bench.settle(500 * MS)
+    for number, span in enumerate(spans):
+        (found,) = bench.of(span)
+        error_ns = found.start_ns - span.start_ns
+        assert abs(error_ns) <= found.uncertainty_ns, number
+        assert found.label == "exclusive"
+    late = [found.uncertainty_ns for span in spans[4:] for found in bench.of(span)]
+    assert max(late) < 5 * US
+
+
+def test_the_first_span_after_a_pause_is_held_against_a_fresh_anchor(bench: Bench) -> None:
+    bench.fake.set_clock(0, drift_ppm=-80)
+    first = bench.span(MS)
+    bench.settle(2 * MS)
+    bench.fake.advance(3600 * 10**9)
+    second = bench.span(MS)
+    bench.settle(2 * MS)
+    assert bench.told(first) is not None
+    (found,) = bench.of(second)
+    assert abs(found.start_ns - second.start_ns) <= found.uncertainty_ns < 2 * US
+    assert found.label == "exclusive"
+
+
+def test_a_span_longer_than_the_anchors_reach_has_its_length(bench: Bench) -> None:
+    bench.fake.set_clock(0, drift_ppm=50)
+    span = bench.span(60 * 10**9)
+    for _ in range(70):
+        bench.settle(10**9)
+    (found,) = bench.of(span)
+    assert abs(found.end_ns - found.start_ns - 60 * 10**9) < 4 * MS
+    assert found.label == "stale"
+
+
+def test_a_span_that_nobody_could_look_at_for_long_is_stale(bench: Bench) -> None:
+    bench.settle()
+    pair, span = bench.begin()
+    bench.fake.launch(0, 5 * MS)
+    bench.end(pair, span)
+    bench.fake.advance(30 * 10**9)
+    bench.settle()
+    (found,) = bench.of(span)
+    assert (found.label, found.end_ns - found.start_ns) == ("stale", 5 * MS)
+
+
+def test_an_interval_never_begins_before_the_host_had_asked_for_it(bench: Bench) -> None:
+    bench.fake.set_device(0, latency_ns=0)
+    bench.fake.cost("cuEventQuery", 7 * US)
+    for _ in range(20):
+        span = bench.span(MS)
+        bench.settle(2 * MS)
+        (found,) = bench.of(span)
+        assert found.start_ns >= span.start_ns
+        assert found.start_ns - span.start_ns <= found.uncertainty_ns
+
+
+# ---------------------------------------------------------------- threads, contexts, streams
+
+
+def test_a_thread_without_a_context_is_lent_one_for_the_moment(bench: Bench) -> None:
+    bench.span(MS)
+    found: list[Any] = []
+
+    def work() -> None:
+        pair, span = bench.begin()
+        bench.end(pair, span)
+        found.append((span, int(value(cuda.cuCtxGetCurrent()))))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    bench.settle(5 * MS)
+    span, context = found[0]
+    assert context == 0
+    told = bench.told(span)
+    assert told is not None
+    assert told[0] in ("exclusive", "launch-bound")
+
+
+def test_where_the_host_has_no_context_nothing_is_made(
+    fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Resolver, "start", lambda self: None)
+    timer = Timer(CudaDriver(), Intervals(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
+    timer.sources.append(lambda: (0, 0))
+    assert timer.begin(SITE, None, 1) is None
+    assert fake_driver.counts().contexts_created == 0
+    assert fake_driver.calls("cuInit") == 0
+
+
+def test_a_stream_of_another_context_drops_the_time(bench: Bench) -> None:
+    foreign = bench.stream(device=1)
+    pair, span = bench.begin(foreign, device=0)
+    bench.end(pair, span)
+    bench.settle(MS)
+    assert bench.told(span) == ("dropped", 0, 0)
+    assert bench.resolver.counts["device 0: CUDA_ERROR_INVALID_HANDLE"] == 1
+    assert bench.span(5 * MS, 0)
+    bench.settle(10 * MS)
+    assert bench.told(bench.spans[-1]) == ("exclusive", 0, 5 * MS)
+
+
+def test_a_stream_that_is_destroyed_under_a_span_drops_the_time(bench: Bench) -> None:
+    stream = bench.stream()
+    pair, span = bench.begin(stream)
+    value(cuda.cuStreamDestroy(stream))
+    bench.end(pair, span)
+    bench.settle(MS)
+    told = bench.told(span)
+    assert told is not None
+    assert told[0] == "dropped"
+
+
+def test_lanes_bear_the_drivers_numbers_of_streams(bench: Bench) -> None:
+    streams = [bench.stream() for _ in range(3)]
+    spans = [bench.span(MS, stream) for stream in streams]
+    bench.settle(5 * MS)
+    assert [bench.of(span)[0].stream for span in spans] == [
+        int(value(cuda.cuStreamGetId(stream))) for stream in streams
+    ]
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("code", [700, 719, 999, 4])
+def test_a_device_that_fails_for_good_is_given_up(bench: Bench, code: int) -> None:
+    before = bench.span(5 * MS)
+    bench.settle(10 * MS)
+    during, span = bench.begin()
+    bench.fake.break_device(code)
+    bench.end(during, span)
+    bench.settle(10 * MS)
+    assert bench.told(before) == ("exclusive", 0, 5 * MS)
+    assert bench.timer.begin(SITE, None, 99) is None
+    calls = bench.fake.called()
+    bench.timer.begin(SITE, None, 99)
+    bench.settle(MS)
+    assert bench.fake.called() == calls, "the driver is left alone"
+    (fault,) = bench.resolver.faults.values()
+    assert fault.startswith("device 0 is given up: the driver says CUDA_ERROR_")
+
+
+def test_the_other_device_goes_on(bench: Bench) -> None:
+    bench.span(MS)
+    bench.settle(2 * MS)
+    bench.fake.break_device(700, device=0)
+    bench.settle()
+    value(cuda.cuCtxSetCurrent(bench.contexts[1]))
+    span = bench.span(5 * MS, 0, device=1)
+    bench.settle(10 * MS)
+    assert bench.told(span) == ("exclusive", 0, 5 * MS)
+
+
+def test_a_context_that_is_destroyed_under_us_is_given_up(bench: Bench) -> None:
+    pair, span = bench.begin()
+    bench.fake.destroy_context(bench.contexts[0])
+    bench.end(pair, span)
+    bench.settle(MS)
+    assert not bench.timer._contexts[0].alive
+    assert list(bench.resolver.faults) == [0]
+
+
+@pytest.mark.parametrize(
+    "symbol", ["cuEventRecord", "cuStreamIsCapturing", "cuEventQuery", "cuEventElapsedTime", "cuCtxSetCurrent"]
+)
+def test_an_error_that_passes_costs_one_time_at_most(bench: Bench, symbol: str) -> None:
+    bench.span(MS)
+    bench.settle(5 * MS)
+    bench.fake.fail(symbol, 1)
+    failed = bench.span(MS)
+    bench.settle(5 * MS)
+    bench.settle(5 * MS)
+    after = bench.span(MS)
+    bench.settle(5 * MS)
+    told = bench.told(failed)
+    assert told is not None
+    assert told[0] in ("dropped", "exclusive")
+    assert bench.told(after) == ("exclusive", 0, MS)
+    assert bench.resolver.counts["device 0: CUDA_ERROR_INVALID_VALUE"] == 1
+
+
+def test_stopping_takes_in_what_has_happened_and_gives_everything_back(bench: Bench) -> None:
+    events = bench.fake.counts().live_events
+    streams = bench.fake.counts().live_streams
+    span = bench.span(5 * MS)
+    bench.settle()
+    bench.fake.advance(10 * MS)
+    bench.resolver._stopping.set()
+    bench.resolver._look_until_stopped()
+    assert bench.told(span) == ("exclusive", 0, 5 * MS)
+    assert bench.fake.counts().live_events == events
+    assert bench.fake.counts().live_streams == streams
+
+
+def test_intervals_keep_the_newest_in_the_memory_that_they_have() -> None:
+    ring = Intervals(64 * 56)
+    for number in range(1, 1001):
+        ring.add(number, 0, 7, number, number + 1, "exclusive", 3)
+    spans = [Span(SITE, number, 0, 0, 0, 0, 0, 0, 0, 0) for number in range(1, 1001)]
+    ring.join(spans)
+    assert [bool(span.device) for span in spans] == [False] * 936 + [True] * 64
+    assert spans[-1].device == (DeviceInterval(0, 7, 1000, 1001, "exclusive", 3),)
+    assert ring.overwritten == 936
