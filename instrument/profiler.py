@@ -27,7 +27,7 @@ from instrument.device.timer import Timing
 from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
 from instrument.governor import Governor
-from instrument.probes import contexts
+from instrument.probes import contexts, graphs
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary, load, loads, setting
@@ -59,8 +59,10 @@ DEVICE_SHARE = 8
 """What part of `limits.ring` is there once more for device intervals."""
 
 SETTLE_NS = 2 * 10**9
+SETTLED_NS = 10**7
 WAITING_SPANS = 20_000
-"""How long, and how many, spans wait for their device times before they are sent without."""
+"""How long, and how many, spans wait for their device times before they are sent without; and how long at least, for a
+span's row is there a little before the device is asked for its end."""
 
 COMPLAINTS_KEPT = 20
 
@@ -162,6 +164,7 @@ class Session:
             if self.profile.device.cuda != "off" and self.profile.state != "CPU":
                 self._timing = Timing(self.profile.limits.ring_bytes // DEVICE_SHARE)
                 self._undos.append(self._timing.install())
+                self._undos.append(graphs.watch())
             self._undos.append(self.selection.attach())
             self._choose_clock()
             self._undos.append(self._release_governor)
@@ -336,7 +339,8 @@ class Session:
         size = sum(len(spans) for _, _, spans in self._waiting)
         while self._waiting:
             end_ns, since, spans = self._waiting[0]
-            if not (timing.is_settled(end_ns) or size > WAITING_SPANS or now - end_ns > SETTLE_NS or self._stopped):
+            is_settled = now - end_ns > SETTLED_NS and timing.is_settled(end_ns)
+            if not (is_settled or size > WAITING_SPANS or now - end_ns > SETTLE_NS or self._stopped):
                 break
             self._waiting.popleft()
             size -= len(spans)

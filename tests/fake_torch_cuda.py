@@ -176,6 +176,7 @@ def fake_torch(driver: FakeDriver) -> Any:
     public.current_device = private._cuda_getDevice = lambda: cuda.thread.device
     private._cuda_getCurrentRawStream = cuda.raw_stream
     public.Stream = partial(Stream, cuda)
-    public.CUDAGraph = partial(CUDAGraph, cuda)
+    methods = {"__init__": lambda self: CUDAGraph.__init__(self, cuda), "replay": CUDAGraph.replay}
+    public.CUDAGraph = type("CUDAGraph", (CUDAGraph,), methods)
     torch.cuda, torch._C, torch.work = public, private, cuda.work
     return torch

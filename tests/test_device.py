@@ -346,7 +346,7 @@ def test_on_the_default_stream_a_capture_elsewhere_is_left_alone(bench: Bench) -
 
 def test_an_empty_pool_drops_the_time_and_not_the_span(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.device.resolver.POOL_LIMIT", 0)
-    pairs = [bench.begin() for _ in range(20)]
+    pairs = [bench.begin() for _ in range(68)]
     for pair, span in pairs:
         bench.end(pair, span)
     bench.settle(10 * MS)
@@ -356,12 +356,12 @@ def test_an_empty_pool_drops_the_time_and_not_the_span(bench: Bench, monkeypatch
 
 
 def test_a_pool_grows_and_stays_within_its_limit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.device.resolver.POOL_LIMIT", 200)
+    monkeypatch.setattr("instrument.device.resolver.POOL_LIMIT", 1000)
     open_spans = []
     for _ in range(40):
-        open_spans += [bench.begin() for _ in range(10)]
+        open_spans += [bench.begin() for _ in range(50)]
         bench.settle()
-    assert bench.timer._contexts[0].made <= 200 + 64
+    assert bench.timer._contexts[0].made <= 1000 + 256
     assert sum(type(pair).__name__ == "Pair" for pair, _ in open_spans) == bench.timer._contexts[0].made
     for pair, span in open_spans:
         bench.end(pair, span)
@@ -476,7 +476,11 @@ def test_where_the_host_has_no_context_nothing_is_made(
     monkeypatch.setattr(Resolver, "start", lambda self: None)
     timer = Timer(CudaDriver(), Intervals(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
     timer.sources.append(lambda: (0, 0))
-    assert timer.begin(SITE, None, 1) is None
+    pair = timer.begin(SITE, None, 1)
+    assert pair is not None
+    pair.end(None, 1, 1, 5, 6)
+    timer.resolver.look()
+    assert timer.resolver.counts["dropped"] == 1
     assert fake_driver.counts().contexts_created == 0
     assert fake_driver.calls("cuInit") == 0
 

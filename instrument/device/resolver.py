@@ -19,8 +19,9 @@ from instrument.errors import FAULTS
 from instrument.recorder import Recorder
 from instrument.spans import DeviceInterval
 
-CHUNK = 64
-"""Pairs that a pool grows by, from the resolver's thread, whenever less than that are free."""
+FIRST = 64
+CHUNK = 256
+"""Pairs that a pool begins with, and that it grows by on the resolver's thread whenever less than that are free."""
 
 POOL_LIMIT = 8_192
 """Pairs of a context: as many spans may wait for the device at a time. An event takes some hundred bytes of it."""
@@ -168,8 +169,9 @@ class Resolver:
                 self.fail(context, error)
                 continue
             while context.begun:
-                part = context.begun.popleft()
+                part = context.begun[0]
                 context.under_way.setdefault(part.stream, []).append(part)
+                context.begun.popleft()  # last, for `settled_ns` must find it on one of the two
             if any(context.under_way.values()) and self._is_anchor_due(context):
                 self._anchor(context)
             if growing and len(context.free) < CHUNK and context.made < POOL_LIMIT:

@@ -23,7 +23,7 @@ from instrument.device import cuda, streams
 from instrument.device.anchors import Anchors
 from instrument.device.intervals import LABELS, Intervals
 from instrument.device.pairs import Context, Driver, Pair, Part, Untimed
-from instrument.device.resolver import CHUNK, Resolver
+from instrument.device.resolver import FIRST, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.recorder import RECORDER, STREAM, Recorder
 from instrument.spans import Site, Span
@@ -49,7 +49,9 @@ class Timer:
         if place is None:
             return None
         context = self._contexts.get(place[0]) or self._meet(place[0])
-        if context is None or not context.alive:
+        if context is None:  # the host is about to make one
+            return Untimed(self, place, "dropped", self._now())
+        if not context.alive:
             return None
         part, label = self._begun(context, place[1])
         if part is None:
@@ -132,12 +134,13 @@ class Timer:
                 return context
             handle = driver.primary(device) or driver.current()
             if not handle:
+                self.resolver.start()
                 return None
             context = Context(handle, device, Anchors(driver, self._now))
             error = driver.push(handle)
             if not error:
                 try:
-                    error = self.resolver.grow(context, CHUNK // 4)
+                    error = self.resolver.grow(context, FIRST)
                 finally:
                     driver.pop()
             if error:

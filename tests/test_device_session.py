@@ -1,0 +1,269 @@
+"""Device time in a session: threads, tasks, generators, copies and graphs on the fake driver, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from driver import FakeDriver
+from fake_torch_cuda import fake_torch
+from trees import outline, tree_of
+
+import instrument
+from instrument import chrome
+from instrument.profile import loads
+from instrument.profiler import Session
+from instrument.recorder import RECORDER
+
+pytest.importorskip("cuda.bindings.driver")
+pytestmark = pytest.mark.fake_driver
+
+MS = 10**6
+
+
+@pytest.fixture
+def torch(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A torch with two devices in real time, as `import torch` leaves it."""
+    fake_driver.reset(virtual=False)
+    made = ModuleType("torch")
+    vars(made).update(vars(fake_torch(fake_driver)))
+    made.version = ModuleType("torch.version")  # type: ignore[attr-defined]
+    made.version.cuda = "13.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", made)
+    yield made
+    assert fake_driver.synchronised() == 0
+    assert fake_driver.counts().captured_records == 0
+    assert fake_driver.counts().captures_killed == 0
+
+
+@pytest.fixture
+def session(torch: Any) -> Iterator[Callable[..., Session]]:
+    def start(text: str = "") -> Session:
+        running = instrument.start(loads(text))
+        assert running is not None
+        return running
+
+    yield start
+    instrument.stop()
+
+
+def settled(running: Session) -> Any:
+    """What the session holds once the device times of everything up to now are known."""
+    timing = running._timing
+    assert timing is not None
+    end = time.monotonic() + 10
+    now_ns = time.monotonic_ns()
+    while not timing.is_settled(now_ns):
+        assert time.monotonic() < end, "the resolver does not come to an end"
+        time.sleep(0.001)
+    return running.trace()
+
+
+def shown(trace: Any) -> str:
+    """Names as a tree; with device intervals the label and whole ms of each."""
+
+    def line(span: Any) -> str:
+        found = [f"{part.label} {round((part.end_ns - part.start_ns) / MS)} ms" for part in span.device]
+        return " ".join([span.site.name, *(f"[{text}]" for text in found)])
+
+    return tree_of(trace.spans, line)
+
+
+def test_functions_scopes_tasks_and_generators_have_device_time(torch: Any, session: Any) -> None:
+    running = session()
+
+    @instrument.profiled("layer", device=True)
+    def layer(ms: int) -> None:
+        torch.work(ms * MS)
+
+    @instrument.profiled("tokens", device=True)
+    def tokens() -> Iterator[int]:
+        for number in range(2):
+            torch.work(20 * MS)
+            yield number
+
+    @instrument.profiled("answer", device=True)
+    async def answer() -> None:
+        torch.work(40 * MS)
+        await asyncio.sleep(0)
+
+    torch.cuda.init()
+    torch.work(0)
+    with instrument.scope("request", kind="request"):
+        layer(30)
+        with instrument.scope("decode", device=True):
+            torch.work(50 * MS)
+        list(tokens())
+    asyncio.run(answer())
+    found = {span.site.name: span for span in settled(running).spans}
+    lengths = {name: [round((d.end_ns - d.start_ns) / MS) for d in span.device] for name, span in found.items()}
+    assert lengths == {"request": [], "layer": [30], "decode": [50], "tokens": [20, 20, 0], "answer": [40]}
+    (layer_part,) = found["layer"].device
+    assert layer_part.start_ns >= found["layer"].start_ns
+    rows = {row.path[-1].name: row.totals for row in running.tally().rows()}
+    assert [round(rows[name].device_ns / MS) for name in ("layer", "decode", "tokens", "answer")] == [30, 50, 40, 40]
+    assert rows["layer"].elapsed_ns >= rows["layer"].total_ns
+
+
+def test_each_thread_has_its_stream_and_its_device(torch: Any, session: Any) -> None:
+    running = session()
+    ids: dict[int, int] = {}
+
+    def serve(number: int) -> None:
+        torch.cuda.set_device(number % 2)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                with instrument.scope(f"thread {number}", device=True):
+                    torch.work(MS)
+        ids[number] = threading.get_native_id()
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trace = settled(running)
+    assert len(trace.spans) == 80
+    for span in trace.spans:
+        (part,) = span.device
+        assert part.device == int(span.site.name[-1]) % 2
+        assert part.end_ns - part.start_ns >= MS
+    streams = {(span.site.name, span.device[0].device, span.device[0].stream) for span in trace.spans}
+    assert len(streams) == 4
+
+
+def test_a_replayed_graph_is_one_span_and_its_capture_is_undisturbed(torch: Any, session: Any) -> None:
+    running = session()
+    torch.cuda.init()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        with instrument.scope("inside", device=True):
+            torch.work(5 * MS)
+        time.sleep(0.05)  # the resolver looks meanwhile
+        graph.capture_end()
+        for _ in range(2):
+            graph.replay()
+    assert shown(settled(running)) == outline(
+        """
+        inside [captured 0 ms]
+        CUDA graph replay [exclusive 5 ms]
+        CUDA graph replay [exclusive 5 ms]
+        """
+    )
+    assert running.losses()["device times not taken while a graph was captured"] == 1
+
+
+def test_device_intervals_go_through_a_file_with_their_arrows(torch: Any, session: Any, tmp_path: Path) -> None:
+    running = session()
+    torch.work(0)
+    with instrument.scope("work", device=True):
+        torch.work(5 * MS)
+    settled(running)
+    written, _ = chrome.load(running.dump(tmp_path / "trace.json"))
+    (span,) = written.spans
+    assert len(span.device) == 1
+    assert span.device == running.trace().spans[0].device
+    text = (tmp_path / "trace.json").read_text()
+    assert '"ph":"s"' in text or '"bind_id"' in text
+
+
+def test_a_stream_may_be_named(torch: Any, session: Any) -> None:
+    running = session()
+    torch.cuda.init()
+    torch.work(0)
+    stream = torch.cuda.Stream()
+    with instrument.scope("copy", stream=stream), torch.cuda.stream(stream):
+        torch.work(5 * MS)
+    with instrument.scope("by address", stream=stream.cuda_stream):
+        pass
+    spans = settled(running).spans
+    assert [(span.site.name, span.device[0].stream == spans[0].device[0].stream) for span in spans] == [
+        ("copy", True),
+        ("by address", True),
+    ]
+    assert not any(span.attributes for span in spans)
+    with pytest.raises(instrument.TargetError, match="takes a CUDA stream"):
+        instrument.scope("x", stream="fast")
+
+
+def test_before_torch_uses_its_device_nothing_is_asked_of_the_driver(
+    torch: Any, session: Any, fake_driver: FakeDriver
+) -> None:
+    session()
+    with instrument.scope("work", device=True):
+        pass
+    assert fake_driver.called() == {}
+
+
+@pytest.mark.parametrize("text", ["device: {cuda: off}", "state: CPU"])
+def test_who_asks_for_no_device_time_gets_none(torch: Any, session: Any, text: str, fake_driver: FakeDriver) -> None:
+    running = session(text)
+    torch.cuda.init()
+    calls = fake_driver.called()
+    with instrument.scope("work", device=True):
+        pass
+    assert fake_driver.called() == calls
+    assert running.trace().spans[0].device == ()
+
+
+def test_when_the_session_ends_every_event_is_given_back(torch: Any, session: Any, fake_driver: FakeDriver) -> None:
+    session()
+    torch.cuda.init()
+    torch.work(0)
+    for _ in range(500):
+        with instrument.scope("work", device=True):
+            torch.work(1000)
+    assert fake_driver.counts().live_events > 0
+    instrument.stop()
+    assert fake_driver.counts().live_events == 0
+    assert RECORDER.begin_device is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "instrument-device"]
+
+
+def test_a_failing_device_never_reaches_the_service(torch: Any, session: Any, fake_driver: FakeDriver) -> None:
+    running = session()
+    torch.cuda.init()
+    torch.work(0)
+    with instrument.scope("work", device=True):
+        pass
+    settled(running)
+    fake_driver.break_device(719)
+    with instrument.scope("work", device=True):
+        pass
+    assert any("device 0 is given up" in note for note in running.notes())
+    assert "device 0 is given up: the driver says CUDA_ERROR_LAUNCH_FAILED" in running.summary()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_never_touches_what_it_inherits(torch: Any, session: Any, fake_driver: FakeDriver) -> None:
+    running = session()
+    torch.cuda.init()
+    torch.work(0)
+    with instrument.scope("parent", device=True):
+        torch.work(MS)
+    settled(running)
+    before = fake_driver.counts().forked_calls
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with instrument.scope("child", device=True):
+                pass
+            trace = running.trace()
+            status = 0 if [(s.site.name, s.device) for s in trace.spans] == [("child", ())] else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert fake_driver.counts().forked_calls == before
+    with instrument.scope("parent", device=True):
+        torch.work(MS)
+    assert all(span.device for span in settled(running).spans)
