@@ -190,6 +190,10 @@ class Core:
         """Totals of threads whose rings were given up."""
         return self._rings.copied_ended_totals()
 
+    def now_ns(self) -> int:
+        """The clock that spans are timed with."""
+        return _clock()
+
     def count(self, what: str) -> None:
         """Count an irregular event."""
         self.irregular[what] += 1

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from driver import FakeDriver, value
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from instrument.device.anchors import ANCHORS_KEPT
 from instrument.device.cuda import CudaDriver
 from instrument.device.intervals import Intervals
-from instrument.device.resolver import Resolver
+from instrument.device.resolver import LAUNCH_NS, Resolver
 from instrument.device.timer import Timer
-from instrument.spans import DeviceInterval, Site, Span
+from instrument.recorder import STREAM
+from instrument.spans import DeviceInterval, Site, Span, length, union
 
 cuda = pytest.importorskip("cuda.bindings.driver")
 pytestmark = pytest.mark.fake_driver
@@ -599,3 +604,102 @@ def test_intervals_keep_the_newest_in_the_memory_that_they_have() -> None:
     assert [bool(span.device) for span in spans] == [False] * 936 + [True] * 64
     assert spans[-1].device == (DeviceInterval(0, 7, 1000, 1001, "exclusive", 3),)
     assert ring.overwritten == 936
+
+
+# ---------------------------------------------------------------- any timeline
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    """What a host does: open a span on one of three streams, launch work, close the newest span, let time pass."""
+    steps = []
+    for _ in range(draw(st.integers(1, 40))):
+        what = draw(st.sampled_from(["open", "open", "launch", "launch", "close", "wait", "look"]))
+        steps.append((what, draw(st.integers(0, 2)), draw(st.integers(1, 400)) * 5 * US))
+    return steps
+
+
+@pytest.mark.parametrize("holds_gil", [True, False])
+@given(steps=timelines())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_timeline_equals_a_sweep(
+    fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, holds_gil: bool, steps: list[tuple[str, int, int]]
+) -> None:
+    """Each stream is a queue: where its events lie is known beforehand, and which stretches share time by a sweep."""
+    monkeypatch.setattr(Resolver, "start", lambda self: None)
+    fake_driver.reset()
+    bench = Bench(fake_driver, holds_gil)
+    streams = [bench.stream() for _ in range(3)]
+    ready_ns = [0, 0, 0]
+    opened: list[tuple[Any, Span, int, int]] = []
+    true: dict[int, tuple[int, int, int, int]] = {}
+    for what, lane, ns in steps:
+        now_ns = fake_driver.now_ns()
+        if what == "open":
+            pair, span = bench.begin(streams[lane])
+            opened.append((pair, span, lane, max(ready_ns[lane], now_ns)))
+        elif what == "launch":
+            fake_driver.launch(streams[lane], ns)
+            ready_ns[lane] = max(ready_ns[lane], now_ns) + ns
+        elif what == "close" and opened:
+            pair, span, lane, start_ns = opened.pop()
+            bench.end(pair, span)
+            true[span.span_id] = (lane, start_ns, max(ready_ns[lane], now_ns), now_ns)
+        elif what == "wait":
+            fake_driver.advance(ns)
+        else:
+            bench.settle()
+    while opened:
+        pair, span, lane, start_ns = opened.pop()
+        bench.end(pair, span)
+        true[span.span_id] = (lane, start_ns, max(ready_ns[lane], fake_driver.now_ns()), fake_driver.now_ns())
+    bench.settle()
+    bench.settle(100 * MS)
+    bench.thread.shutdown()
+    for span in bench.spans:
+        lane, start_ns, end_ns, closed_ns = true[span.span_id]
+        (found,) = bench.of(span)
+        # What the driver tells is a 32-bit float in ms.
+        assert (round(found.start_ns, -2), round(found.end_ns, -2)) == (start_ns, end_ns)
+        shares = (
+            any(other != lane and begin < end_ns and end > start_ns for other, begin, end, _ in true.values())
+            and start_ns < end_ns
+        )
+        bound = end_ns - closed_ns < found.uncertainty_ns + LAUNCH_NS
+        assert found.label == ("overlapped" if shares else "launch-bound" if bound else "exclusive")
+    device_ns = {index: device for index, _, device, _ in bench.totals.counted}
+    for span_id, (_, start_ns, end_ns, closed_ns) in true.items():
+        assert round(device_ns.get(span_id, 0), -2) == end_ns - start_ns
+        if end_ns > start_ns:
+            (elapsed_ns,) = [elapsed for index, _, _, elapsed in bench.totals.counted if index == span_id]
+            span = bench.spans[span_id - 1]
+            assert round(elapsed_ns, -2) == length(union([(span.start_ns, closed_ns), (start_ns, end_ns)]))
+    assert fake_driver.synchronised() == 0
+
+
+def test_a_hundred_thousand_spans_leave_nothing_behind(bench: Bench) -> None:
+    """Ten million of them: `python tests/bench/device.py --spans 10000000`."""
+    streams = [bench.stream() for _ in range(4)]
+
+    def some(count: int) -> None:
+        for number in range(count):
+            pair = bench.timer.begin(SITE, {STREAM: streams[number % 4]}, number + 1)
+            bench.fake.launch(streams[number % 4], 10 * US)
+            pair.end(None, 1, number + 1, 0, 1)
+            if number % 50 == 49:
+                bench.settle(MS)
+            if number % 1000 == 999:
+                bench.totals.counted.clear()
+
+    some(2_000)
+    made, events = bench.timer._contexts[0].made, bench.fake.counts().live_events
+    tracemalloc.start()
+    some(2_000)
+    before, _ = tracemalloc.get_traced_memory()
+    some(100_000)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 100_000
+    assert bench.timer._contexts[0].made == made
+    assert bench.fake.counts().live_events <= events + 2 * ANCHORS_KEPT
+    assert bench.resolver.counts["dropped"] == 0

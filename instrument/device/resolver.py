@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from instrument.device import cuda
-from instrument.device.anchors import Place
+from instrument.device.anchors import RESOLUTION_NS, Place
 from instrument.device.intervals import Intervals
 from instrument.device.pairs import Context, Driver, Pair, Part
 from instrument.device.streams import Stream
@@ -301,26 +301,36 @@ class Resolver:
         return 0, part.place
 
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
-        """Whether a stretch of another stream shares time with this one.
+        """Whether a stretch of another stream shares time with this one, more than events can tell apart.
 
         Decided for good: what had not begun on the device by now begins after this has ended.
         """
-        driver = self._driver
+        start_ns, end_ns = start_ns + RESOLUTION_NS, end_ns - RESOLUTION_NS
+        if start_ns >= end_ns:
+            return False
         for other, stretches in context.recent.items():
             if other != stream and any(begin < end_ns and end > start_ns for begin, end in reversed(stretches)):
                 return True
-        for other, parts in context.under_way.items():
-            if other == stream:
-                continue
-            for part in parts:
-                if part.begin_ns >= end_ns or part.error or part.pair is None:
-                    continue
-                if part.place is None and driver.query(part.begin) != 0:
-                    continue
-                error, place = self._place_of(context, part)
-                if not error and place is not None and place.at_ns < end_ns:
-                    return True
-        return False
+        return any(
+            self._reaches_into(context, part, start_ns, end_ns)
+            for other, parts in context.under_way.items()
+            if other != stream
+            for part in parts
+            if part.begin_ns < end_ns and part.pair is not None and not part.error
+        )
+
+    def _reaches_into(self, context: Context, part: Part, start_ns: int, end_ns: int) -> bool:
+        """Whether a part that nobody has taken yet has begun before an end, and has not ended before a start."""
+        driver = self._driver
+        if part.place is None and driver.query(part.begin):
+            return False
+        error, place = self._place_of(context, part)
+        if error or place is None or place.at_ns >= end_ns:
+            return False
+        if not part.end_ns or driver.query(part.end):
+            return True
+        error, device_ns = driver.elapsed_ns(part.begin, part.end)
+        return not error and place.at_ns + device_ns > start_ns
 
     def _remember(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
         stretches = context.recent.setdefault(stream, deque(maxlen=RECENT))
