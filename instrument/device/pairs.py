@@ -36,79 +36,75 @@ class Driver(Protocol):
     def stream_id(self, stream: int) -> int: ...
 
 
-class Part:
-    """One stretch of a stream: two events, and when the host recorded them (0: not yet)."""
-
-    __slots__ = ("begin", "begin_key", "begin_ns", "end", "end_key", "end_ns", "error", "pair", "place", "stream")
-
-    def __init__(self, begin: Any, end: Any, begin_key: Any, end_key: Any) -> None:
-        self.begin, self.end = begin, end
-        self.begin_key, self.end_key = begin_key, end_key
-        self.stream = 0
-        self.begin_ns = self.end_ns = 0
-        self.error = 0
-        self.place: Place | None = None
-        self.pair: Pair | None = None
-
-
 class Times(Protocol):
     """What pairs ask of the timer that has made them."""
 
-    def begin_part(self, pair: Pair, /) -> None: ...
-    def end_part(self, context: Context, part: Part, /) -> None: ...
+    def begin_again(self, whole: Pair, /) -> None: ...
+    def end_pair(self, pair: Pair, /) -> None: ...
     def finish(self, pair: Pair, /) -> None: ...
     def refuse(self, span_id: int, place: Stream, at_ns: int, label: str, /) -> None: ...
 
 
 class Pair:
-    """What times one span: a part for each time that it ran. The recorder holds it while the span is open.
+    """Two events of a context's pool, and what they time: one stretch of a stream.
 
-    `begun` is written by the span's threads, `taken` by the resolver: with the last part of a span that has ended, its
-    device time is counted.
+    The recorder holds the first pair of a span while the span is open. It is the `whole`: where a span runs in several
+    stretches (a generator), the others belong to it, and it is given back to the pool last. `begun` is written by the
+    span's threads, `taken` by the resolver: with the last stretch of a span that has ended, its device time is counted.
+    Times of the host are 0 until they are known.
     """
 
-    __slots__ = ("_timer", "begun", "beyond_ns", "context", "device_ns", "last_ns", "part", "row", "span_id", "taken")
+    __slots__ = (
+        "begin", "begin_key", "begin_ns", "begun", "beyond_ns", "context", "device_ns", "end_event", "end_key",
+        "end_ns", "error", "last_ns", "place", "row", "running", "span_id", "stream", "taken", "timer", "whole",
+    )  # fmt: skip
 
-    def __init__(self, timer: Times, context: Context, part: Part, span_id: int) -> None:
-        self._timer = timer
+    def __init__(self, timer: Times, context: Context, begin: Any, end: Any, begin_key: Any, end_key: Any) -> None:
+        self.timer = timer
         self.context = context
-        self.part: Part | None = part
-        self.span_id = span_id
+        self.begin, self.end_event = begin, end
+        self.begin_key, self.end_key = begin_key, end_key
+        self.clear()
+
+    def clear(self) -> None:
+        """As it lies in the pool."""
+        self.stream = self.begin_ns = self.end_ns = self.error = 0
+        self.place: Place | None = None
+        self.whole: Pair | None = None
+        self.running: Pair | None = None
         self.row: tuple[Any, int, int, int] | None = None
-        self.begun = 1
-        self.taken = 0
+        self.span_id = self.begun = self.taken = 0
         self.device_ns = self.beyond_ns = self.last_ns = 0
-        part.pair = self
 
     def pause(self) -> None:
         """A generator's body stands still."""
-        part, self.part = self.part, None
-        if part is not None:
-            self._timer.end_part(self.context, part)
+        pair, self.running = self.running, None
+        if pair is not None:
+            self.timer.end_pair(pair)
 
     def resume(self) -> None:
         """It goes on, wherever its work goes now."""
-        if self.part is None:
-            self._timer.begin_part(self)
+        if self.running is None:
+            self.timer.begin_again(self)
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
         """The span has ended and lies in this ring, counted under this node."""
         self.span_id = span_id
         self.row = (ring, index, start_ns, end_ns)
-        if self.part is not None:
-            self.pause()
+        pair = self.running
+        if pair is not None:
+            self.running = None
+            self.timer.end_pair(pair)
         else:
-            self._timer.finish(self)
+            self.timer.finish(self)
 
     def cancel(self) -> None:
         """There is no span after all."""
-        part, self.part = self.part, None
-        if part is not None:
-            part.pair = None
-            part.end_ns = -1
+        self.whole = self.running = None
+        self.end_ns = -1
 
     def add(self, interval: DeviceInterval) -> None:
-        """One more stretch, in the order of time: time that two of them share counts once."""
+        """One more stretch of the whole, in the order of time: time that two of them share counts once."""
         start_ns = max(interval.start_ns, self.last_ns)
         if interval.end_ns > start_ns:
             self.device_ns += interval.end_ns - start_ns
@@ -143,10 +139,10 @@ class Context:
         self.device = device
         self.anchors = anchors
         self.alive = True
-        self.free: list[Part] = []
+        self.free: list[Pair] = []
         self.made = 0
-        self.begun: deque[Part] = deque()
-        self.under_way: dict[int, list[Part]] = {}
+        self.begun: deque[Pair] = deque()
+        self.under_way: dict[int, list[Pair]] = {}
         self.recent: dict[int, deque[tuple[int, int]]] = {}
         self.stream_ids: dict[int, int] = {}
         self.shortest_ns = 0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from instrument.device import cuda
 from instrument.device.anchors import RESOLUTION_NS, Place
 from instrument.device.intervals import Intervals
-from instrument.device.pairs import Context, Driver, Pair, Part
+from instrument.device.pairs import Context, Driver, Pair, Times
 from instrument.device.streams import Stream
 from instrument.errors import FAULTS
 from instrument.recorder import Recorder
@@ -50,7 +50,10 @@ class Resolver:
     `counts` tells how many intervals of each label there were and which errors; `faults` why a device is given up.
     """
 
-    def __init__(self, driver: Driver, intervals: Intervals, recorder: Recorder, now: Callable[[], int]) -> None:
+    def __init__(
+        self, timer: Times, driver: Driver, intervals: Intervals, recorder: Recorder, now: Callable[[], int]
+    ) -> None:
+        self._timer = timer
         self._driver = driver
         self._intervals = intervals
         self._recorder = recorder
@@ -82,10 +85,10 @@ class Resolver:
     def settled_ns(self) -> int:
         """Up to when everything is resolved that had ended on the host by then."""
         waiting = [
-            part.end_ns
+            pair.end_ns
             for context in list(self.contexts.values())
-            for part in [*context.begun, *(part for parts in list(context.under_way.values()) for part in list(parts))]
-            if part.end_ns > 0
+            for pair in [*context.begun, *(pair for pairs in list(context.under_way.values()) for pair in list(pairs))]
+            if pair.end_ns > 0
         ]
         return min(waiting, default=self._now())
 
@@ -105,7 +108,7 @@ class Resolver:
                     driver.destroy_event(begin)
             if error:
                 return error
-            context.free.append(Part(begin, end, driver.handle(begin), driver.handle(end)))
+            context.free.append(Pair(self._timer, context, begin, end, driver.handle(begin), driver.handle(end)))
             context.made += 1
         return 0
 
@@ -147,7 +150,7 @@ class Resolver:
             waking.wait(IDLE_S)
         end_ns = time.monotonic_ns() + STOP_NS
         try:
-            while self.look(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_parts():
+            while self.look(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_pairs():
                 time.sleep(POLL_S[0])
             self._close()
         except Exception as fault:
@@ -157,7 +160,7 @@ class Resolver:
         """Take in every event that has happened. Whether any had, and whether some are still waited for."""
         moved = self._note_untimed()
         while self.finished:
-            self._count_if_whole(self.finished.popleft())
+            self._count_if_done(self.finished.popleft())
         waits = False
         for context in list(self.contexts.values()):
             if not context.alive:
@@ -169,8 +172,8 @@ class Resolver:
                 self.fail(context, error)
                 continue
             while context.begun:
-                part = context.begun[0]
-                context.under_way.setdefault(part.stream, []).append(part)
+                pair = context.begun[0]
+                context.under_way.setdefault(pair.stream, []).append(pair)
                 context.begun.popleft()  # last, for `settled_ns` must find it on one of the two
             if any(context.under_way.values()) and self._is_anchor_due(context):
                 self._anchor(context)
@@ -216,63 +219,68 @@ class Resolver:
         """Take in what has happened on each stream, in the order of its ends."""
         driver = self._driver
         moved = False
-        for stream, parts in context.under_way.items():
-            ended = sorted((part for part in parts if part.end_ns), key=lambda part: part.end_ns)
+        for stream, pairs in context.under_way.items():
+            ended = sorted((pair for pair in pairs if pair.end_ns), key=lambda pair: pair.end_ns)
             done = []
-            for part in ended:
-                error = part.error
-                if part.pair is not None and not error:
-                    error = driver.query(part.end)
+            for pair in ended:
+                error = pair.error
+                if pair.whole is not None and not error:
+                    error = driver.query(pair.end_event)
                     if error == driver.NOT_READY:
                         break
-                self._take(context, stream, part, error)
-                done.append(part)
+                self._take(context, stream, pair, error)
+                done.append(pair)
                 if not context.alive:
                     break
             if done:
                 moved = True
                 gone = set(map(id, done))
-                parts[:] = [part for part in parts if id(part) not in gone]
+                pairs[:] = [pair for pair in pairs if id(pair) not in gone]
         return moved
 
-    def _take(self, context: Context, stream: int, part: Part, error: int) -> None:
+    def _take(self, context: Context, stream: int, pair: Pair, error: int) -> None:
         """One stretch is over: its place, its label, its span."""
-        pair = part.pair
-        if pair is not None:
-            found: DeviceInterval | None = None
-            if not error:
-                error, found = self._measured(context, stream, part)
-            if found is not None:
-                pair.add(found)
-                self._remember(context, stream, found.start_ns, found.end_ns)
-            else:
-                label = self.refused(context, error) if error else "stale"
-                number = self._stream_id(context.device, stream)
-                found = DeviceInterval(context.device, number, part.begin_ns, part.begin_ns, label or "dropped")
-            self._keep(pair.span_id, found)
-            pair.taken += 1
-            self._count_if_whole(pair)
-        part.begin_ns = part.end_ns = part.error = 0
-        part.pair = part.place = None
-        if context.alive:
-            context.free.append(part)
-
-    def _count_if_whole(self, pair: Pair) -> None:
-        if pair.row is None or pair.taken < pair.begun:
+        whole = pair.whole
+        if whole is None:
+            self._give_back(pair)
             return
-        ring, index, start_ns, end_ns = pair.row
-        pair.row = None
-        if pair.device_ns:
-            host_ns = end_ns - start_ns
-            if not self._recorder.count_device(ring, index, host_ns, pair.device_ns, host_ns + pair.beyond_ns):
-                self.counts["device times whose thread's totals had been merged away"] += 1
+        found: DeviceInterval | None = None
+        if not error:
+            error, found = self._measured(context, stream, pair)
+        if found is None:
+            label = self.refused(context, error) or "dropped"
+            number = self._stream_id(context.device, stream)
+            found = DeviceInterval(context.device, number, pair.begin_ns, pair.begin_ns, label)
+        else:
+            whole.add(found)
+            self._remember(context, stream, found.start_ns, found.end_ns)
+        self._keep(whole.span_id, found)
+        whole.taken += 1
+        if pair is not whole:
+            self._give_back(pair)
+        self._count_if_done(whole)
 
-    def _measured(self, context: Context, stream: int, part: Part) -> tuple[int, DeviceInterval | None]:
+    def _give_back(self, pair: Pair) -> None:
+        pair.clear()
+        if pair.context.alive:
+            pair.context.free.append(pair)
+
+    def _count_if_done(self, whole: Pair) -> None:
+        if whole.row is None or whole.taken < whole.begun:
+            return
+        ring, index, start_ns, end_ns = whole.row
+        if whole.device_ns:
+            host_ns = end_ns - start_ns
+            if not self._recorder.count_device(ring, index, host_ns, whole.device_ns, host_ns + whole.beyond_ns):
+                self.counts["device times whose thread's totals had been merged away"] += 1
+        self._give_back(whole)
+
+    def _measured(self, context: Context, stream: int, pair: Pair) -> tuple[int, DeviceInterval | None]:
         driver = self._driver
-        error, device_ns = driver.elapsed_ns(part.begin, part.end)
+        error, device_ns = driver.elapsed_ns(pair.begin, pair.end_event)
         if error:
             return error, None
-        error, place = self._place_of(context, part)
+        error, place = self._place_of(context, pair)
         if error or place is None:
             return error, None
         device_ns = max(device_ns, 0)
@@ -282,23 +290,23 @@ class Resolver:
             label = "stale"
         elif self._is_overlapped(context, stream, start_ns, end_ns):
             label = "overlapped"
-        elif device_ns < SHORT * context.shortest_ns or end_ns - part.end_ns < place.uncertainty_ns + LAUNCH_NS:
+        elif device_ns < SHORT * context.shortest_ns or end_ns - pair.end_ns < place.uncertainty_ns + LAUNCH_NS:
             label = "launch-bound"
         else:
             label = "exclusive"
         number = self._stream_id(context.device, stream)
         return 0, DeviceInterval(context.device, number, start_ns, end_ns, label, place.uncertainty_ns)
 
-    def _place_of(self, context: Context, part: Part) -> tuple[int, Place | None]:
-        """When a part began on the device: not before the host had asked for it."""
-        if part.place is None:
-            error, place = context.anchors.place(part.begin)
+    def _place_of(self, context: Context, pair: Pair) -> tuple[int, Place | None]:
+        """When a pair began on the device: not before the host had asked for it."""
+        if pair.place is None:
+            error, place = context.anchors.place(pair.begin)
             if error:
                 return error, None
             if place is None:  # the device has been too busy to be read: some time since it was asked for
-                return 0, Place(part.begin_ns, self._now() - part.begin_ns, near=False)
-            part.place = place._replace(at_ns=max(place.at_ns, part.begin_ns))
-        return 0, part.place
+                return 0, Place(pair.begin_ns, self._now() - pair.begin_ns, near=False)
+            pair.place = place._replace(at_ns=max(place.at_ns, pair.begin_ns))
+        return 0, pair.place
 
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
         """Whether a stretch of another stream shares time with this one, more than events can tell apart.
@@ -312,24 +320,24 @@ class Resolver:
             if other != stream and any(begin < end_ns and end > start_ns for begin, end in reversed(stretches)):
                 return True
         return any(
-            self._reaches_into(context, part, start_ns, end_ns)
-            for other, parts in context.under_way.items()
+            self._reaches_into(context, pair, start_ns, end_ns)
+            for other, pairs in context.under_way.items()
             if other != stream
-            for part in parts
-            if part.begin_ns < end_ns and part.pair is not None and not part.error
+            for pair in pairs
+            if pair.begin_ns < end_ns and pair.stream == other and pair.whole is not None and not pair.error
         )
 
-    def _reaches_into(self, context: Context, part: Part, start_ns: int, end_ns: int) -> bool:
-        """Whether a part that nobody has taken yet has begun before an end, and has not ended before a start."""
+    def _reaches_into(self, context: Context, pair: Pair, start_ns: int, end_ns: int) -> bool:
+        """Whether a pair that nobody has taken yet has begun before an end, and has not ended before a start."""
         driver = self._driver
-        if part.place is None and driver.query(part.begin):
+        if pair.place is None and driver.query(pair.begin):
             return False
-        error, place = self._place_of(context, part)
+        error, place = self._place_of(context, pair)
         if error or place is None or place.at_ns >= end_ns:
             return False
-        if not part.end_ns or driver.query(part.end):
+        if not pair.end_ns or driver.query(pair.end_event):
             return True
-        error, device_ns = driver.elapsed_ns(part.begin, part.end)
+        error, device_ns = driver.elapsed_ns(pair.begin, pair.end_event)
         return not error and place.at_ns + device_ns > start_ns
 
     def _remember(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
@@ -346,15 +354,15 @@ class Resolver:
 
     def _give_up(self, context: Context) -> None:
         """Nothing will come from this device any more."""
-        for part in [*context.begun, *(part for parts in context.under_way.values() for part in parts)]:
-            part.pair = None
+        for pair in [*context.begun, *(pair for pairs in context.under_way.values() for pair in pairs)]:
+            pair.whole = None
         context.begun.clear()
         context.under_way.clear()
         context.free.clear()
 
-    def _has_ended_parts(self) -> bool:
+    def _has_ended_pairs(self) -> bool:
         return any(
-            part.end_ns for context in self.contexts.values() for parts in context.under_way.values() for part in parts
+            pair.end_ns for context in self.contexts.values() for pairs in context.under_way.values() for pair in pairs
         )
 
     def _close(self) -> None:
@@ -363,8 +371,8 @@ class Resolver:
         for context in self.contexts.values():
             if not context.alive or driver.bind(context.handle):
                 continue
-            for part in context.free:
-                driver.destroy_event(part.begin)
-                driver.destroy_event(part.end)
+            for pair in context.free:
+                driver.destroy_event(pair.begin)
+                driver.destroy_event(pair.end_event)
             context.free.clear()
             context.anchors.close()

@@ -22,7 +22,7 @@ from instrument import imports
 from instrument.device import cuda, streams
 from instrument.device.anchors import Anchors
 from instrument.device.intervals import LABELS, Intervals
-from instrument.device.pairs import Context, Driver, Pair, Part, Untimed
+from instrument.device.pairs import Context, Driver, Pair, Untimed
 from instrument.device.resolver import FIRST, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.recorder import RECORDER, STREAM, Recorder
@@ -38,92 +38,89 @@ class Timer:
     def __init__(self, driver: Driver, intervals: Intervals, recorder: Recorder, now: Callable[[], int]) -> None:
         self.driver = driver
         self.sources: list[Current] = []
-        self.resolver = Resolver(driver, intervals, recorder, now)
+        self.resolver = Resolver(self, driver, intervals, recorder, now)
         self._now = now
+        self._mark = driver.mark
         self._meeting = threading.Lock()
         self._contexts = self.resolver.contexts
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Pair | Untimed | None:
         """Record the first event of a span. None where the host does not use a device, or it has been given up."""
-        place = self._place(attributes)
-        if place is None:
+        place = None
+        if attributes is None or STREAM not in attributes:
+            for source in self.sources:
+                place = source()
+                if place is not None:
+                    break
+        else:
+            place = self.driver.current_device(), attributes[STREAM]
+        if place is None or place[0] < 0:
             return None
         context = self._contexts.get(place[0]) or self._meet(place[0])
         if context is None:  # the host is about to make one
             return Untimed(self, place, "dropped", self._now())
         if not context.alive:
             return None
-        part, label = self._begun(context, place[1])
-        if part is None:
-            return Untimed(self, place, label, self._now()) if label else None
-        return Pair(self, context, part, span_id)
-
-    def begin_part(self, pair: Pair) -> None:
-        place = self._place(None)
-        if place is None or pair.context.device != place[0] or not pair.context.alive:
-            return
-        part, label = self._begun(pair.context, place[1])
-        if part is None:
-            self.resolver.counts[f"steps of generators {label}"] += bool(label)
-            return
-        part.pair = pair
-        pair.begun += 1
-        pair.part = part
-
-    def _begun(self, context: Context, stream: int) -> tuple[Part | None, str]:
-        """A part whose first event has been recorded, or None and why there is none."""
         try:
-            part = context.free.pop()
+            pair = context.free.pop()
         except IndexError:
             self.resolver.wake()
-            return None, "dropped"
-        part.stream = stream
-        part.begin_ns = self._now()
-        error = self._mark(context, part.begin_key, stream)
+            return Untimed(self, place, "dropped", self._now())
+        pair.stream = place[1]
+        pair.begin_ns = self._now()
+        error = self._mark(pair.begin_key, place[1])
         if error:
-            context.free.append(part)
-            return None, self.resolver.refused(context, error)
-        context.begun.append(part)
-        return part, ""
+            error = self._mark_again(context, pair.begin_key, place[1], error)
+            if error:
+                context.free.append(pair)
+                label = self.resolver.refused(context, error)
+                return Untimed(self, place, label, pair.begin_ns) if label else None
+        pair.span_id = span_id
+        pair.whole = pair.running = pair
+        pair.begun = 1
+        context.begun.append(pair)
+        return pair
 
-    def end_part(self, context: Context, part: Part) -> None:
+    def begin_again(self, whole: Pair) -> None:
+        """Another stretch of a span, in a pair of its own. One that cannot be timed is counted."""
+        pair = self.begin(None, None, whole.span_id)
+        if isinstance(pair, Pair):
+            # No look of the resolver's comes to a pair in between that has not ended.
+            pair.whole, pair.running = whole, None
+            whole.begun += 1
+            whole.running = pair
+        elif pair is not None:
+            self.resolver.counts["steps of generators without device time"] += 1
+
+    def end_pair(self, pair: Pair) -> None:
         """Record the second event. The resolver takes over from here."""
-        error = self._mark(context, part.end_key, part.stream) if context.alive else 0
-        if error:
-            part.error = error
-        part.end_ns = self._now()
+        context, error = pair.context, 0
+        if context.alive:
+            error = self._mark(pair.end_key, pair.stream)
+            if error:
+                pair.error = self._mark_again(context, pair.end_key, pair.stream, error)
+        pair.end_ns = self._now()
         if self.resolver.asleep:
             self.resolver.wake()
 
     def finish(self, pair: Pair) -> None:
-        """A span has ended whose last part had ended before it."""
+        """A span has ended whose last stretch had ended before it."""
         self.resolver.finished.append(pair)
         if self.resolver.asleep:
             self.resolver.wake()
 
-    def _mark(self, context: Context, event: Any, stream: int) -> int:
+    def _mark_again(self, context: Context, event: Any, stream: int, error: int) -> int:
+        """On a thread that has not used the device yet: the default stream is that of the current context."""
         driver = self.driver
-        error = driver.mark(event, stream)
-        if error == cuda.NO_CONTEXT:
-            # A thread that has not used the device yet; the default stream is that of the current context.
-            error = driver.push(context.handle)
-            if not error:
-                try:
-                    error = driver.mark(event, stream)
-                finally:
-                    driver.pop()
+        if error != cuda.NO_CONTEXT:
+            return error
+        error = driver.push(context.handle)
+        if not error:
+            try:
+                error = driver.mark(event, stream)
+            finally:
+                driver.pop()
         return error
-
-    def _place(self, attributes: Any) -> Stream | None:
-        if attributes is not None and STREAM in attributes:
-            driver = self.driver
-            device = driver.current_device()
-            return None if device < 0 else (device, attributes[STREAM])
-        for source in self.sources:
-            place = source()
-            if place is not None:
-                return place
-        return None
 
     def _meet(self, device: int) -> Context | None:
         """A device's context at first sight: a few events at once, the resolver makes the rest."""

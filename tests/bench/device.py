@@ -1,0 +1,218 @@
+"""What a span with device time costs the host, and who keeps the interpreter's lock: `python tests/bench/device.py`.
+
+Where there is a CUDA device and a torch that uses it, that is measured; elsewhere the fake driver of the tests, whose
+calls take next to nothing, so that what remains is ours and the bindings'. `--driver-ns` lets each of its calls take
+as long as a real one.
+
+The first table shows a span without device time, and one with it by each way to record: through the bindings, which
+let go of the lock in every call, and by the driver's functions called with the lock held. The second shows the same
+while another thread computes in Python: to let go of the lock then is to wait for it until that thread's turn is over
+(5 ms unless `sys.setswitchinterval` says otherwise). The third is the resolver's: what a span costs it.
+
+With `--spans N`, N spans go through one timer, and the memory of the process is shown on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+CALLS = 400
+ROUNDS = 25
+
+
+def quantile(values: list[int], share: float) -> int:
+    """Nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+@contextmanager
+def computing(threads: int) -> Iterator[None]:
+    """Threads that compute in Python and never wait."""
+    stop = threading.Event()
+
+    def work() -> None:
+        number = 0
+        while not stop.is_set():
+            number = (number * 31 + 7) % 1_000_003
+
+    running = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in running:
+            thread.join()
+
+
+def start_fake(driver_ns: int) -> Any:
+    """The fake driver in real time, with a context current here."""
+    from driver import FakeDriver, library, value
+
+    fake = FakeDriver(library())
+    fake.reset(virtual=False)
+    from cuda.bindings import driver as cuda
+
+    value(cuda.cuInit(0))
+    value(cuda.cuCtxSetCurrent(value(cuda.cuDevicePrimaryCtxRetain(0))))
+    stream = int(value(cuda.cuStreamCreate(1)))
+    for symbol in ("cuEventRecord", "cuStreamIsCapturing") if driver_ns else ():
+        fake.cost(symbol, driver_ns)
+    return lambda: (0, stream)
+
+
+def start_torch() -> Any:
+    """torch's device, warm, with a kernel on its way."""
+    import torch
+
+    from instrument.device.streams import current_of_torch
+
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.init()
+    torch.zeros(1, device="cuda").add_(1)
+    print(f"torch {torch.__version__} on {torch.cuda.get_device_name(0)}")
+    return current_of_torch(torch)
+
+
+def times(run: Callable[[], None]) -> list[int]:
+    """Nanoseconds of each call."""
+    now = time.perf_counter_ns
+    found = []
+    for _ in range(CALLS):
+        start = now()
+        run()
+        found.append(now() - start)
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="what a span with device time costs")
+    parser.add_argument("--driver-ns", type=int, default=0, help="what each call of the fake driver takes (default: 0)")
+    parser.add_argument("--fake", action="store_true", help="the fake driver also where there is a device")
+    parser.add_argument("--spans", type=int, default=0, help="so many spans through one timer, and their memory")
+    options = parser.parse_args()
+    current = None
+    if not options.fake:
+        try:
+            current = start_torch()
+        except ImportError:
+            pass
+    if current is None:
+        if "FAKE_LOADED" not in os.environ:  # before anything looks for the driver
+            from driver import environment
+
+            raise SystemExit(
+                subprocess.call([sys.executable, *sys.argv], env={**os.environ, **environment(), "FAKE_LOADED": "1"})
+            )
+        current = start_fake(options.driver_ns)
+        print(f"the fake driver, {options.driver_ns} ns a call")
+    print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    if options.spans:
+        soak(current, options.spans)
+    else:
+        compare(current)
+
+
+def compare(current: Any) -> None:
+    """The three tables."""
+    from instrument.device.cuda import CudaDriver
+    from instrument.device.intervals import Intervals
+    from instrument.device.timer import Timer
+    from instrument.recorder import Recorder
+    from instrument.spans import Site
+
+    def nothing() -> None: ...
+
+    runs: dict[str, Callable[[], None]] = {"bare call": nothing}
+    timers = []
+    plain = Recorder(1 << 22)
+    plain.on = True
+    runs["span"] = plain.wrap(nothing, Site("plain"))
+    for name, holds_gil in (("device span, bindings", False), ("device span, lock held", True)):
+        recorder = Recorder(1 << 22)
+        recorder.on = True
+        timer = Timer(CudaDriver(holds_gil=holds_gil), Intervals(1 << 22), recorder, recorder.now_ns)
+        timer.sources.append(current)
+        recorder.begin_device = timer.begin
+        runs[name] = recorder.wrap(nothing, Site(name, device=True))
+        timers.append(timer)
+    for run in runs.values():
+        for _ in range(64):
+            run()
+    for threads in (0, 1, 2):
+        found: dict[str, list[int]] = {name: [] for name in runs}
+        with computing(threads):
+            for _ in range(ROUNDS if not threads else 5):
+                for name, run in runs.items():
+                    found[name] += times(run)
+                    while any(any(c.under_way.values()) or c.begun for t in timers for c in t._contexts.values()):
+                        time.sleep(0.001)
+        beside = f"{threads} threads compute in Python" if threads else "nothing else runs"
+        print(f"\n{beside:<32}{'p50 ns':>10}{'p99 ns':>12}{'mean ns':>12}{'over bare':>12}")
+        bare = quantile(found["bare call"], 0.5)
+        for name, values in found.items():
+            p50, p99 = quantile(values, 0.5), quantile(values, 0.99)
+            print(f"{name:<32}{p50:>10,}{p99:>12,}{statistics.mean(values):>12,.0f}{p50 - bare:>12,}")
+    for timer, name in zip(timers, ("bindings", "lock held"), strict=True):
+        resolver = timer.resolver
+        resolver.stop()
+        spans = sum(
+            count for label, count in resolver.counts.items() if label in ("exclusive", "overlapped", "launch-bound")
+        )
+        print(f"\n{name}: {spans:,} intervals, labels and errors: {dict(resolver.counts)}")
+
+
+def soak(current: Any, spans: int) -> None:
+    """Memory over many spans, and what one costs with everything in it."""
+    from instrument.device.cuda import CudaDriver
+    from instrument.device.intervals import Intervals
+    from instrument.device.timer import Timer
+    from instrument.recorder import Recorder
+    from instrument.spans import Site
+
+    recorder = Recorder(1 << 22)
+    recorder.on = True
+    timer = Timer(CudaDriver(), Intervals(1 << 22), recorder, recorder.now_ns)
+    timer.sources.append(current)
+    recorder.begin_device = timer.begin
+
+    def nothing() -> None: ...
+
+    run = recorder.wrap(nothing, Site("soak", device=True))
+    page = os.sysconf("SC_PAGESIZE")
+    step = max(spans // 10, 1)
+    begin = time.perf_counter()
+    for number in range(spans):
+        run()
+        if number % 100 == 99:
+            time.sleep(0)
+        if number % step == step - 1:
+            gc.collect()
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
+            taken = time.perf_counter() - begin
+            print(f"{number + 1:>12,} spans, {taken:7.1f} s, resident {resident / 2**20:7.1f} MiB", flush=True)
+    timer.resolver.stop()
+    totals = [row.totals for row in recorder.tally().rows()]
+    print(f"{dict(timer.resolver.counts)}; device time of {totals[0].calls:,} calls: {totals[0].device_ns:,} ns")
+
+
+if __name__ == "__main__":
+    main()
