@@ -3630,9 +3630,70 @@ mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
     return PyLong_FromLong(error);
 }
 
+typedef struct {
+    void *begin, *end;
+    float device_ms, offset_ms;
+    int error;
+} measured_t;
+
+#define NOT_READY 600
+
+/* Ask for pairs of events in the order of their ends, up to the first that has not happened: how long each took, and
+ * how long after the anchor it began. The interpreter's lock is let go of once for all of them, for a thread that has
+ * to win it back after each question gets few answers from a busy service. */
+static PyObject *
+measure(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_ssize_t query_address, elapsed_address, anchor_address;
+    PyObject *events;
+    if (!PyArg_ParseTuple(args, "nnnO!:measure", &query_address, &elapsed_address, &anchor_address, &PyList_Type,
+                          &events))
+        return NULL;
+    int (*query)(void *) = (int (*)(void *))query_address;
+    int (*elapsed)(float *, void *, void *) = (int (*)(float *, void *, void *))elapsed_address;
+    void *anchor = (void *)anchor_address;
+    Py_ssize_t pairs = PyList_GET_SIZE(events) / 2, done = 0;
+    measured_t *found = PyMem_Calloc((size_t)pairs + 1, sizeof(measured_t));
+    if (found == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < pairs; i++) {
+        found[i].begin = PyLong_AsVoidPtr(PyList_GET_ITEM(events, 2 * i));
+        found[i].end = PyLong_AsVoidPtr(PyList_GET_ITEM(events, 2 * i + 1));
+    }
+    if (PyErr_Occurred()) {
+        PyMem_Free(found);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (; done < pairs; done++) {
+        measured_t *pair = &found[done];
+        pair->error = query(pair->end);
+        if (pair->error == NOT_READY)
+            break;
+        if (pair->error == 0)
+            pair->error = elapsed(&pair->device_ms, pair->begin, pair->end);
+        if (pair->error == 0 && anchor != NULL)
+            pair->error = elapsed(&pair->offset_ms, anchor, pair->begin);
+    }
+    Py_END_ALLOW_THREADS
+    PyObject *answers = PyList_New(done);
+    for (Py_ssize_t i = 0; answers != NULL && i < done; i++) {
+        PyObject *answer = Py_BuildValue("(iff)", found[i].error, found[i].device_ms, found[i].offset_ms);
+        if (answer == NULL)
+            Py_CLEAR(answers);
+        else
+            PyList_SET_ITEM(answers, i, answer);
+    }
+    PyMem_Free(found);
+    return answers;
+}
+
 static PyMethodDef module_methods[] = {
     {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
      "Record an event: mark(cuEventRecord, cuStreamIsCapturing, event, stream), all as addresses."},
+    {"measure", measure, METH_VARARGS,
+     "Time pairs of events: measure(cuEventQuery, cuEventElapsedTime, anchor or 0, [begin, end, begin, end, ...]). "
+     "A list of (error, device ms, ms since the anchor), as long as there are pairs that have happened."},
     {NULL},
 };
 

@@ -9,6 +9,7 @@ from instrument.spans import RemoteParent, Site
 ROW_BYTES: int
 
 def mark(record: int, is_capturing: int, event: int, stream: int, /) -> int: ...
+def measure(query: int, elapsed: int, anchor: int, events: list[int], /) -> list[tuple[int, float, float]]: ...
 
 @final
 class Frame:

@@ -41,13 +41,12 @@ def _load_native() -> Any:
 _native = _load_native()
 
 
-def native_marker() -> Callable[[int, int, int, int], int] | None:
-    """What records an event on a stream by the addresses of the driver's functions, with the interpreter's lock held.
+def native_driver_calls() -> Any:
+    """The native module, which calls a device's driver by the addresses of its functions (`mark`, `measure`).
 
-    `mark(cuEventRecord, cuStreamIsCapturing, event, stream)` gives the driver's error, or -1 while the stream is being
-    captured. None where the native recorder is not in use.
+    None where the native recorder is not in use.
     """
-    return None if _native is None else _native.mark
+    return _native
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

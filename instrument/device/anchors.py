@@ -113,25 +113,27 @@ class Anchors:
             self._spare.append(self._anchors.pop(0).event)
         return 0
 
-    def place(self, event: Any) -> tuple[int, Place | None]:
-        """The driver's error, and when an event that has happened did so; None without an anchor."""
-        if not self._anchors:
-            return 0, None
-        newest = self._anchors[-1]
-        error, offset_ns = self._driver.elapsed_ns(newest.event, event)
-        if error:
-            return int(error), None
+    @property
+    def newest_event(self) -> Any:
+        """The event of the newest, None without any."""
+        return self._anchors[-1].event if self._anchors else None
+
+    def place(self, event: Any, offset_ns: int) -> tuple[int, Place | None]:
+        """The driver's error, and when an event happened; `offset_ns` is how long after the newest anchor it did."""
+        anchors = self._anchors
+        newest, index = anchors[-1], len(anchors) - 1
+        anchor = newest
         at_ns = newest.host_ns + offset_ns
-        index = min(range(len(self._anchors)), key=lambda i: abs(self._anchors[i].host_ns - at_ns))
-        anchor = self._anchors[index]
-        if anchor is not newest:
+        if index and at_ns - anchors[index - 1].host_ns < -offset_ns:  # an older one lies nearer
+            index = min(range(index), key=lambda i: abs(anchors[i].host_ns - at_ns))
+            anchor = anchors[index]
             error, offset_ns = self._driver.elapsed_ns(anchor.event, event)
             if error:
                 return int(error), None
         rate, rate_error, is_between = self._rate(index, offset_ns)
         uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + grain_ns(offset_ns)
         if is_between:  # so it cannot be farther off than one of the two
-            other = self._anchors[index + (1 if offset_ns > 0 else -1)]
+            other = anchors[index + (1 if offset_ns > 0 else -1)]
             uncertainty_ns = max(uncertainty_ns, other.uncertainty_ns + RESOLUTION_NS)
         else:
             uncertainty_ns += abs(offset_ns) * rate_error

@@ -14,10 +14,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from instrument.recorder import native_marker
+from instrument.recorder import native_driver_calls
 
 CAPTURING = -1
 """In place of an error: the stream is being captured into a graph, and nothing was recorded."""
@@ -67,6 +67,7 @@ class CudaDriver:
         finally:
             if before is None:
                 del os.environ["CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING"]
+        self._native_measure: Callable[[int, list[int]], list[tuple[int, float, float]]] | None = None
         self.version = str(cuda.bindings.__version__)
         major = self.version.partition(".")[0]
         if major not in ("12", "13"):
@@ -75,6 +76,11 @@ class CudaDriver:
         self._streams: dict[int, Any] = {}
         self.holds_gil = holds_gil
         self.mark: Callable[[Any, Any], int] = self._holding_marker(library) if holds_gil else self._mark
+        native = native_driver_calls()
+        if native is not None:
+            newer = getattr(library, "cuEventElapsedTime_v2", None)  # since 12.8, with the same parameters
+            addresses = _address(library.cuEventQuery), _address(newer or library.cuEventElapsedTime)
+            self._native_measure = functools.partial(native.measure, *addresses)
 
     def describe(self) -> str:
         """Versions of bindings and driver, and what does not fit, in one line."""
@@ -109,11 +115,10 @@ class CudaDriver:
         return int(error or self._driver.cuEventRecord(event, handle)[0])
 
     def _holding_marker(self, library: ctypes.CDLL) -> Callable[[Any, Any], int]:
-        record = ctypes.cast(library.cuEventRecord, ctypes.c_void_p).value or 0
-        capturing = ctypes.cast(library.cuStreamIsCapturing, ctypes.c_void_p).value or 0
-        mark = native_marker()
-        if mark is not None:
-            return functools.partial(mark, record, capturing)
+        record, capturing = _address(library.cuEventRecord), _address(library.cuStreamIsCapturing)
+        native = native_driver_calls()
+        if native is not None:
+            return functools.partial(native.mark, record, capturing)
         # Twice the work of the native one, and still the lock is kept.
         is_capturing = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(capturing)
         record_event = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(record)
@@ -199,6 +204,27 @@ class CudaDriver:
         """0 where the event has happened, `NOT_READY` where it has not."""
         return int(self._driver.cuEventQuery(event)[0])
 
+    def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
+        """For each pair of events, up to the first whose end has not happened: error, its length and its begin in ns.
+
+        The begin is told from the anchor on, 0 where that is None.
+        """
+        if self._native_measure is not None:
+            events = [int(event) for pair in pairs for event in pair]
+            found = self._native_measure(0 if anchor is None else int(anchor), events)
+            return [(error, round(device_ms * 1e6), round(offset_ms * 1e6)) for error, device_ms, offset_ms in found]
+        answers = []
+        for begin, end in pairs:
+            error, device_ns, offset_ns = self.query(end), 0, 0
+            if error == NOT_READY:
+                break
+            if not error:
+                error, device_ns = self.elapsed_ns(begin, end)
+            if not error and anchor is not None:
+                error, offset_ns = self.elapsed_ns(anchor, begin)
+            answers.append((error, device_ns, offset_ns))
+        return answers
+
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
         """Device time between two events that have happened."""
         error, ms = self._driver.cuEventElapsedTime(first, second)
@@ -208,3 +234,7 @@ class CudaDriver:
         """The number by which the vendor's tools call a stream, its address where the driver does not tell."""
         error, number = self._driver.cuStreamGetId(stream)
         return stream if error else int(number)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Iterable
+from struct import Struct
 
 from instrument.spans import DeviceInterval, Span
 
@@ -18,8 +18,12 @@ well. `captured` and `dropped` were not timed and have no length: the stream was
 event was to be had.
 """
 
-FIELDS = 7
-INTERVAL_BYTES = FIELDS * 8
+_NUMBERS = {label: number for number, label in enumerate(LABELS)}
+
+_CELLS = Struct("QqQqqqq")
+_pack_into = _CELLS.pack_into
+
+INTERVAL_BYTES = _CELLS.size
 
 
 class Intervals:
@@ -27,7 +31,7 @@ class Intervals:
 
     def __init__(self, memory_bytes: int) -> None:
         self._capacity = max(memory_bytes // INTERVAL_BYTES, 64)
-        self._cells = array("q", bytes(self._capacity * INTERVAL_BYTES))
+        self._memory = bytearray(self._capacity * INTERVAL_BYTES)
         self._lock = threading.Lock()
         self.count = 0
 
@@ -40,35 +44,24 @@ class Intervals:
         self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int = 0
     ) -> None:
         """Keep one, in place of the oldest if need be."""
-        at = self.count % self._capacity * FIELDS
-        cells = (span_id, device, _signed(stream), start_ns, end_ns, LABELS.index(label), uncertainty_ns)
+        at = self.count % self._capacity * INTERVAL_BYTES
         with self._lock:
-            self._cells[at : at + FIELDS] = array("q", cells)
+            _pack_into(self._memory, at, span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
             self.count += 1
 
     def join(self, spans: Iterable[Span], since: int = 0) -> None:
         """Give each span its intervals, those that are still here and came after the first `since`, by time."""
         with self._lock:
             first, last = max(since, self.count - self._capacity), self.count
-            begin, end = first % self._capacity * FIELDS, last % self._capacity * FIELDS
-            if last - first == 0:
+            if first == last:
                 return
-            cells = self._cells[begin:end] if begin < end else self._cells[begin:] + self._cells[:end]
+            begin, end = (number % self._capacity * INTERVAL_BYTES for number in (first, last))
+            block = self._memory[begin:end] if begin < end else self._memory[begin:] + self._memory[:end]
         wanted = {span.span_id: span for span in spans if span.site.device}
         found: dict[int, list[DeviceInterval]] = {}
-        ids = cells[::FIELDS]
-        for index, span_id in enumerate(ids):
+        for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in _CELLS.iter_unpack(block):
             if span_id in wanted:
-                _, device, stream, start_ns, end_ns, label, uncertainty_ns = cells[
-                    index * FIELDS : (index + 1) * FIELDS
-                ]
-                found.setdefault(span_id, []).append(
-                    DeviceInterval(device, stream % (1 << 64), start_ns, end_ns, LABELS[label], uncertainty_ns)
-                )
+                interval = DeviceInterval(device, stream, start_ns, end_ns, LABELS[label], uncertainty_ns)
+                found.setdefault(span_id, []).append(interval)
         for span_id, intervals in found.items():
             wanted[span_id].device = tuple(sorted(intervals, key=lambda interval: interval.start_ns))
-
-
-def _signed(number: int) -> int:
-    """The 64 bits of an address as a signed number."""
-    return number - (1 << 64) if number >= 1 << 63 else number

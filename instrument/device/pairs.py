@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from instrument.device.anchors import Anchors, Place
 from instrument.device.streams import Stream
-from instrument.spans import DeviceInterval
 
 
 class Driver(Protocol):
@@ -33,6 +32,7 @@ class Driver(Protocol):
     def destroy_stream(self, stream: Any) -> None: ...
     def query(self, event: Any) -> int: ...
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]: ...
+    def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]: ...
     def stream_id(self, stream: int) -> int: ...
 
 
@@ -103,14 +103,15 @@ class Pair:
         self.whole = self.running = None
         self.end_ns = -1
 
-    def add(self, interval: DeviceInterval) -> None:
+    def add(self, start_ns: int, end_ns: int) -> None:
         """One more stretch of the whole, in the order of time: time that two of them share counts once."""
-        start_ns = max(interval.start_ns, self.last_ns)
-        if interval.end_ns > start_ns:
-            self.device_ns += interval.end_ns - start_ns
-            if self.row is not None:  # else it ended on the device before it did on the host
-                self.beyond_ns += max(interval.end_ns - max(start_ns, self.row[3]), 0)
-            self.last_ns = interval.end_ns
+        if start_ns < self.last_ns:
+            start_ns = self.last_ns
+        if end_ns > start_ns:
+            self.device_ns += end_ns - start_ns
+            if self.row is not None and end_ns > self.row[3]:  # else it ended before it did on the host
+                self.beyond_ns += end_ns - max(start_ns, self.row[3])
+            self.last_ns = end_ns
 
 
 class Untimed:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from operator import attrgetter
 
 from instrument.device import cuda
 from instrument.device.anchors import RESOLUTION_NS, Place
@@ -17,7 +18,6 @@ from instrument.device.pairs import Context, Driver, Pair, Times
 from instrument.device.streams import Stream
 from instrument.errors import FAULTS
 from instrument.recorder import Recorder
-from instrument.spans import DeviceInterval
 
 FIRST = 64
 CHUNK = 256
@@ -37,11 +37,17 @@ LAUNCH_NS = 20_000
 SHORT = 20
 """A stretch must be as many times as long as one with nothing in it, or events alone make 5 % of it and more."""
 
+MEASURED_AT_ONCE = 1000
+"""Pairs of a stream in one question to the driver: a millisecond of its time at most."""
+
 RECENT = 256
 """Stretches of a stream, merged where they touch, that later ones of other streams are held against."""
 
 STOP_NS = 10**9
 """The longest that `stop` waits for the device."""
+
+
+_by_end = attrgetter("end_ns")
 
 
 class Resolver:
@@ -189,7 +195,7 @@ class Resolver:
         noted = False
         while self.untimed:
             span_id, (device, stream), at_ns, label = self.untimed.popleft()
-            self._keep(span_id, DeviceInterval(device, self._stream_id(device, stream), at_ns, at_ns, label))
+            self._keep(span_id, device, self._stream_id(device, stream), at_ns, at_ns, label, 0)
             noted = True
         return noted
 
@@ -217,44 +223,67 @@ class Resolver:
 
     def _resolve(self, context: Context) -> bool:
         """Take in what has happened on each stream, in the order of its ends."""
-        driver = self._driver
         moved = False
         for stream, pairs in context.under_way.items():
-            ended = sorted((pair for pair in pairs if pair.end_ns), key=lambda pair: pair.end_ns)
-            done = []
-            for pair in ended:
-                error = pair.error
-                if pair.whole is not None and not error:
-                    error = driver.query(pair.end_event)
-                    if error == driver.NOT_READY:
-                        break
-                self._take(context, stream, pair, error)
+            ended = [pair for pair in pairs if pair.end_ns]
+            if not ended:
+                continue
+            done = [pair for pair in ended if pair.whole is None or pair.error]
+            for pair in done:
+                self._lose(context, stream, pair, pair.error)
+            waiting = [pair for pair in ended if pair.whole is not None and not pair.error]
+            waiting.sort(key=_by_end)
+            del waiting[MEASURED_AT_ONCE:]
+            answers = self._driver.measure(
+                context.anchors.newest_event, [(pair.begin, pair.end_event) for pair in waiting]
+            )
+            for pair, (error, device_ns, offset_ns) in zip(waiting, answers, strict=False):
+                self._take(context, stream, pair, error, device_ns, offset_ns)
                 done.append(pair)
-                if not context.alive:
-                    break
             if done:
                 moved = True
                 gone = set(map(id, done))
                 pairs[:] = [pair for pair in pairs if id(pair) not in gone]
+            if not context.alive:
+                break
         return moved
 
-    def _take(self, context: Context, stream: int, pair: Pair, error: int) -> None:
+    def _take(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, offset_ns: int) -> None:
         """One stretch is over: its place, its label, its span."""
+        whole = pair.whole or pair
+        if not error:
+            error, place = self._place_of(context, pair, offset_ns)
+        if error:
+            self._lose(context, stream, pair, error)
+            return
+        start_ns = place.at_ns
+        end_ns = start_ns + max(device_ns, 0)
+        if not place.near:
+            label = "stale"
+        elif len(context.under_way) > 1 and self._is_overlapped(context, stream, start_ns, end_ns):
+            label = "overlapped"
+        elif device_ns < SHORT * context.shortest_ns or end_ns - pair.end_ns < place.uncertainty_ns + LAUNCH_NS:
+            label = "launch-bound"
+        else:
+            label = "exclusive"
+        whole.add(start_ns, end_ns)
+        self._remember(context, stream, start_ns, end_ns)
+        number = self._stream_id(context.device, stream)
+        self._keep(whole.span_id, context.device, number, start_ns, end_ns, label, place.uncertainty_ns)
+        whole.taken += 1
+        if pair is not whole:
+            self._give_back(pair)
+        self._count_if_done(whole)
+
+    def _lose(self, context: Context, stream: int, pair: Pair, error: int) -> None:
+        """A stretch that was not timed, or belongs to no span after all."""
         whole = pair.whole
         if whole is None:
             self._give_back(pair)
             return
-        found: DeviceInterval | None = None
-        if not error:
-            error, found = self._measured(context, stream, pair)
-        if found is None:
-            label = self.refused(context, error) or "dropped"
-            number = self._stream_id(context.device, stream)
-            found = DeviceInterval(context.device, number, pair.begin_ns, pair.begin_ns, label)
-        else:
-            whole.add(found)
-            self._remember(context, stream, found.start_ns, found.end_ns)
-        self._keep(whole.span_id, found)
+        label = self.refused(context, error) or "dropped"
+        number = self._stream_id(context.device, stream)
+        self._keep(whole.span_id, context.device, number, pair.begin_ns, pair.begin_ns, label, 0)
         whole.taken += 1
         if pair is not whole:
             self._give_back(pair)
@@ -275,38 +304,20 @@ class Resolver:
                 self.counts["device times whose thread's totals had been merged away"] += 1
         self._give_back(whole)
 
-    def _measured(self, context: Context, stream: int, pair: Pair) -> tuple[int, DeviceInterval | None]:
-        driver = self._driver
-        error, device_ns = driver.elapsed_ns(pair.begin, pair.end_event)
-        if error:
-            return error, None
-        error, place = self._place_of(context, pair)
-        if error or place is None:
-            return error, None
-        device_ns = max(device_ns, 0)
-        start_ns = place.at_ns
-        end_ns = start_ns + device_ns
-        if not place.near:
-            label = "stale"
-        elif self._is_overlapped(context, stream, start_ns, end_ns):
-            label = "overlapped"
-        elif device_ns < SHORT * context.shortest_ns or end_ns - pair.end_ns < place.uncertainty_ns + LAUNCH_NS:
-            label = "launch-bound"
-        else:
-            label = "exclusive"
-        number = self._stream_id(context.device, stream)
-        return 0, DeviceInterval(context.device, number, start_ns, end_ns, label, place.uncertainty_ns)
-
-    def _place_of(self, context: Context, pair: Pair) -> tuple[int, Place | None]:
+    def _place_of(self, context: Context, pair: Pair, offset_ns: int) -> tuple[int, Place]:
         """When a pair began on the device: not before the host had asked for it."""
-        if pair.place is None:
-            error, place = context.anchors.place(pair.begin)
-            if error:
-                return error, None
-            if place is None:  # the device has been too busy to be read: some time since it was asked for
-                return 0, Place(pair.begin_ns, self._now() - pair.begin_ns, near=False)
-            pair.place = place._replace(at_ns=max(place.at_ns, pair.begin_ns))
-        return 0, pair.place
+        place = pair.place
+        if place is not None:
+            return 0, place
+        if context.anchors.newest_event is None:  # the device has been too busy to be read
+            return 0, Place(pair.begin_ns, self._now() - pair.begin_ns, near=False)
+        error, place = context.anchors.place(pair.begin, offset_ns)
+        if error or place is None:
+            return error, Place(pair.begin_ns, 0, near=False)
+        if place.at_ns < pair.begin_ns:
+            place = place._replace(at_ns=pair.begin_ns)
+        pair.place = place
+        return 0, place
 
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
         """Whether a stretch of another stream shares time with this one, more than events can tell apart.
@@ -329,11 +340,14 @@ class Resolver:
 
     def _reaches_into(self, context: Context, pair: Pair, start_ns: int, end_ns: int) -> bool:
         """Whether a pair that nobody has taken yet has begun before an end, and has not ended before a start."""
-        driver = self._driver
-        if pair.place is None and driver.query(pair.begin):
+        driver, anchor = self._driver, context.anchors.newest_event
+        if anchor is None or (pair.place is None and driver.query(pair.begin)):
             return False
-        error, place = self._place_of(context, pair)
-        if error or place is None or place.at_ns >= end_ns:
+        error, offset_ns = (0, 0) if pair.place is not None else driver.elapsed_ns(anchor, pair.begin)
+        if error:
+            return False
+        error, place = self._place_of(context, pair, offset_ns)
+        if error or place.at_ns >= end_ns:
             return False
         if not pair.end_ns or driver.query(pair.end_event):
             return True
@@ -347,10 +361,11 @@ class Resolver:
             start_ns, end_ns = min(start_ns, before[0]), max(end_ns, before[1])
         stretches.append((start_ns, end_ns))
 
-    def _keep(self, span_id: int, interval: DeviceInterval) -> None:
-        device, stream, start_ns, end_ns = interval.device, interval.stream, interval.start_ns, interval.end_ns
-        self._intervals.add(span_id, device, stream, start_ns, end_ns, interval.label, interval.uncertainty_ns)
-        self.counts[interval.label] += 1
+    def _keep(
+        self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
+    ) -> None:
+        self._intervals.add(span_id, device, stream, start_ns, end_ns, label, uncertainty_ns)
+        self.counts[label] += 1
 
     def _give_up(self, context: Context) -> None:
         """Nothing will come from this device any more."""
