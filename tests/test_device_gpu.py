@@ -1,0 +1,194 @@
+"""Device time on a card: what only a card can tell. Run with `pytest -m gpu` where there is one."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import instrument
+from instrument.profile import loads
+from instrument.profiler import Session
+from instrument.spans import Span
+
+pytestmark = pytest.mark.gpu
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cuda.bindings.driver")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+
+@pytest.fixture
+def session() -> Iterator[Callable[..., Session]]:
+    def start(text: str = "") -> Session:
+        running = instrument.start(loads(text))
+        assert running is not None
+        return running
+
+    torch.zeros(1, device="cuda").add_(1).item()
+    yield start
+    instrument.stop()
+
+
+def settled(running: Session) -> list[Span]:
+    """The spans, once their device times are known."""
+    timing = running._timing
+    assert timing is not None
+    end, now_ns = time.monotonic() + 30, time.monotonic_ns()
+    while not timing.is_settled(now_ns):
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    return running.trace().spans
+
+
+def cycles_per_ns() -> float:
+    """How fast the card's own clock counts, from a spin of a fifth of a second."""
+    torch.cuda._sleep(10**8)
+    torch.cuda.synchronize()
+    start = time.perf_counter_ns()
+    torch.cuda._sleep(3 * 10**8)
+    torch.cuda.synchronize()
+    return 3 * 10**8 / (time.perf_counter_ns() - start)
+
+
+@pytest.mark.parametrize("spin_us", [2, 10, 50, 200, 1_000, 20_000])
+def test_a_spin_is_timed_within_five_percent_or_labelled(session: Any, spin_us: int) -> None:
+    rate = cycles_per_ns()
+    running = session()
+    for _ in range(50):
+        torch.cuda._sleep(int(rate * 300_000))  # so that the host is ahead, as in a loaded service
+        with instrument.scope("spin", device=True):
+            torch.cuda._sleep(int(rate * spin_us * 1000))
+    spans = [span for span in settled(running) if span.site.name == "spin"][10:]
+    trusted = [part for span in spans for part in span.device if part.label == "exclusive"]
+    if spin_us >= 200:
+        assert len(trusted) > 30
+    for part in trusted:
+        assert abs((part.end_ns - part.start_ns) / (spin_us * 1000) - 1) <= 0.05
+    gaps = [part.start_ns - span.start_ns for span in spans for part in span.device]
+    print(f"{spin_us} us: {len(trusted)} exclusive, begin {statistics.median(gaps) / 1000:.1f} us after the host's")
+
+
+def test_a_capture_on_another_thread_survives(session: Any) -> None:
+    running = session()
+    stop = threading.Event()
+
+    def work() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                with instrument.scope("work", device=True):
+                    torch.cuda._sleep(100_000)
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        static = torch.zeros(1024, device="cuda")
+        for mode in ("thread_local", "relaxed"):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode=mode):
+                with instrument.scope("captured", device=True):
+                    static.add_(1)
+                time.sleep(0.1)  # the resolver looks meanwhile
+            graph.replay()
+    finally:
+        stop.set()
+        thread.join()
+    found = settled(running)
+    assert {part.label for span in found if span.site.name == "captured" for part in span.device} == {"captured"}
+    assert sum(span.site.name == "CUDA graph replay" and bool(span.device) for span in found) == 2
+
+
+def test_the_resolver_never_ends_a_global_capture(session: Any) -> None:
+    """Ours is the only other thread: a query of its in the mode `global` would end the capture."""
+    running = session()
+    static = torch.zeros(1024, device="cuda")
+    torch.cuda.synchronize()
+    with instrument.scope("before", device=True):
+        torch.cuda._sleep(10**8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        static.add_(1)
+        time.sleep(0.2)
+    graph.replay()
+    assert any(span.device for span in settled(running) if span.site.name == "before")
+
+
+def test_torch_profiler_runs_beside_it(session: Any) -> None:
+    running = session()
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as other:
+        for _ in range(20):
+            with instrument.scope("matmul", device=True):
+                left = torch.randn(2048, 2048, device="cuda")
+                left @ left
+    torch.cuda.synchronize()
+    kernels = [event for event in other.events() if "gemm" in event.name.lower() or "cutlass" in event.name.lower()]
+    ours = [part for span in settled(running) if span.site.name == "matmul" for part in span.device]
+    assert len(ours) == 20
+    print(f"{len(kernels)} kernels beside {len(ours)} intervals")
+
+
+def test_it_takes_no_memory_of_the_device(session: Any) -> None:
+    torch.cuda.synchronize()
+    before, _ = torch.cuda.mem_get_info()
+    running = session()
+    for _ in range(2000):
+        with instrument.scope("work", device=True):
+            torch.cuda._sleep(1000)
+    settled(running)
+    after, _ = torch.cuda.mem_get_info()
+    assert before - after < 16 * 2**20, "a context of its own would take hundreds of MiB"
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_are_as_fast_as_a_plain_loop_says(session: Any, pinned: bool) -> None:
+    size = 256 * 2**20
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(3):
+        target.copy_(source, non_blocking=True)
+    begin.record()
+    for _ in range(10):
+        target.copy_(source, non_blocking=True)
+    end.record()
+    torch.cuda.synchronize()
+    plain_gb_s = 10 * size / begin.elapsed_time(end) / 1e6
+    running = session("copies: [{directions: [h2d]}]")
+    for _ in range(10):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    parts = [part for span in settled(running) if span.site.kind == "copy" for part in span.device]
+    ours_gb_s = len(parts) * size / sum(part.end_ns - part.start_ns for part in parts)
+    print(f"pinned={pinned}: plain {plain_gb_s:.1f} GB/s, ours {ours_gb_s:.1f} GB/s")
+    assert len(parts) == 10
+    assert abs(ours_gb_s / plain_gb_s - 1) < (0.05 if pinned else 0.25)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_child_that_does_not_use_the_device_lives_on(session: Any) -> None:
+    running = session()
+    with instrument.scope("parent", device=True):
+        torch.cuda._sleep(1000)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with instrument.scope("child", device=True):
+                pass
+            status = 0 if not any(span.device for span in running.trace().spans) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with instrument.scope("parent", device=True):
+        torch.cuda._sleep(1000)
+    assert all(span.device for span in settled(running) if span.site.name == "parent")
