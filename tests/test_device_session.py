@@ -33,10 +33,9 @@ MS = 10**6
 def torch(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A torch with two devices in real time, as `import torch` leaves it."""
     fake_driver.reset(virtual=False)
-    made = ModuleType("torch")
-    vars(made).update(vars(fake_torch(fake_driver)))
-    made.version = ModuleType("torch.version")  # type: ignore[attr-defined]
-    made.version.cuda = "13.0"  # type: ignore[attr-defined]
+    made = fake_torch(fake_driver)
+    made.version = ModuleType("torch.version")
+    made.version.cuda = "13.0"
     monkeypatch.setitem(sys.modules, "torch", made)
     yield made
     assert fake_driver.synchronised() == 0

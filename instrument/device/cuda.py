@@ -15,9 +15,11 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from instrument.recorder import native_driver_calls
+
+T = TypeVar("T")
 
 CAPTURING = -1
 """In place of an error: the stream is being captured into a graph, and nothing was recorded."""
@@ -33,7 +35,7 @@ FATAL = frozenset({3, 4, 46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720)
 has failed, the device is lost."""
 
 _NON_BLOCKING = 1
-_THREAD_LOCAL = 1
+_THREAD_LOCAL, _RELAXED = 1, 2
 
 LIBRARY = "libcuda.so.1"
 
@@ -156,6 +158,21 @@ class CudaDriver:
             return 0
         driver.cuDevicePrimaryCtxRelease(handle)
         return int(context)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream is being captured into a graph, or none may be asked because another one is."""
+        error, status = self._driver.cuStreamIsCapturing(stream)
+        return bool(error or status)
+
+    def relaxed(self, make: Callable[[], T]) -> T:
+        """Run what makes things of the driver on a thread of the host's, so that it ends no capture of any thread."""
+        driver = self._driver
+        error, mode = driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode(_RELAXED))
+        try:
+            return make()
+        finally:
+            if not error:
+                driver.cuThreadExchangeStreamCaptureMode(mode)
 
     def push(self, context: int) -> int:
         """Make a context current on the calling thread until `pop`."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -56,9 +57,13 @@ class Timer:
             place = self.driver.current_device(), attributes[STREAM]
         if place is None or place[0] < 0:
             return None
-        context = self._contexts.get(place[0]) or self._meet(place[0])
-        if context is None:  # the host is about to make one
-            return Untimed(self, place, "dropped", self._now())
+        context = self._contexts.get(place[0])
+        if context is None:
+            is_capturing = self.driver.is_capturing(place[1])
+            context = None if is_capturing else self.driver.relaxed(partial(self._meet, place[0]))
+            if context is None:  # the host is about to make one
+                self.resolver.start()
+                return Untimed(self, place, "captured" if is_capturing else "dropped", self._now())
         if not context.alive:
             return None
         try:
@@ -131,7 +136,6 @@ class Timer:
                 return context
             handle = driver.primary(device) or driver.current()
             if not handle:
-                self.resolver.start()
                 return None
             context = Context(handle, device, Anchors(driver, self._now))
             error = driver.push(handle)
