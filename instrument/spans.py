@@ -176,6 +176,7 @@ class Trace:
 
     `threads` maps native thread ids to names. `losses` counts, by reason, what was not kept. `notes` are sentences
     on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time.
+    `held_from_ns` is the time since when no span was overwritten by a newer one, 0 where none was.
     """
 
     origin: Origin
@@ -188,6 +189,13 @@ class Trace:
     window: int = 0
     cost: Cost | None = None
     samples: Sequence[Sample] = ()
+    held_from_ns: int = 0
+
+    @property
+    def held(self) -> Interval:
+        """The part of the window of which every span is there that was kept: what shares of time can be told of."""
+        first = max(self.start_ns, self.held_from_ns)
+        return first, max(self.end_ns, first)
 
     def trees(self) -> Iterator[list[Span]]:
         """The spans of each tree, root first and then by start; trees by the start of their first span.

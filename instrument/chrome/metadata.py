@@ -83,6 +83,7 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
         "base_epoch_ns": trace.origin.realtime_of(base_ns),
         "start_ns": trace.start_ns,
         "end_ns": trace.end_ns,
+        "held_from_ns": trace.held_from_ns,
         "threads": safe(list(trace.threads.items())),
         "losses": safe(dict(trace.losses)),
         "notes": safe(list(trace.notes)),
@@ -138,6 +139,7 @@ class Metadata:
             notes=tuple(checked(note, str) for note in facts["notes"]),
             window=checked(facts["window"], int),
             cost=None if facts["cost"] is None else made(Cost, facts["cost"]),
+            held_from_ns=checked(facts.get("held_from_ns", 0), int),
         )
 
     def tally(self) -> Tally | None:
