@@ -23,11 +23,12 @@ from typing import Any, TextIO
 
 from instrument import __version__
 from instrument.control import ANSWER_S, Answer, folder_of, sockets, tell
+from instrument.document import nearest
 from instrument.errors import InstrumentError, ProfileError
 from instrument.probes.scopes import OFF
 from instrument.probes.verdict import STATES as STATES_OF_TARGETS
 from instrument.probes.verdict import Verdict, over_processes
-from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, Profile, load, setting
+from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS, Profile, load, setting
 from instrument.recorder import RECORDER
 
 ATTACHED_SHOWN = 20
@@ -120,11 +121,18 @@ def _parser() -> argparse.ArgumentParser:
 
     report = verbs.add_parser("report", help="print the summary of a saved Chrome trace")
     report.add_argument("trace", metavar="FILE", help=".json or .json.gz, ours or another profiler's")
+    report.add_argument(
+        "--view",
+        action="extend",
+        type=_views,
+        metavar="V[,V]",
+        help=f"which reports, in this order: {', '.join(VIEWS)} (default: events)",
+    )
     report.add_argument("--tracer-option", choices=TRACER_OPTIONS, default="Default")
     report.add_argument("--state", choices=STATES, default="All")
     report.add_argument("--sorted-by", choices=SORT_KEYS, default="default")
     report.add_argument("--threads", choices=("both", "merged", "apart"), default="both")
-    report.add_argument("--rows", type=_count, metavar="N", help="the N heaviest rows of each block (default: all)")
+    report.add_argument("--rows", type=_count, metavar="N", help="the N heaviest rows of each table (default: all)")
     report.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
     report.set_defaults(verb=_report, takes_host=False)
     return parser
@@ -134,6 +142,16 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 1 or more")
     return int(text)
+
+
+def _views(text: str) -> list[str]:
+    views = text.split(",")
+    for view in views:
+        if view not in VIEWS:
+            meant = nearest(view, VIEWS)
+            hint = f"; nearest is {meant}" if meant else ""
+            raise argparse.ArgumentTypeError(f"found {view!r}; allowed: {', '.join(VIEWS)}{hint}")
+    return views
 
 
 def _seconds(text: str) -> float:
@@ -425,23 +443,25 @@ def _told(answer: Answer | None, waited_s: float) -> str:
 
 def _report(options: argparse.Namespace, host: list[str]) -> int:
     from instrument import chrome
-    from instrument.report.events import events
+    from instrument.report.summary import summary
 
     trace, tally = chrome.load(options.trace)
     sys.stdout.write(
-        events(
-            tally,
-            tracer_option=options.tracer_option,
-            state=options.state,
-            sorted_by=options.sorted_by,
+        summary(
+            options.view or ("events",),
+            lambda: tally,
+            lambda: trace,
             rows=options.rows,
-            threads=options.threads,
-            corrected=options.corrected,
             cost=trace.cost,
             losses=trace.losses,
             notes=trace.notes,
             window_ns=trace.end_ns - trace.start_ns,
             recorder=trace.origin.recorder,
+            tracer_option=options.tracer_option,
+            state=options.state,
+            sorted_by=options.sorted_by,
+            threads=options.threads,
+            corrected=options.corrected,
         )
     )
     return 0

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary, load, loads, setting
 from instrument.recorder import RECORDER, ProbeCost, measure_costs
-from instrument.report.events import events
+from instrument.report.summary import summary
 from instrument.spans import Cost, Origin, Span, Trace
 from instrument.tally import Tally
 from instrument.window import Windows
@@ -593,11 +593,13 @@ class Session:
             notes=self.notes(),
             window=window,
             cost=self.cost(),
+            held_from_ns=_held_from_ns(spans, first),
         )
 
     def summary(
         self,
         *,
+        views: Sequence[str] | None = None,
         tracer_option: str | None = None,
         state: str | None = None,
         sorted_by: str | None = None,
@@ -605,25 +607,30 @@ class Session:
         threads: str | None = None,
         corrected: bool = False,
     ) -> str:
-        """The `events` report of everything since the start; what is left out comes from the profile.
+        """The views, in the order asked, of everything since the start; what is left out comes from the profile.
 
-        With `corrected` it has self times, less what the probes below them cost.
+        `events` is exact for all calls. `device` and `copies` are of the spans that the rings still hold, and say from
+        when on these are complete. `rows` bounds the tables of each view, the other options are those of `events`: with
+        `corrected` it has self times, less what the probes below them cost. Raises `ValueError` for an option that
+        there is not.
         """
         wanted = self.profile.export.summary or Summary()
         cost = self.cost()
-        return events(
-            self.tally(),
-            tracer_option=tracer_option or self.profile.tracer_option,
-            state=state or self.profile.state,
-            sorted_by=sorted_by or wanted.sorted_by,
+        return summary(
+            wanted.views if views is None else views,
+            self.tally,
+            self.trace,
             rows=rows if rows is not None else wanted.rows,
-            threads=threads or ("both" if wanted.per_thread else "merged"),
-            corrected=corrected,
             cost=cost,
             losses=self.losses(),
             notes=self.notes(),
             window_ns=cost.window_ns,
             recorder="native" if RECORDER.native else "pure",
+            tracer_option=tracer_option or self.profile.tracer_option,
+            state=state or self.profile.state,
+            sorted_by=sorted_by or wanted.sorted_by,
+            threads=threads or ("both" if wanted.per_thread else "merged"),
+            corrected=corrected,
         )
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
@@ -796,6 +803,29 @@ def _file_of(profile: Profile, folder: Path) -> Path | None:
     """Where a profile was read, None for one that was made otherwise."""
     path = folder / profile.source
     return path if path.is_file() else None
+
+
+def _held_from_ns(spans: Iterable[Span], start_ns: int) -> int:
+    """From when on no span is missing that `spans` would have from that start on, 0 where none is.
+
+    A ring lies in the order of ends: what ended after its oldest row is there. Rings that were given up are those of
+    the threads that had ended first, so they are older than the rows of such threads that are left.
+    """
+    rings = RECORDER.rings()
+
+    def reaches_back(ring: Any) -> bool:
+        return bool(ring.first_after(start_ns) > max(ring.head - ring.capacity, 0))
+
+    wrapped = {ring.thread_id for ring in rings if ring.head > ring.capacity and not reaches_back(ring)}
+    ended = ([ring for ring in rings if ring.ended] or rings[-1:]) if RECORDER.ended_rows else []
+    given_up = set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
+    oldest: dict[int, int] = {}
+    for span in spans if wrapped or given_up else ():
+        if span.thread_id in wrapped or span.thread_id in given_up:
+            oldest[span.thread_id] = min(oldest.get(span.thread_id, span.end_ns), span.end_ns)
+    known = [end_ns for thread_id, end_ns in oldest.items() if thread_id in wrapped]
+    known += sorted(end_ns for thread_id, end_ns in oldest.items() if thread_id in given_up)[:1]
+    return max(known, default=0)
 
 
 def _clipped(names: Sequence[str]) -> list[str]:

@@ -4,6 +4,22 @@ A view sees finished numbers only, so what was saved yesterday on a server reads
 view offers its numbers as plain objects, from which the text is made.
 """
 
+from instrument.report.copies import CopyUse, copies, copy_uses
+from instrument.report.device import device
 from instrument.report.events import EventRow, events, events_rows
+from instrument.report.summary import summary
+from instrument.report.utilisation import DeviceUse, Utilisation, utilisation
 
-__all__ = ["EventRow", "events", "events_rows"]
+__all__ = [
+    "CopyUse",
+    "DeviceUse",
+    "EventRow",
+    "Utilisation",
+    "copies",
+    "copy_uses",
+    "device",
+    "events",
+    "events_rows",
+    "summary",
+    "utilisation",
+]

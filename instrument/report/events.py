@@ -17,10 +17,23 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from instrument.report.table import MISSING, columns, ms, number, percent, safe, share, shorten, table
+from instrument.report.instrumentation import instrumentation
+from instrument.report.table import (
+    MISSING,
+    columns,
+    ms,
+    number,
+    percent,
+    safe,
+    section_title,
+    share,
+    shorten,
+    table,
+    title,
+)
 from instrument.spans import Cost, Site
 from instrument.tally import Row, Tally, Totals
 
@@ -174,8 +187,8 @@ def events(
             lines += _sections(tally, report[0].total_ns, state) if len(report) == 1 else []
             lines += _event_summary(tally, report, state, corrected)
     if not blocks:
-        lines += [*_title_lines(), "No calls were recorded.", ""]
-    lines += _instrumentation(cost, losses or {}, notes, window_ns, recorder)
+        lines += [*title("Profiling Report"), "No calls were recorded.", ""]
+    lines += instrumentation(cost, losses or {}, notes, window_ns, recorder)
     lines += _reading_notes(tally, blocks, state)
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -426,14 +439,6 @@ def _remaining_row(left_out: Sequence[_Entry], thread: int | None, base_ns: int,
 # The text.
 
 
-def _title_lines() -> list[str]:
-    return ["", f"{'-' * 25}>     Profiling Report     <{'-' * 25}", ""]
-
-
-def _section_title(title: str) -> list[str]:
-    return [f"{'-' * 25}{title:^27}{'-' * 25}", ""]
-
-
 def _heading(
     blocks: Sequence[_Block], state: str, sorted_by: str, window_ns: int | None, device_time: bool
 ) -> list[str]:
@@ -441,7 +446,7 @@ def _heading(
     merged = blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
     lines = [
-        *_title_lines(),
+        *title("Profiling Report"),
         *(["Note! This Report merge all thread info into one."] if merged else []),
         f"Place: {PLACES[state]}",
         "Time unit: ms",
@@ -464,7 +469,7 @@ def _sections(tally: Tally, total_ns: int, state: str) -> list[str]:
     """Overhead Summary and GpuMemCpy Summary, over all threads of the tally."""
     computation_ns = sum(_time_ns(row.totals, state) for row in tally.rows() if _is_topmost_computation(row))
     lines = [
-        *_section_title("Overhead Summary"),
+        *section_title("Overhead Summary"),
         f"Total time: {ms(total_ns)}",
         _summary_line("  Computation time", total_ns, computation_ns),
     ]
@@ -491,7 +496,7 @@ def _copy_section(tally: Tally, total_ns: int, state: str) -> list[str]:
     """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
     rows = (row for row in tally.rows() if row.path[-1].kind == "copy")
     copies = [row for row in rows if dict(row.path[-1].attributes).get("direction") != "h2h"]
-    lines = _section_title("GpuMemCpy Summary")
+    lines = section_title("GpuMemCpy Summary")
     for label, sync in (("GpuMemcpy", None), ("  GpuMemcpyAsync", False), ("  GpuMemcpySync", True)):
         chosen = [row.totals for row in copies if sync is None or dict(row.path[-1].attributes).get("sync") is sync]
         calls = sum(totals.calls for totals in chosen)
@@ -546,7 +551,7 @@ def _event_summary(tally: Tally, blocks: Sequence[_Block], state: str, corrected
         for row in block.rows
     ]
     widths = [PART_WIDTH if name in parts else NUMBER_WIDTH for name in header]
-    return [*legend, *([""] if legend else []), *_section_title("Event Summary"), *table(header, cells, widths), ""]
+    return [*legend, *([""] if legend else []), *section_title("Event Summary"), *table(header, cells, widths), ""]
 
 
 def _cells(row: EventRow, tag: str, state: str) -> list[str]:
@@ -586,27 +591,6 @@ def _name_cell(row: EventRow, tag: str) -> str:
     if row.instance and spare >= DETAIL_LEAST:
         return f"{before}{name} [{shorten(safe(row.instance), spare)}]"
     return before + shorten(name, room)
-
-
-def _instrumentation(
-    cost: Cost | None, losses: Mapping[str, int], notes: Iterable[str], window_ns: int | None, recorder: str
-) -> list[str]:
-    """What the instrumentation cost, what was not kept and what was not observed."""
-    lines = [] if cost is None else [_cost_line(cost, window_ns, recorder)]
-    lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in losses.items() if count]
-    lines += [f"Not observed: {safe(note)}" for note in notes]
-    return [*_section_title("Instrumentation"), *lines, ""] if lines else []
-
-
-def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
-    base_ns = cost.window_ns or window_ns or 0
-    by = f", {safe(recorder)} recorder" if recorder else ""
-    thread = f" and {number(cost.thread_ns / 1e9)} s on threads of its own" if cost.thread_ns else ""
-    return (
-        f"Cost of the instrumentation: {number(cost.total_ns / 1e9)} s "
-        f"({cost.calls} calls x {number(cost.per_call_ns)} ns{thread}), "
-        f"{percent(cost.total_ns, base_ns)} of the window of {number(base_ns / 1e9)} s{by}"
-    )
 
 
 def _reading_notes(tally: Tally, blocks: Sequence[_Block], state: str) -> list[str]:

@@ -12,6 +12,12 @@ from collections.abc import Sequence
 GAP = 2
 """Blanks between the longest cell of a column and the next column, at least."""
 
+LINE = 100
+"""Columns of the lines of the `device` and `copies` views."""
+
+NAME_LEAST = 16
+"""Columns that are left to a name, however wide the numbers beside it are."""
+
 MISSING = "-"
 """Stands for a value that does not exist: no call, or a ratio whose base is zero."""
 
@@ -71,6 +77,22 @@ def percent(part: float, base: float) -> str:
     return MISSING if fraction is None else f"{number(100 * fraction)}%"
 
 
+def tenths(part: float | None, base: float) -> str:
+    """The part as a percentage of the base with one decimal, for columns."""
+    fraction = None if part is None else share(part, base)
+    return MISSING if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def title(text: str) -> list[str]:
+    """The lines above a report."""
+    return ["", f"{'-' * 25}>{text:^26}<{'-' * 25}", ""]
+
+
+def section_title(text: str) -> list[str]:
+    """The lines above a section."""
+    return [f"{'-' * 25}{text:^27}{'-' * 25}", ""]
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
     """The lines of a table, header first; no column is narrower than its entry of `least_widths`."""
     lines = [header, *rows]
@@ -79,6 +101,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
         for least, column in zip(least_widths, zip(*lines, strict=True), strict=True)
     ]
     return ["".join(_padded(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
+    """A table whose first column holds names, which are escaped and shortened so that a line has `LINE` columns."""
+    others = [max(least_width, *(columns(cell) + GAP for cell in column)) for column in zip(header, *rows, strict=True)]
+    room = max(LINE - sum(others[1:]), NAME_LEAST) - GAP
+    fitting = [[shorten(safe(name) or "(no name)", room), *cells] for name, *cells in rows]
+    return table(header, fitting, [0, *others[1:]])
 
 
 def _padded(cell: str, width: int) -> str:

@@ -1,0 +1,210 @@
+"""The `copies` view: what was copied in which direction, by which call, how fast, and what was asked for in vain.
+
+A rate is in 10^9 bytes a second over the device time of the calls that have it. Where none has, it is over host time,
+if the call waits for the copy; where it does not, its host time says nothing of the copy and there is no rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from instrument.profile import DEVICE_DIRECTIONS, DIRECTIONS
+from instrument.report.device import coverage
+from instrument.report.table import MISSING, ms, named_table, number, section_title, title
+from instrument.report.utilisation import UNTIMED
+from instrument.spans import Site, Span, Trace
+from instrument.tally import LARGEST_COPY_BYTES
+
+ACROSS = ("h2d", "d2h")
+"""Directions with a host's side, of which the call itself waits unless it is asynchronous."""
+
+ENDS = {
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "d2d": "within a device",
+    "p2p": "between devices",
+    "h2h": "host to host",
+    "": "not said",
+}
+
+COLUMN_WIDTH = 9
+
+
+@dataclass(frozen=True, slots=True)
+class CopyUse:
+    """The copies of one call in one direction, or of all calls in it.
+
+    `direction` is "" where the span does not say it. `call` is the function that copied, or the span's name; empty for
+    a whole direction. `sync` tells whether the call waits for the copy and `pinned` whether the host's side is
+    page-locked, None where that is not known or, of a whole direction, not one. `device_ns` is the sum over `timed`
+    calls, those with device time; `timed_bytes` is what these moved. `waited_ns` and `waited_bytes` are of the calls
+    whose host time is that of the copy. `staged` calls asked for an asynchronous copy with pageable memory, which is
+    none.
+    """
+
+    direction: str
+    call: str
+    sync: bool | None
+    pinned: bool | None
+    calls: int
+    moved_bytes: int
+    host_ns: int
+    timed: int
+    device_ns: int
+    timed_bytes: int
+    waited_ns: int
+    waited_bytes: int
+    staged: int
+
+    @property
+    def base(self) -> str:
+        """What time the rate is over: `device`, `host`, or "" where no time of the copies is known."""
+        return "device" if self.device_ns else "host" if self.waited_ns else ""
+
+    @property
+    def rate_gb_s(self) -> float | None:
+        """10^9 bytes a second over the time that `base` says; None without one."""
+        if self.device_ns:
+            return self.timed_bytes / self.device_ns
+        return self.waited_bytes / self.waited_ns if self.waited_ns else None
+
+
+def copy_uses(trace: Trace) -> list[CopyUse]:
+    """The copies by direction, call, synchronicity and memory, in the order of directions and then by bytes."""
+    found: dict[tuple[str, str, bool | None, bool | None], list[int]] = {}
+    keys: dict[Site, tuple[str, str, bool | None, bool | None]] = {}
+    for span in trace.spans:
+        site = span.site
+        if site.kind != "copy":
+            continue
+        key = keys.get(site)
+        if key is None:
+            key = keys[site] = _key(site)
+        sums = found.setdefault(key, [0] * 9)
+        sums[:] = map(int.__add__, sums, _facts(span, *key))
+    uses = [CopyUse(*key, *sums) for key, sums in found.items()]
+    return sorted(uses, key=lambda use: (_order(use.direction), -use.moved_bytes, -use.calls, use.call))
+
+
+def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
+    """The copies of each direction together."""
+    found: dict[str, list[CopyUse]] = {}
+    for use in uses:
+        found.setdefault(use.direction, []).append(use)
+    return [_together(direction, of_it) for direction, of_it in found.items()]
+
+
+def copies(trace: Trace, *, rows: int | None = None) -> str:
+    """The view as text. `rows` bounds the table of calls to those that moved most; the rest is one row more."""
+    uses = copy_uses(trace)
+    lines = [*title("Copies Report"), *coverage(trace)]
+    if not uses:
+        return "\n".join([*lines, "", "No copy was recorded."]) + "\n"
+    lines += ["Time unit: ms; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it", ""]
+    header = ["Direction", "Calls", "Timed", "MB", "Device", "Host", "GB/s", "Over"]
+    cells = [[_direction(use), *_sums(use)] for use in by_direction(uses)]
+    lines += [*section_title("Directions"), *named_table(header, cells, COLUMN_WIDTH), ""]
+    heaviest = {id(use) for use in sorted(uses, key=lambda use: -use.moved_bytes)[:rows]}
+    shown = [use for use in uses if id(use) in heaviest]
+    rest = [use for use in uses if id(use) not in heaviest]
+    cells = [[use.call, use.direction or MISSING, *_sums(use), *_modes(use)] for use in shown]
+    if rest:
+        cells.append([f"(remaining {len(rest)})", MISSING, *_sums(_together("", rest)), MISSING, MISSING])
+    header = ["Call", "Way", *header[1:], "Memory", "Mode"]
+    lines += [*section_title("Calls"), *named_table(header, cells, 0), ""]
+    return "\n".join(lines + _notes(uses, trace)) + "\n"
+
+
+def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
+    facts = dict(site.attributes)
+    direction, sync, pinned = facts.get("direction"), facts.get("sync"), facts.get("pinned")
+    known = isinstance(direction, str) and direction in DIRECTIONS
+    return (
+        str(direction) if known else "",
+        # The spans of probes are named for their direction; what names others better than their code is their name.
+        (known and site.function) or site.name,
+        sync if isinstance(sync, bool) else None,
+        pinned if isinstance(pinned, bool) else None,
+    )
+
+
+def _facts(span: Span, direction: str, call: str, sync: bool | None, pinned: bool | None) -> tuple[int, ...]:
+    """What one copy adds, in the order of the fields of `CopyUse`."""
+    moved = span.attributes.get("bytes")
+    # A scope of this kind may carry anything there: what is no size counts for nothing.
+    is_size = isinstance(moved, int) and not isinstance(moved, bool) and 0 <= moved <= LARGEST_COPY_BYTES
+    moved_bytes = int(moved) if is_size else 0  # type: ignore[arg-type]
+    host_ns, device_ns = span.total_ns, span.device_ns
+    timed = any(interval.label not in UNTIMED for interval in span.device)
+    staged = direction in ACROSS and sync is False and pinned is False
+    waited = direction not in DEVICE_DIRECTIONS or (direction in ACROSS and (sync is not False or staged))
+    return (
+        1,
+        moved_bytes,
+        host_ns,
+        timed,
+        device_ns if timed else 0,
+        moved_bytes if timed else 0,
+        host_ns if waited else 0,
+        moved_bytes if waited else 0,
+        staged,
+    )
+
+
+def _order(direction: str) -> int:
+    return DIRECTIONS.index(direction) if direction else len(DIRECTIONS)
+
+
+def _together(direction: str, uses: Iterable[CopyUse]) -> CopyUse:
+    sums = [
+        sum(column)
+        for column in zip(
+            *(
+                (use.calls, use.moved_bytes, use.host_ns, use.timed, use.device_ns, use.timed_bytes, use.waited_ns,
+                 use.waited_bytes, use.staged)
+                for use in uses
+            ),
+            strict=True,
+        )
+    ]  # fmt: skip
+    return CopyUse(direction, "", None, None, *sums)
+
+
+def _direction(use: CopyUse) -> str:
+    return f"{use.direction} ({ENDS[use.direction]})" if use.direction else ENDS[""]
+
+
+def _sums(use: CopyUse) -> list[str]:
+    rate = use.rate_gb_s
+    return [
+        str(use.calls),
+        str(use.timed),
+        number(use.moved_bytes / 1e6),
+        ms(use.device_ns) if use.timed else MISSING,
+        ms(use.host_ns),
+        MISSING if rate is None else number(float(f"{rate:.4g}")),
+        use.base or MISSING,
+    ]
+
+
+def _modes(use: CopyUse) -> list[str]:
+    memory = {True: "pinned", False: "pageable", None: MISSING}[use.pinned]
+    mode = {True: "sync", False: "async", None: MISSING}[use.sync]
+    return [memory, mode + "*" * bool(use.staged)]
+
+
+def _notes(uses: Iterable[CopyUse], trace: Trace) -> list[str]:
+    lines = ["Device, Host: sums over calls. Timed: calls that have device time, of which alone the rate is then."]
+    if any(not use.base for use in uses):
+        lines.append("GB/s -: the call does not wait for the copy, so its host time says nothing of it.")
+    staged = sum(use.staged for use in uses)
+    if staged:
+        lines += [
+            f"* {staged} call{'s' * (staged > 1)} asked for an asynchronous copy with pageable memory, which is none: "
+            "it goes",
+            "  through a buffer while the host waits. Pin the host's memory, or do without non_blocking.",
+        ]
+    if trace.origin.recorder == "other":
+        lines.append("A trace of another profiler: Host is the length of its slices, wherever they ran.")
+    return lines

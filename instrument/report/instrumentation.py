@@ -1,0 +1,29 @@
+"""The last section of every report: what the instrumentation cost, what was not kept and what was not observed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from instrument.report.table import number, percent, safe, section_title
+from instrument.spans import Cost
+
+
+def instrumentation(
+    cost: Cost | None, losses: Mapping[str, int], notes: Iterable[str], window_ns: int | None, recorder: str
+) -> list[str]:
+    """The section, empty where there is nothing to say. `window_ns` stands in where the cost does not know its own."""
+    lines = [] if cost is None else [_cost_line(cost, window_ns, recorder)]
+    lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in losses.items() if count]
+    lines += [f"Not observed: {safe(note)}" for note in notes]
+    return [*section_title("Instrumentation"), *lines, ""] if lines else []
+
+
+def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
+    base_ns = cost.window_ns or window_ns or 0
+    by = f", {safe(recorder)} recorder" if recorder else ""
+    thread = f" and {number(cost.thread_ns / 1e9)} s on threads of its own" if cost.thread_ns else ""
+    return (
+        f"Cost of the instrumentation: {number(cost.total_ns / 1e9)} s "
+        f"({cost.calls} calls x {number(cost.per_call_ns)} ns{thread}), "
+        f"{percent(cost.total_ns, base_ns)} of the window of {number(base_ns / 1e9)} s{by}"
+    )
