@@ -88,7 +88,8 @@ def _device_lines(one: DeviceUse, use: Utilisation, rows: int | None) -> list[st
     lines += [*_stream_lines(one), "", *_label_lines(one), "", *_name_lines(one, rows), ""]
     lines += [*_request_lines(one, use, rows), ""]
     if one.outside:
-        lines += [f"{one.outside} stretches lie outside of the window and are not counted.", ""]
+        are = "stretch lies outside of the window and is" if one.outside == 1 else "stretches lie outside of it and are"
+        lines += [f"{one.outside} {are} not counted.", ""]
     return lines
 
 
@@ -124,7 +125,7 @@ def _name_lines(one: DeviceUse, rows: int | None) -> list[str]:
         calls, summed_ns = sum(use.calls for use in rest), sum(use.summed_ns for use in rest)
         mean = ms(share(summed_ns, calls))
         cells.append([f"(remaining {len(rest)})", str(calls), ms(summed_ns), mean, *[MISSING] * 4])
-    header = ["Device time by name", "Calls", "Sum", "Mean", "p50", "p99", "Busy", "Of busy"]
+    header = ["By name", "Calls", "Sum", "Mean", "p50", "p99", "Busy", "Of busy"]
     return named_table(header, cells, COLUMN_WIDTH)
 
 
@@ -154,7 +155,7 @@ def _request_lines(one: DeviceUse, use: Utilisation, rows: int | None) -> list[s
         if len(endpoints) > len(cells):
             requests = sum(endpoint.requests for endpoint in endpoints[len(cells) :])
             cells.append([f"(remaining {len(endpoints) - len(cells)})", str(requests), *[MISSING] * 7])
-        header = ["Means a request", "Requests", "Wall", "Own", "", "Others", "", "Starved", ""]
+        header = ["By request", "Requests", "Wall", "Own", "", "Others", "", "Starved", ""]
         lines += named_table(header, cells, 0)
     left_out = [(use.requests_cut, "at an edge of the window"), (use.requests_without, "without any device time")]
     told = ", ".join(f"{count} {why}" for count, why in left_out if count)
@@ -197,8 +198,8 @@ def _notes(use: Utilisation) -> list[str]:
     ]
     if any(one.requests for one in use.devices):
         lines += [
-            "Own, others, starved: the device within the request's host time was busy with its own spans, with",
-            "others alone, or idle; ratios are of wall.",
+            "Wall, own, others, starved: means. Within a request's host time the device was busy with its own",
+            "spans, with others alone, or idle; ratios are of wall.",
         ]
     if any(label.label == "stale" for one in use.devices for label in one.labels):
         lines.append("Stale stretches have the right length and an uncertain place: sums hold, unions may not.")

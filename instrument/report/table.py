@@ -15,7 +15,7 @@ GAP = 2
 LINE = 100
 """Columns of the lines of the `device` and `copies` views."""
 
-NAME_LEAST = 16
+NAME_LEAST = 12
 """Columns that are left to a name, however wide the numbers beside it are."""
 
 MISSING = "-"

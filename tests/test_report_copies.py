@@ -1,0 +1,185 @@
+"""The `copies` view: rates over the right time, what was asked for in vain, and that no span breaks it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trees import outline
+
+from instrument.profile import DIRECTIONS
+from instrument.report.copies import CopyUse, by_direction, copies, copy_uses
+from instrument.report.table import LINE, columns
+from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
+
+MS = 1_000_000
+MB = 1_000_000
+
+
+def site(direction: str, call: str = "Tensor.to", sync: bool | None = True, pinned: bool | None = None) -> Site:
+    facts: dict[str, Any] = {"direction": direction, "sync": sync, "pinned": pinned}
+    given = tuple((name, value) for name, value in facts.items() if value is not None)
+    return Site(f"memcpy {direction}", "copy", "torch", call, device=direction != "h2h", attributes=given)
+
+
+def copied(where: Site, size: Any, host_ms: float, device_ms: float | None = None, label: str = "exclusive") -> Span:
+    on = () if device_ms is None else (DeviceInterval(0, 7, 5 * MS, 5 * MS + round(device_ms * MS), label),)
+    return Span(where, 1, 0, 1, 1, 0, 0, round(host_ms * MS), 0, 0, attributes={"bytes": size}, device=on)
+
+
+def trace_of(*spans: Span, **facts: Any) -> Trace:
+    for span_id, span in enumerate(spans, start=1):
+        span.span_id = span.root_id = span_id
+    return Trace(Origin(1, "shop", 0, 0), 0, 100 * MS, list(spans), **facts)
+
+
+def test_the_report_of_every_direction() -> None:
+    trace = trace_of(
+        copied(site("h2d", sync=False, pinned=False), 24 * MB, 4, 6),
+        copied(site("h2d", sync=False, pinned=False), 24 * MB, 4, 0, "dropped"),
+        copied(site("h2d", sync=False, pinned=True), 60 * MB, 0.01, 3),
+        copied(site("d2h", "Tensor.item", pinned=False), 4, 0.02),
+        copied(site("d2d", "Tensor.copy_", sync=False), MB, 0.01),
+        copied(site("p2p", "Tensor.copy_"), 5 * MB, 0.01, 0.5),
+        copied(site("h2h", "Tensor.pin_memory", pinned=True), 2 * MB, 1),
+        copied(Site("save\nall", "copy"), 3 * MB, 2),
+        copied(Site("step", "step"), 9 * MB, 2),
+    )
+    assert outline(copies(trace)) == outline(
+        r"""
+        ------------------------->      Copies Report       <-------------------------
+        Spans: all 9 that were kept, from 0 s to 0.1 s
+        Time unit: ms; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it
+        -------------------------        Directions         -------------------------
+        Direction              Calls    Timed    MB       Device   Host     GB/s     Over
+        h2d (host to device)   3        2        108      9        8.01     9.333    device
+        d2h (device to host)   1        0        4e-06    -        0.02     0.0002   host
+        d2d (within a device)  1        0        1        -        0.01     -        -
+        p2p (between devices)  1        1        5        0.5      0.01     10       device
+        h2h (host to host)     1        0        2        -        1        2        host
+        not said               1        0        3        -        2        1.5      host
+        -------------------------           Calls           -------------------------
+        Call                     Way  Calls  Timed  MB     Device  Host  GB/s    Over    Memory    Mode
+        torch.Tensor.to          h2d  1      1      60     3       0.01  20      device  pinned    async
+        torch.Tensor.to          h2d  2      1      48     6       8     4       device  pageable  async*
+        torch.Tensor.item        d2h  1      0      4e-06  -       0.02  0.0002  host    pageable  sync
+        torch.Tensor.copy_       d2d  1      0      1      -       0.01  -       -       -         async
+        torch.Tensor.copy_       p2p  1      1      5      0.5     0.01  10      device  -         sync
+        torch.Tensor.pin_memory  h2h  1      0      2      -       1     2       host    pinned    sync
+        save\nall                -    1      0      3      -       2     1.5     host    -         -
+        Device, Host: sums over calls. Timed: calls that have device time, of which alone the rate is then.
+        GB/s -: the call does not wait for the copy, so its host time says nothing of it.
+        * 2 calls asked for an asynchronous copy with pageable memory, which is none: it goes
+          through a buffer while the host waits. Pin the host's memory, or do without non_blocking.
+        """
+    )
+
+
+def test_no_copy_is_said_in_one_line() -> None:
+    assert copies(trace_of(copied(Site("step", "step"), 1, 1))).splitlines()[-1] == "No copy was recorded."
+
+
+@pytest.mark.parametrize(
+    ("direction", "sync", "pinned", "device_ms", "label", "base"),
+    [
+        ("h2d", True, None, None, "", "host"),
+        ("h2d", None, None, None, "", "host"),
+        ("h2d", False, True, None, "", ""),
+        ("h2d", False, None, None, "", ""),
+        ("h2d", False, False, None, "", "host"),
+        ("d2h", False, True, 2, "exclusive", "device"),
+        ("d2h", True, False, 2, "stale", "device"),
+        ("d2h", True, False, 2, "captured", "host"),
+        ("d2h", True, False, 0, "exclusive", "host"),
+        ("d2d", True, None, None, "", ""),
+        ("p2p", True, None, 2, "exclusive", "device"),
+        ("h2h", False, False, None, "", "host"),
+    ],
+)
+def test_a_rate_is_over_device_time_or_over_host_time_that_waits_or_there_is_none(
+    direction: str, sync: bool | None, pinned: bool | None, device_ms: float | None, label: str, base: str
+) -> None:
+    span = copied(site(direction, sync=sync, pinned=pinned), 8 * MB, 4, device_ms, label)
+    (use,) = copy_uses(trace_of(span))
+    assert use.base == base
+    assert use.rate_gb_s == {"device": 4.0, "host": 2.0, "": None}[base]
+
+
+def test_only_asynchronous_copies_with_pageable_memory_are_flagged() -> None:
+    kinds = [(sync, pinned) for sync in (True, False) for pinned in (True, False, None)]
+    spans = [copied(site(way, sync=s, pinned=p), 1, 1) for way in DIRECTIONS for s, p in kinds]
+    flagged = [(use.direction, use.sync, use.pinned) for use in copy_uses(trace_of(*spans)) if use.staged]
+    assert flagged == [("h2d", False, False), ("d2h", False, False)]
+
+
+def test_rows_keep_the_calls_that_moved_most_and_sum_up_the_rest() -> None:
+    spans = [copied(site(way, call), size * MB, 1) for way, call, size in
+             [("h2d", "a", 1), ("h2d", "b", 5), ("d2h", "c", 3), ("d2h", "d", 2)]]  # fmt: skip
+    lines = copies(trace_of(*spans), rows=2).splitlines()
+    shown = [line.split()[:5] for line in lines if line.startswith(("torch.", "(rem"))]
+    assert shown == [
+        ["torch.b", "h2d", "1", "0", "5"],
+        ["torch.c", "d2h", "1", "0", "3"],
+        ["(remaining", "2)", "-", "2", "0"],
+    ]
+
+
+@pytest.mark.parametrize("size", [True, -1, 1.5, "many", None, 1 << 60])
+def test_what_is_no_size_counts_for_nothing(size: Any) -> None:
+    (use,) = copy_uses(trace_of(copied(site("h2d"), size, 1)))
+    assert (use.calls, use.moved_bytes, use.rate_gb_s) == (1, 0, 0.0)
+
+
+def test_attributes_of_a_wrong_type_are_not_believed() -> None:
+    odd = Site("x", "copy", attributes=(("direction", 7), ("sync", "yes"), ("pinned", 1)))
+    (use,) = copy_uses(trace_of(copied(odd, 1, 1)))
+    assert (use.direction, use.call, use.sync, use.pinned) == ("", "x", None, None)
+
+
+def test_copies_in_the_trace_of_another_profiler_say_what_their_times_are() -> None:
+    trace = replace(trace_of(copied(Site("Memcpy HtoD", "copy"), MB, 1)), origin=Origin(1, "", 0, 0, "other"))
+    assert "Host is the length of its slices" in copies(trace)
+
+
+NAMES = st.text(min_size=1, max_size=200) | st.sampled_from(["a\nb", "\x1b[2J", "漢字" * 60, "\u202eabc", "x" * 500])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(DIRECTIONS), NAMES, st.booleans(), st.none() | st.booleans(), st.integers(0, 1 << 50)
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.none() | st.integers(1, 3),
+)
+def test_directions_add_up_and_no_name_breaks_a_line(
+    made: list[tuple[str, str, bool, bool | None, int]], rows: int | None
+) -> None:
+    spans = [
+        copied(site(way, call, sync, pinned), size, 1 + size / 1e6, 1 + size / 1e9 if sync else None)
+        for way, call, sync, pinned, size in made
+    ]
+    trace = trace_of(*spans)
+    uses = copy_uses(trace)
+    for name in ("calls", "moved_bytes", "host_ns", "timed", "device_ns", "timed_bytes", "staged"):
+        assert sum(getattr(use, name) for use in uses) == sum(getattr(use, name) for use in by_direction(uses))
+    assert sum(use.calls for use in uses) == len(made)
+    assert sum(use.moved_bytes for use in uses) == sum(size for *_, size in made)
+    assert {use.direction for use in uses} == {way for way, *_ in made}
+    text = copies(trace, rows=rows)
+    assert all(columns(line) <= LINE for line in text.splitlines())
+    assert text.replace("\n", "").isprintable()
+
+
+def test_the_numbers_are_plain_objects() -> None:
+    assert copy_uses(trace_of(copied(site("h2d", pinned=True), 8, 1, 2))) == [
+        CopyUse(
+            direction="h2d", call="torch.Tensor.to", sync=True, pinned=True, calls=1, moved_bytes=8, host_ns=MS,
+            timed=1, device_ns=2 * MS, timed_bytes=8, waited_ns=MS, waited_bytes=8, staged=0,
+        )
+    ]  # fmt: skip
