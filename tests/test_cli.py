@@ -6,6 +6,7 @@ import fcntl
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from otlp_receiver import receiver
 
 import instrument
 from instrument import chrome
+from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
 
 INSTRUMENT = [sys.executable, "-m", "instrument"]
 
@@ -412,6 +414,10 @@ def test_check_shows_what_each_rule_matches_and_fails_on_one_that_matches_nothin
         (["check", "exit.yaml"], "exiting_module fails to import: SystemExit: 0"),
         (["check", "wild.yaml"], "wo*:step: waiting (wo* not imported); name modules of it to import"),
         (["report", "empty.json", "--rows", "0"], "found '0'; allowed: 1 or more"),
+        (
+            ["report", "empty.json", "--view", "events,devise"],
+            "found 'devise'; allowed: events, device, copies; nearest",
+        ),
         (["report", "missing.json"], "missing.json"),
         (["report", "empty.json"], "empty.json"),
         (["report", "text.json"], "text.json"),
@@ -462,6 +468,34 @@ def test_report_prints_the_table_of_a_saved_trace(folder: Path) -> None:
     assert row.split()[1] == "5"
     assert "step0" in done.stdout
     assert "Sorted by total time" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("asked", "titles"),
+    [
+        ([], ["Profiling"]),
+        (["--view", "device"], ["Device"]),
+        (["--view", "copies,events"], ["Copies", "Profiling"]),
+        (["--view", "device", "--view", "copies", "--rows", "1"], ["Device", "Copies"]),
+    ],
+)
+def test_report_shows_the_views_in_the_order_asked(folder: Path, asked: list[str], titles: list[str]) -> None:
+    on = (DeviceInterval(0, 7, 2_000_000, 6_000_000),)
+    facts = (("direction", "h2d"), ("sync", False), ("pinned", False))
+    copy = Site("memcpy h2d", "copy", "torch", "Tensor.to", device=True, attributes=facts)
+    spans = [
+        Span(Site("chat", "request"), 1, 0, 1, 1, 0, 0, 8_000_000, 8_000_000, 0),
+        Span(copy, 2, 1, 1, 1, 0, 1_000_000, 2_000_000, 0, 0, attributes={"bytes": 16_000_000}, device=on),
+    ]
+    trace = Trace(Origin(1, "shop", 0, 0), 0, 10_000_000, spans, losses={"spans overwritten": 7})
+    done = run("report", chrome.dump(folder / "t.json.gz", trace), *asked)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"-> +(\w+) Report", done.stdout) == titles
+    assert done.stdout.count("Not kept: 7 (spans overwritten)") == 1
+    if "Device" in titles:
+        assert "Busy with copies alone                        4         40.0%" in done.stdout
+    if "Copies" in titles:
+        assert "torch.Tensor.to  h2d  1      1      16  4       1     4     device  pageable  async*" in done.stdout
 
 
 def test_report_into_a_closed_pipe_is_quiet(folder: Path) -> None:

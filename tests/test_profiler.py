@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import stat
 import sys
@@ -221,6 +222,70 @@ def test_a_corrected_summary_shows_self_times_without_the_cost_of_the_probes(tmp
     (path,) = tmp_path.glob("traces/*.json")
     _, tally = chrome.load(path)
     assert {row.path[-1].name: row.totals.self_ns for row in tally.corrected().rows()}["parent"] < before["parent"]
+
+
+def test_the_views_come_in_the_order_asked_and_each_once() -> None:
+    session = begin("export: {summary: {to: out.txt, views: [copies, events, device]}}")
+    with scope("upload", kind="copy", attributes={"bytes": 4096}):
+        pass
+    request()
+    titles = ["Copies Report", "Profiling Report", "Device Report"]
+    whole, one, two = session.summary(), session.summary(views=["device"]), session.summary(views=["device"] * 2)
+    instrument.stop()
+    for text in (whole, Path("out.txt").read_text()):
+        assert sorted(titles, key=text.index) == titles
+        assert text.count("Cost of the instrumentation") == 1
+    assert [title in one for title in titles] == [False, False, True]
+    assert "Cost of the instrumentation" in one
+    assert two.count("Device Report") == 1
+    with pytest.raises(ValueError, match="view is 'devices'; allowed: events, device, copies"):
+        session.summary(views=["devices"])
+
+
+def test_events_count_every_call_while_the_views_of_spans_say_what_the_rings_hold() -> None:
+    session = begin("limits: {ring: 64KiB}")
+    request(3_000)
+    text = session.summary(views=["events", "device"])
+    held = session.trace().held
+    assert next(line for line in text.splitlines() if line.startswith("request")).split()[1] == "3000"
+    assert re.search(
+        r"Spans: the newest \d+ that the rings hold, none of them missing from [\d.]+ s to [\d.]+ s;", text
+    )
+    assert session.start_ns < held[0] < held[1]
+
+
+def test_a_session_whose_rings_hold_everything_says_so() -> None:
+    session = begin()
+    request(5)
+    assert session.trace().held_from_ns == 0
+    assert "Spans: all 10 that were kept, from 0 s to" in session.summary(views=["copies"])
+
+
+@pytest.mark.parametrize("threads", [1, 60])
+def test_no_span_is_missing_from_the_time_on_that_a_trace_calls_held(threads: int) -> None:
+    session = begin("limits: {ring: 64KiB}")
+    ends: list[int] = []
+
+    def serve() -> None:
+        for _ in range(40 if threads > 1 else 2_000):
+            with scope("request", kind="request"):
+                pass
+            ends.append(time.monotonic_ns())
+
+    request()  # a thread that hardly records does not make the window longer
+    for _ in range(threads):
+        one = threading.Thread(target=serve)
+        one.start()
+        one.join()
+    trace = session.trace()
+    assert trace.losses["spans overwritten by newer ones"] > 0
+    assert session.start_ns < trace.held_from_ns < trace.end_ns
+    later = [span for span in trace.spans if span.end_ns > trace.held_from_ns]
+    # The clock was read just after each end: of the span that ends at the edge it may lie on the other side.
+    assert sum(end_ns > trace.held_from_ns for end_ns in ends) - len(later) in (0, 1)
+    assert len(later) > 20
+    late = session.trace(start_ns=trace.held_from_ns + 1)
+    assert (late.held_from_ns, len(late.spans)) == (0, len(later))
 
 
 def test_old_trace_files_go_when_the_disk_limit_is_reached(tmp_path: Path) -> None:
