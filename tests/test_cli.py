@@ -495,7 +495,7 @@ def test_report_shows_the_views_in_the_order_asked(folder: Path, asked: list[str
     if "Device" in titles:
         assert "Busy with copies alone                        4         40.0%" in done.stdout
     if "Copies" in titles:
-        assert "torch.Tensor.to  h2d  1      1      16  4       1     4     device  pageable  async*" in done.stdout
+        assert "torch.Tensor.to  h2d  1      16  4       1     4     device  pageable  async*" in done.stdout
 
 
 def test_report_into_a_closed_pipe_is_quiet(folder: Path) -> None:

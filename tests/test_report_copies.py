@@ -54,23 +54,24 @@ def test_the_report_of_every_direction() -> None:
         Spans: all 9 that were kept, from 0 s to 0.1 s
         Time unit: ms; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it
         -------------------------        Directions         -------------------------
-        Direction              Calls    Timed    MB       Device   Host     GB/s     Over
-        h2d (host to device)   3        2        108      9        8.01     9.333    device
-        d2h (device to host)   1        0        4e-06    -        0.02     0.0002   host
-        d2d (within a device)  1        0        1        -        0.01     -        -
-        p2p (between devices)  1        1        5        0.5      0.01     10       device
-        h2h (host to host)     1        0        2        -        1        2        host
-        not said               1        0        3        -        2        1.5      host
+        Direction              Calls    MB       Device   Host     GB/s     Over     Timed
+        h2d (host to device)   3        108      9        8.01     9.333    part     2
+        d2h (device to host)   1        4e-06    -        0.02     0.0002   host     0
+        d2d (within a device)  1        1        -        0.01     -        -        0
+        p2p (between devices)  1        5        0.5      0.01     10       device   1
+        h2h (host to host)     1        2        -        1        2        host     0
+        not said               1        3        -        2        1.5      host     0
         -------------------------           Calls           -------------------------
-        Call                     Way  Calls  Timed  MB     Device  Host  GB/s    Over    Memory    Mode
-        torch.Tensor.to          h2d  1      1      60     3       0.01  20      device  pinned    async
-        torch.Tensor.to          h2d  2      1      48     6       8     4       device  pageable  async*
-        torch.Tensor.item        d2h  1      0      4e-06  -       0.02  0.0002  host    pageable  sync
-        torch.Tensor.copy_       d2d  1      0      1      -       0.01  -       -       -         async
-        torch.Tensor.copy_       p2p  1      1      5      0.5     0.01  10      device  -         sync
-        torch.Tensor.pin_memory  h2h  1      0      2      -       1     2       host    pinned    sync
-        save\nall                -    1      0      3      -       2     1.5     host    -         -
-        Device, Host: sums over calls. Timed: calls that have device time, of which alone the rate is then.
+        Call                     Way  Calls  MB     Device  Host  GB/s    Over    Memory    Mode
+        torch.Tensor.to          h2d  1      60     3       0.01  20      device  pinned    async
+        torch.Tensor.to          h2d  2      48     6       8     4       part    pageable  async*
+        torch.Tensor.item        d2h  1      4e-06  -       0.02  0.0002  host    pageable  sync
+        torch.Tensor.copy_       d2d  1      1      -       0.01  -       -       -         async
+        torch.Tensor.copy_       p2p  1      5      0.5     0.01  10      device  -         sync
+        torch.Tensor.pin_memory  h2h  1      2      -       1     2       host    pinned    sync
+        save\nall                -    1      3      -       2     1.5     host    -         -
+        Device, Host: sums over calls. Timed: calls that have device time.
+        Over part: the rate is of those calls alone that have device time, over that.
         GB/s -: the call does not wait for the copy, so its host time says nothing of it.
         * 2 calls asked for an asynchronous copy with pageable memory, which is none: it goes
           through a buffer while the host waits. Pin the host's memory, or do without non_blocking.
@@ -121,9 +122,9 @@ def test_rows_keep_the_calls_that_moved_most_and_sum_up_the_rest() -> None:
     lines = copies(trace_of(*spans), rows=2).splitlines()
     shown = [line.split()[:5] for line in lines if line.startswith(("torch.", "(rem"))]
     assert shown == [
-        ["torch.b", "h2d", "1", "0", "5"],
-        ["torch.c", "d2h", "1", "0", "3"],
-        ["(remaining", "2)", "-", "2", "0"],
+        ["torch.b", "h2d", "1", "5", "-"],
+        ["torch.c", "d2h", "1", "3", "-"],
+        ["(remaining", "2)", "-", "2", "3"],
     ]
 
 

@@ -163,6 +163,7 @@ def said(use: DeviceUse) -> dict[str, object]:
 
 
 @given(traces())
+@example(trace_of([made(1, SITES[3], 10, 20, DeviceInterval(0, 0, 12, 20), DeviceInterval(0, 7, 20, 25))]))
 @example(trace_of([made(1, SITES[3], 10, 20, DeviceInterval(0, 0, 20, 20), DeviceInterval(0, 7, 5, 25))]))
 def test_every_figure_is_that_of_a_sweep_over_each_nanosecond(trace: Trace) -> None:
     found = utilisation(trace)

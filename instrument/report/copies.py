@@ -6,7 +6,7 @@ if the call waits for the copy; where it does not, its host time says nothing of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from instrument.profile import DEVICE_DIRECTIONS, DIRECTIONS
@@ -28,6 +28,7 @@ ENDS = {
     "": "not said",
 }
 
+SUMS = ("Calls", "MB", "Device", "Host", "GB/s", "Over")
 COLUMN_WIDTH = 9
 
 
@@ -102,8 +103,8 @@ def copies(trace: Trace, *, rows: int | None = None) -> str:
     if not uses:
         return "\n".join([*lines, "", "No copy was recorded."]) + "\n"
     lines += ["Time unit: ms; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it", ""]
-    header = ["Direction", "Calls", "Timed", "MB", "Device", "Host", "GB/s", "Over"]
-    cells = [[_direction(use), *_sums(use)] for use in by_direction(uses)]
+    header = ["Direction", *SUMS, "Timed"]
+    cells = [[_direction(use), *_sums(use), str(use.timed)] for use in by_direction(uses)]
     lines += [*section_title("Directions"), *named_table(header, cells, COLUMN_WIDTH), ""]
     heaviest = {id(use) for use in sorted(uses, key=lambda use: -use.moved_bytes)[:rows]}
     shown = [use for use in uses if id(use) in heaviest]
@@ -111,7 +112,7 @@ def copies(trace: Trace, *, rows: int | None = None) -> str:
     cells = [[use.call, use.direction or MISSING, *_sums(use), *_modes(use)] for use in shown]
     if rest:
         cells.append([f"(remaining {len(rest)})", MISSING, *_sums(_together("", rest)), MISSING, MISSING])
-    header = ["Call", "Way", *header[1:], "Memory", "Mode"]
+    header = ["Call", "Way", *SUMS, "Memory", "Mode"]
     lines += [*section_title("Calls"), *named_table(header, cells, 0), ""]
     return "\n".join(lines + _notes(uses, trace)) + "\n"
 
@@ -179,12 +180,11 @@ def _sums(use: CopyUse) -> list[str]:
     rate = use.rate_gb_s
     return [
         str(use.calls),
-        str(use.timed),
         number(use.moved_bytes / 1e6),
         ms(use.device_ns) if use.timed else MISSING,
         ms(use.host_ns),
         MISSING if rate is None else number(float(f"{rate:.4g}")),
-        use.base or MISSING,
+        "part" if use.device_ns and use.timed < use.calls else use.base or MISSING,
     ]
 
 
@@ -194,8 +194,10 @@ def _modes(use: CopyUse) -> list[str]:
     return [memory, mode + "*" * bool(use.staged)]
 
 
-def _notes(uses: Iterable[CopyUse], trace: Trace) -> list[str]:
-    lines = ["Device, Host: sums over calls. Timed: calls that have device time, of which alone the rate is then."]
+def _notes(uses: Sequence[CopyUse], trace: Trace) -> list[str]:
+    lines = ["Device, Host: sums over calls. Timed: calls that have device time."]
+    if any(use.device_ns and use.timed < use.calls for use in by_direction(uses)):
+        lines.append("Over part: the rate is of those calls alone that have device time, over that.")
     if any(not use.base for use in uses):
         lines.append("GB/s -: the call does not wait for the copy, so its host time says nothing of it.")
     staged = sum(use.staged for use in uses)

@@ -332,16 +332,16 @@ def _device_use(
     device: int, found: _Found, window: Interval, in_flight: Sequence[Interval], requests: Iterable[Span]
 ) -> DeviceUse:
     merged = {key: union(intervals) for key, intervals in found.streams.items()}
-    compute = union(chain.from_iterable(part for (_, is_copy), part in merged.items() if not is_copy))
-    copies = union(chain.from_iterable(part for (_, is_copy), part in merged.items() if is_copy))
+    compute = _together(part for (_, is_copy), part in merged.items() if not is_copy)
+    copies = _together(part for (_, is_copy), part in merged.items() if is_copy)
     copies_alone = subtract(copies, compute)
-    busy = union(chain(compute, copies))
+    busy = _together([compute, copies_alone])
     idle = subtract([window], busy)
     starved_ns = length(intersect(idle, in_flight))
     by_stream: dict[int, list[list[Interval]]] = {}
     for (stream, _), part in merged.items():
         by_stream.setdefault(stream, []).append(part)
-    streams = {stream: union(chain(*parts)) if len(parts) > 1 else parts[0] for stream, parts in by_stream.items()}
+    streams = {stream: _together(parts) for stream, parts in by_stream.items()}
     overlap_ns, most_streams = _overlap(list(streams.values()))
     least = found.least_uncertain
     return DeviceUse(
@@ -369,6 +369,12 @@ def _device_use(
         ),
         requests=_request_uses(found.own, _Timeline(busy), requests),
     )
+
+
+def _together(parts: Iterable[list[Interval]]) -> list[Interval]:
+    """The union of disjoint sorted lists."""
+    filled = [part for part in parts if part]
+    return filled[0] if len(filled) == 1 else union(chain.from_iterable(filled))
 
 
 def _stream_use(stream: int, found: _Found, busy: Sequence[Interval]) -> StreamUse:
