@@ -239,7 +239,7 @@ class Otlp:
 class Summary:
     """Text reports to `stderr`, `stdout` or a file, whose path may hold `{service}` and `{pid}`.
 
-    `rows` None means all rows.
+    `rows` bounds each table, None means all rows. `sorted_by` and `per_thread` are of the view `events`.
     """
 
     to: str = "stderr"
