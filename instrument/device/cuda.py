@@ -78,11 +78,13 @@ class CudaDriver:
         self._streams: dict[int, Any] = {}
         self.holds_gil = holds_gil
         self.mark: Callable[[Any, Any], int] = self._holding_marker(library) if holds_gil else self._mark
+        # The bindings know one of the two alone, and raise where the driver is older than that.
+        elapsed = _address(getattr(library, "cuEventElapsedTime_v2", library.cuEventElapsedTime))
+        float_address = ctypes.POINTER(ctypes.c_float)
+        self._elapsed = ctypes.CFUNCTYPE(ctypes.c_int, float_address, ctypes.c_void_p, ctypes.c_void_p)(elapsed)
         native = native_driver_calls()
         if native is not None:
-            newer = getattr(library, "cuEventElapsedTime_v2", None)  # since 12.8, with the same parameters
-            addresses = _address(library.cuEventQuery), _address(newer or library.cuEventElapsedTime)
-            self._native_measure = functools.partial(native.measure, *addresses)
+            self._native_measure = functools.partial(native.measure, _address(library.cuEventQuery), elapsed)
 
     def describe(self) -> str:
         """Versions of bindings and driver, and what does not fit, in one line."""
@@ -244,8 +246,9 @@ class CudaDriver:
 
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
         """Device time between two events that have happened."""
-        error, ms = self._driver.cuEventElapsedTime(first, second)
-        return int(error), 0 if error else round(ms * 1e6)
+        ms = ctypes.c_float()
+        error = self._elapsed(ms, int(first), int(second))
+        return error, round(ms.value * 1e6)
 
     def stream_id(self, stream: int) -> int:
         """The number by which the vendor's tools call a stream, its address where the driver does not tell."""

@@ -149,5 +149,7 @@ class Context:
         self.begun: deque[Pair] = deque()
         self.under_way: dict[int, list[Pair]] = {}
         self.recent: dict[int, deque[tuple[int, int]]] = {}
-        self.stream_ids: dict[int, int] = {}
+        self.floors: dict[int, int] = {}
+        """By stream: where the last event lies that has been placed on the host's clock."""
+        self.stream_ids: dict[int, int] = {0: 0}
         self.shortest_ns = 0

@@ -47,6 +47,7 @@ STOP_NS = 10**9
 """The longest that `stop` waits for the device."""
 
 
+_by_begin = attrgetter("begin_ns")
 _by_end = attrgetter("end_ns")
 
 
@@ -201,14 +202,7 @@ class Resolver:
 
     def _stream_id(self, device: int, stream: int) -> int:
         context = self.contexts.get(device)
-        if context is None:
-            return stream
-        found = context.stream_ids.get(stream)
-        if found is None:
-            if len(context.stream_ids) >= 1024:
-                context.stream_ids.clear()
-            found = context.stream_ids[stream] = self._driver.stream_id(stream) if stream else 0
-        return found
+        return stream if context is None else context.stream_ids.get(stream, stream)
 
     def _is_anchor_due(self, context: Context) -> bool:
         newest_ns = context.anchors.newest_ns
@@ -237,8 +231,10 @@ class Resolver:
             answers = self._driver.measure(
                 context.anchors.newest_event, [(pair.begin, pair.end_event) for pair in waiting]
             )
-            for pair, (error, device_ns, offset_ns) in zip(waiting, answers, strict=False):
-                self._take(context, stream, pair, error, device_ns, offset_ns)
+            answered = list(zip(waiting, answers, strict=False))
+            self._put_in_order(context, stream, pairs, answered)
+            for pair, (error, device_ns, _) in answered:
+                self._take(context, stream, pair, error, device_ns)
                 done.append(pair)
             if done:
                 moved = True
@@ -248,16 +244,51 @@ class Resolver:
                 break
         return moved
 
-    def _take(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, offset_ns: int) -> None:
-        """One stretch is over: its place, its label, its span."""
-        whole = pair.whole or pair
-        if not error:
-            error, place = self._place_of(context, pair, offset_ns)
-        if error:
+    def _put_in_order(
+        self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, tuple[int, int, int]]]
+    ) -> None:
+        """Place what has begun on a stream, each on the host's clock as it lay on the stream.
+
+        Places are known to a microsecond or so, the order of events on a stream for certain: none begins before one
+        that was recorded earlier, whether that began or ended something. So stretches nest in the trace as they did.
+        """
+        found = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
+        if not found:
+            return
+        last_ns = max(pair.begin_ns for pair, _ in answered)
+        begun = [
+            pair
+            for pair in pairs
+            if id(pair) in found or (pair.place is None and 0 < pair.begin_ns <= last_ns and pair.whole is not None)
+        ]
+        begun.sort(key=_by_begin)
+        ended = deque(pair for pair, (error, _, _) in answered if not error)
+        floor_ns = context.floors.get(stream, 0)
+        for pair in begun:
+            while ended and ended[0].end_ns < pair.begin_ns:
+                before = ended.popleft()
+                if before.place is not None:
+                    floor_ns = max(floor_ns, before.place.at_ns + found[id(before)][0])
+            if pair.place is not None:
+                continue
+            _, offset_ns = found.get(id(pair), (0, None))
+            place = self._place(context, pair, offset_ns)
+            if place is not None:
+                floor_ns = max(floor_ns, place.at_ns)
+                pair.place = place if place.at_ns == floor_ns else place._replace(at_ns=floor_ns)
+        context.floors[stream] = floor_ns
+
+    def _take(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int) -> None:
+        """One stretch is over: its label, its span."""
+        whole, place = pair.whole or pair, pair.place
+        if error or place is None:
             self._lose(context, stream, pair, error)
             return
         start_ns = place.at_ns
         end_ns = start_ns + max(device_ns, 0)
+        recent = context.recent.get(stream)
+        if recent and start_ns < recent[-1][1] and end_ns < recent[-1][1] <= end_ns + place.uncertainty_ns:
+            end_ns = recent[-1][1]  # what it encloses cannot end after it
         if not place.near:
             label = "stale"
         elif len(context.under_way) > 1 and self._is_overlapped(context, stream, start_ns, end_ns):
@@ -304,20 +335,23 @@ class Resolver:
                 self.counts["device times whose thread's totals had been merged away"] += 1
         self._give_back(whole)
 
-    def _place_of(self, context: Context, pair: Pair, offset_ns: int) -> tuple[int, Place]:
-        """When a pair began on the device: not before the host had asked for it."""
-        place = pair.place
-        if place is not None:
-            return 0, place
-        if context.anchors.newest_event is None:  # the device has been too busy to be read
-            return 0, Place(pair.begin_ns, self._now() - pair.begin_ns, near=False)
-        error, place = context.anchors.place(pair.begin, offset_ns)
+    def _place(self, context: Context, pair: Pair, offset_ns: int | None) -> Place | None:
+        """When a pair began on the device, which lies `offset_ns` after the newest anchor: not before it was asked to.
+
+        None where the driver does not tell.
+        """
+        anchor = context.anchors.newest_event
+        if anchor is None:  # the device has been too busy to be read
+            return Place(pair.begin_ns, self._now() - pair.begin_ns, near=False)
+        error = 0
+        if offset_ns is None:
+            error, offset_ns = self._driver.elapsed_ns(anchor, pair.begin)
+        place: Place | None = None
+        if not error:
+            error, place = context.anchors.place(pair.begin, offset_ns)
         if error or place is None:
-            return error, Place(pair.begin_ns, 0, near=False)
-        if place.at_ns < pair.begin_ns:
-            place = place._replace(at_ns=pair.begin_ns)
-        pair.place = place
-        return 0, place
+            return None
+        return place if place.at_ns >= pair.begin_ns else place._replace(at_ns=pair.begin_ns)
 
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
         """Whether a stretch of another stream shares time with this one, more than events can tell apart.
@@ -340,14 +374,12 @@ class Resolver:
 
     def _reaches_into(self, context: Context, pair: Pair, start_ns: int, end_ns: int) -> bool:
         """Whether a pair that nobody has taken yet has begun before an end, and has not ended before a start."""
-        driver, anchor = self._driver, context.anchors.newest_event
-        if anchor is None or (pair.place is None and driver.query(pair.begin)):
-            return False
-        error, offset_ns = (0, 0) if pair.place is not None else driver.elapsed_ns(anchor, pair.begin)
-        if error:
-            return False
-        error, place = self._place_of(context, pair, offset_ns)
-        if error or place.at_ns >= end_ns:
+        driver, place = self._driver, pair.place
+        if place is None:
+            if driver.query(pair.begin):
+                return False
+            place = self._place(context, pair, None)
+        if place is None or place.at_ns >= end_ns:
             return False
         if not pair.end_ns or driver.query(pair.end_event):
             return True

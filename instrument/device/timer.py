@@ -29,6 +29,8 @@ from instrument.device.streams import Current, Stream
 from instrument.recorder import RECORDER, STREAM, Recorder
 from instrument.spans import Site, Span
 
+STREAMS_KNOWN = 1024
+
 
 class Timer:
     """Times spans on the devices that one driver drives. `begin` is what the recorder calls.
@@ -80,6 +82,8 @@ class Timer:
                 context.free.append(pair)
                 label = self.resolver.refused(context, error)
                 return Untimed(self, place, label, pair.begin_ns) if label else None
+        if place[1] not in context.stream_ids:
+            self._learn(context, place[1])
         pair.span_id = span_id
         pair.whole = pair.running = pair
         pair.begun = 1
@@ -113,6 +117,12 @@ class Timer:
         self.resolver.finished.append(pair)
         if self.resolver.asleep:
             self.resolver.wake()
+
+    def _learn(self, context: Context, stream: int) -> None:
+        """The number of a stream at first sight: here, where it is not being captured, for to ask would end that."""
+        if len(context.stream_ids) >= STREAMS_KNOWN:
+            context.stream_ids.clear()
+        context.stream_ids[stream] = self.driver.stream_id(stream) if stream else 0
 
     def _mark_again(self, context: Context, event: Any, stream: int, error: int) -> int:
         """On a thread that has not used the device yet: the default stream is that of the current context."""
