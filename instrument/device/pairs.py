@@ -149,7 +149,7 @@ class Context:
         self.begun: deque[Pair] = deque()
         self.under_way: dict[int, list[Pair]] = {}
         self.recent: dict[int, deque[tuple[int, int]]] = {}
-        self.floors: dict[int, int] = {}
-        """By stream: where the last event lies that has been placed on the host's clock."""
+        self.floors: dict[int, tuple[int, int, int]] = {}
+        """By stream: where the last begin lies that was placed; when the last end was recorded, and where it lies."""
         self.stream_ids: dict[int, int] = {0: 0}
         self.shortest_ns = 0

@@ -263,8 +263,10 @@ class Resolver:
         ]
         begun.sort(key=_by_begin)
         ended = deque(pair for pair, (error, _, _) in answered if not error)
-        floor_ns = context.floors.get(stream, 0)
+        floor_ns, last_end_ns, last_at_ns = context.floors.get(stream, (0, 0, 0))
         for pair in begun:
+            if last_end_ns < pair.begin_ns:
+                floor_ns = max(floor_ns, last_at_ns)
             while ended and ended[0].end_ns < pair.begin_ns:
                 before = ended.popleft()
                 if before.place is not None:
@@ -276,7 +278,10 @@ class Resolver:
             if place is not None:
                 floor_ns = max(floor_ns, place.at_ns)
                 pair.place = place if place.at_ns == floor_ns else place._replace(at_ns=floor_ns)
-        context.floors[stream] = floor_ns
+        last = next((pair for pair, (error, _, _) in reversed(answered) if not error), None)
+        if last is not None and last.place is not None:
+            last_end_ns, last_at_ns = last.end_ns, last.place.at_ns + found[id(last)][0]
+        context.floors[stream] = floor_ns, last_end_ns, last_at_ns
 
     def _take(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int) -> None:
         """One stretch is over: its label, its span."""
