@@ -23,6 +23,7 @@ from typing import Any
 from instrument import chrome, clock, files, otlp
 from instrument.capture import Trees
 from instrument.control import Control, folder_of
+from instrument.device.nvtx import Ranges
 from instrument.device.timer import Timing
 from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
@@ -123,6 +124,7 @@ class Session:
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._exporter: otlp.Exporter | None = None
+        self._ranges = Ranges(RECORDER)
         self._timing: Timing | None = None
         self._waiting: deque[tuple[int, int, list[Span]]] = deque()
         self._intervals_read = 0
@@ -162,10 +164,11 @@ class Session:
                 RECORDER.remote_parent = otlp.current_parent
             self._undos.append(contexts.watch())
             if self.profile.device.cuda != "off" and self.profile.state != "CPU":
-                self._timing = Timing(self.profile.limits.ring_bytes // DEVICE_SHARE)
+                self._timing = Timing(self.profile.limits.ring_bytes // DEVICE_SHARE, ranges=self._ranges)
                 self._undos.append(self._timing.install())
                 self._undos.append(graphs.watch())
             self._undos.append(self.selection.attach())
+            self._undos.append(self._ranges.install())  # may import numpy, which a rule may name
             self._choose_clock()
             self._undos.append(self._release_governor)
             self._govern_by(self.profile.budget)
@@ -536,6 +539,8 @@ class Session:
             )
         if self._timing is not None:
             notes.extend(self._timing.notes())
+        if self._ranges.reason:
+            notes.append(self._ranges.reason)
         if self._governor is not None:
             notes.extend(self._governor.notes())
         notes.extend(f"reload: {refused}" for refused in self._refused)
@@ -755,6 +760,7 @@ class Session:
         self._cut.clear()
         self._waiting.clear()
         self._intervals_read = 0
+        self._ranges.after_fork_in_child()
         if self._timing is not None:
             self._timing.after_fork_in_child()
         self._begin()

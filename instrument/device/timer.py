@@ -23,6 +23,7 @@ from instrument import imports
 from instrument.device import cuda, streams
 from instrument.device.anchors import Anchors
 from instrument.device.intervals import LABELS, Intervals
+from instrument.device.nvtx import Ranges
 from instrument.device.pairs import Context, Driver, Pair, Untimed
 from instrument.device.resolver import FIRST, Resolver
 from instrument.device.streams import Current, Stream
@@ -179,9 +180,11 @@ class Timing:
         recorder: Recorder = RECORDER,
         make_driver: Callable[[], Driver] = cuda.CudaDriver,
         now: Callable[[], int] | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
         self._memory_bytes = memory_bytes
         self._recorder = recorder
+        self._ranges = ranges or Ranges(recorder)
         self._make_driver = make_driver
         self._now: Callable[[], int] = recorder.now_ns if now is None else now
         self._undo_imports: Callable[[], None] | None = None
@@ -217,14 +220,14 @@ class Timing:
         source = streams.current_of(module, self.timer.driver)
         if source is not None:
             self.timer.sources.append(source)
-        self._recorder.begin_device = self.timer.begin
+        self._ranges.time_by(self.timer.begin)
 
     def uninstall(self) -> None:
         """Begin no more pairs, take in those under way, give everything back. Idempotent."""
         if self._undo_imports is not None:
             self._undo_imports()
             self._undo_imports = None
-        self._recorder.begin_device = None
+        self._ranges.time_by(None)
         if self.timer is not None:
             self.timer.resolver.stop()
 
@@ -236,8 +239,8 @@ class Timing:
             self._inherited.append(before)
             self.timer = Timer(before.driver, self.intervals, self._recorder, self._now)
             self.timer.sources.extend(before.sources)
-            if self._recorder.begin_device is not None:
-                self._recorder.begin_device = self.timer.begin
+            if self._undo_imports is not None:
+                self._ranges.time_by(self.timer.begin)
 
     def join(self, spans: Iterable[Span], since: int = 0) -> None:
         """Give spans the intervals that are known by now, those after the first `since`."""

@@ -1,0 +1,148 @@
+"""NVTX: ranges of our spans for a tool that listens, such as Nsight Systems, under the names that our reports use.
+
+A tool is attached when a process starts, by NVTX_INJECTION64_PATH. Where that is not set nothing is imported, asked or
+recorded. Where it is, each span opens a range in the domain `instrument`, in the category of its kind: one by
+start/end, for spans cross tasks and threads, which a stack for each thread cannot tell. A generator has a range for
+each step. Copies have none: nobody knows whether a call copies before it has ended, and such tools see copies anyhow.
+
+Package `nvtx` imports numpy where that is installed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from instrument.recorder import Recorder
+from instrument.spans import Site
+
+DOMAIN = "instrument"
+VARIABLE = "NVTX_INJECTION64_PATH"
+
+KNOWN_SITES = 4_096
+"""A tool keeps each name that it is told for ever: sites beyond so many share one for each kind."""
+
+Begin = Callable[[Any, Any, int], Any]
+"""What begins to time a span: (site, attributes, span id) -> pair or None."""
+
+
+class Ranges:
+    """Ranges for the spans of one recorder, around what times them on a device, if anything does.
+
+    `reason` says in one line why there are none though a tool listens, "" where nothing stands against them.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._domain: Any = None
+        self._events: dict[Site, Any] = {}
+        self._timed: Begin | None = None
+        self.forks = 0
+        self.reason = ""
+
+    def install(self) -> Callable[[], None]:
+        """Open a range for each span from now on, if a tool listens; returns the way back."""
+        if not os.environ.get(VARIABLE):
+            return _nothing
+        try:
+            import nvtx
+
+            domain = nvtx.get_domain(DOMAIN)
+        except Exception as error:
+            self.reason = (
+                f"no NVTX ranges, though {VARIABLE} names a tool: {type(error).__name__}: {error}; "
+                "install instrument-sdk[nvtx]"
+            )
+            return _nothing
+        if type(domain).__name__ == "DummyDomain":  # the tool could not be loaded
+            return _nothing
+        self._domain = domain
+        self._timed = self._recorder.begin_device
+        self._recorder.begin_device = self.begin
+        self._recorder.watches_all = True
+        return self.uninstall
+
+    def uninstall(self) -> None:
+        """Open no more. Those that are open end with their spans. Idempotent."""
+        if self._domain is not None:
+            self._domain = None
+            self._recorder.watches_all = False
+            self._recorder.begin_device = self._timed
+
+    def time_by(self, begin: Begin | None) -> None:
+        """From now on this times the spans that ask for device time; None: nothing does."""
+        self._timed = begin
+        if self._domain is None:
+            self._recorder.begin_device = begin
+
+    def after_fork_in_child(self) -> None:
+        """Ranges that were open are the parent's to end."""
+        self.forks += 1
+
+    def begin(self, site: Site | None, attributes: Any, span_id: int) -> Any:
+        """Begin a span's range, and to time it on a device where it asks for that. What the recorder calls."""
+        pair = None
+        if self._timed is not None and (site is None or site.device):
+            pair = self._timed(site, attributes, span_id)
+        domain = self._domain
+        if site is None or domain is None:
+            return pair
+        event = self._events.get(site)
+        return Range(self, domain, event if event is not None else self._event(domain, site), pair)
+
+    def _event(self, domain: Any, site: Site) -> Any:
+        """What the tool is told of a site, told once."""
+        if len(self._events) >= KNOWN_SITES:
+            return domain.get_event_attributes(f"(more sites of kind {site.kind})", category=site.kind)
+        name = site.instance if site.kind == "layer" and site.instance else site.name
+        clean = name.encode(errors="backslashreplace").decode()
+        event = self._events[site] = domain.get_event_attributes(clean, category=site.kind)
+        return event
+
+
+class Range:
+    """The range of one span, and its pair of events where it has one. The recorder holds it while the span is open."""
+
+    __slots__ = ("_domain", "_event", "_forks", "_id", "_pair", "_ranges")
+
+    def __init__(self, ranges: Ranges, domain: Any, event: Any, pair: Any) -> None:
+        self._ranges = ranges
+        self._forks = ranges.forks
+        self._domain = domain
+        self._event = event
+        self._pair = pair
+        self._id: int | None = domain.start_range(event)
+
+    def _end(self) -> None:
+        number, self._id = self._id, None
+        if number is not None and self._forks == self._ranges.forks:
+            self._domain.end_range(number)
+
+    def pause(self) -> None:
+        """A generator's body stands still."""
+        self._end()
+        if self._pair is not None:
+            self._pair.pause()
+
+    def resume(self) -> None:
+        """It goes on."""
+        if self._id is None and self._forks == self._ranges.forks:
+            self._id = self._domain.start_range(self._event)
+        if self._pair is not None:
+            self._pair.resume()
+
+    def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
+        """The span has ended and lies in this ring, counted under this node."""
+        self._end()
+        if self._pair is not None:
+            self._pair.end(ring, index, span_id, start_ns, end_ns)
+
+    def cancel(self) -> None:
+        """There is no span after all."""
+        self._end()
+        if self._pair is not None:
+            self._pair.cancel()
+
+
+def _nothing() -> None: ...
