@@ -2,7 +2,10 @@
 
 As torch does, it initialises nothing before it is used, gives each thread a current device and a current stream per
 device, makes streams that do not block, and calls the driver for all of it. As the CUDA runtime does under torch, it
-makes the device's primary context current in a thread only when that thread first uses the device.
+makes the device's primary context current in a thread only when that thread first uses the device; where a thread
+leaves a device by `_cuda_maybeExchangeDevice`, none is made on the one that it goes back to. Events are made when they
+are first recorded, on the device of the stream, and destroyed with their object (c10/cuda/CUDAEvent.h and
+CUDAFunctions.cpp of torch).
 
     torch = fake_torch(fake_driver)
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -23,8 +26,36 @@ from typing import Any
 
 from driver import FakeDriver
 
+DEFAULT_TYPE = 1
+"""What torch numbers CUDA by among the types of devices."""
+
+TEXTS = {
+    1: "invalid argument",
+    2: "out of memory",
+    4: "driver shutting down",
+    201: "invalid device context",
+    400: "invalid resource handle",
+    700: "an illegal memory access was encountered",
+    709: "context is destroyed",
+    719: "unspecified launch failure",
+    900: "operation not permitted when stream is capturing",
+    901: "operation failed due to a previous error during capture",
+    906: "operation would make the legacy stream depend on a capturing blocking stream",
+    999: "unknown error",
+}
+"""cudaGetErrorString of what the fake driver answers."""
+
+NOT_READY = 600
+
 CAPTURE_MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
 NON_BLOCKING = 1
+DISABLE_TIMING = 2
+
+
+class AcceleratorError(RuntimeError):
+    """`torch.AcceleratorError`, from 2.8 on."""
+
+    error_code: int
 
 
 class _Thread(threading.local):
@@ -37,16 +68,25 @@ class _Thread(threading.local):
 class _Cuda:
     """`torch.cuda` and its part of `torch._C`, with one thread's state for each."""
 
-    def __init__(self, driver: FakeDriver) -> None:
+    def __init__(self, driver: FakeDriver, has_codes: bool) -> None:
         self.driver = driver
+        self.has_codes = has_codes
         self.thread = _Thread()
         self.contexts: dict[int, int] = {}
         self.initialised_in = 0
 
     def call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self.driver.library, name)(*arguments)
-        if code != 0:
-            raise RuntimeError(f"CUDA error: {name} returned {code}")
+        self.check(name, getattr(self.driver.library, name)(*arguments))
+
+    def check(self, name: str, code: int) -> None:
+        if code == 0:
+            return
+        text = f"CUDA error: {TEXTS.get(code, 'no text')} ({name} returned {code})\nCUDA kernel errors might be ..."
+        if not self.has_codes:
+            raise RuntimeError(text)
+        error = AcceleratorError(text)
+        error.error_code = code
+        raise error
 
     def made(self, name: str, *arguments: Any) -> int:
         """What a call hands out by its first argument."""
@@ -80,6 +120,39 @@ class _Cuda:
         self.thread.device = device
         self.bind()
 
+    def has_context(self, device: int) -> bool:
+        return device in self.contexts
+
+    def exchange_device(self, device: int) -> int:
+        before = self.thread.device
+        if device != before:
+            self.set_device(device)
+        return before
+
+    def maybe_exchange_device(self, device: int) -> int:
+        before = self.thread.device
+        self.thread.device = device
+        if device != before and device in self.contexts:
+            self.bind()
+        return before
+
+    @contextmanager
+    def guard(self, device: int) -> Iterator[None]:
+        before = self.exchange_device(device)
+        try:
+            yield
+        finally:
+            self.maybe_exchange_device(before)
+
+    def current_stream(self, device: int) -> tuple[int, int, int]:
+        """Id, device, and type of device. The id of a stream is its handle here, as torch has it for foreign ones."""
+        return self.raw_stream(device), device, DEFAULT_TYPE
+
+    def set_stream_by_id(self, stream_id: int, device_index: int, device_type: int) -> None:
+        if device_index != self.thread.device:
+            self.set_device(device_index)
+        self.thread.streams[device_index] = stream_id
+
     def raw_stream(self, device: int) -> int:
         return self.thread.streams.get(device, 0)
 
@@ -102,8 +175,11 @@ class _Cuda:
         self.call("cuCtxSynchronize")
 
     def is_current_stream_capturing(self) -> bool:
-        if not self.is_initialized():
+        if not self.has_context(self.thread.device):
             return False
+        return self.captures()
+
+    def captures(self) -> bool:
         self.bind()
         status = ctypes.c_int()
         self.call("cuStreamIsCapturing", ctypes.c_void_p(self.raw_stream(self.thread.device)), ctypes.byref(status))
@@ -128,17 +204,83 @@ class _Cuda:
 
 
 class Stream:
-    """`torch.cuda.Stream`."""
+    """`torch.cuda.Stream` and, with the handle that it is to have, `torch.cuda.ExternalStream`."""
 
-    def __init__(self, cuda: _Cuda, device: int | None = None) -> None:
-        before = cuda.thread.device
-        self.device_index = before if device is None else device
-        cuda.set_device(self.device_index)
-        self.cuda_stream = cuda.made("cuStreamCreate", NON_BLOCKING)
-        cuda.set_device(before)
+    device_type = DEFAULT_TYPE
+
+    def __init__(
+        self, cuda: _Cuda, device: int | None = None, priority: int = 0, cuda_stream: int | None = None
+    ) -> None:
+        self.device_index = cuda.thread.device if device is None else device
+        if cuda_stream is None:
+            with cuda.guard(self.device_index):
+                cuda.bind()
+                cuda_stream = cuda.made("cuStreamCreateWithPriority", NON_BLOCKING, priority)
+        self.cuda_stream = self.stream_id = cuda_stream
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.cuda_stream
+
+
+class Event:
+    """`torch.cuda.Event`."""
+
+    def __init__(self, cuda: _Cuda, enable_timing: bool = False) -> None:
+        self._cuda = cuda
+        self._flags = 0 if enable_timing else DISABLE_TIMING
+        self._device = -1
+        self.cuda_event = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        cuda = self._cuda
+        if stream is None:
+            stream = Stream(cuda, cuda_stream=cuda.raw_stream(cuda.thread.device))
+        if not self.cuda_event:
+            self._device = stream.device_index
+            with cuda.guard(self._device):
+                cuda.bind()
+                self.cuda_event = cuda.made("cuEventCreate", self._flags)
+        if self._device != stream.device_index:
+            raise RuntimeError(
+                f"Event device {self._device} does not match recording stream's device {stream.device_index}."
+            )
+        with cuda.guard(self._device):
+            cuda.captures()  # of the current stream, to tell how an external event is to be recorded
+            cuda.call("cuEventRecord", ctypes.c_void_p(self.cuda_event), ctypes.c_void_p(stream.cuda_stream))
+
+    def query(self) -> bool:
+        """On whatever device is the thread's: the runtime makes a context there if there is none."""
+        if not self.cuda_event:
+            return True
+        self._cuda.bind()
+        code = self._cuda.driver.library.cuEventQuery(ctypes.c_void_p(self.cuda_event))
+        if code == NOT_READY:
+            return False
+        self._cuda.check("cuEventQuery", code)
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        if self._flags or end_event._flags:
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self.cuda_event and end_event.cuda_event):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        elapsed_ms = ctypes.c_float()
+        with self._cuda.guard(self._device):
+            first, second = ctypes.c_void_p(self.cuda_event), ctypes.c_void_p(end_event.cuda_event)
+            self._cuda.call("cuEventElapsedTime", ctypes.byref(elapsed_ms), first, second)
+        return elapsed_ms.value
+
+    def synchronize(self) -> None:
+        if self.cuda_event:
+            self._cuda.bind()
+            self._cuda.call("cuEventSynchronize", ctypes.c_void_p(self.cuda_event))
+
+    def __del__(self) -> None:
+        if self.cuda_event:
+            with self._cuda.guard(self._device):
+                self._cuda.driver.library.cuEventDestroy_v2(ctypes.c_void_p(self.cuda_event))
 
 
 class CUDAGraph:
@@ -164,19 +306,33 @@ class CUDAGraph:
         self.cuda.call("cuGraphLaunch", ctypes.c_void_p(self.executable), ctypes.c_void_p(stream))
 
 
-def fake_torch(driver: FakeDriver) -> Any:
-    """A module `torch` with `cuda` and `_C`, and `work` in place of everything that computes."""
-    cuda = _Cuda(driver)
-    torch, public, private = (ModuleType(name) for name in ("torch", "torch.cuda", "torch._C"))
-    for module in (torch, public, private):
+def fake_torch(driver: FakeDriver, *, has_codes: bool = True) -> Any:
+    """A module `torch` with `cuda`, `version` and `_C`, and `work` in place of everything that computes.
+
+    has_codes: its errors tell their code, as from torch 2.8 on.
+    """
+    cuda = _Cuda(driver, has_codes)
+    names = ("torch", "torch.cuda", "torch._C", "torch.version")
+    torch, public, private, version = (ModuleType(name) for name in names)
+    for module in (torch, public, private, version):
         module.__spec__ = ModuleSpec(module.__name__, None)
     for name in ("init", "is_initialized", "set_device", "set_stream", "stream", "synchronize", "graph"):
         setattr(public, name, getattr(cuda, name))
     public.is_current_stream_capturing = private._cuda_isCurrentStreamCapturing = cuda.is_current_stream_capturing
     public.current_device = private._cuda_getDevice = lambda: cuda.thread.device
+    private._cuda_exchangeDevice = cuda.exchange_device
+    private._cuda_maybeExchangeDevice = cuda.maybe_exchange_device
+    private._cuda_hasPrimaryContext = cuda.has_context
     private._cuda_getCurrentRawStream = cuda.raw_stream
+    private._cuda_getCurrentStream = cuda.current_stream
+    private._cuda_setStream = cuda.set_stream_by_id
     public.Stream = partial(Stream, cuda)
+    public.ExternalStream = lambda stream_ptr, device=None: Stream(cuda, device, cuda_stream=stream_ptr)
+    public.default_stream = lambda device=None: Stream(cuda, device, cuda_stream=0)
+    public.Event = partial(Event, cuda)
     methods = {"__init__": lambda self: CUDAGraph.__init__(self, cuda), "replay": CUDAGraph.replay}
     public.CUDAGraph = type("CUDAGraph", (CUDAGraph,), methods)
-    torch.cuda, torch._C, torch.work = public, private, cuda.work
+    version.cuda, version.hip = "13.0", None
+    torch.cuda, torch._C, torch.version, torch.work = public, private, version, cuda.work
+    torch.__version__ = "2.13.0"
     return torch

@@ -232,17 +232,7 @@ class CudaDriver:
             events = [int(event) for pair in pairs for event in pair]
             found = self._native_measure(0 if anchor is None else int(anchor), events)
             return [(error, round(device_ms * 1e6), round(offset_ms * 1e6)) for error, device_ms, offset_ms in found]
-        answers = []
-        for begin, end in pairs:
-            error, device_ns, offset_ns = self.query(end), 0, 0
-            if error == NOT_READY:
-                break
-            if not error:
-                error, device_ns = self.elapsed_ns(begin, end)
-            if not error and anchor is not None:
-                error, offset_ns = self.elapsed_ns(anchor, begin)
-            answers.append((error, device_ns, offset_ns))
-        return answers
+        return measured_singly(self, anchor, pairs)
 
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
         """Device time between two events that have happened."""
@@ -254,6 +244,21 @@ class CudaDriver:
         """The number by which the vendor's tools call a stream, its address where the driver does not tell."""
         error, number = self._driver.cuStreamGetId(stream)
         return stream if error else int(number)
+
+
+def measured_singly(driver: Any, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
+    """`CudaDriver.measure` by the driver's `query` and `elapsed_ns`."""
+    answers = []
+    for begin, end in pairs:
+        error, device_ns, offset_ns = driver.query(end), 0, 0
+        if error == NOT_READY:
+            break
+        if not error:
+            error, device_ns = driver.elapsed_ns(begin, end)
+        if not error and anchor is not None:
+            error, offset_ns = driver.elapsed_ns(anchor, begin)
+        answers.append((error, device_ns, offset_ns))
+    return answers
 
 
 def _address(function: Any) -> int:

@@ -1,0 +1,280 @@
+"""torch's own events, for hosts without cuda-bindings and for ROCm: a driver as `instrument.device.cuda` is one.
+
+A context is known here by its device's number, plus one. Nothing initialises CUDA: torch makes a device's context before
+anything of ours is asked about it. Where a thread works on another device for a moment, it goes back to its own by the
+calls of torch that make no context there, as its own guards do.
+
+torch creates an event when it is recorded for the first time, and destroys it when its object goes: a process that was
+forked must not do that with those of its parent, so they are kept until `destroy_event`. Recording one costs 2 to 3 us
+on a thread of the service, and lets go of the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from instrument.device import cuda
+
+T = TypeVar("T")
+
+TEXTS = {
+    1: "invalid argument",
+    2: "out of memory",
+    3: "initialization error",
+    4: "driver shutting down",
+    46: "all CUDA-capable devices are busy or unavailable",
+    100: "no CUDA-capable device is detected",
+    201: "invalid device context",
+    214: "uncorrectable ECC error encountered",
+    220: "uncorrectable NVLink error detected during the execution",
+    400: "invalid resource handle",
+    600: "device not ready",
+    700: "an illegal memory access was encountered",
+    702: "the launch timed out and was terminated",
+    709: "context is destroyed",
+    710: "device-side assert triggered",
+    714: "hardware stack error",
+    715: "an illegal instruction was encountered",
+    716: "misaligned address",
+    717: "operation not supported on global/shared address space",
+    718: "invalid program counter",
+    719: "unspecified launch failure",
+    720: "too many blocks in cooperative launch",
+    900: "operation not permitted when stream is capturing",
+    901: "operation failed due to a previous error during capture",
+    906: "operation would make the legacy stream depend on a capturing blocking stream",
+    907: "operation not permitted on an event last recorded in a capturing stream",
+    999: "unknown error",
+}
+"""What CUDA and ROCm call their errors; before 2.8 torch tells nothing else."""
+
+OWN_TEXTS = {
+    "must be completed before calculating elapsed time": cuda.NOT_READY,
+    "must be recorded before calculating elapsed time": 400,
+    "does not match recording stream's device": 400,
+}
+"""What torch itself finds wrong with events, and what the driver would have said."""
+
+_THREAD_LOCAL, _RELAXED = 1, 2
+
+_kept: dict[int, Any] = {}
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))  # or the end of a forked child would destroy its parent's events
+
+
+class TorchDriver:
+    """The driver through a torch that was built for CUDA or ROCm.
+
+    Raises `ImportError` for a torch that is too old, `OSError` where a thread cannot be kept from disturbing captures.
+    """
+
+    CAPTURING = cuda.CAPTURING
+    NOT_READY = cuda.NOT_READY
+
+    def __init__(self, torch: Any) -> None:
+        native = torch._C
+        try:
+            self._has_context: Callable[[int], bool] = native._cuda_hasPrimaryContext
+            self._exchange: Callable[[int], int] = native._cuda_exchangeDevice
+            self._go_back: Callable[[int], int] = native._cuda_maybeExchangeDevice
+            self._device: Callable[[], int] = native._cuda_getDevice
+            self._current: Callable[[int], int] = native._cuda_getCurrentRawStream
+            self._captures: Callable[[], bool] = native._cuda_isCurrentStreamCapturing
+        except AttributeError as error:
+            raise ImportError(f"found torch {torch.__version__}; 2.1 and newer are known ({error})") from error
+        self._torch = torch
+        self._native = native
+        self._exchange_mode = _mode_exchange(is_rocm=bool(getattr(torch.version, "hip", None)))
+        self._streams: dict[tuple[int, int], Any] = {}
+        self._thread = threading.local()
+
+    def describe(self) -> str:
+        """Whose events these are, in one line."""
+        version = self._torch.version
+        hip = getattr(version, "hip", None)
+        return f"events of torch {self._torch.__version__}, " + (f"ROCm {hip}" if hip else f"CUDA {version.cuda}")
+
+    def name(self, error: int) -> str:
+        """The driver's words for an error."""
+        return f"{TEXTS.get(error, 'error')} ({error})"
+
+    # ---------------------------------------------------------------- on a thread of the service
+
+    def mark(self, event: tuple[Any, int], stream: int) -> int:
+        """Record an event on a stream of its device, unless it is being captured."""
+        wanted, device = event
+        try:
+            target = self._streams.get((device, stream))
+            if target is None:
+                target = self._stream(device, stream)
+            if self._is_captured(device, target, stream):
+                return cuda.CAPTURING
+            wanted.record(target)
+        except (RuntimeError, ValueError) as error:
+            return error_of(error)
+        return 0
+
+    def _stream(self, device: int, stream: int) -> Any:
+        """torch's object for a stream's handle. To make one waits for nothing; 0 would be a new one of torch's pool."""
+        if len(self._streams) > 1024:
+            self._streams.clear()
+        torch = self._torch.cuda
+        made = torch.ExternalStream(stream, device=device) if stream else torch.default_stream(device)
+        self._streams[device, stream] = made
+        return made
+
+    def _is_captured(self, device: int, target: Any, stream: int) -> bool:
+        """torch tells it of the stream that is current: another one has to be that for the moment."""
+        if self._device() == device and self._current(device) == stream:
+            return self._captures()
+        native = self._native
+        before = self._exchange(device)
+        try:
+            current = native._cuda_getCurrentStream(device)
+            _set_stream(native, target.stream_id, target.device_index, target.device_type)
+            try:
+                return self._captures()
+            finally:
+                _set_stream(native, *current)
+        finally:
+            self._go_back(before)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream is being captured into a graph, or none may be asked because another one is."""
+        device = self._device()
+        try:
+            return self._is_captured(device, self._stream(device, stream), stream)
+        except RuntimeError:
+            return True
+
+    def relaxed(self, make: Callable[[], T]) -> T:
+        """Run what makes things of the driver on a thread of the host's, so that it ends no capture of any thread."""
+        mode = ctypes.c_int(_RELAXED)
+        error = self._exchange_mode(ctypes.byref(mode))
+        try:
+            return make()
+        finally:
+            if not error:
+                self._exchange_mode(ctypes.byref(mode))
+
+    def current(self) -> int:
+        """The context of the device that is current on the calling thread, 0 where it has none."""
+        device = self.current_device()
+        return 0 if device < 0 else self.primary(device)
+
+    def current_device(self) -> int:
+        """The index of the calling thread's device, -1 where torch has not initialised any."""
+        return self._device() if self._torch.cuda.is_initialized() else -1
+
+    def primary(self, device: int) -> int:
+        """The context of a device where the host has one; 0 where it has none."""
+        return device + 1 if self._torch.cuda.is_initialized() and self._has_context(device) else 0
+
+    def push(self, context: int) -> int:
+        """Make a context's device the calling thread's until `pop`."""
+        try:
+            before = self._exchange(context - 1)
+        except RuntimeError as error:
+            return error_of(error)
+        vars(self._thread).setdefault("before", []).append(before)
+        return 0
+
+    def pop(self) -> None:
+        self._go_back(self._thread.before.pop())
+
+    # ---------------------------------------------------------------- on the resolver's thread
+
+    def bind(self, context: int) -> int:
+        """Make a context's device the calling thread's, for good, and let the thread disturb no capture.
+
+        On a thread that has no device, asking for an event would make a context on the first one.
+        """
+        try:
+            self._exchange(context - 1)
+        except RuntimeError as error:
+            return error_of(error)
+        return self._exchange_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+    def new_event(self) -> tuple[int, Any]:
+        """An event that takes the time."""
+        try:
+            event = self._torch.cuda.Event(enable_timing=True)
+        except RuntimeError as error:
+            return error_of(error), None
+        _kept[id(event)] = event
+        return 0, event
+
+    def handle(self, event: Any) -> tuple[Any, int]:
+        """An event of the calling thread's device as `mark` takes it."""
+        return event, self._device()
+
+    def destroy_event(self, event: Any) -> None:
+        """Let go of an event: it goes with the last that holds it."""
+        _kept.pop(id(event), None)
+
+    def new_stream(self) -> tuple[int, int]:
+        """One of torch's streams of high priority, which wait for no other."""
+        try:
+            made = self._torch.cuda.Stream(priority=-1)
+            self._streams[made.device_index, made.cuda_stream] = made
+        except RuntimeError as error:
+            return error_of(error), 0
+        return 0, made.cuda_stream
+
+    def destroy_stream(self, stream: int) -> None:
+        """torch keeps its streams for the next who asks."""
+
+    def query(self, event: Any) -> int:
+        """0 where the event has happened, `NOT_READY` where it has not."""
+        try:
+            return 0 if event.query() else cuda.NOT_READY
+        except RuntimeError as error:
+            return error_of(error)
+
+    def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
+        """As `CudaDriver.measure`."""
+        return cuda.measured_singly(self, anchor, pairs)
+
+    def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
+        """Device time between two events that have happened."""
+        try:
+            return 0, round(first.elapsed_time(second) * 1e6)
+        except (RuntimeError, ValueError) as error:
+            return error_of(error), 0
+
+    def stream_id(self, stream: int) -> int:
+        """Its address: torch does not tell the number by which the vendor's tools call a stream."""
+        return stream
+
+
+def error_of(error: Exception) -> int:
+    """The driver's number of an error that torch has raised."""
+    number = getattr(error, "error_code", None)
+    if isinstance(number, int) and number:
+        return number
+    text = str(error)
+    for words, known in OWN_TEXTS.items():
+        if words in text:
+            return known
+    return next((known for known, words in TEXTS.items() if words in text), 1)
+
+
+def _set_stream(native: Any, stream_id: int, device_index: int, device_type: int) -> None:
+    native._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
+def _mode_exchange(*, is_rocm: bool) -> Callable[[Any], int]:
+    """What gives the calling thread another mode towards captures: torch does not, the library beneath it does."""
+    if not is_rocm:
+        exchange = ctypes.CDLL(cuda.LIBRARY).cuThreadExchangeStreamCaptureMode
+    else:
+        # The very file that torch has loaded: its name bears a version, and there may be others.
+        found = re.search(r"/.*/libamdhip64\.so.*", Path("/proc/self/maps").read_text("utf-8", "replace"))
+        if found is None:
+            raise OSError("torch was built for ROCm, but has not loaded libamdhip64.so")
+        exchange = ctypes.CDLL(found[0]).hipThreadExchangeStreamCaptureMode
+    return exchange
