@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from instrument import __version__
 from instrument.control import ANSWER_S, Answer, folder_of, sockets, tell
+from instrument.device import cuda
 from instrument.document import nearest
 from instrument.errors import InstrumentError, ProfileError
 from instrument.probes.scopes import OFF
@@ -349,6 +350,7 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
         ],
         "recorder": {"kind": "native" if RECORDER.native else "pure", "why_not_native": _why_not_native()},
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
+        "device": cuda.found() if _asks_for_device_time(profile) else None,
         "rules": [
             {"family": family, "rule": rule.text, "line": rule.line, "targets": targets.get(rule.text, [])}
             for family, rule in rules
@@ -363,6 +365,8 @@ def _print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str
         print(f"  {name} = {'not set' if value is None else value} (from {origin})")
     why = _why_not_native()
     print(f"recorder: {'native' if RECORDER.native else f'pure Python ({why})'}, Python {platform.python_version()}")
+    if _asks_for_device_time(profile):
+        print(f"device: {_device_line(cuda.found())}")
     if command is not None:
         count = len(command["processes"])
         print(f"command: exit code {command['exit_code']}, {count} process{'es' * (count > 1)} reported")
@@ -375,6 +379,21 @@ def _print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str
     for (rule, state), count in shown.items():
         if state == "attached" and count > ATTACHED_SHOWN:
             print(f"  {rule}: attached ({count - ATTACHED_SHOWN} more; --json shows all)")
+
+
+def _asks_for_device_time(profile: Profile) -> bool:
+    if profile.device.cuda == "off" or profile.state == "CPU":
+        return False
+    asks = [rule.device for rule in profile.functions] + [rule.device for rule in profile.layers]
+    return any(asks) or bool(profile.copies)
+
+
+def _device_line(found: dict[str, str]) -> str:
+    if found["rocm"]:
+        return f"torch {found['rocm']}, timed by its own events"
+    driver = f"driver for CUDA {found['driver']}" if found["driver"] else ""
+    bindings = f"cuda-bindings {found['bindings']}" if driver and found["bindings"] else ""
+    return "; ".join(filter(None, [", ".join(filter(None, [driver, bindings])), found["problem"]]))
 
 
 def _why_not_native() -> str:

@@ -145,7 +145,7 @@ def test_a_call_that_has_not_ended_is_a_call() -> None:
 def test_the_document_has_this_shape() -> None:
     write(
         "p.yaml",
-        'functions: [{match: "checked:busy"}, {match: "checked:idle"}]\nservice: shop\n'
+        'functions: [{match: "checked:busy", device: true}, {match: "checked:idle"}]\nservice: shop\n'
         "export: {otlp: {headers: {authorization: secret}, endpoint: 'http://127.0.0.1:9'}}",
     )
     write("main.py", "import checked\nprint('noise')\nfor i in range(5): checked.busy(i)")
@@ -168,6 +168,7 @@ def test_the_document_has_this_shape() -> None:
         "settings": [{"setting": "str", "value": "str", "from": "str"}],
         "recorder": {"kind": "str", "why_not_native": "str"},
         "python": {"version": "str", "implementation": "str"},
+        "device": {"driver": "str", "bindings": "str", "rocm": "str", "problem": "str"},
         "rules": [{"family": "str", "rule": "str", "line": "int", "targets": [target]}],
         "command": {"words": ["str"], "exit_code": "int", "processes": [{"pid": "int", "calls": "int"}]},
     }

@@ -33,8 +33,6 @@ def torch(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """A torch with two devices in real time, as `import torch` leaves it."""
     fake_driver.reset(virtual=False)
     made = fake_torch(fake_driver)
-    made.version = ModuleType("torch.version")
-    made.version.cuda = "13.0"
     monkeypatch.setitem(sys.modules, "torch", made)
     yield made
     assert fake_driver.synchronised() == 0

@@ -233,7 +233,6 @@ def test_on_rocm_the_mode_of_a_thread_is_changed_by_the_library_that_torch_has_l
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", target, tmp_path / "hip.c"], check=True)
     library = ctypes.CDLL(str(target))
     driver = TorchDriver(torch)
-    assert driver.describe() == "events of torch 2.13.0, ROCm 6.4"
     torch.work(1)
     assert driver.bind(driver.current()) == 0
     assert library.mode_here() == 1

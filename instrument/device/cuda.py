@@ -40,6 +40,10 @@ _THREAD_LOCAL, _RELAXED = 1, 2
 LIBRARY = "libcuda.so.1"
 
 
+KNOWN_MAJORS = (12, 13)
+WANTED = "cuda-bindings>=12.9.1,<14"
+
+
 def why_absent() -> str:
     """Why there is no CUDA driver here, "" where there is one. Loads the driver's library; initialises nothing."""
     try:
@@ -47,6 +51,52 @@ def why_absent() -> str:
     except OSError as error:
         return f"no CUDA driver: {error}"
     return ""
+
+
+def misfit(bindings: str, driver: int) -> str:
+    """What stands against these bindings with this driver and what to do, in one sentence; "" where they fit.
+
+    `bindings` is a version, "" for none; `driver` the newest CUDA that it is for, 13010 for 13.1, 0 for not known.
+    """
+    if not bindings:
+        return "cuda-bindings is not installed; install instrument-sdk[cuda]"
+    major = int(bindings.partition(".")[0])
+    if major not in KNOWN_MAJORS:
+        return f"found cuda-bindings {bindings}, which is not known; install '{WANTED}'"
+    if not driver or driver // 1000 >= major:
+        return ""
+    older = [known for known in KNOWN_MAJORS if known <= driver // 1000]
+    cure = f"install 'cuda-bindings<{older[-1] + 1}'" if older else "install a newer driver"
+    return f"the driver is for CUDA {_dotted(driver)} and older than cuda-bindings {bindings}; {cure}"
+
+
+def found() -> dict[str, str]:
+    """What device times are taken by here: versions of `driver`, `bindings` and `rocm`, "" for none, and the `problem`.
+
+    That is a sentence, "" where all is well. Loads the driver's library; imports and initialises nothing.
+    """
+    torch = _installed("torch")
+    facts = {"driver": "", "bindings": _installed("cuda-bindings"), "rocm": torch if "rocm" in torch else ""}
+    problem = why_absent()
+    if not problem:
+        version = ctypes.c_int()
+        ctypes.CDLL(LIBRARY).cuDriverGetVersion(ctypes.byref(version))
+        facts["driver"] = _dotted(version.value)
+        problem = misfit(facts["bindings"], version.value)
+    return {**facts, "problem": "" if facts["rocm"] else problem}
+
+
+def _installed(distribution: str) -> str:
+    from importlib import metadata  # 10 ms that no service needs
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 class CudaDriver:
@@ -60,20 +110,22 @@ class CudaDriver:
 
     def __init__(self, *, holds_gil: bool = True) -> None:
         library = ctypes.CDLL(LIBRARY)
-        # Bindings for a newer major version than the driver's warn at their first call; here it is told by `describe`.
+        # Bindings for a newer major version than the driver's warn at their first call; here it is told by `misfit`.
         before = os.environ.get("CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING")
         os.environ["CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING"] = "1"
         try:
             import cuda.bindings
             from cuda.bindings import driver
+        except ModuleNotFoundError as error:
+            raise ImportError(misfit("", 0)) from error
         finally:
             if before is None:
                 del os.environ["CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING"]
         self._native_measure: Callable[[int, list[int]], list[tuple[int, float, float]]] | None = None
         self.version = str(cuda.bindings.__version__)
-        major = self.version.partition(".")[0]
-        if major not in ("12", "13"):
-            raise ImportError(f"found cuda-bindings {self.version}; 12.9 to 13 are known")
+        unknown = misfit(self.version, 0)
+        if unknown:
+            raise ImportError(unknown)
         self._driver = driver
         self._streams: dict[int, Any] = {}
         self.holds_gil = holds_gil
@@ -86,16 +138,10 @@ class CudaDriver:
         if native is not None:
             self._native_measure = functools.partial(native.measure, _address(library.cuEventQuery), elapsed)
 
-    def describe(self) -> str:
-        """Versions of bindings and driver, and what does not fit, in one line."""
+    def misfit(self) -> str:
+        """What does not fit, and what to do, in one sentence; "" where all is well."""
         error, version = self._driver.cuDriverGetVersion()
-        if error:
-            return f"cuda-bindings {self.version}; the driver does not tell its version ({self.name(int(error))})"
-        driver = f"{version // 1000}.{version % 1000 // 10}"
-        text = f"cuda-bindings {self.version}, driver for CUDA {driver}"
-        if version // 1000 < int(self.version.partition(".")[0]):
-            text += f": the driver is older than the bindings; install cuda-bindings<{version // 1000 + 1}"
-        return text
+        return misfit(self.version, 0 if error else version)
 
     def name(self, error: int) -> str:
         """The driver's word for an error."""

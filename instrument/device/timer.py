@@ -27,6 +27,7 @@ from instrument.device.nvtx import Ranges
 from instrument.device.pairs import Context, Driver, Pair, Untimed
 from instrument.device.resolver import FIRST, Resolver
 from instrument.device.streams import Current, Stream
+from instrument.device.torch_events import TorchDriver
 from instrument.recorder import RECORDER, STREAM, Recorder
 from instrument.spans import Site, Span
 
@@ -171,7 +172,7 @@ class Timer:
 class Timing:
     """Device time for one session: sees to a timer as soon as the host has imported something that uses a device.
 
-    `reason` says in one line why there is no device time, "" where nothing stands against it.
+    `reason` says in one line why there is no device time, or a dearer one, "" where nothing stands against it.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class Timing:
         self._now: Callable[[], int] = recorder.now_ns if now is None else now
         self._undo_imports: Callable[[], None] | None = None
         self._inherited: list[Timer] = []
+        self._hosts: list[ModuleType] = []
         self.intervals = Intervals(memory_bytes)
         self.timer: Timer | None = None
         self.reason = ""
@@ -207,20 +209,40 @@ class Timing:
         version = getattr(module, "version", None)
         if module.__name__ == "torch" and not (getattr(version, "cuda", None) or getattr(version, "hip", None)):
             return
+        self._hosts.append(module)
+        hosts = [module]
         if self.timer is None:
-            self.reason = cuda.why_absent()
-            if self.reason:
+            driver = self._driver_for(module)
+            if driver is None:
                 return
-            try:
-                driver = self._make_driver()
-            except (ImportError, OSError) as error:
-                self.reason = f"no device time: {error}; install instrument[cuda]"
-                return
+            hosts = self._hosts  # those before this one may have had no driver
             self.timer = Timer(driver, self.intervals, self._recorder, self._now)
-        source = streams.current_of(module, self.timer.driver)
-        if source is not None:
-            self.timer.sources.append(source)
+        for host in hosts:
+            source = streams.current_of(host, self.timer.driver)
+            if source is not None:
+                self.timer.sources.append(source)
         self._ranges.time_by(self.timer.begin)
+
+    def _driver_for(self, module: ModuleType) -> Driver | None:
+        """cuda-python's where it can be had, else torch's own events; `reason` says why not the one or not both."""
+        is_torch = module.__name__ == "torch"
+        is_rocm = is_torch and not getattr(module.version, "cuda", None)
+        self.reason = "" if is_rocm else cuda.why_absent()
+        if self.reason:
+            return None
+        try:
+            if not is_rocm:
+                return self._make_driver()
+        except (ImportError, OSError) as error:
+            if not is_torch:
+                self.reason = f"no device time: {error}"
+                return None
+            self.reason = f"device times are taken by torch's own events, at a higher cost: {error}"
+        try:
+            return TorchDriver(module)
+        except (ImportError, OSError) as error:
+            self.reason = f"no device time: {error}"
+            return None
 
     def uninstall(self) -> None:
         """Begin no more pairs, take in those under way, give everything back. Idempotent."""
@@ -263,7 +285,8 @@ class Timing:
         """What stands against device time, in sentences."""
         notes = [self.reason] if self.reason else []
         if self.timer is not None:
-            resolver = self.timer.resolver
+            resolver, misfit = self.timer.resolver, self.timer.driver.misfit()
+            notes += [f"device time: {misfit}"] if misfit else []
             notes += resolver.faults.values()
             notes += [f"{what}: {count} times" for what, count in resolver.counts.items() if what not in LABELS]
         return notes

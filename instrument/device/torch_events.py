@@ -1,12 +1,12 @@
 """torch's own events, for hosts without cuda-bindings and for ROCm: a driver as `instrument.device.cuda` is one.
 
-A context is known here by its device's number, plus one. Nothing initialises CUDA: torch makes a device's context before
-anything of ours is asked about it. Where a thread works on another device for a moment, it goes back to its own by the
-calls of torch that make no context there, as its own guards do.
+A context is known here by its device's number, plus one. Nothing initialises CUDA: torch makes a device's context
+before anything of ours is asked about it. Where a thread works on another device for a moment, it goes back to its own
+by the calls of torch that make no context there, as its own guards do.
 
 torch creates an event when it is recorded for the first time, and destroys it when its object goes: a process that was
-forked must not do that with those of its parent, so they are kept until `destroy_event`. Recording one costs 2 to 3 us
-on a thread of the service, and lets go of the interpreter's lock.
+forked must not do that with those of its parent, so they are kept until `destroy_event`. Recording one costs more than
+by `CudaDriver`, and always lets go of the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -91,12 +91,11 @@ class TorchDriver:
         self._exchange_mode = _mode_exchange(is_rocm=bool(getattr(torch.version, "hip", None)))
         self._streams: dict[tuple[int, int], Any] = {}
         self._thread = threading.local()
+        self.mark: Callable[[Any, Any], int] = self._mark
 
-    def describe(self) -> str:
-        """Whose events these are, in one line."""
-        version = self._torch.version
-        hip = getattr(version, "hip", None)
-        return f"events of torch {self._torch.__version__}, " + (f"ROCm {hip}" if hip else f"CUDA {version.cuda}")
+    def misfit(self) -> str:
+        """Nothing: torch has brought what it needs of the vendor's libraries."""
+        return ""
 
     def name(self, error: int) -> str:
         """The driver's words for an error."""
@@ -104,7 +103,7 @@ class TorchDriver:
 
     # ---------------------------------------------------------------- on a thread of the service
 
-    def mark(self, event: tuple[Any, int], stream: int) -> int:
+    def _mark(self, event: tuple[Any, int], stream: int) -> int:
         """Record an event on a stream of its device, unless it is being captured."""
         wanted, device = event
         try:
