@@ -172,9 +172,9 @@ fake = FakeDriver(os.path.join(os.environ["LD_LIBRARY_PATH"], "libcuda.so.1"))
 sys.modules["torch"] = torch = fake_torch(fake)
 torch.version.cuda, torch.version.hip = {cuda}, {hip}
 session = start("p.yaml")
+with instrument.scope("forward", device=True):
+    pass
 if {cuda}:
-    with instrument.scope("forward", device=True):
-        pass
     torch.work(1000)
     for _ in range(3):
         with instrument.scope("forward", device=True):

@@ -282,8 +282,9 @@ class Timing:
         }
 
     def notes(self) -> list[str]:
-        """What stands against device time, in sentences."""
-        notes = [self.reason] if self.reason else []
+        """What stands against device time, in sentences; nothing where no span has asked for any."""
+        asked = any(site.device for site, _ in self._recorder.nodes_from(0))
+        notes = [self.reason] if self.reason and asked else []
         if self.timer is not None:
             resolver, misfit = self.timer.resolver, self.timer.driver.misfit()
             notes += [f"device time: {misfit}"] if misfit else []
