@@ -492,7 +492,7 @@ class Session:
     def cost(self) -> Cost:
         """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.
 
-        A generator counts as one step, whatever it made.
+        A generator counts as one step, whatever it made. Device times add what a pair of events costs on this device.
         """
         costs = self._measured_costs()
         by_shape: Counter[str] = Counter()
@@ -501,6 +501,10 @@ class Session:
         counted = sum(by_shape.values())
         mean_ns = sum(calls * costs[shape].added_ns for shape, calls in by_shape.items()) / counted if counted else 0.0
         thread_ns = self._thread_ns + (self._exporter.thread_ns if self._exporter is not None else 0)
+        if self._timing is not None and counted:
+            pairs_ns, resolver_ns = self._timing.cost_ns()
+            mean_ns += pairs_ns / counted
+            thread_ns += resolver_ns
         return Cost(RECORDER.calls, mean_ns, (self.end_ns or time.monotonic_ns()) - self.start_ns, thread_ns)
 
     def _measured_costs(self) -> dict[str, ProbeCost]:

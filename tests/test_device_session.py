@@ -263,3 +263,17 @@ def test_a_child_never_touches_what_it_inherits(torch: Any, session: Any, fake_d
     with instrument.scope("parent", device=True):
         torch.work(MS)
     assert all(span.device for span in settled(running).spans)
+
+
+def test_the_cost_of_device_time_is_part_of_the_cost(torch: Any, session: Any, fake_driver: FakeDriver) -> None:
+    fake_driver.cost("cuEventRecord", 20_000)
+    running = session()
+    torch.work(0)
+    for _ in range(50):
+        with instrument.scope("work", device=True):
+            torch.work(1000)
+    settled(running)
+    cost = running.cost()
+    assert cost.calls == 50
+    assert cost.per_call_ns > 2 * 20_000
+    assert cost.thread_ns > 0

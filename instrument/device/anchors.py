@@ -114,6 +114,11 @@ class Anchors:
         return 0
 
     @property
+    def stream(self) -> Any:
+        """The stream that nothing else uses, None before the first anchor."""
+        return self._stream
+
+    @property
     def newest_event(self) -> Any:
         """The event of the newest, None without any."""
         return self._anchors[-1].event if self._anchors else None

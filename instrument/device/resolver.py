@@ -17,7 +17,7 @@ from instrument.device.intervals import Intervals
 from instrument.device.pairs import Context, Driver, Pair, Times
 from instrument.device.streams import Stream
 from instrument.errors import FAULTS
-from instrument.recorder import Recorder
+from instrument.recorder import STREAM, Recorder
 
 FIRST = 64
 CHUNK = 256
@@ -47,6 +47,8 @@ STOP_NS = 10**9
 """The longest that `stop` waits for the device."""
 
 
+COST_ROUNDS, COST_PAIRS = 3, 16
+
 _by_begin = attrgetter("begin_ns")
 _by_end = attrgetter("end_ns")
 
@@ -71,6 +73,12 @@ class Resolver:
         self.untimed: deque[tuple[int, Stream, int, str]] = deque(maxlen=8 * POOL_LIMIT)
         self.finished: deque[Pair] = deque()
         self.asleep = False
+        self.pairs = 0
+        """How many pairs have been taken in, timed or not."""
+        self.pair_ns = 0.0
+        """What a pair costs the thread of the service, measured on this device."""
+        self.thread_ns = 0
+        """Processor time of the resolver's thread."""
         self._waking = threading.Event()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -145,6 +153,7 @@ class Resolver:
             except Exception as fault:
                 FAULTS.note("device thread", fault)
                 moved, waits = False, True
+            self.thread_ns = time.thread_time_ns()
             if waits:
                 pause_s = POLL_S[0] if moved else min(2 * pause_s, POLL_S[1])
                 stopping.wait(pause_s)
@@ -212,8 +221,30 @@ class Resolver:
         error = context.anchors.renew()
         if not error and not context.shortest_ns:
             error, context.shortest_ns = context.anchors.least_ns()
+            self.pair_ns = self.pair_ns or self._measured_cost(context)
         if error:
             self.fail(context, error)
+
+    def _measured_cost(self, context: Context) -> float:
+        """What `begin` and `end` of a pair take on a stream of ours, the best of some rounds; 0 where none succeeds."""
+        stream, best_ns = {STREAM: context.anchors.stream}, 0.0
+        for _ in range(COST_ROUNDS):
+            pairs: list[Pair] = []
+            begin_ns = time.perf_counter_ns()
+            for _ in range(COST_PAIRS):
+                pair = self._timer.begin(None, stream, 0)
+                if not isinstance(pair, Pair):
+                    break
+                self._timer.end_pair(pair)
+                pairs.append(pair)
+            spent_ns = (time.perf_counter_ns() - begin_ns) / COST_PAIRS
+            for pair in pairs:
+                context.begun.remove(pair)
+                self._give_back(pair)
+            if len(pairs) < COST_PAIRS:
+                break
+            best_ns = min(best_ns or spent_ns, spent_ns)
+        return best_ns
 
     def _resolve(self, context: Context) -> bool:
         """Take in what has happened on each stream, in the order of its ends."""
@@ -302,6 +333,7 @@ class Resolver:
             label = "launch-bound"
         else:
             label = "exclusive"
+        self.pairs += 1
         whole.add(start_ns, end_ns)
         self._remember(context, stream, start_ns, end_ns)
         number = self._stream_id(context.device, stream)
@@ -317,6 +349,7 @@ class Resolver:
         if whole is None:
             self._give_back(pair)
             return
+        self.pairs += 1
         label = self.refused(context, error) or "dropped"
         number = self._stream_id(context.device, stream)
         self._keep(whole.span_id, context.device, number, pair.begin_ns, pair.begin_ns, label, 0)

@@ -272,6 +272,13 @@ class Timing:
         """Whether the device time of every span that had ended by then is known, or never will be."""
         return self.timer is None or self.timer.resolver.settled_ns() >= at_ns
 
+    def cost_ns(self) -> tuple[float, int]:
+        """What pairs have cost the threads of the service up to now, and the resolver's thread."""
+        if self.timer is None:
+            return 0.0, 0
+        resolver = self.timer.resolver
+        return resolver.pairs * resolver.pair_ns, resolver.thread_ns
+
     def losses(self) -> Mapping[str, int]:
         """Spans that asked for device time and have none, by reason."""
         counts = self.timer.resolver.counts if self.timer is not None else {}
