@@ -16,7 +16,7 @@ ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
     ["errors", "clock", "document", "spans", "tally", "ring"],
-    ["profile", "pure", "wrapping", "shelf", "recorder", "imports"],
+    ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "device"],
     ["probes", "capture", "governor", "window", "control", "chrome", "otlp", "report"],
     ["process", "profiler", "files"],
     ["", "__main__", "cli", "autostart"],
@@ -26,6 +26,7 @@ WITHIN = {
     "tally": {"spans"},
     "ring": {"spans", "tally"},
     "recorder": {"pure", "shelf", "wrapping"},
+    "device": {"profile"},
     "process": {"profiler"},
     "profiler": {"files"},
     "cli": {""},
