@@ -23,6 +23,7 @@ from typing import Any
 from instrument import chrome, clock, files, otlp
 from instrument.capture import Trees
 from instrument.control import Control, folder_of
+from instrument.device.gauges import Gauges
 from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
 from instrument.governor import Governor
@@ -32,7 +33,7 @@ from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary, load, loads, setting
 from instrument.recorder import RECORDER, ProbeCost, measure_costs
 from instrument.report.events import events
-from instrument.spans import Cost, Origin, Span, Trace
+from instrument.spans import Cost, Gpu, Origin, Sample, Span, Trace
 from instrument.tally import Tally
 from instrument.window import Windows
 
@@ -113,6 +114,7 @@ class Session:
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._exporter: otlp.Exporter | None = None
+        self._gauges = Gauges(profile.device, self._keep_samples)
         self._folder = files.working_folder()
         self._newest_file: Path | None = None
         self._losses: Counter[str] = Counter()
@@ -149,6 +151,8 @@ class Session:
                 RECORDER.remote_parent = otlp.current_parent
             self._undos.append(contexts.watch())
             self._undos.append(self.selection.attach())
+            self._undos.append(self._gauges.stop)
+            self._gauges.start()
             self._choose_clock()
             self._undos.append(self._release_governor)
             self._govern_by(self.profile.budget)
@@ -308,6 +312,10 @@ class Session:
         if self._exporter is not None:
             self._exporter.offer(spans)
 
+    def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
+        if self._exporter is not None:
+            self._exporter.metrics.offer(samples, gpus)
+
     def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
         """Hand over all that has finished and wait, at most so long, until the collector has it.
 
@@ -457,7 +465,8 @@ class Session:
             by_shape[RECORDER.shapes.get(site, "scope")] += calls
         counted = sum(by_shape.values())
         mean_ns = sum(calls * costs[shape].added_ns for shape, calls in by_shape.items()) / counted if counted else 0.0
-        thread_ns = self._thread_ns + (self._exporter.thread_ns if self._exporter is not None else 0)
+        thread_ns = self._thread_ns + self._gauges.thread_ns
+        thread_ns += self._exporter.thread_ns if self._exporter is not None else 0
         return Cost(RECORDER.calls, mean_ns, (self.end_ns or time.monotonic_ns()) - self.start_ns, thread_ns)
 
     def _measured_costs(self) -> dict[str, ProbeCost]:
@@ -469,7 +478,9 @@ class Session:
         """Everything that was recorded and not kept, by reason."""
         counts: Counter[str] = Counter(self._losses)
         counts.update(RECORDER.losses())
+        counts.update(self._gauges.losses())
         if self._exporter is not None:
+            counts.update(self._exporter.metrics.losses())
             kept = self._trees.counts()
             counts.update({name: count for name, count in kept.items() if name not in ("requests", "requests kept")})
             sent = self._exporter.counts()
@@ -494,6 +505,9 @@ class Session:
             )
         if self._governor is not None:
             notes.extend(self._governor.notes())
+        notes.extend(self._gauges.notes())
+        if self._exporter is not None:
+            notes.extend(self._exporter.metrics.notes())
         notes.extend(f"reload: {refused}" for refused in self._refused)
         notes.extend(self._complaints)
         return notes
@@ -547,6 +561,8 @@ class Session:
             notes=self.notes(),
             window=window,
             cost=self.cost(),
+            samples=self._gauges.samples(first, last),
+            gpus=self._gauges.gpus(),
         )
 
     def summary(
@@ -705,6 +721,7 @@ class Session:
             self._exporter.after_fork_in_child()
             self._exporter.origin = self.origin()
             self._exporter.start()
+        self._gauges.after_fork_in_child()
         self._start_thread()
         if self._control is not None:
             self._control.after_fork_in_child()
