@@ -28,7 +28,7 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 GPM_NS = 100 * 10**6
 """How far apart two samples of GPM must be at least (NVML reference, `nvmlGpmSampleGet`)."""
 
-ENERGY_NS = 500 * 10**6
+ENERGY_NS = 400 * 10**6
 """From what time between two readings on the energy counter gives the power: it moves every 20 to 100 ms."""
 
 MIB = 2**20
@@ -251,10 +251,8 @@ class Nvml:
         return {"utilization": rates.gpu, "memory_active": rates.memory}
 
     def _memory(self, nvml: Any, found: Found, _: int) -> Values:
-        return {"memory_used": _memory_info(nvml, found).used}
-
-    def _memory_total(self, nvml: Any, found: Found, _: int) -> Values:
-        return {"memory_total": _memory_info(nvml, found).total}
+        memory = _memory_info(nvml, found)
+        return {"memory_used": memory.used, "memory_total": memory.total}
 
     def _power(self, nvml: Any, found: Found, now_ns: int) -> Values:
         """Power from the energy counter where time enough has passed, so that no peak falls between two readings."""
@@ -335,13 +333,12 @@ class _Reading:
 
 _OFTEN = (
     _Reading(("utilization", "memory_active"), Nvml._utilization),
-    _Reading(("memory_used",), Nvml._memory),
+    _Reading(("memory_used", "memory_total"), Nvml._memory),
     _Reading(("power",), Nvml._power),
     _Reading(("energy",), Nvml._energy),
     _Reading(tuple(GPM_METRICS), Nvml._gpm),
 )
 _RARELY = (
-    _Reading(("memory_total",), Nvml._memory_total),
     _Reading(("temperature",), Nvml._temperature),
     _Reading(("sm_clock", "memory_clock"), Nvml._clocks),
     _Reading(("memory_of_process",), Nvml._memory_of_process),

@@ -4,6 +4,7 @@ A view sees finished numbers only, so what was saved yesterday on a server reads
 view offers its numbers as plain objects, from which the text is made.
 """
 
+from instrument.report.device_summary import DeviceRow, device_rows, device_summary
 from instrument.report.events import EventRow, events, events_rows
 
-__all__ = ["EventRow", "events", "events_rows"]
+__all__ = ["DeviceRow", "EventRow", "device_rows", "device_summary", "events", "events_rows"]
