@@ -168,6 +168,7 @@ def test_the_document_has_this_shape() -> None:
         "settings": [{"setting": "str", "value": "str", "from": "str"}],
         "recorder": {"kind": "str", "why_not_native": "str"},
         "python": {"version": "str", "implementation": "str"},
+        "nvml": {"why_not_read": "str"},
         "rules": [{"family": "str", "rule": "str", "line": "int", "targets": [target]}],
         "command": {"words": ["str"], "exit_code": "int", "processes": [{"pid": "int", "calls": "int"}]},
     }
