@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import instrument
+from instrument import chrome
 from instrument.device import gauges as room
 from instrument.device import host as host_room
 from instrument.device import nvml
@@ -29,7 +30,8 @@ from instrument.device.host import Host
 from instrument.device.nvml import Found, shown
 from instrument.errors import FAULTS
 from instrument.profile import AUTO_NS, Device, loads
-from instrument.spans import GAUGES, HOST
+from instrument.report import device_summary
+from instrument.spans import GAUGES, HOST, Gpu
 
 MS = 10**6
 HERE = Path(__file__).parent
@@ -84,7 +86,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to build the library with")
-    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed", exc_type=ImportError)
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     folder = tmp_path_factory.mktemp("nvml")
     command = [compiler, "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(HERE / "fake_nvml.c")]
     subprocess.run(command, check=True)
@@ -113,7 +115,7 @@ def run(library: Path, tmp_path: Path) -> Run:
                 "FAKE_NVML": str(tmp_path / "script"),
                 "FAKE_NVML_LOG": str(log),
                 "PYTEST_CURRENT_TEST": "inside",
-                "PYTHONPATH": str(HERE.parent),
+                "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
                 **environ,
             },
         )
@@ -317,7 +319,7 @@ def test_memory_stays_bounded_and_the_newest_samples_are_kept(run: Run) -> None:
         times = {s.at_ns for s in gauges.samples(0, 1 << 62)}
         lost = gauges.losses()["samples of gauges overwritten by newer ones"]
         last = max(times)
-        print(len(times), lost > 4, {s.at_ns for s in gauges.samples(last, last)} == {last}, gauges.samples(0, 1))
+        print(len(times), lost > 4, {s.at_ns for s in gauges.samples(last, last + 1)} == {last}, gauges.samples(0, 1))
         """,
     )
     assert done.output == "4 True True []\n"
@@ -500,6 +502,18 @@ def test_without_nvidias_bindings_a_driver_is_named_with_what_to_install(run: Ru
     )
     assert done.output.startswith("[] device.nvml: there is an NVIDIA driver, but not its Python bindings (")
     assert done.output.endswith("; install instrument-sdk[cuda]\n")
+
+
+def test_bindings_that_are_too_old_are_named_with_what_to_install(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text("def nvmlInit(): pass\n")
+    program = """
+        gauges = Gauges(Device())
+        gauges.start()
+        print(threads(), *gauges.notes())
+    """
+    done = run(FULL, program)
+    expected = f"[] device.nvml: the bindings {tmp_path}/pynvml.py are too old; install nvidia-ml-py>=12.535\n"
+    assert done.output == expected
 
 
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -775,6 +789,21 @@ def test_a_child_of_a_process_that_hangs_in_the_driver_leaves_nvml_alone(run: Ru
     assert len(done.calls) == 1
 
 
+def test_a_session_leaves_the_gauges_of_its_gpus_in_its_trace_file(run: Run, tmp_path: Path) -> None:
+    profile = tmp_path / "p.yaml"
+    profile.write_text("device: {nvml: 20ms}\nexport: {chrome: {path: '{pid}.json'}}\n")
+    script = tmp_path / "service.py"
+    script.write_text("import time, instrument\nwith instrument.scope('work'):\n    time.sleep(0.3)\n")
+    run(FULL, "", arguments=("-m", "instrument", "run", "--profile", str(profile), "--", str(script)))
+    (path,) = tmp_path.glob("*.json")
+    trace, _ = chrome.load(path)
+    assert trace.gpus == (Gpu(0, "NVIDIA H200", "GPU-aaaa"),)
+    read = {(sample.name, sample.device) for sample in trace.samples}
+    assert {("utilization", 0), ("sm_active", 0), ("energy", 0), ("process_cpu", HOST), ("cores", HOST)} <= read
+    assert (trace.notes, dict(trace.losses)) == ((), {})
+    assert "GPU 0         utilization        %" in device_summary(trace.samples, trace.gpus)
+
+
 # -------------------------------------------------------------------- a real card
 
 
@@ -783,7 +812,7 @@ def test_a_real_gpu_reads_as_nvidia_smi_does() -> None:
     program = shutil.which("nvidia-smi")
     if program is None:
         pytest.skip("no NVIDIA GPU")
-    pytest.importorskip("pynvml", exc_type=ImportError)
+    pytest.importorskip("pynvml")
     keys = "uuid,name,memory.total,memory.used,temperature.gpu,clocks.sm,power.draw"
     asked = [program, f"--query-gpu={keys}", "--format=csv,noheader,nounits"]
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}

@@ -224,9 +224,9 @@ class Gauges:
     # ------------------------------------------------------------ what is known
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
-        """The newest samples that were read in this time, by time, device and name."""
+        """The newest samples that were read from the first time on and before the last, by time, device and name."""
         with self._lock:
-            rows = [row for row in self._rows if first_ns <= row[1] <= last_ns]
+            rows = [row for row in self._rows if first_ns <= row[1] < last_ns]
         return _samples_of(rows)
 
     def gpus(self) -> tuple[Gpu, ...]:

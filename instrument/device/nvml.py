@@ -66,9 +66,11 @@ def missing() -> str:
     except OSError:
         return NO_DRIVER
     try:
-        import pynvml  # noqa: F401 - the door: imported here, used by `Nvml`
+        import pynvml  # the door: imported here, used by `Nvml`
     except ImportError as error:
         return f"there is an NVIDIA driver, but not its Python bindings ({error}); install instrument-sdk[cuda]"
+    if not hasattr(pynvml, "nvmlGpmMetricsGet"):
+        return f"the bindings {pynvml.__file__} are too old; install nvidia-ml-py>=12.535"
     return ""
 
 

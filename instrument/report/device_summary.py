@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from instrument.report.table import MISSING, ms, number, safe, table
 from instrument.spans import GAUGES, HOST, Gauge, Gpu, Sample
@@ -91,7 +90,7 @@ def _interval(samples: Sequence[Sample]) -> str:
         if key in before:
             gaps.append(sample.at_ns - before[key])
         before[key] = sample.at_ns
-    return f", every {ms(median(gaps))} ms" if gaps else ""
+    return f", every {ms(sorted(gaps)[len(gaps) // 2])} ms" if gaps else ""
 
 
 def _shown_unit(gauge: Gauge) -> tuple[str, float]:
