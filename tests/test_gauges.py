@@ -512,7 +512,7 @@ def test_bindings_that_are_too_old_are_named_with_what_to_install(run: Run, tmp_
         print(threads(), *gauges.notes())
     """
     done = run(FULL, program)
-    expected = f"[] device.nvml: the bindings {tmp_path}/pynvml.py are too old; install nvidia-ml-py>=12.535\n"
+    expected = f"[] device.nvml: the bindings {tmp_path}/pynvml.py are too old; install nvidia-ml-py>=12.550\n"
     assert done.output == expected
 
 

@@ -25,8 +25,8 @@ measured, and a loop that read it every 25 ms held up the threads that launched 
 SHORTEST_NS = 100 * 10**6
 """How old the newest reading must be for one more at the end."""
 
-KEPT_ROWS = 16_384
-"""Readings of one device, or of the host, that are kept: two hours with one GPU at one a second, some 10 MB at most."""
+KEPT_ROWS = 8_192
+"""Readings of one device, or of the host, that are kept: an hour with one GPU read every second, 7 MB."""
 
 STOP_S = 2.0
 """The longest that the end waits for the thread, which may hang in the driver."""

@@ -69,8 +69,8 @@ def missing() -> str:
         import pynvml  # the door: imported here, used by `Nvml`
     except ImportError as error:
         return f"there is an NVIDIA driver, but not its Python bindings ({error}); install instrument-sdk[cuda]"
-    if not hasattr(pynvml, "nvmlGpmMetricsGet"):
-        return f"the bindings {pynvml.__file__} are too old; install nvidia-ml-py>=12.535"
+    if not hasattr(pynvml, "NVMLLibraryMismatchError"):
+        return f"the bindings {pynvml.__file__} are too old; install nvidia-ml-py>=12.550"
     return ""
 
 
