@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from instrument.device import nvml
 from instrument.device.host import Host
@@ -34,6 +35,8 @@ STOP_S = 2.0
 FORK_WAIT_S = 1.0
 """The longest that a fork waits until the thread is outside of NVML, whose locks the child would inherit."""
 
+SPOILT = "a fork came while it was in use; this child does not read GPUs"
+
 REOPENED_AT_MOST = 5
 
 THREAD_NAME = "instrument-nvml"
@@ -57,6 +60,7 @@ class Gauges:
 
     def __init__(self, settings: Device, keep: Keep | None = None) -> None:
         self._settings = settings
+        self._spoilt = False
         self._keep = keep
         self._begin()
 
@@ -77,12 +81,12 @@ class Gauges:
 
     # ------------------------------------------------------------ life
 
-    def start(self, spoilt: bool = False) -> None:
-        """Start the thread, if there is anything to read. `spoilt` says that NVML cannot be used in this process."""
+    def start(self) -> None:
+        """Start the thread, if there is anything to read."""
         global _running
         nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
         if nvml_ns is not None:
-            problem = "a fork came while it was in use; this child does not read GPUs" if spoilt else nvml.missing()
+            problem = SPOILT if self._spoilt else nvml.missing()
             if not problem:
                 self._nvml, self._nvml_ns = Nvml(), nvml_ns or EVERY_NS
             elif nvml_ns != AUTO_NS or problem != nvml.NO_DRIVER:
@@ -112,99 +116,94 @@ class Gauges:
     def after_fork_in_child(self) -> None:
         """Forget what the parent read and begin anew. What the parent opened is never used here, and never closed:
         the driver would close it for the parent, too."""
-        threaded, held = self._thread is not None, getattr(_forking, "held", None) is self
+        held = getattr(_forking, "held", None) is self
+        self._spoilt = self._spoilt or (self._thread is not None and not held)
         self._begin()
-        self.start(spoilt=threaded and not held)
+        self.start()
 
     def _run(self) -> None:
+        gpus, host, opened = self._nvml, self._host, False
+        sources: dict[str, tuple[Callable[[int, bool], bool], int]] = {}
+        if gpus is not None:
+            opened = self._guarded(partial(self._open, gpus))
+            if opened:
+                sources["nvml"] = partial(self._read_gpus, gpus), self._nvml_ns
+        if host is not None and (opened or self._settings.host_ns != AUTO_NS):
+            sources["host"] = partial(self._read_host, host), self._host_ns
         now_ns = time.monotonic_ns()
-        rarely_ns = {"nvml": now_ns, "host": now_ns}
-        due_ns = {}
-        if self._nvml is not None and self._guarded(self._open):
-            due_ns["nvml"] = now_ns
-        if self._host is not None and (due_ns or self._settings.host_ns != AUTO_NS):
-            due_ns["host"] = now_ns + self._host_ns
+        due_ns = {name: now_ns + (interval_ns if name == "host" else 0) for name, (_, interval_ns) in sources.items()}
+        rarely_ns = dict.fromkeys(sources, now_ns)
         newest_ns = 0
         while due_ns:
             ending = self._halt.wait(max(min(due_ns.values()) - time.monotonic_ns(), 0) / 1e9)
             now_ns = time.monotonic_ns()
             if ending and now_ns - newest_ns < SHORTEST_NS:
                 break
-            for source, read, interval_ns in (
-                ("nvml", self._read_gpus, self._nvml_ns),
-                ("host", self._read_host, self._host_ns),
-            ):
-                if source not in due_ns or not (ending or due_ns[source] <= now_ns):
-                    continue
-                rarely = ending or rarely_ns[source] <= now_ns
+            for name in [name for name in due_ns if ending or due_ns[name] <= now_ns]:
+                read, interval_ns = sources[name]
+                rarely = ending or rarely_ns[name] <= now_ns
                 if rarely:
-                    rarely_ns[source] = now_ns + RARELY_NS
-                newest_ns, due_ns[source] = now_ns, max(due_ns[source] + interval_ns, now_ns)
-                if not self._guarded(read, now_ns, rarely):
-                    del due_ns[source]
-                    if source == "nvml" and self._settings.host_ns == AUTO_NS:
-                        due_ns.clear()  # the host was read with it
-                        break
+                    rarely_ns[name] = now_ns + RARELY_NS
+                newest_ns, due_ns[name] = now_ns, max(due_ns[name] + interval_ns, now_ns)
+                if not self._guarded(partial(read, now_ns, rarely)):
+                    del due_ns[name]
+            if "nvml" not in due_ns and self._settings.host_ns == AUTO_NS:
+                break  # the host was read with the GPUs
             self.thread_ns = time.thread_time_ns()
             if ending:
                 break
-        self._guarded(self._close)
+        if gpus is not None:
+            self._guarded(partial(self._close, gpus))
         self.thread_ns = time.thread_time_ns()
 
-    def _guarded(self, action: Callable[..., bool], *args: object) -> bool:
-        """What an action says; a fault of ours is counted, and it goes on."""
+    def _guarded(self, action: Callable[[], bool]) -> bool:
+        """Whether to go on, as an action says; a fault of ours is counted, and it goes on."""
         try:
-            return action(*args)
+            return action()
         except Exception as fault:
             FAULTS.note("reading of gauges", fault)
             return True
 
     # ------------------------------------------------------------ reading
 
-    def _open(self) -> bool:
-        assert self._nvml is not None  # noqa: S101 - for the type checker
-        with self._inside:
-            try:
-                self._nvml.open()
-            except NvmlError as error:
-                self._reasons.append(str(error))
-                return False
-        if not self._nvml.gpus and not self._nvml.notes:
-            self._reasons.append("NVML: there is a driver, and no GPU")
-        return True
-
-    def _close(self) -> bool:
-        if self._nvml is not None:
-            with self._inside:
-                self._nvml.close()
-        return True
-
-    def _read_gpus(self, now_ns: int, rarely: bool) -> bool:
-        source = self._nvml
-        assert source is not None  # noqa: S101 - for the type checker
+    def _open(self, gpus: Nvml) -> bool:
         try:
             with self._inside:
-                told = source.read(now_ns, rarely)
+                gpus.open()
+        except NvmlError as error:
+            self._reasons.append(str(error))
+            return False
+        if not gpus.count and not gpus.notes:
+            self._reasons.append("NVML: there is a driver, and no GPU")
+        return gpus.count > 0
+
+    def _close(self, gpus: Nvml) -> bool:
+        with self._inside:
+            gpus.close()
+        return True
+
+    def _read_gpus(self, gpus: Nvml, now_ns: int, rarely: bool) -> bool:
+        try:
+            with self._inside:
+                told = gpus.read(now_ns, rarely)
         except Closed:
-            return self._reopen()
+            return self._reopen(gpus)
         except NvmlError as error:
             self._reasons.append(f"{error}; the GPUs are not read any more")
             return False
-        rows = [(device, now_ns, *self._shaped(values)) for device, values in told if values]
-        self._take(rows)
+        self._take([(device, now_ns, *self._shaped(values)) for device, values in told if values])
         return True
 
-    def _reopen(self) -> bool:
+    def _reopen(self, gpus: Nvml) -> bool:
         """Other code of the process has shut NVML down more often than it opened it."""
         self._reopened += 1
         if self._reopened > REOPENED_AT_MOST:
             self._reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
             return False
-        return self._open()
+        return self._open(gpus)
 
-    def _read_host(self, now_ns: int, rarely: bool) -> bool:
-        assert self._host is not None  # noqa: S101 - for the type checker
-        self._take([(HOST, now_ns, *self._shaped(self._host.read(now_ns, rarely)))])
+    def _read_host(self, host: Host, now_ns: int, rarely: bool) -> bool:
+        self._take([(HOST, now_ns, *self._shaped(host.read(now_ns, rarely)))])
         return True
 
     def _shaped(self, values: dict[str, float | None]) -> tuple[tuple[str, ...], tuple[float | None, ...]]:

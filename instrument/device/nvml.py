@@ -67,7 +67,7 @@ def missing() -> str:
         return NO_DRIVER
     try:
         import pynvml  # the door: imported here, used by `Nvml`
-    except ImportError as error:
+    except (ImportError, Warning) as error:  # a distribution of that name warns of itself, which may be an error here
         return f"there is an NVIDIA driver, but not its Python bindings ({error}); install instrument-sdk[cuda]"
     if not hasattr(pynvml, "NVMLLibraryMismatchError"):
         return f"the bindings {pynvml.__file__} are too old; install nvidia-ml-py>=12.550"
@@ -166,6 +166,11 @@ class Nvml:
             (gpu.device, self._read_one(pynvml, gpu, found, asked, now_ns))
             for gpu, found in zip(self.gpus, self._shown, strict=True)
         ]
+
+    @property
+    def count(self) -> int:
+        """How many GPUs there are, read or not."""
+        return len(self._found)
 
     # ------------------------------------------------------------ which
 
