@@ -351,6 +351,7 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
         "recorder": {"kind": "native" if RECORDER.native else "pure", "why_not_native": _why_not_native()},
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
         "device": cuda.found() if _asks_for_device_time(profile) else None,
+        "nvml": {"why_not_read": _why_no_gpu(profile)},
         "rules": [
             {"family": family, "rule": rule.text, "line": rule.line, "targets": targets.get(rule.text, [])}
             for family, rule in rules
@@ -367,6 +368,8 @@ def _print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str
     print(f"recorder: {'native' if RECORDER.native else f'pure Python ({why})'}, Python {platform.python_version()}")
     if _asks_for_device_time(profile):
         print(f"device: {_device_line(cuda.found())}")
+    why = _why_no_gpu(profile)
+    print(f"gauges of GPUs: {f'not read ({why})' if why else 'read'}")
     if command is not None:
         count = len(command["processes"])
         print(f"command: exit code {command['exit_code']}, {count} process{'es' * (count > 1)} reported")
@@ -404,6 +407,13 @@ def _why_not_native() -> str:
     except ImportError as error:
         return str(error)
     return f"INSTRUMENT_PURE={os.environ.get('INSTRUMENT_PURE')}"
+
+
+def _why_no_gpu(profile: Profile) -> str:
+    """Why the gauges of GPUs are not read on this machine, "" where they are."""
+    from instrument.device import nvml
+
+    return "device.nvml is off" if profile.device.nvml_ns is None else nvml.reason_against()
 
 
 def _never_imported(verdict: Verdict, profile: Profile) -> bool:

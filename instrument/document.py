@@ -355,10 +355,13 @@ def _amount(text: str, units: Mapping[str, int]) -> int | None:
     return int(parts[1] + fraction) * units[parts[3]] // int("1" + "0" * len(fraction))
 
 
-def quantity(units: Mapping[str, int], example: str, least: str) -> Read:
-    """Reads a number with one of the units, in the smallest of them; a bare 0 needs no unit."""
+def quantity(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
+    """Reads a number with one of the units, in the smallest of them; a bare 0 needs no unit.
+
+    `also` is what messages say that the caller takes besides, such as `auto, or `.
+    """
     bound = f", from {least}" if least else ""
-    allowed = f"a number with a unit ({' '.join(units)}), such as {example}{bound}"
+    allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
     floor = _amount(least, units) or 0
     unit = "B" if "B" in units else example.lstrip("0123456789")
 

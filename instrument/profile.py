@@ -60,6 +60,9 @@ SIZE_UNITS: Mapping[str, int] = {
 }  # fmt: skip
 RATE_UNITS: Mapping[str, int] = {"s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
 
+AUTO_NS = 0
+"""The interval that a profile writes as `auto`."""
+
 FILE_BYTES = 2**20
 """The largest file that is read."""
 
@@ -199,10 +202,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What is asked of the device: `cuda` is `auto` or `off`; NVML is read every `nvml_ns`, or never if None."""
+    """What is asked of the device: `cuda` is `auto` or `off`; gauges are read every so many ns, or never if None.
+
+    `nvml_ns` is for those of GPUs: `AUTO_NS` means every second where there is an NVIDIA driver, without a word where
+    there is none. `host_ns` is for those of process and machine: `AUTO_NS` means whenever GPUs are read, as often.
+    """
 
     cuda: str = "auto"
-    nvml_ns: int | None = 10**9
+    nvml_ns: int | None = AUTO_NS
+    host_ns: int | None = AUTO_NS
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,9 +394,14 @@ def _size(example: str, least: str = "") -> Read:
     return quantity(SIZE_UNITS, example, least)
 
 
-def _duration_or_off(example: str, least: str) -> Read:
-    read_duration = _duration(example, least)
-    return lambda node: None if node.is_off else read_duration(node)
+_read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
+
+
+def _interval(node: Node) -> int | None:
+    """How often gauges are read, in ns."""
+    if node.is_off:
+        return None
+    return AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
 
 
 def _folder_or_off(node: Node) -> str | None:
@@ -733,7 +746,8 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "device": {
         "cuda": Key("cuda", one_of("auto", "off")),
-        "nvml": Key("nvml_ns", _duration_or_off("1s", least="10ms")),
+        "nvml": Key("nvml_ns", _interval),
+        "host": Key("host_ns", _interval),
     },
     "control": {
         "watch": Key("watch", flag),

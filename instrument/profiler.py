@@ -23,6 +23,7 @@ from typing import Any
 from instrument import chrome, clock, files, otlp
 from instrument.capture import Trees
 from instrument.control import Control, folder_of
+from instrument.device.gauges import Gauges
 from instrument.device.nvtx import Ranges
 from instrument.device.timer import Timing
 from instrument.document import nearest
@@ -34,7 +35,7 @@ from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary, load, loads, setting
 from instrument.recorder import RECORDER, ProbeCost, measure_costs
 from instrument.report.summary import summary
-from instrument.spans import Cost, Origin, Span, Trace
+from instrument.spans import Cost, Gpu, Origin, Sample, Span, Trace
 from instrument.tally import Tally
 from instrument.window import Windows
 
@@ -128,6 +129,7 @@ class Session:
         self._timing: Timing | None = None
         self._waiting: deque[tuple[int, int, list[Span]]] = deque()
         self._intervals_read = 0
+        self._gauges = Gauges(profile.device, self._keep_samples)
         self._folder = files.working_folder()
         self._newest_file: Path | None = None
         self._losses: Counter[str] = Counter()
@@ -169,6 +171,8 @@ class Session:
                 self._undos.append(graphs.watch())
             self._undos.append(self.selection.attach())
             self._undos.append(self._ranges.install())  # may import numpy, which a rule may name
+            self._undos.append(self._gauges.stop)
+            self._gauges.start()
             self._choose_clock()
             self._undos.append(self._release_governor)
             self._govern_by(self.profile.budget)
@@ -351,6 +355,10 @@ class Session:
             exporter.offer(spans)
         self._intervals_read = known
 
+    def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
+        if self._exporter is not None:
+            self._exporter.metrics.offer(samples, gpus)
+
     def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
         """Hand over all that has finished and wait, at most so long, until the collector has it.
 
@@ -500,7 +508,8 @@ class Session:
             by_shape[RECORDER.shapes.get(site, "scope")] += calls
         counted = sum(by_shape.values())
         mean_ns = sum(calls * costs[shape].added_ns for shape, calls in by_shape.items()) / counted if counted else 0.0
-        thread_ns = self._thread_ns + (self._exporter.thread_ns if self._exporter is not None else 0)
+        thread_ns = self._thread_ns + self._gauges.thread_ns
+        thread_ns += self._exporter.thread_ns if self._exporter is not None else 0
         if self._timing is not None and counted:
             pairs_ns, resolver_ns = self._timing.cost_ns()
             mean_ns += pairs_ns / counted
@@ -518,7 +527,9 @@ class Session:
         counts.update(RECORDER.losses())
         if self._timing is not None:
             counts.update(self._timing.losses())
+        counts.update(self._gauges.losses())
         if self._exporter is not None:
+            counts.update(self._exporter.metrics.losses())
             kept = self._trees.counts()
             counts.update({name: count for name, count in kept.items() if name not in ("requests", "requests kept")})
             sent = self._exporter.counts()
@@ -547,6 +558,9 @@ class Session:
             notes.append(self._ranges.reason)
         if self._governor is not None:
             notes.extend(self._governor.notes())
+        notes.extend(self._gauges.notes())
+        if self._exporter is not None:
+            notes.extend(self._exporter.metrics.notes())
         notes.extend(f"reload: {refused}" for refused in self._refused)
         notes.extend(self._complaints)
         return notes
@@ -603,6 +617,8 @@ class Session:
             window=window,
             cost=self.cost(),
             held_from_ns=_held_from_ns(spans, first),
+            samples=self._gauges.samples(first, last),
+            gpus=self._gauges.gpus(),
         )
 
     def summary(
@@ -772,6 +788,7 @@ class Session:
             self._exporter.after_fork_in_child()
             self._exporter.origin = self.origin()
             self._exporter.start()
+        self._gauges.after_fork_in_child()
         self._start_thread()
         if self._control is not None:
             self._control.after_fork_in_child()

@@ -157,11 +157,54 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class Gauge:
+    """What is read now and then: the `unit` of its values, and what a share is a share of or a rate is the rate of.
+
+    One that `grows` counts up from its first reading, so only differences of its values say something.
+    """
+
+    unit: str
+    about: str
+    grows: bool = False
+
+
+GAUGES: Mapping[str, Gauge] = {
+    "cores": Gauge("cores", "that the process may use, by its affinity and the limits of its control groups"),
+    "process_cpu": Gauge("%", "of one core, by all threads of the process since the reading before"),
+    "process_memory": Gauge("bytes", "resident memory of the process"),
+    "system_cpu": Gauge("%", "of all cores of the machine, by all that runs on it since the reading before"),
+    "utilization": Gauge("%", "of NVML's last sample period (1/6 s to 1 s), in which any kernel ran"),
+    "memory_active": Gauge("%", "of NVML's last sample period, in which device memory was read or written"),
+    "memory_used": Gauge("bytes", "of device memory, by all processes"),
+    "memory_total": Gauge("bytes", "of device memory that there is"),
+    "memory_of_process": Gauge("bytes", "of device memory, by this process"),
+    "power": Gauge("W", "mean since the reading before, where the device counts its energy; else as NVML says it"),
+    "energy": Gauge("J", "since the first reading", grows=True),
+    "temperature": Gauge("C", "of the GPU"),
+    "sm_clock": Gauge("MHz", "of the streaming multiprocessors"),
+    "memory_clock": Gauge("MHz", "of device memory"),
+    "sm_active": Gauge("%", "of the streaming multiprocessors, busy on average since the reading before"),
+    "sm_occupancy": Gauge("%", "of the warps that the device has room for, on average since the reading before"),
+    "tensor_active": Gauge("%", "of the time since the reading before, in which tensor cores worked"),
+    "dram_active": Gauge("%", "of the bandwidth of device memory, used since the reading before"),
+    "pcie_sent": Gauge("bytes/s", "over PCIe from the device, mean since the reading before"),
+    "pcie_received": Gauge("bytes/s", "over PCIe to the device, mean since the reading before"),
+    "nvlink_sent": Gauge("bytes/s", "over all NVLinks from the device, mean since the reading before"),
+    "nvlink_received": Gauge("bytes/s", "over all NVLinks to the device, mean since the reading before"),
+}
+"""Every gauge by its name: first those of the host, then those of a GPU."""
+
+HOST = -1
+"""The device of samples that are of the host."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One reading of a gauge: what a device or the host said of itself at a time.
 
-    `name` is of `GAUGES`, in whose unit `value` is; None stands for what the device does not tell ("n/a", never 0).
-    `device` is the index of a CUDA device as the process numbers them, -1 for the host.
+    `name` is of `GAUGES`, in whose unit `value` is; None stands for what the device does not tell ("n/a", never 0),
+    and comes once where it never will. `device` is the number that CUDA gives the device in this process, as far as
+    that can be known without asking CUDA (see `Gpu`), and `HOST` for the host.
     """
 
     name: str
@@ -170,13 +213,28 @@ class Sample:
     value: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, or a MIG instance of one, whose gauges are read.
+
+    `device` counts what `CUDA_VISIBLE_DEVICES` shows, in the order of PCI buses, as CUDA itself does with
+    `CUDA_DEVICE_ORDER=PCI_BUS_ID` and on machines whose GPUs are all of one model. `uuid` is what NVML and nvidia-smi
+    call it, with its `GPU-` or `MIG-`.
+    """
+
+    device: int
+    model: str = ""
+    uuid: str = ""
+
+
 @dataclass(slots=True)
 class Trace:
     """A set of spans as saved or collected, with all that is needed to judge what it can and cannot say.
 
     `threads` maps native thread ids to names. `losses` counts, by reason, what was not kept. `notes` are sentences
-    on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time.
-    `held_from_ns` is the time since when no span was overwritten by a newer one, 0 where none was.
+    on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time,
+    device and name, `gpus` are the devices that they name. `held_from_ns` is the time since when no span was
+    overwritten by a newer one, 0 where none was.
     """
 
     origin: Origin
@@ -189,6 +247,7 @@ class Trace:
     window: int = 0
     cost: Cost | None = None
     samples: Sequence[Sample] = ()
+    gpus: Sequence[Gpu] = ()
     held_from_ns: int = 0
 
     @property

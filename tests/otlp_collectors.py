@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTracePartialSuccess,
     ExportTraceServiceRequest,
@@ -24,14 +25,18 @@ Behave = Callable[["Handler", int], None]
 
 
 class Collector(ThreadingHTTPServer):
-    """Decodes each request with the official messages, then behaves as it was told."""
+    """Decodes each request with the official messages, then behaves as it was told, with metrics as with spans.
+
+    `taken` are the names of the spans and metrics that were answered with success, one for each span or point.
+    """
 
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, behave: Behave, port: int = 0) -> None:
+    def __init__(self, behave: Behave, port: int = 0, metrics: Behave | None = None) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.behave = behave
+        self.behave_with_metrics = metrics or behave
         self.closing = threading.Event()
         self.taken: list[str] = []
         self.tries = 0
@@ -58,14 +63,24 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.headers["Content-Encoding"] == "gzip":
             body = gzip.decompress(body)
+        self.server.tries += 1
+        self.server.headers.append(dict(self.headers.items()))
+        if self.path.endswith("/v1/metrics"):
+            self.names = [
+                metric.name
+                for of_resource in ExportMetricsServiceRequest.FromString(body).resource_metrics
+                for of_scope in of_resource.scope_metrics
+                for metric in of_scope.metrics
+                for _ in (metric.gauge if metric.HasField("gauge") else metric.sum).data_points
+            ]
+            self.server.behave_with_metrics(self, len(self.names))
+            return
         self.names = [
             found.name
             for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans
             for of_scope in of_resource.scope_spans
             for found in of_scope.spans
         ]
-        self.server.tries += 1
-        self.server.headers.append(dict(self.headers.items()))
         self.server.behave(self, len(self.names))
 
     def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
@@ -83,8 +98,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def collecting(behave: Behave, port: int = 0) -> Iterator[Collector]:
-    server = Collector(behave, port)
+def collecting(behave: Behave, port: int = 0, metrics: Behave | None = None) -> Iterator[Collector]:
+    server = Collector(behave, port, metrics)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:

@@ -47,6 +47,22 @@ class Received:
 
 
 @dataclass(frozen=True)
+class Point:
+    """One value of a metric as the receiver holds it. `kind` is gauge, updown or counter."""
+
+    name: str
+    unit: str
+    kind: str
+    attributes: Mapping[str, Any]
+    start_ns: int
+    at_ns: int
+    value: float
+    resource: Mapping[str, Any]
+    scope: str
+    schema_url: str
+
+
+@dataclass(frozen=True)
 class Receiver:
     """A running receiver: where to send, and what has come. `endpoint` is the final URL for http/protobuf."""
 
@@ -65,6 +81,11 @@ class Receiver:
         """Every span received since the start or the last `clear`, in the order of arrival."""
         requests = json.loads(self._get("/test/session/traces"))
         return [span for request in requests for span in _spans_of(request)]
+
+    def points(self) -> list[Point]:
+        """Every point of every metric received since then, in any order."""
+        requests = json.loads(self._get("/test/session/metrics"))
+        return [point for request in requests for point in _points_of(request)]
 
     def clear(self) -> None:
         """Forget what has come."""
@@ -157,6 +178,29 @@ def _spans_of(request: Mapping[str, Any]) -> Iterator[Received]:
                     scope=scope,
                     schema_url=of_scope.get("schema_url", ""),
                 )
+
+
+def _points_of(request: Mapping[str, Any]) -> Iterator[Point]:
+    for of_resource in request.get("resource_metrics", ()):
+        resource = _attributes(of_resource.get("resource", {}))
+        for of_scope in of_resource.get("scope_metrics", ()):
+            for metric in of_scope.get("metrics", ()):
+                data = metric.get("gauge") or metric["sum"]
+                kind = "gauge" if "gauge" in metric else "counter" if data.get("is_monotonic") else "updown"
+                assert kind == "gauge" or data["aggregation_temporality"] == "AGGREGATION_TEMPORALITY_CUMULATIVE"
+                for point in data["data_points"]:
+                    yield Point(
+                        name=metric["name"],
+                        unit=metric["unit"],
+                        kind=kind,
+                        attributes=_attributes(point),
+                        start_ns=int(point.get("start_time_unix_nano", 0)),
+                        at_ns=int(point["time_unix_nano"]),
+                        value=int(point["as_int"]) if "as_int" in point else float(point.get("as_double", 0)),
+                        resource=resource,
+                        scope=of_scope.get("scope", {}).get("name", ""),
+                        schema_url=of_scope.get("schema_url", ""),
+                    )
 
 
 def _id(text: str) -> int:

@@ -26,7 +26,7 @@ WITHIN = {
     "tally": {"spans"},
     "ring": {"spans", "tally"},
     "recorder": {"pure", "shelf", "wrapping"},
-    "device": {"imports", "recorder"},
+    "device": {"imports", "profile", "recorder"},
     "process": {"profiler"},
     "profiler": {"files"},
     "cli": {""},

@@ -169,6 +169,7 @@ def test_the_document_has_this_shape() -> None:
         "recorder": {"kind": "str", "why_not_native": "str"},
         "python": {"version": "str", "implementation": "str"},
         "device": {"driver": "str", "bindings": "str", "rocm": "str", "problem": "str"},
+        "nvml": {"why_not_read": "str"},
         "rules": [{"family": "str", "rule": "str", "line": "int", "targets": [target]}],
         "command": {"words": ["str"], "exit_code": "int", "processes": [{"pid": "int", "calls": "int"}]},
     }

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,20 @@ from hypothesis import strategies as st
 
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.spans import KINDS, Cost, DeviceInterval, Origin, RemoteParent, Site, Span, Trace
+from instrument.spans import (
+    GAUGES,
+    HOST,
+    KINDS,
+    Cost,
+    DeviceInterval,
+    Gpu,
+    Origin,
+    RemoteParent,
+    Sample,
+    Site,
+    Span,
+    Trace,
+)
 from instrument.tally import Tally
 
 BASE_NS = 123_456_789_012_345
@@ -121,6 +134,8 @@ def assert_same(loaded: Trace, original: Trace) -> None:
         assert getattr(loaded, name) == getattr(original, name)
     assert list(loaded.threads.items()) == list(original.threads.items())
     assert list(loaded.notes) == list(original.notes)
+    assert list(loaded.samples) == list(original.samples)
+    assert list(loaded.gpus) == list(original.gpus)
 
 
 values = st.one_of(
@@ -185,6 +200,93 @@ def test_every_trace_comes_back_and_shows_whole(tmp_path: Path, spans: list[Span
     assert rows_of(loaded_tally) == rows_of(tally)
     assert loaded_tally.threads == tally.threads
     assert chrome_rules.slices(shown_whole(path)) == len(spans) + sum(len(one.device) for one in spans)
+
+
+def in_order(samples: Iterable[Sample]) -> list[Sample]:
+    return sorted(samples, key=lambda s: (s.at_ns, s.device, s.name))
+
+
+def counters(found: dict[str, Any]) -> list[tuple[int, str, dict[str, float]]]:
+    """Process, name and values of the counters of a file."""
+    return [(e["pid"], e["name"], e["args"]) for e in found["traceEvents"] if e["ph"] == "C"]
+
+
+samples = st.builds(
+    Sample,
+    st.sampled_from([*GAUGES, *HOSTILE]),
+    st.sampled_from([HOST, 0, 1, 2**31 - 1]),
+    st.integers(-50, 2000).map(lambda at: BASE_NS + at),
+    st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@given(st.lists(samples, max_size=20, unique_by=lambda s: (s.name, s.device, s.at_ns)), spans_of_a_tree())
+def test_every_sample_comes_back_and_shows_unless_it_is_no_number(
+    tmp_path: Path, read: list[Sample], spans: list[Span]
+) -> None:
+    gpus = (Gpu(0, "NVIDIA H200", "GPU-aaaa"), Gpu(1))
+    original = trace(*spans, samples=in_order(read), gpus=gpus)
+    path = chrome.dump(tmp_path / "trace.json", original)
+    assert_same(chrome.load(path)[0], original)
+    assert len(counters(shown_whole(path))) == sum(sample.value is not None for sample in read)
+
+
+def test_gauges_are_counters_of_their_process_with_their_unit_and_what_they_are_of(tmp_path: Path) -> None:
+    read = in_order(
+        [
+            Sample("process_cpu", HOST, BASE_NS + 10, 140.5),
+            Sample("utilization", 1, BASE_NS + 10, 35),
+            Sample("utilization", 1, BASE_NS + 20, None),
+            Sample("memory_used", 1, BASE_NS + 20, 2**40),
+        ]
+    )
+    found = dumped(tmp_path, span(1, 0, 30), samples=read, gpus=[Gpu(1, "NVIDIA H200", "GPU-aaaa")])
+    assert counters(found) == [
+        (4711, "process_cpu", {"%": 140.5}),
+        (2**31 + 1, "utilization", {"%": 35}),
+        (2**31 + 1, "memory_used", {"bytes": 2**40}),
+    ]
+    about = {(e["pid"], e["name"]): e["args"] for e in found["traceEvents"] if e["ph"] == "M"}
+    assert about[2**31 + 1, "process_name"] == {"name": "GPU 1"}
+    assert about[2**31 + 1, "process_labels"] == {"labels": "NVIDIA H200 GPU-aaaa"}
+    assert found["instrument"]["gauges"]["process_cpu"].startswith("% of one core")
+    assert found["instrument"]["not_told"] == [["utilization", 1, 20]]
+
+
+def test_a_gauge_and_a_stream_of_one_device_share_its_process(tmp_path: Path) -> None:
+    found = dumped(
+        tmp_path, span(1, 0, 30, device=(on_device(5, 20),)), samples=[Sample("power", 0, BASE_NS + 10, 300.0)]
+    )
+    names = [(e["pid"], e["args"]["name"]) for e in found["traceEvents"] if e["name"] == "process_name"]
+    assert names == [(4711, "chat-7b"), (2**31, "GPU 0")]
+    assert counters(found) == [(2**31, "power", {"W": 300.0})]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2**63])
+def test_a_value_that_json_does_not_have_is_not_told(tmp_path: Path, value: float) -> None:
+    path = chrome.dump(tmp_path / "t.json", trace(samples=[Sample("power", 0, BASE_NS, value)]))
+    assert counters(shown_whole(path)) == []
+    assert list(chrome.load(path)[0].samples) == [Sample("power", 0, BASE_NS, None)]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        '{"ph":"C","name":"power","ts":1.000,"args":{"W":1}}',
+        '{"ph":"C","name":"power","ts":1.000,"pid":1,"args":{"W":"much"}}',
+        '{"ph":"C","name":"power","ts":1.000,"pid":1,"args":{}}',
+        '{"ph":"C","name":7,"ts":1.000,"pid":1,"args":{"W":1}}',
+        '{"ph":"C","name":"power","pid":1,"args":{"W":1}}',
+    ],
+)
+def test_a_counter_that_is_damaged_is_refused(tmp_path: Path, event: str) -> None:
+    path = chrome.dump(tmp_path / "t.json", trace(samples=[Sample("power", 0, BASE_NS, 1.0)]))
+    text = path.read_text()
+    whole = next(line for line in text.splitlines() if '"ph":"C"' in line)
+    path.write_text(text.replace(whole.rstrip(","), event))
+    with pytest.raises(TraceError, match="cannot read the trace"):
+        chrome.load(path)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

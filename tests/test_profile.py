@@ -111,7 +111,7 @@ class TestWhatEachKeyGives:
             schedule: {skip_first: 5, closed: 1, ready: 2, record: 4, repeat: 3}
             capture: {sample: 0.001, slow: 250ms, errors: false, limit: 30/min, before: 2s}
             limits: {ring: 1MiB, spans_per_request: 7, disk: 1GB}
-            device: {cuda: off, nvml: 100ms}
+            device: {cuda: off, nvml: 100ms, host: 1m}
             control: {watch: true, socket: /run/user/1000/chat}
             export:
               chrome: {path: "{service}/{pid}/{window}.json"}
@@ -148,7 +148,7 @@ class TestWhatEachKeyGives:
         assert profile.schedule == Schedule(record=4, skip_first=5, closed=1, ready=2, repeat=3)
         assert profile.capture == Capture(0.001, 250_000_000, False, Rate(30, 60 * 10**9), 2 * 10**9)
         assert profile.limits == Limits(2**20, 7, 10**9)
-        assert profile.device == Device("off", 10**8)
+        assert profile.device == Device("off", 10**8, 60 * 10**9)
         assert profile.control == Control(True, "/run/user/1000/chat")
         assert profile.export.chrome == Chrome("{service}/{pid}/{window}.json")
         assert profile.export.otlp == Otlp(
@@ -183,7 +183,7 @@ class TestWhatEachKeyGives:
 
     @pytest.mark.parametrize("word", ["off", '"off"', "no", "false", "OFF"])
     def test_off_is_off_however_yaml_reads_it(self, word: str) -> None:
-        assert read(f"device: {{cuda: {word}, nvml: {word}}}").device == Device("off", None)
+        assert read(f"device: {{cuda: {word}, nvml: {word}, host: {word}}}").device == Device("off", None, None)
 
     @pytest.mark.parametrize(
         ("text", "expected"),
@@ -682,7 +682,8 @@ export:
             ("control: {socket: aut}", "1:19: control.socket: found 'aut'"),
             ("control: {socket: on}", "1:19: control.socket: found the boolean on"),
             ("control: {watch: 1s}", "1:18: control.watch: found '1s'"),
-            ("device: {nvml: 1ms}", "1:16: device.nvml: found '1ms'"),
+            ("device: {nvml: 1ms}", "1:16: device.nvml: found '1ms'; allowed: auto, off, or a number with a unit"),
+            ("device: {host: often}", "1:16: device.host: found 'often'; allowed: auto, off, or a number with a unit"),
             ("device: {nvml: 0}", "1:16: device.nvml: found the number 0"),
             ("device: {nvml: on}", "1:16: device.nvml: found the boolean on"),
             ("export: {chrome: true}", "1:18: export.chrome: found the boolean true; allowed: a mapping of path"),
@@ -948,7 +949,7 @@ class TestSchema:
             {"export": {"otlp": {"endpoint": "${E}", "headers": {"a": "b ${C}"}}}},
             {"schedule": {"record": "${N}"}},
             {"functions": [{"match": "${MODULE}:f", "kind": "${K}"}]},
-            {"device": {"cuda": "${D}", "nvml": "${D}"}},
+            {"device": {"cuda": "${D}", "nvml": "${D}", "host": "${D}"}},
         ],
     )
     def test_it_lets_references_stand_for_values(self, value: dict[str, Any]) -> None:
@@ -965,9 +966,9 @@ RULES: dict[str, dict[str, Any]] = {
 BEYOND_THE_SCHEMA = re.compile(
     # Amounts: a pattern knows a unit, not what a number times a unit comes to.
     r"limits\.ring: .*, from 64KiB$"
-    r"|device\.nvml: .*, from 10ms$"
+    r"|device\.(nvml|host): .*, from 10ms$"
     r"|export\.otlp\.timeout: .*, from 1ms$"
-    r"|: found '[0-9.]{7,}[A-Za-z]+'; allowed: a number with a unit"
+    r"|: found '[0-9.]{7,}[A-Za-z]+'; allowed: (auto, off, or )?a number with a unit"
     # Two values against each other.
     r"|schedule: .* 0 <= start < end"
     r"|frameworks\[\d+\]: .* allowed: each framework once"
@@ -1043,7 +1044,11 @@ PROFILES = mapping(
         before=DURATION,
     ),
     limits=mapping(ring=SIZE, spans_per_request=COUNT, disk=SIZE),
-    device=mapping(cuda=st.sampled_from(["auto", "off", False]), nvml=DURATION | st.sampled_from(["off", False])),
+    device=mapping(
+        cuda=st.sampled_from(["auto", "off", False]),
+        nvml=DURATION | st.sampled_from(["auto", "off", False]),
+        host=DURATION | st.sampled_from(["auto", "off", False]),
+    ),
     control=mapping(
         watch=st.booleans(), socket=st.sampled_from(["auto", "off", False, "a/b", "/x", "./{a}", "/" * 81])
     ),

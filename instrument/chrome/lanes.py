@@ -5,6 +5,8 @@
   their thread, so they do not nest by time. The lane of a request has category `request`, others have `task`, and
   `args.kind` says what a slice is, because Perfetto nests async slices of one category only.
 * A device interval is a complete event of the process `GPU n`, on the lane of its stream.
+* A sample of a gauge is a counter (`C`) of the process that it is of, one track for each gauge. What a device does not
+  tell is no event, because counters have numbers only; it stands in the metadata.
 * Slices of a lane must nest, or viewers drop them in silence. One that crosses another, or lies deeper than viewers
   show, goes to a further lane such as `MainThread (2)` and has the lane's number in `args.lane`; nothing is cut.
 * Arrows lead from a span to what it started on another thread or task and on the device. One that would point into
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from instrument.chrome.text import encode, microseconds, safe
-from instrument.spans import DeviceInterval, Span, Trace
+from instrument.spans import HOST, DeviceInterval, Span, Trace
 
 DEVICE_PIDS = SPARE_TIDS = 1 << 31
 """No process or thread of a host has an id from here on: devices are processes, further lanes are threads there."""
@@ -79,6 +81,8 @@ class Board:
         self._rows: dict[tuple[int, int], list[Lane]] = {}  # by process and thread or stream
         self._tasks: dict[tuple[int, int], list[Lane]] = {}  # by tree and task
         self._spare_tids = count(SPARE_TIDS)
+        self._gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}
+        self._counted: set[int] = set()
         self._service = trace.origin.service or f"process {trace.origin.pid}"
         self._threads = trace.threads
 
@@ -99,6 +103,12 @@ class Board:
         """The lane of a stream that takes a device interval."""
         pid = DEVICE_PIDS + interval.device % DEVICE_PIDS
         return self._row_lane(pid, interval.stream, interval.start_ns, interval.end_ns)
+
+    def counter_address(self, device: int) -> str:
+        """Where the counters of a device lie, or those of the host."""
+        pid = self.pid if device == HOST else DEVICE_PIDS + device % DEVICE_PIDS
+        self._counted.add(pid)
+        return f',"pid":{pid}'
 
     def task_lane(self, span: Span, events: list[str]) -> Lane:
         """The lane of a span's task that takes it; what ended there by now is added to the events."""
@@ -133,15 +143,25 @@ class Board:
         known = {thread_id: position for position, thread_id in enumerate(self._threads)}
         positions = count()
         seen = {self.pid}
+        for pid in sorted(self._counted - seen):
+            seen.add(pid)
+            yield from self._device_names(pid)
         for pid, own_id in sorted(self._rows, key=lambda row: (row[0], known.get(row[1], len(known)), row[1])):
             if pid not in seen:
                 seen.add(pid)
-                yield from _process_names(pid, f"GPU {pid - DEVICE_PIDS}", 1 + pid - DEVICE_PIDS)
+                yield from self._device_names(pid)
             name = f"stream {own_id}" if pid != self.pid else self._threads.get(own_id) or f"thread {own_id}"
             for lane in self._rows[pid, own_id]:
                 place = f'{pid},"tid":{lane.tid}'
                 yield _name_event("thread_name", name if lane.number == 1 else f"{name} ({lane.number})", place)
                 yield _name_event("thread_sort_index", next(positions), place)
+
+    def _device_names(self, pid: int) -> Iterator[str]:
+        device = pid - DEVICE_PIDS
+        yield from _process_names(pid, f"GPU {device}", 1 + device)
+        gpu = self._gpus.get(pid)
+        if gpu is not None and (gpu.model or gpu.uuid):
+            yield _name_event("process_labels", " ".join(filter(None, (gpu.model, gpu.uuid))), f"{pid}")
 
     def _row_lane(self, pid: int, own_id: int, start_ns: int, end_ns: int, parent_id: int = 0) -> Lane:
         lanes = self._rows.setdefault((pid, own_id), [])
@@ -168,7 +188,7 @@ def _process_names(pid: int, name: str, position: int) -> Iterator[str]:
 
 
 def _name_event(what: str, value: str | int, place: str) -> str:
-    key = "sort_index" if isinstance(value, int) else "name"
+    key = "sort_index" if isinstance(value, int) else "labels" if what == "process_labels" else "name"
     return f'{{"ph":"M","name":"{what}","pid":{place},"args":{{"{key}":{encode(safe(value))}}}}}'
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from instrument.chrome.text import checked, clean, encode, index, safe
-from instrument.spans import Cost, Origin, Site, Span, Trace
+from instrument.chrome.text import checked, clean, encode, index, is_number, safe
+from instrument.spans import GAUGES, Cost, Gpu, Origin, Sample, Site, Span, Trace
 from instrument.tally import Tally, Totals
 
 FORMAT = 2
@@ -74,6 +74,7 @@ class Sites:
 def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int) -> str:
     """The JSON of the key. `base_ns` is the time from which the file counts."""
     counted = "null" if tally is None else _tally_text(tally, base_ns, sites)
+    read = {sample.name for sample in trace.samples}
     facts = {
         "format": FORMAT,
         "about": "Times in ns. A device slice is the stretch of a stream between two events, not a kernel.",
@@ -89,6 +90,13 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
         "notes": safe(list(trace.notes)),
         "cost": trace.cost and _facts(trace.cost),
         "arrows_left_out": arrows_left_out,
+        "gauges": {name: f"{GAUGES[name].unit} {GAUGES[name].about}" for name in GAUGES if name in read},
+        "gpus": [_facts(gpu) for gpu in trace.gpus],
+        "not_told": [
+            [clean(sample.name), sample.device, sample.at_ns - base_ns]
+            for sample in trace.samples
+            if not is_number(sample.value)
+        ],
     }
     text = encode(facts)[:-1] + ',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}'
     # JSON allows DEL as it is, but Perfetto 52 and 55 refuse a file that has it outside of the events.
@@ -126,9 +134,14 @@ class Metadata:
         self.sites = [_site(entry) for entry in facts["sites"]]
         self._facts = facts
 
-    def trace(self, spans: list[Span]) -> Trace:
-        """The trace that has these spans."""
+    def trace(self, spans: list[Span], samples: list[Sample]) -> Trace:
+        """The trace that has these spans and samples, and those samples that are no numbers."""
         facts = self._facts
+        samples += [
+            Sample(checked(name, str), checked(device, int), self.base_ns + checked(since_ns, int), None)
+            for name, device, since_ns in facts.get("not_told", ())
+        ]
+        samples.sort(key=lambda s: (s.at_ns, s.device, s.name))
         return Trace(
             origin=made(Origin, facts["origin"]),
             start_ns=checked(facts["start_ns"], int),
@@ -140,6 +153,8 @@ class Metadata:
             window=checked(facts["window"], int),
             cost=None if facts["cost"] is None else made(Cost, facts["cost"]),
             held_from_ns=checked(facts.get("held_from_ns", 0), int),
+            samples=tuple(samples),
+            gpus=tuple(made(Gpu, gpu) for gpu in facts.get("gpus", ())),
         )
 
     def tally(self) -> Tally | None:

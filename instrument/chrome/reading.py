@@ -12,11 +12,22 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from instrument.chrome.lanes import SPARE_TIDS
+from instrument.chrome.lanes import DEVICE_PIDS, SPARE_TIDS
 from instrument.chrome.metadata import LIMIT_LINKS, Metadata, attribute, made
 from instrument.chrome.text import Json, checked, index, nanoseconds
 from instrument.errors import TraceError
-from instrument.spans import KINDS, DeviceInterval, Origin, RemoteParent, Site, Span, Trace, assign_self_times
+from instrument.spans import (
+    HOST,
+    KINDS,
+    DeviceInterval,
+    Origin,
+    RemoteParent,
+    Sample,
+    Site,
+    Span,
+    Trace,
+    assign_self_times,
+)
 from instrument.tally import Tally
 
 LIMIT_BYTES = 2 << 30
@@ -155,10 +166,13 @@ class _Own:
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata
         self._spans: list[Span] = []
+        self._samples: list[Sample] = []
         self._intervals: dict[int, list[tuple[int, DeviceInterval]]] = {}
 
     def add(self, event: dict[str, Any]) -> None:
         phase = checked(event.get("ph", ""), str)
+        if phase == "C":
+            self._add_sample(event)
         if phase not in ("X", "b"):
             return
         args = event["args"]
@@ -192,11 +206,25 @@ class _Own:
         if len(self._spans) > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
 
+    def _add_sample(self, event: dict[str, Any]) -> None:
+        pid = checked(event["pid"], int)
+        (value,) = event["args"].values()
+        self._samples.append(
+            Sample(
+                name=checked(event["name"], str),
+                device=pid - DEVICE_PIDS if pid >= DEVICE_PIDS else HOST,
+                at_ns=self.metadata.base_ns + nanoseconds(event["ts"]),
+                value=checked(value, float, int),
+            )
+        )
+        if len(self._samples) > LIMIT_SPANS:
+            raise ValueError(f"it has more than {LIMIT_SPANS} samples; record less into one file")
+
     def trace(self) -> Trace:
         self._spans.sort(key=lambda s: (s.start_ns, -s.end_ns, s.span_id))
         for span in self._spans:
             span.device = tuple(map(itemgetter(1), sorted(self._intervals.get(span.span_id, ()), key=itemgetter(0))))
-        return self.metadata.trace(self._spans)
+        return self.metadata.trace(self._spans, self._samples)
 
 
 def _remote(facts: dict[str, Any]) -> RemoteParent:

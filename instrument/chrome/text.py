@@ -70,6 +70,11 @@ def _type_name(value: object) -> str:
     return f"<{clean(type(value).__name__)}>"
 
 
+def is_number(value: float | None) -> bool:
+    """Whether JSON and int64 have the value."""
+    return value is not None and math.isfinite(value) and (not isinstance(value, int) or -INT64 <= value < INT64)
+
+
 def microseconds(time_ns: int) -> str:
     """Nanoseconds as microseconds with three decimals, exactly."""
     return f"{time_ns // 1000}{MILLI[time_ns % 1000]}"

@@ -15,9 +15,9 @@ from typing import Any
 
 from instrument.chrome.lanes import DEEPEST, Arrows, Board, Lane
 from instrument.chrome.metadata import Sites, SiteText, metadata
-from instrument.chrome.text import INT64, MILLI, clean, encode, microseconds, safe
+from instrument.chrome.text import INT64, MILLI, clean, encode, is_number, microseconds, safe
 from instrument.errors import TraceError
-from instrument.spans import Span, Trace
+from instrument.spans import GAUGES, Sample, Span, Trace
 from instrument.tally import Tally
 
 COMPRESSION = 1
@@ -25,6 +25,8 @@ COMPRESSION = 1
 
 BATCH = 4096
 """How many events are in memory as text."""
+
+NO_UNIT = '"value"'
 
 _ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room, or record less"),
@@ -97,6 +99,7 @@ def _document(trace: Trace, tally: Tally | None) -> Iterator[str]:
     spans = sorted(sorted(trace.spans, key=attrgetter("span_id")), key=attrgetter("start_ns"))
     owners = [span for span in spans if span.device]
     starts = [trace.start_ns, *(span.start_ns for span in spans[:1])]
+    starts += [sample.at_ns for sample in trace.samples]
     base_ns = min(starts + [interval.start_ns for owner in owners for interval in owner.device])
     arrows = Arrows(spans)
     sites = Sites({span.site: None for span in spans})
@@ -108,6 +111,7 @@ def _document(trace: Trace, tally: Tally | None) -> Iterator[str]:
         board.closings(INT64),
         _device_events(owners, board, sites, arrows),
         arrows.events(board),
+        _counter_events(trace.samples, board),
         board.lane_names(),
     )
     head = metadata(trace, base_ns, sites, tally, arrows.left_out)
@@ -208,3 +212,18 @@ def _device_events(owners: Sequence[Span], board: Board, sites: Sites, arrows: A
             f'"owner":{owner.span_id},"place":{place},"device":{interval.device},"{key}":{interval.stream}'
             f',"label":{encode(clean(interval.label))},"uncertainty_ns":{interval.uncertainty_ns}}}{bind}}}'
         )
+
+
+# Counters
+
+
+def _counter_events(samples: Iterable[Sample], board: Board) -> Iterator[str]:
+    """The samples that are numbers. Their unit is the key of the number, which viewers add to the track's name."""
+    units = {name: encode(gauge.unit) for name, gauge in GAUGES.items()}
+    for sample in samples:
+        if is_number(sample.value):
+            yield (
+                f'{{"ph":"C","name":{encode(clean(sample.name))},{board.time(sample.at_ns)}'
+                f"{board.counter_address(sample.device)}"
+                f',"args":{{{units.get(sample.name, NO_UNIT)}:{encode(sample.value)}}}}}'
+            )

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import FAULTS, logger
+from instrument.otlp.metrics import PATIENCE_NS, Metrics, metrics_url
 from instrument.otlp.packing import Ids
 from instrument.otlp.senders import THREAD_NAME, Sender, Verdict, sender_for
 from instrument.otlp.tracer import (
@@ -80,7 +81,8 @@ class Exporter:
     """Delivers kept trees to a collector from one daemon thread, and counts the fate of every span.
 
     Every method but `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser.
-    `threads` gives the names of threads by native id. `origin` and `ids` may be read, and `origin` replaced by a
+    `threads` gives the names of threads by native id. `metrics` takes samples of gauges, which have a queue and counts
+    of their own and are sent after the spans. `origin` and `ids` may be read, and `origin` replaced by a
     renewed one, at any time.
 
     Raises ExportError for settings that cannot work, among them grpc without its extra.
@@ -91,6 +93,8 @@ class Exporter:
         self._threads = threads
         self.origin = origin
         self._sender = sender_for(settings)
+        grpc = settings.protocol == "grpc"
+        self.metrics = Metrics(settings.endpoint if grpc else metrics_url(settings.endpoint))
         self._detected: Mapping[str, object] | None = None
         self._begin_anew()
 
@@ -164,7 +168,7 @@ class Exporter:
     def flush(self, timeout_ns: int) -> Delivery:
         """Send what was offered so far, wait for its fate up to the time given, and tell the truth about it."""
         thread = self._thread
-        settled = not self.counts()["pending"]
+        settled = not (self.counts()["pending"] or self.metrics.waits())
         if not settled and thread is not None and thread.is_alive():
             reply: SimpleQueue[bool] = SimpleQueue()
             self._wake.put(reply)
@@ -193,6 +197,7 @@ class Exporter:
         finally:
             if held:
                 self._lock.release()
+        self.metrics.drop()
         self._wake.put(None)
         if thread is not None:
             sender.abort()
@@ -217,6 +222,7 @@ class Exporter:
     def after_fork_in_child(self) -> None:
         """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
         self._sender.forked()
+        self.metrics.after_fork_in_child()
         self._begin_anew()
         if self._detected is not None:
             self._detected = of_a_child(self._detected)
@@ -280,6 +286,10 @@ class Exporter:
                     if self._thread is me:
                         self._give_up(f"{type(fault).__name__}: {fault}")
                 FAULTS.note("OTLP export", fault)
+            try:
+                self._send_metrics(sender, at_once=reply is not None)
+            except Exception as fault:  # likewise
+                FAULTS.note("OTLP export of metrics", fault)
             self.thread_ns = time.thread_time_ns()
             if reply is not None:
                 reply.put(settled)
@@ -311,6 +321,27 @@ class Exporter:
                 size += added
         if pieces:
             self._deliver(sender, pieces, owners)
+
+    def _send_metrics(self, sender: Sender, at_once: bool) -> None:
+        """Send the samples that wait, when it is time. What does not get through in a short while is lost."""
+        me, metrics = threading.current_thread(), self.metrics
+        if not (metrics.due(time.monotonic_ns()) or (at_once and metrics.waits())):
+            return
+        self._renew_resource(sender, self.origin)
+        taken = True
+        while taken and metrics.waits() and self._thread is me:
+            deadline_ns = time.monotonic_ns() + min(self._settings.timeout_ns, PATIENCE_NS)
+            series, samples = metrics.take(self.origin)
+            if not series:
+                continue
+
+            def left_s(deadline_ns: int = deadline_ns) -> float:
+                until_ns = min(deadline_ns, self._stop_at_ns)
+                return (until_ns - time.monotonic_ns()) / 1e9 if self._thread is me else 0.0
+
+            verdict = sender.send_metrics(series, left_s, self._pause)
+            taken = verdict.taken
+            metrics.settle(samples, verdict.rejected if taken else samples, verdict)
 
     def _renew_resource(self, sender: Sender, origin: Origin) -> None:
         provider = provider_attributes()

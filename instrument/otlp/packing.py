@@ -212,19 +212,19 @@ def pack(spans: Sequence[Span], ids: Ids, origin: Origin, threads: Mapping[int, 
             _pack_flags(flags),
             _pack_facts(span, threads) if interval is None else _pack_device_facts(span, interval),
         )
-        yield _field(b"\x12", b"".join(body))
+        yield pack_field(b"\x12", b"".join(body))
 
 
 def pack_resource(attributes: Mapping[str, object]) -> bytes:
     """The resource of a request: what all its spans share."""
-    return _field(b"\x0a", _attributes(attributes, b"\x0a"))
+    return pack_field(b"\x0a", pack_attributes(attributes, b"\x0a"))
 
 
 def request_of(resource: bytes, pieces: Iterable[bytes]) -> bytes:
-    """An ExportTraceServiceRequest of packed spans under a packed resource."""
-    scope = _field(b"\x0a", _text(b"\x0a", SCOPE) + _text(b"\x12", version()))
-    scope_spans = b"".join((scope, *pieces, _text(b"\x1a", SCHEMA_URL)))
-    return _field(b"\x0a", resource + _field(b"\x12", scope_spans))
+    """An ExportTraceServiceRequest of packed spans under a packed resource; one of packed metrics has the same form."""
+    scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", version()))
+    scope_spans = b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL)))
+    return pack_field(b"\x0a", resource + pack_field(b"\x12", scope_spans))
 
 
 @lru_cache(maxsize=1)
@@ -243,14 +243,16 @@ def _pack_facts(span: Span, threads: Mapping[int, str]) -> bytes:
     measured = _span_attributes(span)
     if span.attributes and not static.isdisjoint(measured):
         tail = _pack_tail(span.site, measured)
-    facts = tail + _pack_thread(span.thread_id, threads.get(span.thread_id)) + _attributes(measured)
+    facts = tail + _pack_thread(span.thread_id, threads.get(span.thread_id)) + pack_attributes(measured)
     if span.error is not None:
-        facts += _field(b"\x7a", _text(b"\x12", span.error) + b"\x18\x02")
+        facts += pack_field(b"\x7a", pack_text(b"\x12", span.error) + b"\x18\x02")
     return facts
 
 
 def _pack_device_facts(span: Span, interval: DeviceInterval) -> bytes:
-    return _text(b"\x2a", device_name(span.site)) + _INTERNAL_KIND + _attributes(device_attributes(span, interval))
+    return (
+        pack_text(b"\x2a", device_name(span.site)) + _INTERNAL_KIND + pack_attributes(device_attributes(span, interval))
+    )
 
 
 @lru_cache(maxsize=16_384)
@@ -264,12 +266,12 @@ def _pack_tail(site: Site, without: Iterable[str]) -> bytes:
     for key in without:
         facts.pop(key, None)
     kind = _SERVER_KIND if site.kind == "request" else _INTERNAL_KIND
-    return _text(b"\x2a", site.name) + kind + _attributes(facts)
+    return pack_text(b"\x2a", site.name) + kind + pack_attributes(facts)
 
 
 @lru_cache(maxsize=1024)
 def _pack_thread(thread_id: int, name: str | None) -> bytes:
-    return _attributes(_thread_attributes(thread_id, name))
+    return pack_attributes(_thread_attributes(thread_id, name))
 
 
 @lru_cache(maxsize=512)
@@ -277,7 +279,8 @@ def _pack_flags(flags: int) -> bytes:
     return b"\x85\x01" + struct.pack("<I", flags)
 
 
-def _attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> bytes:
+def pack_attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> bytes:
+    """KeyValues as a repeated field, by default `Span.attributes`."""
     return b"".join([_attribute(key, value, tag) for key, value in attributes.items()])
 
 
@@ -286,12 +289,12 @@ def _attribute(key: str, value: object, tag: bytes = b"\x4a") -> bytes:
     if type(value) is int and 0 <= value < 1 << 63:
         number = _varint(value)
         return _int_head(tag, key, len(number)) + number
-    return _field(tag, _key(key) + _field(b"\x12", _any_value(value)))
+    return pack_field(tag, _key(key) + pack_field(b"\x12", _any_value(value)))
 
 
 @lru_cache(maxsize=1024)
 def _key(key: str) -> bytes:
-    return _text(b"\x0a", key)
+    return pack_text(b"\x0a", key)
 
 
 @lru_cache(maxsize=1024)
@@ -302,7 +305,7 @@ def _int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
 
 def _any_value(value: object) -> bytes:
     if type(value) is str:
-        return _text(b"\x0a", value)
+        return pack_text(b"\x0a", value)
     if type(value) is bool:
         return b"\x10\x01" if value else b"\x10\x00"
     if type(value) is int and -1 << 63 <= value < 1 << 63:
@@ -310,15 +313,17 @@ def _any_value(value: object) -> bytes:
     if type(value) is float:
         return _pack_double(b"\x21", value)
     if type(value) is list:
-        return _field(b"\x2a", b"".join([_field(b"\x0a", _any_value(item)) for item in value]))
+        return pack_field(b"\x2a", b"".join([pack_field(b"\x0a", _any_value(item)) for item in value]))
     return _any_value(plain(value))
 
 
-def _text(tag: bytes, text: str) -> bytes:
-    return _field(tag, text.encode("utf-8", "replace"))
+def pack_text(tag: bytes, text: str) -> bytes:
+    """A field that holds text."""
+    return pack_field(tag, text.encode("utf-8", "replace"))
 
 
-def _field(tag: bytes, content: bytes) -> bytes:
+def pack_field(tag: bytes, content: bytes) -> bytes:
+    """A field that holds bytes, or a message."""
     return tag + _varint(len(content)) + content
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.errors import ExportError
 from instrument.otlp import packing
+from instrument.otlp.metrics import PATIENCE_NS, Series, metrics_url, pack_metric
 from instrument.spans import Origin, Span
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import ssl
     from http.client import HTTPResponse
 
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import ReadableSpan
 
@@ -34,6 +36,7 @@ THREAD_NAME = "instrument-otlp"
 """The export thread: what the official exporter logs on it, we say ourselves."""
 
 _FIRST_BACK_OFF_S = 0.25
+_REFUSED = (404, 405, 415, 501)  # what collectors of traces alone say of metrics
 # ExportTraceServiceResponse.partial_success {rejected_spans, error_message}; serialisers write fields in this order
 _PARTIAL_SUCCESS = re.compile(
     rb"\x0a[\x80-\xff]*[\x00-\x7f](?:\x08([\x80-\xff]*[\x00-\x7f]))?(?:\x12[\x80-\xff]*[\x00-\x7f](.*))?", re.DOTALL
@@ -42,11 +45,15 @@ _PARTIAL_SUCCESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one request: whether it was taken, how many of its spans were rejected all the same, and why."""
+    """What became of one request: whether it was taken, how many of its spans were rejected all the same, and why.
+
+    `refused` says that the collector has no place for such requests at all.
+    """
 
     taken: bool
     rejected: int = 0
     too_large: bool = False
+    refused: bool = False
     reason: str = ""
 
 
@@ -75,14 +82,18 @@ class Http:
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ExportError(f"asked to export spans to {settings.endpoint!r}, which is no http:// or https:// URL")
         path = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        lines = [f"POST {path} HTTP/1.1", f"Host: {url.netloc.rpartition('@')[2]}"]
+        lines = [f"Host: {url.netloc.rpartition('@')[2]}"]
         lines += [f"{name}: {value}" for name, value in settings.headers]
         if " " in path or not all(line.isascii() and line.isprintable() for line in lines):
             raise ExportError("a header or the path of the OTLP endpoint holds characters that are not allowed there")
         lines += [f"User-Agent: instrument-sdk/{packing.version()}", "Content-Type: application/x-protobuf"]
         self._gzip = settings.compression == "gzip"
         lines += ["Content-Encoding: gzip"] if self._gzip else []
-        self._head = "\r\n".join([*lines, "Content-Length: "]).encode()
+        head = "\r\n".join(["", *lines, "Content-Length: "])
+        self._head = f"POST {path} HTTP/1.1{head}".encode()
+        metrics = urlsplit(metrics_url(settings.endpoint) or settings.endpoint)
+        path = metrics.path + (f"?{metrics.query}" if metrics.query else "")
+        self._metrics_head = f"POST {path} HTTP/1.1{head}".encode()
         self._socket: socket.socket | None = None
         self._resource = b""
 
@@ -96,9 +107,20 @@ class Http:
 
     def send(self, pieces: Sequence[bytes], left_s: Callable[[], float], pause: Callable[[float], None]) -> Verdict:
         """Deliver one request, trying again while there is time and hope."""
+        return self._send(self._head, packing.request_of(self._resource, pieces), len(pieces), left_s, pause)
+
+    def send_metrics(
+        self, series: Sequence[Series], left_s: Callable[[], float], pause: Callable[[float], None]
+    ) -> Verdict:
+        """Deliver one request of metrics, likewise; what is rejected counts points."""
+        body = packing.request_of(self._resource, map(pack_metric, series))
+        return self._send(self._metrics_head, body, sum(len(one.points) for one in series), left_s, pause)
+
+    def _send(
+        self, head: bytes, body: bytes, count: int, left_s: Callable[[], float], pause: Callable[[float], None]
+    ) -> Verdict:
         from http.client import HTTPException
 
-        body = packing.request_of(self._resource, pieces)
         if self._gzip:
             press = zlib.compressobj(1, zlib.DEFLATED, 31)
             body = press.compress(body) + press.flush()
@@ -107,7 +129,7 @@ class Http:
             reused = self._socket is not None
             wait_s = back_off_s * (0.8 + os.urandom(1)[0] / 640)
             try:
-                response, content = self._post(body, left_s)
+                response, content = self._post(head, body, left_s)
             except OSError as fault:
                 if reused:  # the collector may have closed an idle connection
                     continue
@@ -116,7 +138,7 @@ class Http:
                 return Verdict(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")
             else:
                 if response.status not in (429, 502, 503, 504):
-                    return _judge(response, content, len(pieces))
+                    return _judge(response, content, count)
                 reason = f"HTTP {response.status} {response.reason[:100]}"
                 wait_s = max(wait_s, _retry_after_s(response.getheader("Retry-After")))
             if wait_s >= left_s():
@@ -124,14 +146,14 @@ class Http:
             pause(wait_s)
             back_off_s *= 2
 
-    def _post(self, body: bytes, left_s: Callable[[], float]) -> tuple[HTTPResponse, bytes]:
+    def _post(self, head: bytes, body: bytes, left_s: Callable[[], float]) -> tuple[HTTPResponse, bytes]:
         from http.client import HTTPException, HTTPResponse
 
         try:
             sock = self._socket = self._socket or self._connect(left_s)
             sock.settimeout(_positive(left_s()))
             try:
-                sock.sendall(b"%b%d\r\n\r\n%b" % (self._head, len(body), body))
+                sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(body), body))
             except (BrokenPipeError, ConnectionResetError):
                 pass  # a collector that refuses the size closes early; its answer may still be there to read
             response = HTTPResponse(_Timed(sock, left_s), method="POST")  # type: ignore[arg-type]
@@ -206,7 +228,8 @@ def _judge(response: HTTPResponse, content: bytes, spans: int) -> Verdict:
     location = response.getheader("Location")
     if location:
         reason += f", redirected to {location[:200]}"
-    return Verdict(False, too_large=response.status == 413, reason=reason)
+    refused = response.status in _REFUSED
+    return Verdict(False, too_large=response.status == 413, refused=refused, reason=reason)
 
 
 def partial_success(answer: bytes) -> tuple[int, str]:
@@ -271,7 +294,9 @@ class Grpc:
     modules = (
         "grpc",
         "importlib.metadata",
+        "opentelemetry.exporter.otlp.proto.grpc.metric_exporter",
         "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+        "opentelemetry.sdk.metrics.export",
         "opentelemetry.sdk.trace.export",
         "uuid",
     )
@@ -283,6 +308,7 @@ class Grpc:
         require_grpc()
         self._settings = settings
         self._exporter: Any = None
+        self._metric_exporter: Any = None
         self._resource: Any = None
 
     def speak_for(self, resource: Mapping[str, object]) -> None:
@@ -340,35 +366,81 @@ class Grpc:
             return Verdict(False, reason=f"{type(fault).__name__}: {fault}")
         return Verdict(taken, reason="" if taken else self.said)
 
+    def send_metrics(self, series: Sequence[Series], left_s: Callable[[], float], _pause: object) -> Verdict:
+        """Deliver one request of metrics, likewise."""
+        from opentelemetry.sdk.metrics.export import MetricExportResult
+
+        if left_s() <= 0:
+            return Verdict(False)
+        Grpc.said = "the official gRPC exporter reported a failure"
+        exporter = self._metric_exporter = self._metric_exporter or self._open_metrics()
+        try:
+            taken = exporter.export(self._metrics_data(series)) is MetricExportResult.SUCCESS
+        except Exception as fault:  # as above
+            return Verdict(False, reason=f"{type(fault).__name__}: {fault}")
+        return Verdict(taken, refused="UNIMPLEMENTED" in self.said, reason="" if taken else self.said)
+
+    def _metrics_data(self, series: Sequence[Series]) -> Any:
+        from opentelemetry.sdk.metrics import export as sdk
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        def metric(one: Series) -> Any:
+            points = [
+                sdk.NumberDataPoint(
+                    attributes=point.attributes,
+                    start_time_unix_nano=point.start_ns,
+                    time_unix_nano=point.at_ns,
+                    value=round(point.value) if one.unit == "By" else point.value,
+                )
+                for point in one.points
+            ]
+            data: Any = sdk.Gauge(points)
+            if one.kind != "gauge":
+                data = sdk.Sum(points, sdk.AggregationTemporality.CUMULATIVE, is_monotonic=one.kind == "counter")
+            return sdk.Metric(name=one.name, description="", unit=one.unit, data=data)
+
+        scope = InstrumentationScope(packing.SCOPE, packing.version(), packing.SCHEMA_URL)
+        metrics = sdk.ScopeMetrics(scope, [metric(one) for one in series], packing.SCHEMA_URL)
+        return sdk.MetricsData([sdk.ResourceMetrics(self._resource, [metrics], "")])
+
     def _open(self) -> OTLPSpanExporter:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        return OTLPSpanExporter(**self._options(), timeout=self._settings.timeout_ns / 1e9)
+
+    def _open_metrics(self) -> OTLPMetricExporter:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+        return OTLPMetricExporter(**self._options(), timeout=min(self._settings.timeout_ns, PATIENCE_NS) / 1e9)
+
+    def _options(self) -> dict[str, Any]:
         import logging
         from importlib import import_module
-
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         compression = import_module("grpc").Compression
         filters = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters
         if _listen not in filters:
             filters.insert(0, _listen)  # before the exporter's own, which hides what was said in the last 20 s
-        return OTLPSpanExporter(
-            endpoint=self._settings.endpoint,
-            headers=tuple((name.lower(), value) for name, value in self._settings.headers),
-            timeout=self._settings.timeout_ns / 1e9,
-            compression=compression.Gzip if self._settings.compression == "gzip" else compression.NoCompression,
-        )
+        return {
+            "endpoint": self._settings.endpoint,
+            "headers": tuple((name.lower(), value) for name, value in self._settings.headers),
+            "compression": compression.Gzip if self._settings.compression == "gzip" else compression.NoCompression,
+        }
 
     def close(self) -> None:
-        """Close the channel; the next request opens another."""
-        exporter, self._exporter = self._exporter, None
-        if exporter is not None:
-            exporter.shutdown()
+        """Close the channels; the next request opens another."""
+        exporters = self._exporter, self._metric_exporter
+        self._exporter = self._metric_exporter = None
+        for exporter in exporters:
+            if exporter is not None:
+                exporter.shutdown()
 
     abort = close
 
     def forked(self) -> None:
         """Leave the channel alone: closing or collecting the parent's in a child can hang it."""
-        self._of_parents.append(self._exporter)
-        self._exporter = None
+        self._of_parents.extend((self._exporter, self._metric_exporter))
+        self._exporter = self._metric_exporter = None
 
 
 def _listen(record: logging.LogRecord) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from instrument.report.device_summary import device_summary
 from instrument.report.table import MISSING, ms, named_table, number, section_title, share, table, tenths, title
 from instrument.report.utilisation import NO_EVENTS, UNTIMED, DeviceUse, NameUse, Unanswered, Utilisation, utilisation
 from instrument.spans import Trace
@@ -29,7 +30,8 @@ def device(trace: Trace, *, rows: int | None = None) -> str:
     """The view as text. `rows` bounds each table of names to its largest rows; the rest is one row more."""
     use = utilisation(trace)
     lines = [*title("Device Report"), *coverage(trace), "Time unit: ms", ""]
-    # What the devices say of themselves (`trace.samples`) has its section here, above what spans say of them.
+    if trace.samples:
+        lines += [*device_summary(trace.samples, trace.gpus).splitlines(), ""]
     if not use.devices:
         lines += [_nothing(use, trace), ""]
     for one in use.devices:

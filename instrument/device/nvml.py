@@ -1,0 +1,429 @@
+"""NVML, NVIDIA's management library: what GPUs tell about themselves without CUDA and beside any other tool.
+
+Everything here but `missing` and `reason_against` is for one thread. A call may take milliseconds, or hang with the
+driver; `pynvml` gives up the GIL in each of them.
+
+Which GPUs: those that CUDA would show to this process, by `CUDA_VISIBLE_DEVICES` and the order of PCI buses, found
+without initialising CUDA. The rules are those that CUDA was seen to follow: numbers and UUIDs (their start is enough)
+up to the first that means nothing, none at all where one comes twice, and of MIG instances only the first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from ctypes import CDLL
+from dataclasses import dataclass, field
+from typing import Any
+
+from instrument.spans import Gpu
+
+LIBRARY = "libnvidia-ml.so.1"
+
+NO_DRIVER = f"no NVIDIA driver is to be seen here ({LIBRARY} is not found)"
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+GPM_NS = 100 * 10**6
+"""How far apart two samples of GPM must be at least (NVML reference, `nvmlGpmSampleGet`)."""
+
+ENERGY_NS = 400 * 10**6
+"""From what time between two readings on the energy counter gives the power: it moves every 20 to 100 ms."""
+
+MIB = 2**20
+
+GPM_METRICS: dict[str, tuple[str, float]] = {
+    "sm_active": ("SM_UTIL", 1),
+    "sm_occupancy": ("SM_OCCUPANCY", 1),
+    "tensor_active": ("ANY_TENSOR_UTIL", 1),
+    "dram_active": ("DRAM_BW_UTIL", 1),
+    "pcie_sent": ("PCIE_TX_PER_SEC", MIB),
+    "pcie_received": ("PCIE_RX_PER_SEC", MIB),
+    "nvlink_sent": ("NVLINK_TOTAL_TX_PER_SEC", MIB),
+    "nvlink_received": ("NVLINK_TOTAL_RX_PER_SEC", MIB),
+}
+"""Gauges that GPM has, from Hopper on: NVML's name, and what its unit is of ours."""
+
+Values = dict[str, float | None]
+
+
+class NvmlError(Exception):
+    """NVML cannot be used, or no longer; the message is one line that says why and what to do."""
+
+
+class Closed(Exception):  # noqa: N818 - no error: it is to be opened again
+    """Other code of the process has shut NVML down."""
+
+
+def missing() -> str:
+    """Why NVML cannot be tried at all, "" where it can. A host without an NVIDIA driver pays one failed `dlopen`.
+
+    Imports `pynvml` where the driver is there, 20 to 40 ms: to be called on a thread that nobody forks beside.
+    """
+    try:
+        CDLL(LIBRARY)
+    except OSError:
+        return NO_DRIVER
+    try:
+        import pynvml  # the door: imported here, used by `Nvml`
+    except (ImportError, Warning) as error:  # a distribution of that name warns of itself, which may be an error here
+        return f"there is an NVIDIA driver, but not its Python bindings ({error}); install instrument-sdk[cuda]"
+    if not hasattr(pynvml, "NVMLLibraryMismatchError"):
+        return f"the bindings {pynvml.__file__} are too old; install nvidia-ml-py>=12.550"
+    return ""
+
+
+def reason_against() -> str:
+    """Why no GPU can be read, "" where one can: opens and closes NVML, which may take seconds."""
+    problem = missing()
+    if problem:
+        return problem
+    nvml = Nvml()
+    try:
+        nvml.open()
+        return "" if nvml.gpus else "; ".join(nvml.notes) or "no GPU is there"
+    except NvmlError as error:
+        return str(error)
+    finally:
+        nvml.close()
+
+
+@dataclass(slots=True, eq=False)
+class Found:
+    """A GPU or a MIG instance as NVML has it. `gpm` says where its samples of GPM come from."""
+
+    handle: Any
+    uuid: str
+    model: str = ""
+    parent: Any = None
+    gpu_instance: int = 0
+    instances: list[Found] = field(default_factory=list)
+    absent: set[str] = field(default_factory=set)
+    lost: bool = False
+    energy_mj: int | None = None
+    first_energy_mj: int | None = None
+    energy_ns: int = 0
+    gpm: list[Any] = field(default_factory=list)
+    gpm_ns: int = 0
+
+
+class Nvml:
+    """NVML between `open` and `close`. `gpus` are those that are read, `notes` what is to be known of them.
+
+    `failures` counts calls that failed for no reason that lies in the device.
+    """
+
+    def __init__(self, pid: int | None = None) -> None:
+        self.gpus: list[Gpu] = []
+        self.notes: list[str] = []
+        self.failures = 0
+        self._pid = os.getpid() if pid is None else pid
+        self._open = False
+        self._found: list[Found] = []
+        self._shown: list[Found] = []
+        self._variable: str | None = None
+        self._metrics: Any = None
+
+    def open(self) -> None:
+        """Begin, and find the GPUs. Raises `NvmlError`."""
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            self._open = True
+            self._find(pynvml)
+        except pynvml.NVMLError as error:
+            raise NvmlError(_explained(pynvml, error)) from error
+
+    def close(self) -> None:
+        """Give back what `open` took. Never raises."""
+        if not self._open:
+            return
+        import pynvml
+
+        self._open = False
+        try:
+            for found in (*self._found, *(one for gpu in self._found for one in gpu.instances)):
+                for sample in found.gpm:
+                    pynvml.nvmlGpmSampleFree(sample)
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            pass  # the driver has gone before us, or other code has shut NVML down
+        self._shown, self._found = [], []
+
+    def read(self, now_ns: int, rarely: bool) -> list[tuple[int, Values]]:
+        """What each GPU tells now. `rarely` asks also for what changes slowly or is dear to ask for.
+
+        Raises `NvmlError` when the driver has gone, and `Closed` when NVML has to be opened again.
+        """
+        import pynvml
+
+        if os.environ.get(VARIABLE) != self._variable:
+            self._show(pynvml)
+        asked = [*_OFTEN, *(_RARELY if rarely else ())]
+        return [
+            (gpu.device, self._read_one(pynvml, gpu, found, asked, now_ns))
+            for gpu, found in zip(self.gpus, self._shown, strict=True)
+        ]
+
+    @property
+    def count(self) -> int:
+        """How many GPUs there are, read or not."""
+        return len(self._found)
+
+    # ------------------------------------------------------------ which
+
+    def _find(self, nvml: Any) -> None:
+        places: list[tuple[tuple[int, int, int], Found]] = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                pci = nvml.nvmlDeviceGetPciInfo(handle)
+                found = Found(handle, nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle))
+                found.instances = list(_instances(nvml, handle))
+            except nvml.NVMLError as error:
+                self._note(f"GPU {index} of NVML is left out: {_explained(nvml, error)}")
+                continue
+            places.append(((pci.domain, pci.bus, pci.device), found))
+        self._found = [found for _, found in sorted(places, key=lambda place: place[0])]
+        self._show(nvml)
+
+    def _show(self, nvml: Any) -> None:
+        """Take those GPUs that the variable shows, by what it is now: the service may set it late."""
+        self._variable = os.environ.get(VARIABLE)
+        for found in self._shown:
+            found.energy_mj = found.first_energy_mj = None
+        self._shown = shown(self._variable, self._found)
+        self.gpus = [Gpu(number, found.model, found.uuid) for number, found in enumerate(self._shown)]
+        if self._found and not self._shown:
+            self._note(f"{VARIABLE}={self._variable!r} shows none of {len(self._found)} GPUs; none is read")
+        ordered = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        if not ordered and len({found.model for found in self._found}) > 1 and self._shown:
+            self._note(
+                "GPUs of several models: they are numbered by PCI bus here, and fastest first by CUDA; "
+                "CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same"
+            )
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    # ------------------------------------------------------------ what
+
+    def _read_one(self, nvml: Any, gpu: Gpu, found: Found, asked: Sequence[_Reading], now_ns: int) -> Values:
+        values: Values = {}
+        for reading in asked:
+            names = [name for name in reading.names if name not in found.absent]
+            if not names or found.lost:
+                continue
+            try:
+                told = reading.ask(self, nvml, found, now_ns)
+            except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
+                told = dict.fromkeys(names)
+                self._judge(nvml, gpu, found, names, error)
+            values.update(told)
+        if found.lost:
+            # Said once, and not asked again.
+            told = dict.fromkeys(name for reading in (*_OFTEN, *_RARELY) for name in reading.names)
+            told = {name: None for name in told if name not in found.absent}
+            found.absent.update(told)
+            values = {**told, **values}
+        return values
+
+    def _judge(self, nvml: Any, gpu: Gpu, found: Found, names: Sequence[str], error: Exception) -> None:
+        """What a failed call means for the next ones."""
+        code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        if code == nvml.NVML_ERROR_UNINITIALIZED:
+            raise Closed from error
+        if code in (nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH):
+            raise NvmlError(_explained(nvml, error)) from error
+        if code in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+            found.lost = True
+            self._note(f"GPU {gpu.device} ({found.model}, {found.uuid}) is not read any more: {error}")
+        elif code in (
+            nvml.NVML_ERROR_NOT_SUPPORTED,
+            nvml.NVML_ERROR_NO_PERMISSION,
+            nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+            nvml.NVML_ERROR_INVALID_ARGUMENT,  # how some drivers answer for a MIG instance
+            nvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
+            nvml.NVML_ERROR_DEPRECATED,
+        ):
+            found.absent.update(names)
+        elif code not in (nvml.NVML_ERROR_NOT_FOUND, nvml.NVML_ERROR_NO_DATA, nvml.NVML_ERROR_NOT_READY):
+            self.failures += 1
+
+    def _utilization(self, nvml: Any, found: Found, _: int) -> Values:
+        rates = nvml.nvmlDeviceGetUtilizationRates(found.handle)
+        return {"utilization": rates.gpu, "memory_active": rates.memory}
+
+    def _memory(self, nvml: Any, found: Found, _: int) -> Values:
+        memory = _memory_info(nvml, found)
+        return {"memory_used": memory.used, "memory_total": memory.total}
+
+    def _power(self, nvml: Any, found: Found, now_ns: int) -> Values:
+        """Power from the energy counter where time enough has passed, so that no peak falls between two readings."""
+        if found.energy_mj is not None and now_ns - found.energy_ns >= ENERGY_NS:
+            return {}  # `_energy` says it
+        return {"power": nvml.nvmlDeviceGetPowerUsage(found.handle) / 1e3}
+
+    def _energy(self, nvml: Any, found: Found, now_ns: int) -> Values:
+        before_mj, before_ns = found.energy_mj, found.energy_ns
+        energy_mj = nvml.nvmlDeviceGetTotalEnergyConsumption(found.handle)
+        if before_mj is None or energy_mj < before_mj:  # the first one, or the driver was loaded anew
+            found.first_energy_mj = energy_mj - ((before_mj or 0) - (found.first_energy_mj or 0))
+        found.energy_mj, found.energy_ns = energy_mj, now_ns
+        values: Values = {"energy": (energy_mj - (found.first_energy_mj or 0)) / 1e3}
+        if before_mj is not None and now_ns - before_ns >= ENERGY_NS:
+            values["power"] = (energy_mj - before_mj) * 1e6 / (now_ns - before_ns) if energy_mj >= before_mj else None
+        return values
+
+    def _temperature(self, nvml: Any, found: Found, _: int) -> Values:
+        return {"temperature": nvml.nvmlDeviceGetTemperature(found.handle, nvml.NVML_TEMPERATURE_GPU)}
+
+    def _clocks(self, nvml: Any, found: Found, _: int) -> Values:
+        return {
+            "sm_clock": nvml.nvmlDeviceGetClockInfo(found.handle, nvml.NVML_CLOCK_SM),
+            "memory_clock": nvml.nvmlDeviceGetClockInfo(found.handle, nvml.NVML_CLOCK_MEM),
+        }
+
+    def _memory_of_process(self, nvml: Any, found: Found, _: int) -> Values:
+        """By our process id, which NVML does not know where it counts in another namespace than a container does."""
+        own = [p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(found.handle) if p.pid == self._pid]
+        known = [used for used in own if used is not None]
+        return {"memory_of_process": sum(known) if known else None}
+
+    def _gpm(self, nvml: Any, found: Found, now_ns: int) -> Values:
+        """What the device counted between the sample before and a new one; nothing where that one is too near."""
+        device = found.handle if found.parent is None else found.parent
+        if not found.gpm:
+            if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
+                found.absent.update(GPM_METRICS)
+                return dict.fromkeys(GPM_METRICS)
+            found.gpm = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
+        elif now_ns - found.gpm_ns < GPM_NS:
+            return {}
+        before, fresh = found.gpm
+        if found.parent is None:
+            nvml.nvmlGpmSampleGet(device, fresh)
+        else:
+            nvml.nvmlGpmMigSampleGet(device, found.gpu_instance, fresh)
+        is_first, found.gpm_ns = not found.gpm_ns, now_ns
+        found.gpm = [fresh, before]
+        return {} if is_first else self._gpm_values(nvml, found, before, fresh)
+
+    def _gpm_values(self, nvml: Any, found: Found, before: Any, fresh: Any) -> Values:
+        wanted = [(name, *GPM_METRICS[name]) for name in GPM_METRICS if name not in found.absent]
+        metrics = self._metrics = self._metrics or nvml.c_nvmlGpmMetricsGet_t()  # 19 KB, made once
+        metrics.version = nvml.NVML_GPM_METRICS_GET_VERSION
+        metrics.numMetrics, metrics.sample1, metrics.sample2 = len(wanted), before, fresh
+        for place, (_, metric, _) in enumerate(wanted):
+            metrics.metrics[place].metricId = getattr(nvml, f"NVML_GPM_METRIC_{metric}")
+        nvml.nvmlGpmMetricsGet(metrics)
+        values: Values = {}
+        for place, (name, _, scale) in enumerate(wanted):
+            told = metrics.metrics[place]
+            number = told.value * scale
+            values[name] = number if told.nvmlReturn == nvml.NVML_SUCCESS and number == number else None
+            if told.nvmlReturn == nvml.NVML_ERROR_NOT_SUPPORTED:
+                found.absent.add(name)
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One question to a device, and the gauges that it fills."""
+
+    names: tuple[str, ...]
+    ask: Callable[[Nvml, Any, Found, int], Values]
+
+
+_OFTEN = (
+    _Reading(("utilization", "memory_active"), Nvml._utilization),
+    _Reading(("memory_used", "memory_total"), Nvml._memory),
+    _Reading(("power",), Nvml._power),
+    _Reading(("energy",), Nvml._energy),
+    _Reading(tuple(GPM_METRICS), Nvml._gpm),
+)
+_RARELY = (
+    _Reading(("temperature",), Nvml._temperature),
+    _Reading(("sm_clock", "memory_clock"), Nvml._clocks),
+    _Reading(("memory_of_process",), Nvml._memory_of_process),
+)
+
+
+def shown(variable: str | None, found: Sequence[Found]) -> list[Found]:
+    """Those GPUs or MIG instances, of all in the order of PCI buses, that CUDA would show under the variable."""
+    if variable is None:
+        chosen = list(found)
+    elif variable.startswith("MIG-"):
+        instances = [instance for gpu in found for instance in gpu.instances]
+        return _by_start(variable, "MIG-", instances)[:1]
+    elif variable.startswith("GPU-"):
+        chosen = _by_start(variable, "GPU-", found)
+    else:
+        chosen = []
+        for part in variable.split(","):
+            number = re.match(r"\s*([+-]?[0-9]+)", part)
+            if number is None or not 0 <= int(number[1]) < len(found):
+                break
+            if found[int(number[1])] in chosen:
+                return []
+            chosen.append(found[int(number[1])])
+    # CUDA shows one MIG instance, and no whole GPU beside it.
+    instances = [instance for gpu in chosen for instance in gpu.instances]
+    return instances[:1] or chosen
+
+
+def _by_start(variable: str, prefix: str, found: Sequence[Found]) -> list[Found]:
+    chosen: list[Found] = []
+    for part in variable.split(","):
+        meant = [one for one in found if one.uuid.startswith(part)]
+        if not part.startswith(prefix) or len(meant) != 1:
+            break
+        if meant[0] in chosen:
+            return []
+        chosen += meant
+    return chosen
+
+
+def _instances(nvml: Any, handle: Any) -> Sequence[Found]:
+    """The MIG instances of a GPU."""
+    try:
+        current, _ = nvml.nvmlDeviceGetMigMode(handle)
+        room = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current else 0
+    except nvml.NVMLError:
+        return []  # no MIG on this device
+    found = []
+    for index in range(room):
+        try:
+            own = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            uuid, model = nvml.nvmlDeviceGetUUID(own), nvml.nvmlDeviceGetName(own)
+            found.append(Found(own, uuid, model, handle, nvml.nvmlDeviceGetGpuInstanceId(own)))
+        except nvml.NVMLError:
+            continue  # a place that no instance has
+    return found
+
+
+def _memory_info(nvml: Any, found: Found) -> Any:
+    """The second version counts what the driver keeps for itself apart, as nvidia-smi does; older drivers have none."""
+    if "v2" not in found.absent:
+        try:
+            return nvml.nvmlDeviceGetMemoryInfo(found.handle, version=nvml.nvmlMemory_v2)
+        except nvml.NVMLError as error:
+            if error.value not in (nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_NOT_SUPPORTED):
+                raise
+            found.absent.add("v2")
+    return nvml.nvmlDeviceGetMemoryInfo(found.handle)
+
+
+def _explained(nvml: Any, error: Exception) -> str:
+    """One line: what NVML said, and what to do about it where that is known."""
+    advice = {
+        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: f"{LIBRARY} is not found",
+        nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA kernel driver is not loaded, or the container has no access",
+        nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the driver was upgraded while this container or machine ran; restart",
+        nvml.NVML_ERROR_NO_PERMISSION: "this user may not open the NVIDIA devices; see /dev/nvidia*",
+        nvml.NVML_ERROR_GPU_IS_LOST: "a GPU has fallen off its bus; reset it or restart the machine",
+    }.get(getattr(error, "value", None))
+    return f"NVML: {error}" + (f" ({advice})" if advice else "")

@@ -1,0 +1,110 @@
+"""The Device Summary: what each gauge of host and devices read, at least, at most and on average.
+
+Rows are named as in Paddle's Device Summary: `CPU(Process)`, `CPU(System)`, `GPU n`. What every share is a share of
+stands below the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from instrument.report.table import MISSING, ms, number, safe, section_title, table
+from instrument.spans import GAUGES, HOST, Gauge, Gpu, Sample
+
+NOT_TOLD = "n/a"
+"""Stands for what a device does not tell."""
+
+HEADER = ("Device", "Gauge", "Unit", "Samples", "Mean", "Min.", "Max.", "Sum")
+WIDTHS = (14, 19, 8, 9, 12, 12, 12, 12)
+
+UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
+"""Units that are shown as larger ones."""
+
+_LABELS = {"cores": "CPU(Process)", "process_cpu": "CPU(Process)", "process_memory": "CPU(Process)"}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """One gauge of one device, in the gauge's unit.
+
+    `samples` counts those that told a value. Without any, `mean`, `least`, `most` are None: the device does not tell.
+    Of a gauge that counts up they are None too, and `total` is what it grew by from its first sample to its last.
+    """
+
+    device: int
+    label: str
+    gauge: str
+    samples: int
+    mean: float | None = None
+    least: float | None = None
+    most: float | None = None
+    total: float | None = None
+
+
+def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
+    """The rows in their order: process, machine, then the devices by number; gauges in the order of `GAUGES`."""
+    told: dict[tuple[int, str], list[float]] = {}
+    for sample in samples:
+        values = told.setdefault((sample.device, sample.name), [])
+        if sample.value is not None:
+            values.append(sample.value)
+    places = {name: place for place, name in enumerate(GAUGES)}
+    rows = []
+    for device, name in sorted(told, key=lambda key: (key[0], places.get(key[1], len(places)), key[1])):
+        values = told[device, name]
+        label = f"GPU {device}" if device != HOST else _LABELS.get(name, "CPU(System)")
+        if not values:
+            rows.append(DeviceRow(device, label, name, 0))
+        elif name in GAUGES and GAUGES[name].grows:
+            rows.append(DeviceRow(device, label, name, len(values), total=values[-1] - values[0]))
+        else:
+            mean = sum(values) / len(values)
+            rows.append(DeviceRow(device, label, name, len(values), mean, min(values), max(values)))
+    return rows
+
+
+def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu] = ()) -> str:
+    """The section as text, ending in a newline. `samples` are those of a trace, by time, and `gpus` its GPUs."""
+    lines = section_title("Device Summary")
+    if not samples:
+        return "\n".join([*lines, "No gauges were read.", ""])
+    first_ns, last_ns = samples[0].at_ns, samples[-1].at_ns
+    lines.append(f"Read from first to last: {ms(last_ns - first_ns)} ms{_interval(samples)}")
+    lines.append(f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_TOLD}: the device does not tell it")
+    lines += [f"GPU {gpu.device}: {safe(gpu.model)}, {safe(gpu.uuid)}" for gpu in gpus]
+    rows = device_rows(samples)
+    lines += ["", *table(HEADER, [_cells(row) for row in rows], WIDTHS), ""]
+    for name in dict.fromkeys(row.gauge for row in rows):
+        if name in GAUGES:
+            lines.append(f"{name}: {_shown_unit(GAUGES[name])[0]} {GAUGES[name].about}")
+    return "\n".join(lines) + "\n"
+
+
+def _interval(samples: Sequence[Sample]) -> str:
+    """How far apart the readings were, the median of all gauges."""
+    before: dict[tuple[str, int], int] = {}
+    gaps = []
+    for sample in samples:
+        key = sample.name, sample.device
+        if key in before:
+            gaps.append(sample.at_ns - before[key])
+        before[key] = sample.at_ns
+    return f", every {ms(sorted(gaps)[len(gaps) // 2])} ms" if gaps else ""
+
+
+def _shown_unit(gauge: Gauge) -> tuple[str, float]:
+    return UNITS.get(gauge.unit, (gauge.unit, 1))
+
+
+def _cells(row: DeviceRow) -> list[str]:
+    unit, scale = _shown_unit(GAUGES[row.gauge]) if row.gauge in GAUGES else ("", 1)
+
+    def cell(value: float | None) -> str:
+        if value is None:
+            return MISSING if row.samples else NOT_TOLD
+        return number(value / scale)
+
+    numbers = [cell(value) for value in (row.mean, row.least, row.most)]
+    total = cell(row.total) if row.total is not None else MISSING
+    return [row.label, safe(row.gauge), unit, str(row.samples), *numbers, total]
