@@ -204,6 +204,8 @@ class Limits:
 class Device:
     """What is asked of the device: `cuda` is `auto` or `off`; gauges are read every so many ns, or never if None.
 
+    `gil` says whether a thread of the service keeps the interpreter's lock while it records an event: `hold` or
+    `release`.
     `nvml_ns` is for those of GPUs: `AUTO_NS` means every second where there is an NVIDIA driver, without a word where
     there is none. `host_ns` is for those of process and machine: `AUTO_NS` means whenever GPUs are read, as often.
     """
@@ -211,6 +213,7 @@ class Device:
     cuda: str = "auto"
     nvml_ns: int | None = AUTO_NS
     host_ns: int | None = AUTO_NS
+    gil: str = "hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -746,6 +749,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "device": {
         "cuda": Key("cuda", one_of("auto", "off")),
+        "gil": Key("gil", one_of("hold", "release")),
         "nvml": Key("nvml_ns", _interval),
         "host": Key("host_ns", _interval),
     },

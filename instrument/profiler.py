@@ -17,12 +17,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from instrument import chrome, clock, files, otlp
 from instrument.capture import Trees
 from instrument.control import Control, folder_of
+from instrument.device.cuda import CudaDriver
 from instrument.device.gauges import Gauges
 from instrument.device.nvtx import Ranges
 from instrument.device.timer import Timing
@@ -166,7 +168,11 @@ class Session:
                 RECORDER.remote_parent = otlp.current_parent
             self._undos.append(contexts.watch())
             if self.profile.device.cuda != "off" and self.profile.state != "CPU":
-                self._timing = Timing(self.profile.limits.ring_bytes // DEVICE_SHARE, ranges=self._ranges)
+                self._timing = Timing(
+                    self.profile.limits.ring_bytes // DEVICE_SHARE,
+                    make_driver=partial(CudaDriver, holds_gil=self.profile.device.gil == "hold"),
+                    ranges=self._ranges,
+                )
                 self._undos.append(self._timing.install())
                 self._undos.append(graphs.watch())
             self._undos.append(self.selection.attach())

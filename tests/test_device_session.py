@@ -277,3 +277,15 @@ def test_the_cost_of_device_time_is_part_of_the_cost(torch: Any, session: Any, f
     assert cost.calls == 50
     assert cost.per_call_ns > 2 * 20_000
     assert cost.thread_ns > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "held"), [("", True), ("device: {gil: hold}", True), ("device: {gil: release}", False)]
+)
+def test_the_profile_says_whether_the_lock_is_kept(torch: Any, session: Any, text: str, held: bool) -> None:
+    running = session(text)
+    torch.work(0)
+    with instrument.scope("work", device=True):
+        torch.work(MS)
+    assert shown(settled(running)) in ("work [exclusive 1 ms]", "work [launch-bound 1 ms]")
+    assert running._timing.timer.driver.holds_gil is held

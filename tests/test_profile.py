@@ -111,7 +111,7 @@ class TestWhatEachKeyGives:
             schedule: {skip_first: 5, closed: 1, ready: 2, record: 4, repeat: 3}
             capture: {sample: 0.001, slow: 250ms, errors: false, limit: 30/min, before: 2s}
             limits: {ring: 1MiB, spans_per_request: 7, disk: 1GB}
-            device: {cuda: off, nvml: 100ms, host: 1m}
+            device: {cuda: off, gil: release, nvml: 100ms, host: 1m}
             control: {watch: true, socket: /run/user/1000/chat}
             export:
               chrome: {path: "{service}/{pid}/{window}.json"}
@@ -148,7 +148,7 @@ class TestWhatEachKeyGives:
         assert profile.schedule == Schedule(record=4, skip_first=5, closed=1, ready=2, repeat=3)
         assert profile.capture == Capture(0.001, 250_000_000, False, Rate(30, 60 * 10**9), 2 * 10**9)
         assert profile.limits == Limits(2**20, 7, 10**9)
-        assert profile.device == Device("off", 10**8, 60 * 10**9)
+        assert profile.device == Device("off", 10**8, 60 * 10**9, "release")
         assert profile.control == Control(True, "/run/user/1000/chat")
         assert profile.export.chrome == Chrome("{service}/{pid}/{window}.json")
         assert profile.export.otlp == Otlp(

@@ -221,7 +221,8 @@ class Resolver:
         error = context.anchors.renew()
         if not error and not context.shortest_ns:
             error, context.shortest_ns = context.anchors.least_ns()
-            self.pair_ns = self.pair_ns or self._measured_cost(context)
+        if not error and not self.pair_ns:
+            self.pair_ns = self._measured_cost(context)
         if error:
             self.fail(context, error)
 
@@ -237,13 +238,12 @@ class Resolver:
                     break
                 self._timer.end_pair(pair)
                 pairs.append(pair)
-            spent_ns = (time.perf_counter_ns() - begin_ns) / COST_PAIRS
+            spent_ns = (time.perf_counter_ns() - begin_ns) / max(len(pairs), 1)
             for pair in pairs:
                 context.begun.remove(pair)
                 self._give_back(pair)
-            if len(pairs) < COST_PAIRS:
-                break
-            best_ns = min(best_ns or spent_ns, spent_ns)
+            if len(pairs) >= COST_PAIRS // 4:  # a pool that is nearly empty tells the next time
+                best_ns = min(best_ns or spent_ns, spent_ns)
         return best_ns
 
     def _resolve(self, context: Context) -> bool:
