@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
+import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import FakeDriver
+from driver import FakeDriver, environment
 from fake_torch_cuda import fake_torch
+from otlp_collectors import collecting, take
 from trees import outline, tree_of
 
 import instrument
@@ -289,3 +293,65 @@ def test_the_profile_says_whether_the_lock_is_kept(torch: Any, session: Any, tex
         torch.work(MS)
     assert shown(settled(running)) in ("work [exclusive 1 ms]", "work [launch-bound 1 ms]")
     assert running._timing.timer.driver.holds_gil is held
+
+
+def test_spans_go_to_the_collector_with_their_device_times(torch: Any, session: Any) -> None:
+    with collecting(take) as collector:
+        running = session(
+            f"capture: {{sample: 1}}\nexport: {{otlp: {{endpoint: 'http://127.0.0.1:{collector.server_port}'}}}}"
+        )
+        torch.work(0)
+        for _ in range(3):
+            with instrument.scope("request", kind="request"), instrument.scope("decode", device=True):
+                torch.work(300 * MS)  # the host is done long before
+        assert running.flush(5.0) is not None
+        end = time.monotonic() + 10
+        while collector.taken.count("decode (device)") < 3 and time.monotonic() < end:
+            running.flush(1.0)
+            time.sleep(0.05)
+        instrument.stop()
+        assert Counter(collector.taken) >= Counter({"request": 3, "decode": 3, "decode (device)": 3})
+
+
+NUMBA = """
+import time
+import instrument
+from instrument.profile import loads
+running = instrument.start(loads("copies: [{directions: [h2d, d2h]}]"))
+import numpy
+from numba import cuda
+there = cuda.to_device(numpy.zeros(1 << 16))
+stream = cuda.stream()
+with instrument.scope("default", device=True):
+    cuda.to_device(numpy.zeros(1 << 16))
+with instrument.scope("named", stream=stream):
+    there.copy_to_host(stream=stream)
+now = time.monotonic_ns()
+while not running._timing.is_settled(now):
+    time.sleep(0.01)
+for span in sorted(running.trace().spans, key=lambda span: span.span_id):
+    facts = dict(span.site.attributes)
+    print(span.site.name, *["none" if not span.device else "default" if span.device[0].stream == 0 else "own"])
+instrument.stop()
+"""
+
+
+def test_numba_is_timed_on_its_streams() -> None:
+    if importlib.util.find_spec("numba_cuda") is None or importlib.util.find_spec("numba") is None:
+        pytest.skip("numba-cuda is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", NUMBA],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment()},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "memcpy h2d default",
+        "default default",
+        "memcpy h2d default",
+        "named own",
+        "memcpy d2h own",
+    ]
