@@ -77,6 +77,12 @@ def test_every_room_has_a_floor_and_every_floor_its_rooms() -> None:
     assert {room(module) for module in MODULES} == {name for names in FLOORS for name in names}
 
 
+def test_every_folder_is_shipped() -> None:
+    wanted = {".".join(["instrument", *module.parts[:-1]]) for module in MODULES}
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    assert set(settings["tool"]["setuptools"]["packages"]) == wanted
+
+
 def test_the_public_names_are_these() -> None:
     assert instrument.__all__ == [
         "ExportError",

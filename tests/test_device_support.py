@@ -239,5 +239,43 @@ def test_rocm_is_not_asked_for_cudas_driver(run: Run) -> None:
     assert line == "no device time: torch was built for ROCm, but has not loaded libamdhip64.so"
 
 
+FORK = """
+import gc, os, sys
+from driver import FakeDriver
+from fake_torch_cuda import fake_torch
+from instrument.process import start
+import instrument
+
+fake = FakeDriver(os.path.join(os.environ["LD_LIBRARY_PATH"], "libcuda.so.1"))
+sys.modules["torch"] = torch = fake_torch(fake)
+session = start("p.yaml")
+torch.work(1000)
+with instrument.scope("forward", device=True):
+    torch.work(1000)
+print(type(session._timing.timer.driver).__name__, fake.counts().live_events >= 2)
+sys.stdout.flush()
+pid = os.fork()
+if pid == 0:
+    with instrument.scope("forward", device=True):
+        pass
+    session.notes()
+    instrument.stop()
+    session = None
+    gc.collect()
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+print(fake.counts().forked_calls)
+"""
+
+
+@needs_fake
+@pytest.mark.parametrize("files", [{}, NO_BINDINGS], ids=["CudaDriver", "TorchDriver"])
+def test_a_forked_child_asks_nothing_of_the_driver_to_its_very_end(
+    run: Run, request: pytest.FixtureRequest, files: dict[str, str]
+) -> None:
+    lines = run("-c", FORK, files=files, profile="", **environment()).splitlines()
+    assert lines == [f"{request.node.callspec.id} True", "0"]
+
+
 def test_a_driver_that_is_older_than_all_bindings_needs_to_be_newer() -> None:
     assert misfit("12.9.1", 11080).endswith("install a newer driver")

@@ -137,6 +137,11 @@ def test_spans_are_ranges_in_the_category_of_their_kind(hear: Hear) -> None:
     assert not heard.of("push")
 
 
+def test_ranges_do_not_need_device_time(hear: Hear) -> None:
+    heard = hear("with scope('work', device=True): pass", "state: CPU\ndevice: {cuda: off}\n")
+    assert heard.tree() == "work"
+
+
 def test_ranges_end_with_calls_that_raise(hear: Hear) -> None:
     heard = hear(
         """

@@ -138,6 +138,7 @@ class CudaDriver:
         if native is not None:
             self._native_measure = functools.partial(native.measure, _address(library.cuEventQuery), elapsed)
 
+    @functools.cached_property
     def misfit(self) -> str:
         """What does not fit, and what to do, in one sentence; "" where all is well."""
         error, version = self._driver.cuDriverGetVersion()

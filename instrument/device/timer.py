@@ -293,7 +293,7 @@ class Timing:
         asked = any(site.device for site, _ in self._recorder.nodes_from(0))
         notes = [self.reason] if self.reason and asked else []
         if self.timer is not None:
-            resolver, misfit = self.timer.resolver, self.timer.driver.misfit()
+            resolver, misfit = self.timer.resolver, self.timer.driver.misfit
             notes += [f"device time: {misfit}"] if misfit else []
             notes += resolver.faults.values()
             notes += [f"{what}: {count} times" for what, count in resolver.counts.items() if what not in LABELS]

@@ -63,7 +63,6 @@ OWN_TEXTS = {
 _THREAD_LOCAL, _RELAXED = 1, 2
 
 _kept: dict[int, Any] = {}
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))  # or the end of a forked child would destroy its parent's events
 
 
 class TorchDriver:
@@ -72,6 +71,7 @@ class TorchDriver:
     Raises `ImportError` for a torch that is too old, `OSError` where a thread cannot be kept from disturbing captures.
     """
 
+    misfit = ""  # torch has brought what it needs of the vendor's libraries
     CAPTURING = cuda.CAPTURING
     NOT_READY = cuda.NOT_READY
 
@@ -92,10 +92,6 @@ class TorchDriver:
         self._streams: dict[tuple[int, int], Any] = {}
         self._thread = threading.local()
         self.mark: Callable[[Any, Any], int] = self._mark
-
-    def misfit(self) -> str:
-        """Nothing: torch has brought what it needs of the vendor's libraries."""
-        return ""
 
     def name(self, error: int) -> str:
         """The driver's words for an error."""
