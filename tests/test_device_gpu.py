@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import instrument
+from instrument.device.cuda import CudaDriver, misfit
 from instrument.profile import loads
 from instrument.profiler import Session
 from instrument.spans import Span
@@ -25,8 +26,12 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 
-@pytest.fixture
-def session() -> Iterator[Callable[..., Session]]:
+@pytest.fixture(params=["CudaDriver", "TorchDriver"])
+def session(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Session]]:
+    """Starts a session that times with cuda-bindings, and one as on a machine without them."""
+    if request.param == "TorchDriver":
+        monkeypatch.setattr(CudaDriver, "__init__", _missing)
+
     def start(text: str = "") -> Session:
         running = instrument.start(loads(text))
         assert running is not None
@@ -35,6 +40,10 @@ def session() -> Iterator[Callable[..., Session]]:
     torch.zeros(1, device="cuda").add_(1).item()
     yield start
     instrument.stop()
+
+
+def _missing(driver: CudaDriver) -> None:
+    raise ImportError(misfit("", 0))
 
 
 def settled(running: Session) -> list[Span]:

@@ -63,6 +63,7 @@ OWN_TEXTS = {
 _THREAD_LOCAL, _RELAXED = 1, 2
 
 _kept: dict[int, Any] = {}
+"""Events that have not been given back, so that a forked child which clears what it inherits destroys none of them."""
 
 
 class TorchDriver:
