@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -1152,6 +1152,60 @@ def test_a_method_records_the_instances_that_are_chosen_each_decided_once(
     (row,) = recorder.tally().rows()
     assert (row.path, row.totals.calls, row.totals.errors) == ((site,), 7, 1)
     assert inspect.signature(Part.work) == inspect.signature(Part.work.__wrapped__)  # type: ignore[attr-defined]
+
+
+def test_a_method_follows_each_change_of_the_choice_at_its_next_call(
+    recorder: Any, choice: dict[int, Site | None]
+) -> None:
+    def recorded() -> list[str]:
+        cursor = recorder.cursor()
+        part.work()
+        return [recorder.span(row, thread).site.name for thread, rows in cursor.read() for row in rows]
+
+    part, other = Part(), Part()
+    part.selected = other.selected = True  # type: ignore[attr-defined]
+    changes: list[tuple[Callable[[], object], list[str]]] = [
+        (lambda: None, ["part"]),
+        (other.work, ["part"]),
+        (lambda: choice.update({id(part): None}), []),
+        (lambda: choice.update({id(part): Site("anew", "layer")}), ["anew"]),
+        (lambda: choice.pop(id(part)), ["part"]),
+        (lambda: choice.update({id(other): None}), ["part"]),
+        (choice.clear, ["part"]),
+    ]
+    for change, expected in changes:
+        change()
+        assert [recorded() for _ in range(3)] == [expected] * 3
+
+
+def test_each_of_thousands_of_instances_is_counted_under_its_own_site_and_parent(
+    recorder: Any, choice: dict[int, Site | None]
+) -> None:
+    parts = [Part() for _ in range(5_000)]
+    choice.update({id(part): Site(f"part {number}", "layer") for number, part in enumerate(parts) if number % 2})
+    recorder.node_limit = 1 << 15
+
+    def work(number: int) -> None:
+        for part in parts[: number * 1_000]:
+            part.work()
+
+    parents = [recorder.wrap(functools.partial(work, number), Site(f"parent {number}")) for number in (5, 4, 3)]
+    for parent in [*parents, *parents]:
+        parent()
+    expected = {
+        (f"parent {count}", f"part {number}"): 2 for count in (5, 4, 3) for number in range(1, count * 1_000, 2)
+    }
+    expected.update({(f"parent {count}",): 2 for count in (5, 4, 3)})
+    assert {tuple(s.name for s in row.path): row.totals.calls for row in recorder.tally().rows()} == expected
+
+
+def test_percentiles_count_every_call_at_any_time(recorder: Any) -> None:
+    site = Site("f")
+    function = recorder.wrap(lambda: None, site)
+    for number in range(1, 40):
+        function()
+        (row,) = recorder.tally().rows()
+        assert sum(row.totals.histogram.values()) == row.totals.calls == number
 
 
 def test_a_method_passes_muted_instances_and_what_nobody_could_decide(

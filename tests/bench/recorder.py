@@ -2,10 +2,16 @@
 
 Every figure is the cost over the bare call, as a multiple of two reads of the recorder's clock. All shapes take turns
 in one process, round after round, so that a change of the machine's speed hits them alike; the best round counts.
+
+The last rows say what a span of a layer costs where other work has used the processor's caches before it and inside
+it, as a model's own arithmetic does: its memory then comes from far away. Medians over many calls, with recording on
+and off in turns.
 """
 
 from __future__ import annotations
 
+import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +22,10 @@ from instrument.spans import Site
 
 CALLS = 20_000
 ROUNDS = 15
+LAYERS = 27
+COLD_ROUNDS = 200
+MEMORY_BYTES = 24 << 20
+SWEPT_BYTES = (0, 1 << 20, 2 << 20)
 
 
 def nothing() -> None: ...
@@ -130,6 +140,50 @@ def measure() -> dict[str, float]:
     return {name: best[name] - (best[base] if base else 0.0) for name, (_, base) in timed.items()}
 
 
+def measure_cold(swept_bytes: int) -> float:
+    """Nanoseconds that a span adds to a layer which sweeps so many bytes of memory, as what runs before it does."""
+    clock = time.perf_counter_ns
+    memory, into = memoryview(bytearray(MEMORY_BYTES)), bytearray(swept_bytes)
+    at, inside_ns = 0, 0
+
+    def sweep() -> None:
+        nonlocal at
+        if swept_bytes:
+            at = (at + swept_bytes) % (MEMORY_BYTES - swept_bytes)
+            into[:] = memory[at : at + swept_bytes]
+
+    class Layer:
+        def forward(self) -> None:
+            nonlocal inside_ns
+            start_ns = clock()
+            sweep()
+            inside_ns = clock() - start_ns
+
+    recorder = Recorder()
+    layers = [Layer() for _ in range(LAYERS)]
+    sites: dict[int, Site | None] = {id(layer): Site(f"layer {i}", "layer") for i, layer in enumerate(layers)}
+    Layer.forward = recorder.wrap_method(Layer.forward, sites, lambda _: None, lambda: False)  # type: ignore[method-assign]
+
+    def run() -> float:
+        outside_ns = 0
+        for layer in layers:
+            sweep()
+            start_ns = clock()
+            layer.forward()
+            outside_ns += clock() - start_ns - inside_ns
+        return outside_ns / LAYERS
+
+    step = recorder.wrap(run, Site("step"))
+    added_ns = []
+    for _ in range(COLD_ROUNDS):
+        taken_ns = {}
+        for on in random.sample([True, False], 2):
+            recorder.on = on
+            taken_ns[on] = step()
+        added_ns.append(taken_ns[True] - taken_ns[False])
+    return statistics.median(added_ns)
+
+
 def main() -> None:
     found = measure()
     reads = found["two clock reads"]
@@ -138,6 +192,9 @@ def main() -> None:
     print(f"{'shape':<42}{'ns over bare':>14}{'x two clock reads':>20}")
     for name, cost_ns in found.items():
         print(f"{name:<42}{cost_ns:>14.1f}{cost_ns / reads:>20.2f}")
+    for swept_bytes in SWEPT_BYTES:
+        cost_ns = measure_cold(swept_bytes)
+        print(f"{f'layer after {swept_bytes >> 20} MiB of other work':<42}{cost_ns:>14.1f}{cost_ns / reads:>20.2f}")
 
 
 if __name__ == "__main__":
