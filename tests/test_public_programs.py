@@ -170,7 +170,8 @@ def test_pip_tells_its_version(folder: Path) -> None:
         """
         service: pip
         functions:
-          - {match: "pip._internal.cli.main:main", kind: request}
+          # `cli` since pip 26.3.
+          - {match: ["pip._internal.cli.main:main", "pip._internal.cli.main:cli"], kind: request, name: main}
           - {match: "pip._internal.cli.main_parser:parse_command"}
         """
     )
