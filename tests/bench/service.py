@@ -1,16 +1,13 @@
 """What the instrumentation costs a service: `python tests/bench/service.py`, from the root of the repository.
 
-The demonstration's server (`examples/chat`) runs bare (A) and under `instrument run` with a profile (B), each time as a
-process of its own, in the order A B B A, so that a steady drift of the machine's speed falls on both alike. The same
-requests go to each, the first of them not counted. Every neighbouring A and B make a pair; it gives one shift of the
-median latency and one of the 99th percentile, as the client sees them, and one of the processor time that the server
-spends on a request, which the client and the rest of the machine disturb least. The figures are the medians over the
-pairs, and their 95 % confidence intervals come from drawing the pairs anew (bootstrap).
-
-Two processes differ by more than the target without any instrumentation (where their memory lies, what else runs on
-the machine), so a second table narrows the larger part of it down: in one instrumented process recording is switched
-off and on by turns, block by block of requests, and each neighbouring two make a pair. It shows what recording costs,
-with the probes in place both times; what the probes alone cost is only in the first table.
+The demonstration's server (`examples/chat`) runs twice at a time, bare and under `instrument run` with a profile. The
+same block of requests goes to the bare one, to the other with recording switched off, and to it with recording on, in
+an order drawn anew each time, so that a change of the machine's speed, which is larger than what is looked for, falls
+on all three alike. The first requests are not counted. Each pair of servers gives one shift of the median latency and
+one of the 99th percentile over all its blocks, as the client sees them, and one of the processor time that the server
+spends on a request, the median of its blocks, which the client and the rest of the machine disturb least. The figures
+are the medians over the pairs of servers, which differ by where their memory lies, and their 95 % confidence intervals
+come from drawing the pairs anew (bootstrap). Three comparisons: all of it, the probes alone, recording alone.
 
 Where there is more than one core, the server has the last one for itself and the client the others: what the server
 does on any of its threads then adds to its latency, and the client's work does not. An interval wider than the target
@@ -45,6 +42,11 @@ LIMIT_S = 120
 BLOCK = 48
 LISTENING = "listening on "
 NAMES = ("p50", "p99", "processor")
+COMPARISONS = (
+    ("recording, all of it", "on", "bare"),
+    ("the probes alone", "off", "bare"),
+    ("recording alone", "on", "off"),
+)
 
 Figures = dict[str, float]
 """Seconds by name."""
@@ -63,13 +65,13 @@ def processor_s(process: int) -> float:
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
-SWITCHED = """
+HOST = """
 import sys, threading
-import instrument
 from chat import server
 
 def follow():
     for line in sys.stdin:
+        import instrument
         (instrument.enable if line == "on\\n" else instrument.disable)()
         print(line, end="", flush=True)
 
@@ -77,16 +79,19 @@ threading.Thread(target=follow, daemon=True).start()
 sys.argv[0] = "chat.server"
 server.main()
 """
-"""The same server with a thread that waits for words on its standard input."""
+"""The server, and a thread that waits for words on its standard input: whether to record."""
+
+Blocks = list[tuple[list[float], float]]
+"""Of each block the latency of its requests and the processor time of one, in seconds."""
 
 
 @contextmanager
 def server_of(
-    profile: Path | None, seed: int, folder: str, core: set[int], host: list[str]
+    profile: Path | None, seed: int, folder: str, core: set[int]
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server and its address. One that is instrumented must have counted requests at its end."""
     run = ["-m", "instrument", "run", "--profile", str(profile), "--"] if profile else []
-    command = [sys.executable, *run, *host, "--port", "0"]
+    command = [sys.executable, *run, "-c", HOST, "--port", "0"]
     with (
         tempfile.TemporaryFile("w+", dir=folder) as errors,
         subprocess.Popen(
@@ -116,43 +121,48 @@ def server_of(
             raise RuntimeError("the instrumented server ended without a summary that counts requests")
 
 
-def figures(server: subprocess.Popen[str], url: str, requests: int, concurrency: int) -> Figures:
-    """What as many requests take."""
+def block(server: subprocess.Popen[str], url: str, concurrency: int) -> tuple[list[float], float]:
+    """What a block of requests takes."""
     before_s = processor_s(server.pid)
-    answers = asyncio.run(load.run(url, requests, concurrency, LIMIT_S))
+    answers = asyncio.run(load.run(url, BLOCK, concurrency, LIMIT_S))
     spent_s = processor_s(server.pid) - before_s
     faults = [answer.error for answer in answers if answer.error]
     if faults:
         raise RuntimeError(f"{len(faults)} requests failed, the first: {faults[0]}")
-    ordered = sorted(answer.total_s for answer in answers)
-    return {"p50": quantile(ordered, 0.5), "p99": quantile(ordered, 0.99), "processor": spent_s / requests}
+    return [answer.total_s for answer in answers], spent_s / BLOCK
 
 
-def serve(profile: Path | None, requests: int, concurrency: int, seed: int, folder: str, core: set[int]) -> Figures:
-    """What as many requests take, sent to a server of its own."""
-    with server_of(profile, seed, folder, core, ["-m", "chat.server"]) as (server, url):
-        asyncio.run(load.run(url, WARM_UP, concurrency, LIMIT_S))
-        return figures(server, url, requests, concurrency)
+def tell(server: subprocess.Popen[str], word: str) -> None:
+    """Have a server begin or cease to record."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(f"{word}\n")
+    server.stdin.flush()
+    if server.stdout.readline() != f"{word}\n":
+        raise RuntimeError("the server does not follow")
 
 
-def switch(profile: Path, blocks: int, concurrency: int, folder: str, core: set[int]) -> list[dict[bool, Figures]]:
-    """Pairs of blocks of requests to one server, with recording off and on."""
-    with server_of(profile, 1, folder, core, ["-c", SWITCHED]) as (server, url):
-        assert server.stdin is not None
-        assert server.stdout is not None
-        asyncio.run(load.run(url, WARM_UP, concurrency, LIMIT_S))
-        pairs: list[dict[bool, Figures]] = []
-        for pair in range(blocks):
-            found: dict[bool, Figures] = {}
-            for on in (False, True) if pair % 2 == 0 else (True, False):
-                word = "on\n" if on else "off\n"
-                server.stdin.write(word)
-                server.stdin.flush()
-                if server.stdout.readline() != word:
-                    raise RuntimeError("the server does not follow")
-                found[on] = figures(server, url, BLOCK, concurrency)
-            pairs.append(found)
-        return pairs
+def compare(profile: Path, blocks: int, concurrency: int, seed: int, folder: str, core: set[int]) -> dict[str, Figures]:
+    """The figures of a pair of servers in each state: bare, off, on."""
+    order = random.Random(seed)
+    found: dict[str, Blocks] = {"bare": [], "off": [], "on": []}
+    with server_of(None, seed, folder, core) as bare, server_of(profile, seed, folder, core) as instrumented:
+        for _, url in (bare, instrumented):
+            asyncio.run(load.run(url, WARM_UP, concurrency, LIMIT_S))
+        for _ in range(blocks):
+            for state in order.sample(sorted(found), len(found)):
+                if state != "bare":
+                    tell(instrumented[0], state)
+                found[state].append(block(*(bare if state == "bare" else instrumented), concurrency))
+        tell(instrumented[0], "on")
+    return {state: figures(taken) for state, taken in found.items()}
+
+
+def figures(blocks: Blocks) -> Figures:
+    """Percentiles over all requests, processor time as the median of the blocks."""
+    ordered = sorted(total_s for totals, _ in blocks for total_s in totals)
+    spent = statistics.median(spent_s for _, spent_s in blocks)
+    return {"p50": quantile(ordered, 0.5), "p99": quantile(ordered, 0.99), "processor": spent}
 
 
 def pin(process: int, cores: set[int]) -> None:
@@ -190,54 +200,51 @@ def verdict(low: float, high: float) -> str:
     return f"NOT DECIDED: the interval is {width:.2%} wide{wider}; more --pairs"
 
 
-def shift(pair: dict[bool, Figures], name: str) -> float:
-    """By what share B differs from A."""
-    return pair[True][name] / pair[False][name] - 1
-
-
-def print_table(without: str, pairs: list[dict[bool, Figures]]) -> None:
-    """One line for each figure."""
-    print(f"\n{'a request':<10}{f'{without} ms':>9}{'shift':>9}{'95 % interval':>22}{'pairs differ by':>17}  target")
-    for name in NAMES:
-        values = [shift(pair, name) for pair in pairs]
-        low, high = interval(values)
-        print(
-            f"{name:<10}{statistics.median(pair[False][name] for pair in pairs) * 1e3:>9.2f}"
-            f"{statistics.median(values):>+9.2%}{f'{low:+.2%} to {high:+.2%}':>22}{max(values) - min(values):>17.2%}"
-            f"  <= {TARGET:.0%} {verdict(low, high)}"
-        )
+def shift(pair: dict[str, Figures], name: str, of: str, against: str) -> float:
+    """By what share a figure of one state differs from that of another."""
+    return pair[of][name] / pair[against][name] - 1
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="what the instrumentation costs the demonstration's service")
     parser.add_argument("--pairs", type=int, default=8, help="how many, at least 2 (default: 8)")
-    parser.add_argument("--requests", type=int, default=400, help="to each server (default: 400)")
+    parser.add_argument(
+        "--blocks", type=int, default=10, help=f"of {BLOCK} requests to each server in each state (default: 10)"
+    )
     parser.add_argument("--concurrency", type=int, default=8, help="how many at a time (default: 8)")
-    parser.add_argument("--blocks", type=int, default=60, help="pairs of blocks in one process (default: 60; 0: none)")
-    parser.add_argument("--profile", type=Path, default=ROOT / "configs" / "chat.yaml", help="what B records")
+    parser.add_argument("--profile", type=Path, default=ROOT / "configs" / "chat.yaml", help="what is recorded")
     options = parser.parse_args()
-    if options.pairs < 2 or options.requests < 100 or options.blocks == 1:
-        parser.error("--pairs and --blocks must be at least 2, --requests at least 100")
+    if options.pairs < 2 or options.blocks < 2:
+        parser.error("--pairs and --blocks must be at least 2")
     begin = time.perf_counter()
     core = server_core()
     if core:
         pin(0, set(os.sched_getaffinity(0)) - core)
-    pairs: list[dict[bool, Figures]] = []
+    pairs: list[dict[str, Figures]] = []
     print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"{options.pairs} pairs of processes, {options.requests} requests each, {options.concurrency} at a time\n")
+    print(f"{options.pairs} pairs of servers, {options.blocks} blocks of {BLOCK} requests in each state, ", end="")
+    print(f"{options.concurrency} at a time\n")
     with tempfile.TemporaryDirectory() as folder:
         for pair in range(options.pairs):
-            found: dict[bool, Figures] = {}
-            for on in (False, True) if pair % 2 == 0 else (True, False):
-                profile = options.profile.resolve() if on else None
-                found[on] = serve(profile, options.requests, options.concurrency, pair + 1, folder, core)
-            pairs.append(found)
-            print(f"pair {pair + 1}: " + ", ".join(f"{name} {shift(found, name):+.2%}" for name in NAMES))
-        print_table("bare", pairs)
-        if options.blocks:
-            print(f"\n{options.blocks} pairs of blocks in one process, {BLOCK} requests each: recording off and on")
-            print_table("off", switch(options.profile.resolve(), options.blocks, options.concurrency, folder, core))
+            pairs.append(
+                compare(options.profile.resolve(), options.blocks, options.concurrency, pair + 1, folder, core)
+            )
+            shifts = ", ".join(f"{name} {shift(pairs[-1], name, 'on', 'bare'):+.2%}" for name in NAMES)
+            print(f"pair {pair + 1}: {shifts}", flush=True)
+    for title, of, against in COMPARISONS:
+        columns = f"{f'{against} ms':>10}{'shift':>9}{'95 % interval':>22}{'pairs differ by':>17}"
+        print(f"\n{title:<24}{columns}  target")
+        for name in NAMES:
+            values = [shift(found, name, of, against) for found in pairs]
+            low, high = interval(values)
+            without_ms = statistics.median(found[against][name] for found in pairs) * 1e3
+            spread = max(values) - min(values)
+            print(
+                f"{name:<24}{without_ms:>10.2f}"
+                f"{statistics.median(values):>+9.2%}{f'{low:+.2%} to {high:+.2%}':>22}{spread:>17.2%}"
+                f"  <= {TARGET:.0%} {verdict(low, high)}"
+            )
     print(f"took {time.perf_counter() - begin:.0f} s")
 
 
