@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context, ContextVar
 from types import FunctionType
 from typing import Any
@@ -95,6 +95,24 @@ def _top(place: Chain | Frame | None) -> Frame | None:
     if place.__class__ is Chain:
         return place.top if place.thread == threading.get_ident() else place.base
     return place  # type: ignore[return-value]
+
+
+DEEPEST = 100_000
+"""No chain is as long: one that seems so goes round, and is cut."""
+
+
+def _upwards(frame: Frame | None) -> Iterator[Frame]:
+    """A frame and those above it.
+
+    From CPython 3.12 on, the collector and signal handlers come in between any two lines of ours, and what they end or
+    reset may leave two frames above each other. The span tree is wrong there; the service must not stand still.
+    """
+    for _ in range(DEEPEST):
+        if frame is None:
+            return
+        yield frame
+        last, frame = frame, frame[6]
+    last[6] = None
 
 
 class Core:
@@ -275,11 +293,7 @@ class Core:
 
     def _in_request(self, frame: Frame | None) -> bool:
         """Whether a request is open above. One that has ended does not adopt what a task of it serves next."""
-        while frame is not None:
-            if frame[11] != CLOSED and frame[0].site.kind == "request":
-                return True
-            frame = frame[6]
-        return False
+        return any(above[11] != CLOSED and above[0].site.kind == "request" for above in _upwards(frame))
 
     def _note_remote(self, frame: Frame) -> None:
         try:
@@ -302,8 +316,8 @@ class Core:
         current = place.top if isinstance(place, Chain) else place
         above = owner = frame[6]
         if current is frame:
-            while above is not None and above[11] == CLOSED:
-                above = above[6]
+            if above is not None and above[11] == CLOSED:
+                above = next((open_ for open_ in _upwards(above) if open_[11] != CLOSED), None)
             if place.__class__ is Chain and place.base is not frame:
                 place.top = above
             else:
@@ -340,10 +354,10 @@ class Core:
 
     def _cross(self, frame: Frame, current: Frame, end: int) -> None:
         """End `frame` while `current`, opened inside it, goes on: what follows counts against the frame above."""
-        below = current
-        while below is not None and below[6] is not frame:
-            below = below[6]
-        if below is None:
+        for below in _upwards(current):
+            if below[6] is frame:
+                break
+        else:
             self.irregular["span ended outside the context that began it"] += 1
             return
         self.irregular["scope closed before a scope inside it"] += 1
@@ -391,11 +405,9 @@ class Core:
 
     def innermost_manual(self, name: str | None) -> Frame | None:
         """The innermost open frame of this context that was opened as manual, by name where one is given."""
-        frame = _top(self._current.get())
-        while frame is not None:
+        for frame in _upwards(_top(self._current.get())):
             if frame[11] == MANUAL and (name is None or frame[0].site.name == name):
                 return frame
-            frame = frame[6]
         return None
 
     def open_rows(self) -> list[tuple[int, Row]]:
@@ -588,12 +600,13 @@ class Stretch:
             self._caller = frame[6] = _top(place)
             core._current.set(inner)
         ring.top = inner
-        while inner is not frame and inner is not None:  # None where a finaliser has just ended one of them
+        for own in () if inner is frame else _upwards(inner):
+            if own is frame:
+                break
             # A scope left open across a yield did not work meanwhile.
-            inner[4] += gap_ns
-            inner[9] += gap_ns
-            inner[5], inner[8], inner[12] = ring, task, None
-            inner = inner[6]
+            own[4] += gap_ns
+            own[9] += gap_ns
+            own[5], own[8], own[12] = ring, task, None
         frame[5], frame[8], frame[12] = ring, task, None
         self._resumed_ns = now
         if frame[13] is not None:
@@ -609,9 +622,7 @@ class Stretch:
         self._active_ns += step_ns
         self._suspended_ns = now
         top = inner = _top(core._current.get())
-        while inner is not None and inner is not frame:
-            inner = inner[6]
-        if inner is None:
+        if inner is not frame and all(above is not frame for above in _upwards(inner)):
             return  # ended elsewhere
         self._inner = top
         caller, self._caller = self._caller, None
