@@ -1740,6 +1740,13 @@ end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
         failed = tell_pair(str_end, args, 6);
     else
         PyErr_Clear(); /* for want of memory */
+    if (failed) { /* perhaps before anything was done: told again, or the pair would never end */
+        PyObject *type, *raised, *traceback;
+        PyErr_Fetch(&type, &raised, &traceback);
+        if (tell_pair(str_end, args, 6) < 0)
+            PyErr_Clear(); /* of two that handlers raised, the first */
+        PyErr_Restore(type, raised, traceback);
+    }
     for (int i = 2; i < 6; i++)
         Py_XDECREF(args[i]);
     Py_DECREF(pair);

@@ -290,6 +290,9 @@ class Core:
             pair.end(ring, frame[0].index, frame[1], frame[7], end)
         except Exception as fault:
             FAULTS.note("device timer", fault)
+        except BaseException:  # a signal handler's, perhaps before anything was done: or the pair would never end
+            pair.end(ring, frame[0].index, frame[1], frame[7], end)
+            raise
 
     def _in_request(self, frame: Frame | None) -> bool:
         """Whether a request is open above. One that has ended does not adopt what a task of it serves next."""

@@ -723,3 +723,117 @@ def test_a_hundred_thousand_spans_leave_nothing_behind(bench: Bench) -> None:
     assert bench.timer._contexts[0].made == made
     assert bench.fake.counts().live_events <= events + 2 * ANCHORS_KEPT
     assert bench.resolver.counts["dropped"] == 0
+
+
+# ---------------------------------------------------------------- what must not happen
+
+
+def test_a_clock_that_jumped_ahead_moves_no_later_span(bench: Bench) -> None:
+    """As after a suspended machine, whose device's clock may have gone on."""
+    bench.span(MS)
+    bench.settle(2 * MS)
+    bench.fake.set_clock(0, offset_ns=3600 * 10**9)
+    across = bench.span(MS)
+    bench.settle(2 * MS)
+    (found,) = bench.of(across)
+    assert found.start_ns <= bench.fake.now_ns()
+    bench.settle(2 * 10**9)
+    after = bench.span(MS)
+    bench.settle(2 * MS)
+    assert bench.told(after) == ("exclusive", 0, MS)
+
+
+def test_streams_that_come_and_go_leave_nothing_behind(bench: Bench) -> None:
+    outer, outermost = bench.begin(0)
+    for _ in range(600):
+        stream = bench.stream()
+        bench.span(MS, stream)
+        bench.settle(2 * MS)
+        value(cuda.cuStreamDestroy(stream))
+    context = bench.resolver.contexts[0]
+    assert len(context.under_way) == 1
+    assert len(context.recent) <= 300
+    assert len(context.floors) <= 300
+    bench.end(outer, outermost)
+    bench.settle(2 * MS)
+    assert len(context.under_way) == 0
+    assert len(context.recent) == len(context.floors) <= 1
+
+
+def test_a_fault_while_a_span_is_taken_spoils_no_other(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(ring: Any, index: int, *_: int) -> bool:
+        if index == 2:
+            raise MemoryError
+        return True
+
+    for _ in range(3):
+        bench.span(MS)
+    with monkeypatch.context() as broken:
+        broken.setattr(bench.totals, "count_device", fail)
+        with pytest.raises(MemoryError):
+            bench.settle(5 * MS)
+    for _ in range(3):
+        bench.settle(2 * MS)
+    context = bench.resolver.contexts[0]
+    assert len({id(pair) for pair in context.free}) == len(context.free) == context.made
+    after = bench.span(MS)
+    bench.settle(2 * MS)
+    assert bench.told(after) == ("exclusive", 0, MS)
+
+
+class Interruption(BaseException):
+    """What a signal handler of the host raises."""
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_an_interrupted_begin_leaves_no_pair_under_way(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    bench.span(MS)
+    bench.settle(2 * MS)
+    name = {1: "_now", 2: "_mark", 3: "_learn"}[calls]
+    stream = bench.stream()
+
+    def interrupt(*_: Any) -> int:
+        raise Interruption
+
+    with monkeypatch.context() as signalled:
+        signalled.setattr(bench.timer, name, interrupt)
+        with pytest.raises(Interruption):
+            bench.begin(stream)
+    bench.settle(MS)
+    bench.settle(MS)
+    context = bench.resolver.contexts[0]
+    assert not any(context.under_way.values())
+    assert len(context.free) == context.made
+
+
+@pytest.mark.parametrize("name", ["_now", "_mark"])
+def test_an_interrupted_end_leaves_no_pair_under_way(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    bench.span(MS)
+    bench.settle(2 * MS)
+    pair, span = bench.begin()
+
+    def interrupt(*_: Any) -> int:
+        raise Interruption
+
+    with monkeypatch.context() as signalled:
+        signalled.setattr(bench.timer, name, interrupt)
+        with pytest.raises(Interruption):
+            bench.end(pair, span)
+    bench.settle(MS)
+    bench.settle(MS)
+    context = bench.resolver.contexts[0]
+    assert not any(context.under_way.values())
+    assert len(context.free) == context.made
+    assert bench.told(span) == ("dropped", 0, 0)
+
+
+def test_after_the_stop_no_event_is_recorded(bench: Bench) -> None:
+    bench.span(MS)
+    bench.settle(2 * MS)
+    bench.resolver._stopping.set()
+    bench.resolver._look_until_stopped()
+    bench.fake.forget_calls()
+    assert bench.timer.begin(SITE, None, 99) is None
+    assert bench.fake.calls("cuEventRecord") == 0

@@ -43,6 +43,12 @@ MEASURED_AT_ONCE = 1000
 RECENT = 256
 """Stretches of a stream, merged where they touch, that later ones of other streams are held against."""
 
+STREAMS_KEPT = 256
+"""Streams of a context of which is known what they have done. Those that nothing can be held against go before."""
+
+INTERRUPTED = -2
+"""In place of an error: a signal handler's exception came between, so that nothing is known of the event."""
+
 STOP_NS = 10**9
 """The longest that `stop` waits for the device."""
 
@@ -97,6 +103,17 @@ class Resolver:
         if thread is not None:
             thread.join(2 * STOP_NS / 1e9)
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether nothing new is to be begun."""
+        return self._stopping.is_set()
+
+    def disown(self) -> None:
+        """In a forked child: what is open here is the parent's, and so is the thread that somebody would wake."""
+        self.asleep = False
+        for context in self.contexts.values():
+            context.alive = False
+
     def settled_ns(self) -> int:
         """Up to when everything is resolved that had ended on the host by then."""
         waiting = [
@@ -140,6 +157,8 @@ class Resolver:
         """The label of a span whose event was not taken."""
         if error == self._driver.CAPTURING or error in cuda.CAPTURE_ERRORS:
             return "captured"
+        if error == INTERRUPTED:
+            return "dropped"
         self.fail(context, error)
         return "dropped" if context.alive else ""
 
@@ -155,13 +174,22 @@ class Resolver:
                 moved, waits = False, True
             self.thread_ns = time.thread_time_ns()
             if waits:
+                is_quiet = not moved and pause_s >= POLL_S[1]
                 pause_s = POLL_S[0] if moved else min(2 * pause_s, POLL_S[1])
-                stopping.wait(pause_s)
-                continue
+                if not is_quiet or self._has_ended_pairs():
+                    stopping.wait(pause_s)
+                    continue
+            # All that is under way is open spans, if any: who ends one wakes us.
             self.asleep = True
-            # Whoever began a span before it saw us asleep is found here.
-            if any(context.begun for context in self.contexts.values()) or self.untimed or self.finished:
+            # Whoever began or ended a span before it saw us asleep is found here.
+            if (
+                any(context.begun for context in self.contexts.values())
+                or self.untimed
+                or self.finished
+                or (waits and self._has_ended_pairs())
+            ):
                 self.asleep = False
+                stopping.wait(POLL_S[0])
                 continue
             waking.wait(IDLE_S)
         end_ns = time.monotonic_ns() + STOP_NS
@@ -186,6 +214,7 @@ class Resolver:
             error = driver.bind(context.handle)
             if error:
                 self.fail(context, error)
+                waits = True  # or the next look would come at once, again and again
                 continue
             while context.begun:
                 pair = context.begun[0]
@@ -199,7 +228,29 @@ class Resolver:
                     self.fail(context, error)
             moved = self._resolve(context) or moved
             waits = waits or any(context.under_way.values())
+            self._forget_streams(context)
         return moved, waits
+
+    def _forget_streams(self, context: Context) -> None:
+        """Streams come and go with requests: what has become of those that are idle is not kept for ever.
+
+        What ended before the oldest open pair began overlaps nothing to come, and moves nothing to come.
+        """
+        under_way, recent, floors = context.under_way, context.recent, context.floors
+        for stream in [stream for stream, pairs in under_way.items() if not pairs]:
+            del under_way[stream]
+        if len(recent) > 1:
+            horizon_ns = min((pair.begin_ns for pairs in under_way.values() for pair in pairs), default=None)
+            if horizon_ns is None:
+                horizon_ns = min((pair.begin_ns for pair in list(context.begun)), default=self._now())
+            idle = [stream for stream, stretches in recent.items() if stretches[-1][1] <= horizon_ns]
+            beyond = len(recent) - len(idle) - STREAMS_KEPT
+            if beyond > 0:
+                idle += [stream for stream in recent if stream not in under_way][:beyond]
+            for stream in idle:
+                recent.pop(stream, None)
+                if stream not in under_way:
+                    floors.pop(stream, None)
 
     def _note_untimed(self) -> bool:
         noted = False
@@ -254,23 +305,25 @@ class Resolver:
             if not ended:
                 continue
             done = [pair for pair in ended if pair.whole is None or pair.error]
-            for pair in done:
-                self._lose(context, stream, pair, pair.error)
             waiting = [pair for pair in ended if pair.whole is not None and not pair.error]
-            waiting.sort(key=_by_end)
-            del waiting[MEASURED_AT_ONCE:]
-            answers = self._driver.measure(
-                context.anchors.newest_event, [(pair.begin, pair.end_event) for pair in waiting]
-            )
-            answered = list(zip(waiting, answers, strict=False))
-            self._put_in_order(context, stream, pairs, answered)
-            for pair, (error, device_ns, _) in answered:
-                self._take(context, stream, pair, error, device_ns)
-                done.append(pair)
-            if done:
-                moved = True
-                gone = set(map(id, done))
-                pairs[:] = [pair for pair in pairs if id(pair) not in gone]
+            try:
+                for pair in done:
+                    self._lose(context, stream, pair, pair.error)
+                waiting.sort(key=_by_end)
+                del waiting[MEASURED_AT_ONCE:]
+                answers = self._driver.measure(
+                    context.anchors.newest_event, [(pair.begin, pair.end_event) for pair in waiting]
+                )
+                answered = list(zip(waiting, answers, strict=False))
+                self._put_in_order(context, stream, pairs, answered)
+                for pair, (error, device_ns, _) in answered:
+                    done.append(pair)
+                    self._take(context, stream, pair, error, device_ns)
+            finally:  # after a fault, too: a pair that lies in the pool again must not be taken twice
+                if done:
+                    moved = True
+                    gone = set(map(id, done))
+                    pairs[:] = [pair for pair in pairs if id(pair) not in gone]
             if not context.alive:
                 break
         return moved
@@ -327,7 +380,7 @@ class Resolver:
             end_ns = recent[-1][1]  # what it encloses cannot end after it
         if not place.near:
             label = "stale"
-        elif len(context.under_way) > 1 and self._is_overlapped(context, stream, start_ns, end_ns):
+        elif self._is_overlapped(context, stream, start_ns, end_ns):
             label = "overlapped"
         elif device_ns < SHORT * context.shortest_ns or end_ns - pair.end_ns < place.uncertainty_ns + LAUNCH_NS:
             label = "launch-bound"
@@ -367,11 +420,13 @@ class Resolver:
         if whole.row is None or whole.taken < whole.begun:
             return
         ring, index, start_ns, end_ns = whole.row
-        if whole.device_ns:
-            host_ns = end_ns - start_ns
-            if not self._recorder.count_device(ring, index, host_ns, whole.device_ns, host_ns + whole.beyond_ns):
-                self.counts["device times whose thread's totals had been merged away"] += 1
-        self._give_back(whole)
+        try:
+            if whole.device_ns:
+                host_ns = end_ns - start_ns
+                if not self._recorder.count_device(ring, index, host_ns, whole.device_ns, host_ns + whole.beyond_ns):
+                    self.counts["device times whose thread's totals had been merged away"] += 1
+        finally:
+            self._give_back(whole)
 
     def _place(self, context: Context, pair: Pair, offset_ns: int | None) -> Place | None:
         """When a pair began on the device, which lies `offset_ns` after the newest anchor: not before it was asked to.
@@ -389,7 +444,11 @@ class Resolver:
             error, place = context.anchors.place(pair.begin, offset_ns)
         if error or place is None:
             return None
-        return place if place.at_ns >= pair.begin_ns else place._replace(at_ns=pair.begin_ns)
+        if place.at_ns < pair.begin_ns:
+            return place._replace(at_ns=pair.begin_ns)
+        now_ns = self._now()
+        # It has happened. Who says otherwise is a device whose clock went on while the host's stood still.
+        return place if place.at_ns <= now_ns else place._replace(at_ns=now_ns, near=False)
 
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
         """Whether a stretch of another stream shares time with this one, more than events can tell apart.
@@ -400,8 +459,13 @@ class Resolver:
         if start_ns >= end_ns:
             return False
         for other, stretches in context.recent.items():
-            if other != stream and any(begin < end_ns and end > start_ns for begin, end in reversed(stretches)):
-                return True
+            if other == stream:
+                continue
+            for begin, end in reversed(stretches):  # none touches the next, so those before this one ended earlier
+                if end <= start_ns:
+                    break
+                if begin < end_ns:
+                    return True
         return any(
             self._reaches_into(context, pair, start_ns, end_ns)
             for other, pairs in context.under_way.items()
@@ -441,6 +505,8 @@ class Resolver:
         """Nothing will come from this device any more."""
         for pair in [*context.begun, *(pair for pairs in context.under_way.values() for pair in pairs)]:
             pair.whole = None
+        context.recent.clear()
+        context.floors.clear()
         context.begun.clear()
         context.under_way.clear()
         context.free.clear()
@@ -453,11 +519,13 @@ class Resolver:
     def _close(self) -> None:
         """Give everything back to the driver."""
         driver = self._driver
-        for context in self.contexts.values():
+        for context in list(self.contexts.values()):
             if not context.alive or driver.bind(context.handle):
                 continue
-            for pair in context.free:
+            context.alive = False
+            # One by one: a thread of the service that is just beginning a span may take one meanwhile, which is its own.
+            while context.free:
+                pair = context.free.pop()
                 driver.destroy_event(pair.begin)
                 driver.destroy_event(pair.end_event)
-            context.free.clear()
             context.anchors.close()

@@ -25,7 +25,7 @@ from instrument.device.anchors import Anchors
 from instrument.device.intervals import LABELS, Intervals
 from instrument.device.nvtx import Ranges
 from instrument.device.pairs import Context, Driver, Pair, Untimed
-from instrument.device.resolver import FIRST, Resolver
+from instrument.device.resolver import FIRST, INTERRUPTED, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.device.torch_events import TorchDriver
 from instrument.recorder import RECORDER, STREAM, Recorder
@@ -75,22 +75,30 @@ class Timer:
         except IndexError:
             self.resolver.wake()
             return Untimed(self, place, "dropped", self._now())
-        pair.stream = place[1]
-        pair.begin_ns = self._now()
-        error = self._mark(pair.begin_key, place[1])
-        if error:
-            error = self._mark_again(context, pair.begin_key, place[1], error)
+        try:
+            pair.stream = place[1]
+            pair.begin_ns = self._now()
+            error = self._mark(pair.begin_key, place[1])
             if error:
-                context.free.append(pair)
-                label = self.resolver.refused(context, error)
-                return Untimed(self, place, label, pair.begin_ns) if label else None
-        if place[1] not in context.stream_ids:
-            self._learn(context, place[1])
-        pair.span_id = span_id
-        pair.whole = pair.running = pair
-        pair.begun = 1
-        context.begun.append(pair)
-        return pair
+                error = self._mark_again(context, pair.begin_key, place[1], error)
+                if error:
+                    label = self.resolver.refused(context, error)
+                    refused = Untimed(self, place, label, pair.begin_ns) if label else None
+                    context.free.append(pair)
+                    return refused
+            if place[1] not in context.stream_ids:
+                self._learn(context, place[1])
+            pair.span_id = span_id
+            pair.whole = pair.running = pair
+            pair.begun = 1
+            context.begun.append(pair)
+            return pair
+        except BaseException:  # of a signal handler, most likely: nobody will end this pair
+            pair.cancel()
+            if not pair.begun:
+                pair.begun = 1
+                context.begun.append(pair)
+            raise
 
     def begin_again(self, whole: Pair) -> None:
         """Another stretch of a span, in a pair of its own. One that cannot be timed is counted."""
@@ -106,11 +114,16 @@ class Timer:
     def end_pair(self, pair: Pair) -> None:
         """Record the second event. The resolver takes over from here."""
         context, error = pair.context, 0
-        if context.alive:
-            error = self._mark(pair.end_key, pair.stream)
-            if error:
-                pair.error = self._mark_again(context, pair.end_key, pair.stream, error)
-        pair.end_ns = self._now()
+        try:
+            if context.alive:
+                error = self._mark(pair.end_key, pair.stream)
+                if error:
+                    pair.error = self._mark_again(context, pair.end_key, pair.stream, error)
+            pair.end_ns = self._now()
+        except BaseException:  # of a signal handler: without an end the pair would be under way for ever
+            pair.error = pair.error or INTERRUPTED
+            pair.end_ns = pair.begin_ns
+            raise
         if self.resolver.asleep:
             self.resolver.wake()
 
@@ -144,7 +157,7 @@ class Timer:
         driver = self.driver
         with self._meeting:
             context = self._contexts.get(device)
-            if context is not None:
+            if context is not None or self.resolver.is_stopping:
                 return context
             handle = driver.primary(device) or driver.current()
             if not handle:
@@ -259,6 +272,7 @@ class Timing:
         if self.timer is not None:
             before = self.timer
             self._inherited.append(before)
+            before.resolver.disown()
             self.timer = Timer(before.driver, self.intervals, self._recorder, self._now)
             self.timer.sources.extend(before.sources)
             if self._undo_imports is not None:
@@ -270,7 +284,11 @@ class Timing:
 
     def is_settled(self, at_ns: int) -> bool:
         """Whether the device time of every span that had ended by then is known, or never will be."""
-        return self.timer is None or self.timer.resolver.settled_ns() >= at_ns
+        return self.settled_ns() >= at_ns
+
+    def settled_ns(self) -> int:
+        """Up to when that is so. Takes time by the number of open spans: ask once for many."""
+        return self._now() if self.timer is None else self.timer.resolver.settled_ns()
 
     def cost_ns(self) -> tuple[float, int]:
         """What pairs have cost the threads of the service up to now, and the resolver's thread."""
