@@ -68,6 +68,9 @@ WAITING_SPANS = 20_000
 """How long, and how many, spans wait for their device times before they are sent without; and how long at least, for a
 span's row is there a little before the device is asked for its end."""
 
+INTERVALS_KNOWN = 4_096
+"""How many past looks tell which device intervals came after the begin of a span."""
+
 COMPLAINTS_KEPT = 20
 
 FORK_WAIT_S = 1.0
@@ -130,7 +133,7 @@ class Session:
         self._ranges = Ranges(RECORDER)
         self._timing: Timing | None = None
         self._waiting: deque[tuple[int, int, list[Span]]] = deque()
-        self._intervals_read = 0
+        self._intervals_known: deque[tuple[int, int]] = deque(maxlen=INTERVALS_KNOWN)
         self._gauges = Gauges(profile.device, self._keep_samples)
         self._folder = files.working_folder()
         self._newest_file: Path | None = None
@@ -339,7 +342,8 @@ class Session:
         if self._exporter is None:
             return
         if self._timing is not None and self._timing.timer is not None and any(span.site.device for span in spans):
-            self._waiting.append((max(span.end_ns for span in spans), self._intervals_read, spans))
+            start_ns = min(span.start_ns for span in spans)
+            self._waiting.append((max(span.end_ns for span in spans), start_ns, spans))
         else:
             self._exporter.offer(spans)
 
@@ -350,16 +354,26 @@ class Session:
             return
         known, now = timing.intervals.count, time.monotonic_ns()
         size = sum(len(spans) for _, _, spans in self._waiting)
+        settled_ns = timing.settled_ns() if self._waiting else 0
+        ready: list[list[Span]] = []
+        first_ns = now
         while self._waiting:
-            end_ns, since, spans = self._waiting[0]
-            is_settled = now - end_ns > SETTLED_NS and timing.is_settled(end_ns)
+            end_ns, start_ns, spans = self._waiting[0]
+            is_settled = now - end_ns > SETTLED_NS and settled_ns >= end_ns
             if not (is_settled or size > WAITING_SPANS or now - end_ns > SETTLE_NS or self._stopped):
                 break
             self._waiting.popleft()
             size -= len(spans)
-            timing.join(spans, since)
-            exporter.offer(spans)
-        self._intervals_read = known
+            first_ns = min(first_ns, start_ns)
+            ready.append(spans)
+        if ready:
+            # At once for all, for each time goes through all intervals since the first of these spans began.
+            since = next((count for at_ns, count in reversed(self._intervals_known) if at_ns <= first_ns), 0)
+            timing.join((span for spans in ready for span in spans), since)
+            for spans in ready:
+                exporter.offer(spans)
+        if not self._intervals_known or self._intervals_known[-1][1] != known:
+            self._intervals_known.append((now, known))
 
     def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
         if self._exporter is not None:
@@ -785,7 +799,7 @@ class Session:
         self._complaints.clear()
         self._cut.clear()
         self._waiting.clear()
-        self._intervals_read = 0
+        self._intervals_known.clear()
         self._ranges.after_fork_in_child()
         if self._timing is not None:
             self._timing.after_fork_in_child()

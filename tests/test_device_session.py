@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ from instrument import chrome
 from instrument.profile import loads
 from instrument.profiler import Session
 from instrument.recorder import RECORDER
+from instrument.spans import Site
 
 pytest.importorskip("cuda.bindings.driver")
 pytestmark = pytest.mark.fake_driver
@@ -311,6 +314,102 @@ def test_spans_go_to_the_collector_with_their_device_times(torch: Any, session: 
             time.sleep(0.05)
         instrument.stop()
         assert Counter(collector.taken) >= Counter({"request": 3, "decode": 3, "decode (device)": 3})
+
+
+def test_a_long_request_goes_to_the_collector_with_its_early_device_times(torch: Any, session: Any) -> None:
+    with collecting(take) as collector:
+        running = session(
+            f"capture: {{sample: 1}}\nexport: {{otlp: {{endpoint: 'http://127.0.0.1:{collector.server_port}'}}}}"
+        )
+        torch.work(0)
+        with instrument.scope("request", kind="request"):
+            with instrument.scope("decode", device=True):
+                torch.work(MS)
+            time.sleep(0.8)  # looked at more than once meanwhile
+        end = time.monotonic() + 10
+        while collector.taken.count("request") < 1 and time.monotonic() < end:
+            running.flush(1.0)
+            time.sleep(0.05)
+        instrument.stop()
+        assert Counter(collector.taken) >= Counter({"request": 1, "decode": 1, "decode (device)": 1})
+
+
+def counted(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_signal_at_the_end_of_a_span_leaves_no_pair_under_way(torch: Any, session: Any) -> None:
+    """Its handler runs where the interpreter does next: in our end of the span, where the call was one of C."""
+
+    def handler(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    running = session()
+    torch.work(0)
+    raises = RECORDER.wrap(ctypes.PyDLL(None)["raise"], Site("signalled", device=True))
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for _ in range(10):
+            with pytest.raises(KeyboardInterrupt):
+                raises(int(signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    (context,) = running._timing.timer.resolver.contexts.values()
+    assert counted(lambda: len(context.free) == context.made and not any(context.under_way.values()))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_that_was_forked_inside_a_span_ends_it_without_the_driver(
+    torch: Any, session: Any, fake_driver: FakeDriver
+) -> None:
+    running = session()
+    torch.cuda.init()
+    torch.work(0)
+    before = fake_driver.counts().forked_calls
+    with instrument.scope("forking", device=True):
+        child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert fake_driver.counts().forked_calls == before
+    assert settled(running).spans[0].device
+
+
+def test_a_context_that_nobody_can_use_is_asked_for_at_a_walk(
+    torch: Any, session: Any, fake_driver: FakeDriver
+) -> None:
+    running = session()
+    torch.work(0)
+    with instrument.scope("work", device=True):
+        torch.work(MS)
+    settled(running)
+    fake_driver.fail("cuCtxSetCurrent", 201, -1)
+    fake_driver.forget_calls()
+    with instrument.scope("work", device=True):
+        torch.work(MS)
+    time.sleep(0.3)
+    assert fake_driver.calls("cuCtxSetCurrent") < 400  # it was asked 100 000 times
+    fake_driver.fail("cuCtxSetCurrent", 0, 0)
+
+
+def test_an_open_span_alone_is_looked_at_twice_a_second(torch: Any, session: Any, fake_driver: FakeDriver) -> None:
+    running = session()
+    torch.work(0)
+    with instrument.scope("open", device=True):
+        with instrument.scope("work", device=True):
+            torch.work(MS)
+        resolver = running._timing.timer.resolver
+        assert counted(lambda: resolver.asleep)
+        fake_driver.forget_calls()
+        time.sleep(1)
+        assert fake_driver.calls("cuCtxSetCurrent") < 30  # 100 in each second otherwise
+        with instrument.scope("work", device=True):
+            torch.work(MS)
+        settled(running)
+    assert [span.device != () for span in settled(running).spans] == [True, True, True]
 
 
 NUMBA = """
