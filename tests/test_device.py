@@ -776,6 +776,7 @@ def test_a_fault_while_a_span_is_taken_spoils_no_other(bench: Bench, monkeypatch
         bench.settle(2 * MS)
     context = bench.resolver.contexts[0]
     assert len({id(pair) for pair in context.free}) == len(context.free) == context.made
+    assert not any(context.under_way.values())
     after = bench.span(MS)
     bench.settle(2 * MS)
     assert bench.told(after) == ("exclusive", 0, MS)

@@ -523,7 +523,7 @@ class Resolver:
             if not context.alive or driver.bind(context.handle):
                 continue
             context.alive = False
-            # One by one: a thread of the service that is just beginning a span may take one meanwhile, which is its own.
+            # One by one: a thread of the service that is just beginning a span may take one meanwhile, and owns it.
             while context.free:
                 pair = context.free.pop()
                 driver.destroy_event(pair.begin)
