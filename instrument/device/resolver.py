@@ -122,6 +122,7 @@ class Resolver:
             for pair in [*context.begun, *(pair for pairs in list(context.under_way.values()) for pair in list(pairs))]
             if pair.end_ns > 0
         ]
+        waiting += [at_ns for _, _, at_ns, _ in list(self.untimed)]
         return min(waiting, default=self._now())
 
     def wake(self) -> None:

@@ -124,6 +124,10 @@ class Timer:
             pair.error = pair.error or INTERRUPTED
             pair.end_ns = pair.begin_ns
             raise
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the resolver look, if it sleeps."""
         if self.resolver.asleep:
             self.resolver.wake()
 

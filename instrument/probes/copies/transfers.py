@@ -91,7 +91,7 @@ class Transfers:
         `ready` is asked first at each call: False while the framework cannot copy yet, or while it traces the call
         instead of running it.
         """
-        recorder, inside, now, note, timed = self._recorder, _INSIDE, time.monotonic_ns, self._note, self._timed
+        recorder, inside, now, site_of, timed = self._recorder, _INSIDE, time.monotonic_ns, self._wanted, self._timed
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not ready() or not recorder.on or inside.busy:
@@ -111,16 +111,15 @@ class Transfers:
                 inside.busy = False
             try:
                 transfer = facts(out, args, kwargs)
-                if (
-                    transfer is not None
-                    and transfer.moved_bytes > 0
-                    and note(framework, qualname, transfer, start_ns, pair)
-                ):
-                    return out
+                site = None if transfer is None else site_of(framework, qualname, transfer)
+                if transfer is not None and site is not None:
+                    handed, pair = (pair, None) if site.device else (None, pair)
+                    recorder.record(site, start_ns, {"bytes": transfer.moved_bytes}, handed)
             except Exception as fault:
                 FAULTS.note("copy probe", fault)
-            if pair is not None:
-                pair.cancel()
+            finally:
+                if pair is not None:
+                    pair.cancel()
             return out
 
         try:
@@ -140,20 +139,15 @@ class Transfers:
             FAULTS.note("copy probe", fault)
             return None
 
-    def _note(self, framework: str, qualname: str, transfer: Transfer, start_ns: int, pair: Any) -> bool:
-        """Make a span of the call, if a rule wants it: whether it has."""
+    def _wanted(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
+        """The site of a call that has moved something, if a rule wants it; counts it for the rule."""
         way, moved_bytes = transfer.way, transfer.moved_bytes
         rules, hits = self._at_work
-        for index, rule in enumerate(rules):
+        for index, rule in enumerate(rules if moved_bytes > 0 else ()):
             if way in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
                 hits[index] += 1
-                site = self._site(framework, qualname, transfer)
-                if pair is not None and not site.device:
-                    pair.cancel()
-                    pair = None
-                self._recorder.record(site, start_ns, {"bytes": moved_bytes}, pair)
-                return True
-        return False
+                return self._site(framework, qualname, transfer)
+        return None
 
     def _site(self, framework: str, qualname: str, transfer: Transfer) -> Site:
         key = (framework, qualname, transfer._replace(moved_bytes=0))
