@@ -1,7 +1,8 @@
 """Instrumentation for inference services, selected by one `profile.yaml`.
 
 In code: `profiled`, `scope` and `loader` name what the service's authors want to see; `start`, `stop`, `summary` and
-`dump` run a session. Without a change in the service: ``instrument run --profile profile.yaml -- script.py``.
+`dump` run a session; `Profiler` looks at the steps of a loop. Without a change in the service: ``instrument run
+--profile profile.yaml -- script.py``.
 
 Importing this package starts nothing and changes nothing; what a session needs is imported by `start`.
 """
@@ -18,6 +19,8 @@ from instrument.probes.scopes import scope, scope_end, scope_start
 if TYPE_CHECKING:
     from instrument.process import disable, dump, enable, flush, reload, session, start, stop, summary
     from instrument.profiler import Session
+    from instrument.steps import Profiler, export_chrome, print_summary
+    from instrument.window import schedule
 
 __version__ = "0.1.0"
 
@@ -25,6 +28,7 @@ __all__ = [
     "ExportError",
     "InstrumentError",
     "ProfileError",
+    "Profiler",
     "Session",
     "StateError",
     "TargetError",
@@ -32,10 +36,13 @@ __all__ = [
     "disable",
     "dump",
     "enable",
+    "export_chrome",
     "flush",
     "loader",
+    "print_summary",
     "profiled",
     "reload",
+    "schedule",
     "scope",
     "scope_end",
     "scope_start",
@@ -49,6 +56,8 @@ _OF_THE_SESSION = frozenset(
     {"Session", "disable", "dump", "enable", "flush", "reload", "session", "start", "stop", "summary"}
 )
 
+_OF_STEPS = frozenset({"Profiler", "export_chrome", "print_summary", "schedule"})
+
 
 def __getattr__(name: str) -> Any:
     # A service that only decorates its functions does not pay for the exporters.
@@ -56,6 +65,10 @@ def __getattr__(name: str) -> Any:
         from instrument import process
 
         return getattr(process, name)
+    if name in _OF_STEPS:
+        from instrument import steps, window
+
+        return getattr(window if name == "schedule" else steps, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

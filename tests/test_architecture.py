@@ -18,7 +18,7 @@ FLOORS: list[list[str]] = [
     ["errors", "clock", "document", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "device"],
     ["probes", "capture", "governor", "window", "control", "chrome", "otlp", "report"],
-    ["process", "profiler", "files"],
+    ["process", "profiler", "files", "steps"],
     ["", "__main__", "cli", "autostart"],
 ]
 
@@ -29,6 +29,7 @@ WITHIN = {
     "device": {"imports", "profile", "recorder"},
     "process": {"profiler"},
     "profiler": {"files"},
+    "steps": {"process", "profiler", "files"},
     "cli": {""},
     "__main__": {"cli"},
 }
@@ -88,6 +89,7 @@ def test_the_public_names_are_these() -> None:
         "ExportError",
         "InstrumentError",
         "ProfileError",
+        "Profiler",
         "Session",
         "StateError",
         "TargetError",
@@ -95,10 +97,13 @@ def test_the_public_names_are_these() -> None:
         "disable",
         "dump",
         "enable",
+        "export_chrome",
         "flush",
         "loader",
+        "print_summary",
         "profiled",
         "reload",
+        "schedule",
         "scope",
         "scope_end",
         "scope_start",

@@ -1,0 +1,551 @@
+"""Steps: a loop that says where each of its steps ends, and the windows that its schedule makes of them.
+
+`process` and `profiler` know one session and its requests; this room lies beside them, on top of both, because a
+`Profiler` is a guest of the session: it joins the one that runs, or begins one and ends it with the last guest. It
+never switches recording: spans that are open at a window's edge are there, clipped and marked, because the recorder
+has seen them begin. A step outside of a window costs what a step inside of it costs, and is just not looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from instrument import chrome, files, process
+from instrument.errors import FAULTS, ProfileError, StateError, logger
+from instrument.probes.loaders import loader
+from instrument.profile import STATES, TRACER_OPTIONS, Profile, Schedule, load
+from instrument.profiler import Session
+from instrument.report.summary import summary
+from instrument.spans import Trace
+from instrument.tally import Tally
+from instrument.window import State, States, Windows
+
+T = TypeVar("T")
+
+SKIPPED_STEPS = 10
+"""How many first steps the benchmark of a loop leaves out, as `paddle.profiler` does."""
+
+_FILE = "{service}-{pid}-{window}.json.gz"
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was recorded in the steps from `first_step` to `last_step`, both in it; made for `on_trace_ready`.
+
+    `index` counts the windows of one `Profiler` from 0. A `partial` one was cut short by `stop`; its last step is the
+    one that was under way.
+    """
+
+    index: int
+    first_step: int
+    last_step: int
+    partial: bool
+    trace: Trace
+    tracer_option: str = "Default"
+    state: str = "All"
+    disk_bytes: int = 1 << 30
+
+    def __str__(self) -> str:
+        return f"window {self.index}, steps {self.first_step} to {self.last_step}{', partial' * self.partial}"
+
+    def tally(self) -> Tally:
+        """The totals of the window's spans, open ones as far as they lie in it."""
+        return Tally.of_spans(self.trace.spans, self.trace.threads)
+
+    def summary(
+        self,
+        *,
+        views: Sequence[str] = ("events",),
+        tracer_option: str | None = None,
+        state: str | None = None,
+        sorted_by: str = "total",
+        rows: int | None = None,
+        threads: str = "merged",
+    ) -> str:
+        """The views of this window alone. Options of `Session.summary`. Raises `ValueError` for one there is not."""
+        trace = self.trace
+        return summary(
+            views,
+            self.tally,
+            lambda: trace,
+            rows=rows,
+            cost=trace.cost,
+            losses=trace.losses,
+            notes=trace.notes,
+            window_ns=trace.end_ns - trace.start_ns,
+            recorder=trace.origin.recorder,
+            tracer_option=tracer_option or self.tracer_option,
+            state=state or self.state,
+            sorted_by=sorted_by,
+            threads=threads,
+        )
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write this window as a Chrome trace (`.json` or `.json.gz`). Raises `TraceError`."""
+        return chrome.dump(path, self.trace, self.tally())
+
+
+Handler = Callable[[Window], object]
+
+
+def export_chrome(folder: str | os.PathLike[str]) -> Handler:
+    """For `on_trace_ready`: write each window to `folder`, in a file named by service, process and window.
+
+    No file is written over: where the name is taken, by another Profiler or a process before this one, the next number
+    is used. The oldest are removed to stay within the `limits.disk` of the profile.
+    """
+    into = files.working_folder() / folder
+
+    def handle(window: Window) -> None:
+        origin, index = window.trace.origin, window.index
+        with _files_lock:
+            while (path := files.path_of(_FILE, into, origin.service, index)).exists():
+                index += 1
+            window.export(path)
+        files.make_room(_FILE, into, origin.service, path, window.disk_bytes)
+
+    return handle
+
+
+def print_summary(**options: Any) -> Handler:
+    """For `on_trace_ready`: print each window's summary to standard output. Options of `Window.summary`."""
+
+    def handle(window: Window) -> None:
+        print(f"{str(window).capitalize()}\n{window.summary(**options)}", flush=True)
+
+    return handle
+
+
+_files_lock = threading.Lock()
+
+
+# -------------------------------------------------------------------- the session that Profilers share
+
+_guests: dict[Session, int] = {}
+_guests_lock = threading.RLock()
+
+
+def _join(profile: Profile | str | os.PathLike[str] | None, **asked: str | None) -> Session | None:
+    """The session to look at: the one that runs, else one that is begun here. None where `INSTRUMENT=off`."""
+    settings: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    with _guests_lock:
+        try:
+            running = process.session()
+        except StateError:
+            source = profile or os.environ.get("INSTRUMENT_PROFILE") or Profile()
+            wanted = source if isinstance(source, Profile) else load(source)
+            begun = process.start(replace(wanted, **settings))
+            if begun is not None:
+                _guests[begun] = 1
+            return begun
+        if profile is not None:
+            source = profile.source if isinstance(profile, Profile) else os.fspath(profile)
+            raise StateError(
+                f"asked for a Profiler with the profile {source}, but a session with {running.profile.source} runs and "
+                "a process has one; leave the profile out to look at that session, or end it first"
+            )
+        if settings.get("state", "CPU") != "CPU" and running.profile.state == "CPU":
+            raise StateError(
+                f"asked for a Profiler with state {settings['state']}, but the session that runs with "
+                f"{running.profile.source} has state CPU and times no device; leave the state out or change the profile"
+            )
+        if running in _guests:
+            _guests[running] += 1
+        return running
+
+
+def _leave(session: Session) -> None:
+    """End the session with its last guest, if a guest began it."""
+    with _guests_lock:
+        if session not in _guests:
+            return
+        _guests[session] -= 1
+        if not _guests[session]:
+            del _guests[session]
+            session.stop()
+
+
+# -------------------------------------------------------------------- the class
+
+
+class Profiler:
+    """A loop's windows: ``with Profiler(schedule=(2, 10), on_trace_ready=...) as p:``, and `p.step()` after each step.
+
+    `profile` is that of a session of its own, as for `start`. Left out, the session that runs is looked at, and left
+    as it is; where none runs, one is begun. It ends with the last Profiler that uses it. A process has one session, so
+    a Profiler with a profile cannot start beside one. The `schedule` of a profile counts requests, not these steps.
+
+    `schedule` is ``(first, end)`` for the steps first to end - 1, what `schedule(...)` returns, or any function from a
+    step to a state (CLOSED, READY, RECORD, RECORD_AND_RETURN); left out, all steps are one window. `on_trace_ready` is
+    a function of a `Window`, or several in a list: it runs within `step` or `stop`, between two windows, so that its
+    own work is in neither. One that fails is noted, counted in `failures`, and never stops the loop. `state` and
+    `tracer_option` are those of the profile. `timer_only` measures the steps and records nothing.
+
+    May be nested and used side by side. `step` may be called from any thread or task. Raises `ProfileError` for an
+    argument that cannot be used.
+    """
+
+    def __init__(
+        self,
+        profile: Profile | str | os.PathLike[str] | None = None,
+        *,
+        state: str | None = None,
+        schedule: tuple[int, int] | States | None = None,
+        on_trace_ready: Handler | Sequence[Handler] | None = None,
+        tracer_option: str | None = None,
+        timer_only: bool = False,
+    ) -> None:
+        problems = []
+        for name, found, allowed in (("state", state, STATES), ("tracer_option", tracer_option, TRACER_OPTIONS)):
+            if found is not None and found not in allowed:
+                problems.append(f"Profiler: {name}: found {found!r}; allowed: {', '.join(allowed)}")
+        handlers = [] if on_trace_ready is None else on_trace_ready
+        self._handlers: tuple[Any, ...] = tuple(handlers) if isinstance(handlers, (list, tuple)) else (handlers,)
+        problems.extend(
+            f"Profiler: on_trace_ready: found {handler!r}; allowed: a function of a window, such as "
+            "export_chrome('traces'), or a list of them"
+            for handler in self._handlers
+            if not callable(handler)
+        )
+        self._schedule: Schedule | States | None = None
+        if callable(schedule):
+            self._schedule = schedule
+        elif schedule is not None:
+            pair = schedule if isinstance(schedule, (list, tuple)) else ()
+            whole = len(pair) == 2 and all(isinstance(step, int) and not isinstance(step, bool) for step in pair)
+            if whole and 0 <= pair[0] < pair[1]:
+                self._schedule = Schedule(record=pair[1] - pair[0], skip_first=pair[0], repeat=1)
+            else:
+                problems.append(
+                    f"Profiler: schedule: found {schedule!r}; allowed: (first, end) with 0 <= first < end, "
+                    "schedule(closed=, ready=, record=), or a function from a step to its state"
+                )
+        if problems:
+            raise ProfileError(problems)
+        self._profile = profile
+        self._state = state
+        self._tracer_option = tracer_option
+        self._timer_only = timer_only
+        self._lock = threading.RLock()
+        self._is_running = False
+        self._is_delivering = False
+        self._session: Session | None = None
+        self._windows: Windows | None = None
+        self.window: Window | None = None
+        self.failures = 0
+        self._begin_costs()
+
+    def _begin_costs(self) -> None:
+        self._benchmark = Benchmark()
+        self._since = Benchmark(skip=0)
+        self._step_ns = time.monotonic_ns()
+        self._reader_ns = 0
+
+    def start(self) -> None:
+        """Begin step 0. Raises `StateError` where it has begun, and where the profile cannot have a session."""
+        with self._lock:
+            if self._is_running:
+                raise StateError("asked to start a Profiler that runs; call stop() first, or make another one")
+            if not self._timer_only:
+                session = _join(self._profile, state=self._state, tracer_option=self._tracer_option)
+                try:
+                    self._windows = Windows(self._guarded(self._schedule), time.monotonic_ns()) if session else None
+                except BaseException:
+                    if session is not None:
+                        _leave(session)
+                    raise
+                self._session = session
+            self.window = None
+            self._is_running = True
+            self._begin_costs()
+
+    def _guarded(self, schedule: Schedule | States | None) -> Schedule | States | None:
+        """A schedule of the user's own: loud for step 0, closed and noted where it fails for a later one."""
+        if schedule is None or isinstance(schedule, Schedule):
+            return schedule
+
+        def state_of(step: int) -> State:
+            try:
+                found = schedule(step)
+                problem: Exception = ProfileError(
+                    [f"Profiler: schedule: found {found!r} for step {step}; allowed: {', '.join(State.__members__)}"]
+                )
+                if found in list(State):
+                    return State(found)
+            except Exception as error:
+                problem = error
+            if step == 0:
+                raise problem
+            self._fail(f"the schedule of a Profiler failed at step {step}, which is closed", problem)
+            return State.CLOSED
+
+        return state_of
+
+    def __enter__(self) -> Profiler:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def step(self, num_samples: int | None = None) -> None:
+        """The step under way has ended, with so many samples, and the next one begins.
+
+        Where a window ends with it, its handlers run now. Outside of that it takes some microseconds. Raises
+        `StateError` where no step is under way.
+        """
+        now_ns = time.monotonic_ns()
+        with self._lock:
+            self._refuse_unless_running("step")
+            for costs in (self._benchmark, self._since):
+                costs.add(now_ns - self._step_ns, self._reader_ns, num_samples)
+            self._reader_ns = 0
+            windows, session = self._windows, self._session
+            if windows is not None and session is not None:
+                last = windows.steps
+                found = windows.advance(now_ns)
+                try:
+                    if found is not None:
+                        self._deliver(self._made(session, windows, found, last))
+                except Exception as fault:
+                    FAULTS.note("window of a Profiler", fault)
+                finally:  # a Ctrl-C in a handler ends the loop, not the Profiler
+                    windows.arm(time.monotonic_ns())
+            self._step_ns = time.monotonic_ns()
+
+    def stop(self) -> None:
+        """End the last step, deliver the window that is open unless it is empty, and leave the session.
+
+        Empty is a window in which no step has ended and no span begun; a step in which no span has begun is not its
+        last one. A second call does nothing.
+        """
+        now_ns = time.monotonic_ns()
+        with self._lock:
+            if not self._is_running:
+                return
+            self._is_running = False
+            windows, self._windows = self._windows, None
+            session = self._session
+            try:
+                found = windows.stop(now_ns) if windows is not None else None
+                if windows is not None and session is not None and found is not None:
+                    window = self._made(session, windows, found, windows.steps, partial=True)
+                    if not any(span.start_ns > self._step_ns for span in window.trace.spans):
+                        window = replace(window, last_step=windows.steps - 1)
+                    if window.first_step <= window.last_step:
+                        self._deliver(window)
+            except Exception as fault:
+                FAULTS.note("last window of a Profiler", fault)
+            finally:
+                if session is not None:
+                    _leave(session)
+
+    def _refuse_unless_running(self, verb: str) -> None:
+        if self._is_delivering:
+            raise StateError(f"asked to {verb} within on_trace_ready, where no step is under way; do so in the loop")
+        if not self._is_running:
+            raise StateError(f"asked to {verb} a Profiler that does not run; use it in a with statement, or start() it")
+
+    def _made(
+        self, session: Session, windows: Windows, found: tuple[int, int, int], last_step: int, *, partial: bool = False
+    ) -> Window:
+        index, start_ns, end_ns = found
+        session.selection.finish_nodes()
+        trace = session.trace(start_ns, end_ns, index)
+        notes = list(trace.notes)
+        if trace.held_from_ns > start_ns:
+            lost_ns = min(trace.held_from_ns, end_ns) - start_ns
+            notes.append(
+                f"window {index}: spans of its first {lost_ns / 1e6:.1f} ms were overwritten by newer ones and are not "
+                "counted; raise limits.ring or record fewer steps"
+            )
+        late = sum(span.site.device and not span.device for span in trace.spans)
+        if late:
+            notes.append(
+                f"window {index}: {late} spans with a device rule have no device time; nobody waits for the device, so "
+                "that of the last ones had perhaps not come when the window ended"
+            )
+        return Window(
+            index,
+            windows.first_step,
+            last_step,
+            partial,
+            replace(trace, notes=notes),
+            self._tracer_option or session.profile.tracer_option,
+            self._state or session.profile.state,
+            session.profile.limits.disk_bytes,
+        )
+
+    def _deliver(self, window: Window) -> None:
+        self.window = window
+        self._is_delivering = True
+        try:
+            for handler in self._handlers:
+                try:
+                    handler(window)
+                except Exception as error:
+                    self._fail(f"on_trace_ready failed for {window}", error)
+        finally:
+            self._is_delivering = False
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """Count and note what the user's own code has raised; the first time with its traceback."""
+        self.failures += 1
+        message = f"{what}: {type(error).__name__}: {error}"
+        logger.warning("%s", message, exc_info=error if self.failures == 1 else None)
+        if self._session is not None:
+            self._session._complain(message, log=False)
+
+    # ---------------------------------------------------------------- what it has measured
+
+    def loader(self, batches: T, name: str | None = None) -> Iterator[Any]:
+        """The items of an iterable; the time until each is recorded, and counted as the step's reader cost.
+
+        See `instrument.loader` for `name` and the spans. An asynchronous iterable is none.
+        """
+        items = iter(loader(batches, name))  # type: ignore[call-overload]
+        while True:
+            before_ns = time.monotonic_ns()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            self._reader_ns += time.monotonic_ns() - before_ns
+            yield item
+
+    def step_info(self, unit: str | None = None) -> str:
+        """Averages of the steps since the last call: reader cost and batch cost in seconds, and how much in a second.
+
+        `unit` names what `num_samples` counts, else samples. Without samples it is steps. What there is none of is `-`.
+        """
+        with self._lock:
+            since, self._since = self._since, Benchmark(skip=0)
+        return since.line(unit)
+
+    def benchmark(self) -> Benchmark:
+        """Cost of the steps since the start, without the first `SKIPPED_STEPS`."""
+        return self._benchmark
+
+    def summary(self, **options: Any) -> str:
+        """The newest window's summary (options of `Window.summary`) and the benchmark of the steps."""
+        with self._lock:
+            window = self.window
+            parts = [self._benchmark.table()]
+        if window is not None:
+            parts.insert(0, f"{str(window).capitalize()}\n{window.summary(**options)}")
+        elif not self._timer_only:
+            parts.insert(0, "No window has ended yet.\n")
+        return "\n".join(parts)
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the newest window as a Chrome trace. Raises `StateError` where none has ended, and `TraceError`."""
+        window = self.window
+        if window is None:
+            raise StateError(f"asked to export a window to {os.fspath(path)}, but none has ended; see the schedule")
+        return window.export(path)
+
+
+@dataclass
+class Extent:
+    """Sum, least and most of what was counted `count` times."""
+
+    count: int = 0
+    total: float = 0.0
+    least: float | None = None
+    most: float | None = None
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.least = value if self.least is None else min(self.least, value)
+        self.most = value if self.most is None else max(self.most, value)
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+class Benchmark:
+    """What the steps of a loop cost from index `skip` on: averages divide by the steps that were timed.
+
+    `reader_s` and `batch_s` are in seconds a step, `rate` is of samples, or of steps where any step had no samples.
+    The mean of a rate is the sum of the work over the sum of the time.
+    """
+
+    def __init__(self, skip: int = SKIPPED_STEPS) -> None:
+        self.skip = skip
+        self.skipped = 0
+        self.reader_s = Extent()
+        self.batch_s = Extent()
+        self._samples = 0
+        self._by_samples = Extent()
+        self._by_steps = Extent()
+
+    def add(self, batch_ns: int, reader_ns: int, num_samples: int | None) -> None:
+        """One step has ended; what it read is part of what it took."""
+        if self.skipped < self.skip:
+            self.skipped += 1
+            return
+        batch_s = max(batch_ns, 1) / 1e9
+        self.batch_s.add(batch_s)
+        if reader_ns:
+            self.reader_s.add(reader_ns / 1e9)
+        self._by_steps.add(1 / batch_s)
+        if num_samples is not None:
+            self._samples += num_samples
+            self._by_samples.add(num_samples / batch_s)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether every timed step said how many samples it had."""
+        return 0 < self._by_samples.count == self.batch_s.count
+
+    @property
+    def reader_mean_s(self) -> float | None:
+        """Reader cost of a step, over all timed steps; None where nothing was read through `Profiler.loader`."""
+        return self.reader_s.total / self.batch_s.count if self.reader_s.count else None
+
+    @property
+    def rate(self) -> Extent:
+        """Samples or steps in a second; its `total` and `mean` are not used, see `rate_mean`."""
+        return self._by_samples if self.counts_samples else self._by_steps
+
+    @property
+    def rate_mean(self) -> float | None:
+        """Samples or steps in a second over all timed steps together."""
+        if not self.batch_s.count:
+            return None
+        return (self._samples if self.counts_samples else self.batch_s.count) / self.batch_s.total
+
+    def line(self, unit: str | None = None) -> str:
+        """Averages as one line."""
+        of = (unit or "samples") if self.counts_samples else "steps"
+        reader = "" if self.reader_mean_s is None else f"reader_cost: {self.reader_mean_s:.5f} s "
+        return f"{reader}batch_cost: {_cell(self.batch_s.mean)} s ips: {_cell(self.rate_mean, 3)} {of}/s"
+
+    def table(self) -> str:
+        """Averages, greatest and least as a table, with what was skipped and what was timed."""
+        of = "samples" if self.counts_samples else "steps"
+        lines = [
+            f"Perf Summary: {self.batch_s.count} steps timed, the first {self.skipped} skipped",
+            f"Time unit: s, ips unit: {of}/s",
+            f"{'':<14}{'avg':>15}{'max':>15}{'min':>15}",
+        ]
+        rows = [("batch_cost", self.batch_s, self.batch_s.mean), ("ips", self.rate, self.rate_mean)]
+        if self.reader_mean_s is not None and self.batch_s.mean:
+            lines.insert(2, f"Reader ratio: {self.reader_mean_s / self.batch_s.mean:.3%} of batch_cost")
+            rows.insert(0, ("reader_cost", self.reader_s, self.reader_mean_s))
+        for name, extent, mean in rows:
+            lines.append(f"{name:<14}{_cell(mean):>15}{_cell(extent.most):>15}{_cell(extent.least):>15}")
+        return "\n".join(lines) + "\n"
+
+
+def _cell(value: float | None, digits: int = 5) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
