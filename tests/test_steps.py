@@ -410,3 +410,18 @@ def test_a_training_loop_prints_its_steps(capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     assert "Window 0, steps 2 to 4" in printed
     assert "Linear" in printed
+
+
+def test_the_loop_of_the_readme_writes_and_prints_its_windows(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    section = readme.partition("## In a training loop\n")[2]
+    program = section.partition("```python\n")[2].partition("```")[0]
+    Path("profile.yaml").write_text("service: trainer")
+    exec(program, {"batches": [[1, 2]] * 12, "train": profiled("train")(lambda batch: None)})
+    printed = capsys.readouterr().out
+    assert "Window 0, steps 2 to 5\n" in printed
+    assert "Window 1, steps 8 to 11\n" in printed
+    assert " images/s\n" in printed
+    assert sorted(path.name for path in Path("traces").iterdir()) == [
+        f"trainer-{os.getpid()}-{window}.json.gz" for window in range(2)
+    ]
