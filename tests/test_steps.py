@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -425,3 +427,17 @@ def test_the_loop_of_the_readme_writes_and_prints_its_windows(capsys: pytest.Cap
     assert sorted(path.name for path in Path("traces").iterdir()) == [
         f"trainer-{os.getpid()}-{window}.json.gz" for window in range(2)
     ]
+
+
+def test_switched_off_by_the_environment_the_steps_are_timed_and_no_profile_is_read() -> None:
+    program = """
+from instrument import Profiler
+with Profiler("there is none.yaml", on_trace_ready=lambda window: 1 / 0) as profiler:
+    for _ in range(12):
+        profiler.step()
+print(profiler.failures, profiler.window, profiler.summary())
+"""
+    environ = {**os.environ, "INSTRUMENT": "off"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.startswith("0 None instrument is off (INSTRUMENT=off)\n\nPerf Summary: 2 steps timed")
