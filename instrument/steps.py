@@ -8,11 +8,13 @@ has seen them begin. A step outside of a window costs what a step inside of it c
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -99,17 +101,26 @@ Handler = Callable[[Window], object]
 def export_chrome(folder: str | os.PathLike[str]) -> Handler:
     """For `on_trace_ready`: write each window to `folder`, in a file named by service, process and window.
 
-    No file is written over: where the name is taken, by another Profiler or a process before this one, the next number
-    is used. The oldest are removed to stay within the `limits.disk` of the profile.
+    No file is written over: where the name is taken, by another Profiler or an earlier process, the next free number is
+    used. The oldest are removed to stay within the `limits.disk` of the profile.
     """
     into = files.working_folder() / folder
 
     def handle(window: Window) -> None:
         origin, index = window.trace.origin, window.index
-        with _files_lock:
-            while (path := files.path_of(_FILE, into, origin.service, index)).exists():
+        into.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = files.path_of(_FILE, into, origin.service, index)
+            try:
+                path.touch(0o600, exist_ok=False)  # the name is ours from here on, whoever else looks for one
+                break
+            except FileExistsError:
                 index += 1
+        try:
             window.export(path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         files.make_room(_FILE, into, origin.service, path, window.disk_bytes)
 
     return handle
@@ -122,9 +133,6 @@ def print_summary(**options: Any) -> Handler:
         print(f"{str(window).capitalize()}\n{window.summary(**options)}", flush=True)
 
     return handle
-
-
-_files_lock = threading.Lock()
 
 
 # -------------------------------------------------------------------- the session that Profilers share
@@ -189,10 +197,12 @@ class Profiler:
     step to a state (CLOSED, READY, RECORD, RECORD_AND_RETURN); left out, all steps are one window. `on_trace_ready` is
     a function of a `Window`, or several in a list: it runs within `step` or `stop`, between two windows, so that its
     own work is in neither. One that fails is noted, counted in `failures`, and never stops the loop. `state` and
-    `tracer_option` are those of the profile. `timer_only` measures the steps and records nothing.
+    `tracer_option` are those of the profile. `timer_only` measures the steps and records nothing, whatever the profile
+    says.
 
-    May be nested and used side by side. `step` may be called from any thread or task. Raises `ProfileError` for an
-    argument that cannot be used.
+    May be nested and used side by side. `step` may be called from any thread or task. A Profiler that runs when the
+    interpreter exits is stopped; in a forked child, whose session is another one, it does nothing. Raises
+    `ProfileError` for an argument that cannot be used.
     """
 
     def __init__(
@@ -243,6 +253,7 @@ class Profiler:
         self._windows: Windows | None = None
         self.window: Window | None = None
         self.failures = 0
+        self._pid = os.getpid()
         self._begin_costs()
 
     def _begin_costs(self) -> None:
@@ -265,7 +276,11 @@ class Profiler:
                         _leave(session)
                     raise
                 self._session = session
+                if session is not None:
+                    atexit.register(self.stop)  # before the session's own end, which was registered earlier
             self.window = None
+            self.failures = 0
+            self._pid = os.getpid()
             self._is_running = True
             self._begin_costs()
 
@@ -302,9 +317,14 @@ class Profiler:
         """The step under way has ended, with so many samples, and the next one begins.
 
         Takes some 2 us. Where a window ends with it, its handlers run now, after some 3 us for each span of the window
-        (and once 10 ms, in which the cost of the probes is measured). Raises `StateError` where no step is under way.
+        (and once 10 ms, in which the cost of the probes is measured). Raises `StateError` where no step is under way,
+        and `ProfileError` for samples that are no number.
         """
         now_ns = time.monotonic_ns()
+        if self._pid != os.getpid():
+            return
+        if num_samples is not None and not (isinstance(num_samples, Real) and num_samples >= 0):
+            raise ProfileError([f"Profiler.step: num_samples: found {num_samples!r}; allowed: a number from 0"])
         with self._lock:
             self._refuse_unless_running("step")
             for costs in (self._benchmark, self._since):
@@ -330,6 +350,8 @@ class Profiler:
         last one. A second call does nothing.
         """
         now_ns = time.monotonic_ns()
+        if self._pid != os.getpid():
+            return
         with self._lock:
             if not self._is_running:
                 return
@@ -348,6 +370,9 @@ class Profiler:
                 FAULTS.note("last window of a Profiler", fault)
             finally:
                 if session is not None:
+                    atexit.unregister(self.stop)
+                    if self.failures > 1:
+                        session._complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
                     _leave(session)
 
     def _refuse_unless_running(self, verb: str) -> None:
@@ -370,10 +395,11 @@ class Profiler:
                 "counted; raise limits.ring or record fewer steps"
             )
         late = sum(span.site.device and not span.device for span in trace.spans)
-        if late:
+        timing = session._timing
+        if late and timing is not None and not timing.is_settled(end_ns):
             notes.append(
-                f"window {index}: {late} spans with a device rule have no device time; nobody waits for the device, so "
-                "that of the last ones had perhaps not come when the window ended"
+                f"window {index}: {late} spans have no device time, which had not come when the window ended, for no "
+                "thread of the service waits for the device"
             )
         return Window(
             index,
@@ -399,10 +425,12 @@ class Profiler:
             self._is_delivering = False
 
     def _fail(self, what: str, error: Exception) -> None:
-        """Count and note what the user's own code has raised; the first time with its traceback."""
+        """Count what the user's own code has raised; note and log the first of it."""
         self.failures += 1
+        if self.failures > 1:
+            return
         message = f"{what}: {type(error).__name__}: {error}"
-        logger.warning("%s", message, exc_info=error if self.failures == 1 else None)
+        logger.warning("%s", message, exc_info=error)
         if self._session is not None:
             self._session._complain(message, log=False)
 
@@ -438,9 +466,8 @@ class Profiler:
 
     def summary(self, **options: Any) -> str:
         """The newest window's summary (options of `Window.summary`) and the benchmark of the steps."""
-        with self._lock:
-            window = self.window
-            parts = [self._benchmark.table()]
+        window = self.window
+        parts = [self._benchmark.table()]
         if window is not None:
             parts.insert(0, f"{str(window).capitalize()}\n{window.summary(**options)}")
         elif not self._timer_only:

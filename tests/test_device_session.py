@@ -198,6 +198,25 @@ def test_a_stream_may_be_named(torch: Any, session: Any) -> None:
         instrument.scope("x", stream="fast")
 
 
+def test_a_window_of_a_loop_says_which_device_times_had_not_come(torch: Any, session: Any) -> None:
+    running = session()
+    found: list[Any] = []
+    torch.cuda.init()
+    torch.work(0)
+    with instrument.Profiler(schedule=instrument.schedule(record=1), on_trace_ready=found.append) as profiler:
+        for waits in (False, True):
+            with instrument.scope("decode", device=True):
+                torch.work(50 * MS)
+            if waits:
+                settled(running)
+            profiler.step()
+    late, whole = found
+    assert "window 0: 1 spans have no device time, which had not come" in "".join(late.trace.notes)
+    assert late.trace.spans[0].device == ()
+    assert [round((part.end_ns - part.start_ns) / MS) for part in whole.trace.spans[0].device] == [50]
+    assert "had not come" not in "".join(whole.trace.notes)
+
+
 def test_before_torch_uses_its_device_nothing_is_asked_of_the_driver(
     torch: Any, session: Any, fake_driver: FakeDriver
 ) -> None:
