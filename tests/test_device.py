@@ -838,3 +838,21 @@ def test_after_the_stop_no_event_is_recorded(bench: Bench) -> None:
     bench.fake.forget_calls()
     assert bench.timer.begin(SITE, None, 99) is None
     assert bench.fake.calls("cuEventRecord") == 0
+
+
+def test_a_long_queue_on_another_stream_is_asked_about_once(bench: Bench) -> None:
+    """Only the first of it can have begun: the rest of the queue costs nothing at each stretch that is taken in."""
+    queue, stream = bench.stream(), bench.stream()
+    bench.settle()
+    for _ in range(200):
+        bench.span(50 * MS, queue)
+    bench.settle(60 * MS)
+    for _ in range(20):
+        bench.span(MS, stream)
+    bench.settle(30 * MS)
+    bench.fake.forget_calls()
+    bench.settle(10 * MS)
+    spans = [bench.span(MS, stream) for _ in range(10)]
+    bench.settle(15 * MS)
+    assert [label for label, _, _ in filter(None, map(bench.told, spans))] == ["overlapped"] * 10
+    assert bench.fake.calls("cuEventQuery") < 200

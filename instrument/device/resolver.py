@@ -467,27 +467,33 @@ class Resolver:
                     break
                 if begin < end_ns:
                     return True
-        return any(
-            self._reaches_into(context, pair, start_ns, end_ns)
-            for other, pairs in context.under_way.items()
-            if other != stream
-            for pair in pairs
-            if pair.begin_ns < end_ns and pair.stream == other and pair.whole is not None and not pair.error
-        )
+        for other, pairs in context.under_way.items():
+            for pair in () if other == stream else pairs:
+                if pair.begin_ns >= end_ns or pair.stream != other or pair.whole is None or pair.error:
+                    continue
+                begun_ns = self._begun_at(context, pair)
+                if begun_ns is None:
+                    break  # nor has what comes after it on its stream
+                if begun_ns < end_ns and self._reaches(pair, begun_ns, start_ns):
+                    return True
+        return False
 
-    def _reaches_into(self, context: Context, pair: Pair, start_ns: int, end_ns: int) -> bool:
-        """Whether a pair that nobody has taken yet has begun before an end, and has not ended before a start."""
-        driver, place = self._driver, pair.place
+    def _begun_at(self, context: Context, pair: Pair) -> int | None:
+        """When a pair that nobody has taken yet began on the device; None where it has not, or nobody can tell."""
+        place = pair.place
         if place is None:
-            if driver.query(pair.begin):
-                return False
+            if self._driver.query(pair.begin):
+                return None
             place = self._place(context, pair, None)
-        if place is None or place.at_ns >= end_ns:
-            return False
+        return None if place is None else place.at_ns
+
+    def _reaches(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
+        """Whether a pair that has begun on the device had not ended there before a time."""
+        driver = self._driver
         if not pair.end_ns or driver.query(pair.end_event):
             return True
         error, device_ns = driver.elapsed_ns(pair.begin, pair.end_event)
-        return not error and place.at_ns + device_ns > start_ns
+        return not error and begun_ns + device_ns > start_ns
 
     def _remember(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
         stretches = context.recent.setdefault(stream, deque(maxlen=RECENT))
