@@ -5,7 +5,7 @@ recorded. Where it is, each span opens a range in the domain `instrument`, in th
 start/end, for spans cross tasks and threads, which a stack for each thread cannot tell. A generator has a range for
 each step. Copies have none: nobody knows whether a call copies before it has ended, and such tools see copies anyhow.
 
-A span costs a third of a microsecond more then (2 without the native core), besides what the tool itself takes.
+With the native core a span costs a third of a microsecond more then, besides what the tool itself takes.
 Package `nvtx` imports numpy where that is installed.
 """
 

@@ -134,8 +134,7 @@ class Timer:
     def finish(self, pair: Pair) -> None:
         """A span has ended whose last stretch had ended before it."""
         self.resolver.finished.append(pair)
-        if self.resolver.asleep:
-            self.resolver.wake()
+        self.wake()
 
     def _learn(self, context: Context, stream: int) -> None:
         """The number of a stream at first sight: here, where it is not being captured, for to ask would end that."""
@@ -182,8 +181,7 @@ class Timer:
     def refuse(self, span_id: int, place: Stream, at_ns: int, label: str) -> None:
         """A span has ended that could not be timed."""
         self.resolver.untimed.append((span_id, place, at_ns, label))
-        if self.resolver.asleep:
-            self.resolver.wake()
+        self.wake()
 
 
 class Timing:
