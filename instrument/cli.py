@@ -31,6 +31,7 @@ from instrument.probes.verdict import STATES as STATES_OF_TARGETS
 from instrument.probes.verdict import Verdict, over_processes
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS, Profile, load, setting
 from instrument.recorder import RECORDER
+from instrument.report.view import THREADS, UNITS
 
 ATTACHED_SHOWN = 20
 """The most targets of a rule that `check` shows line by line where all is well."""
@@ -132,8 +133,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--tracer-option", choices=TRACER_OPTIONS, default="Default")
     report.add_argument("--state", choices=STATES, default="All")
     report.add_argument("--sorted-by", choices=SORT_KEYS, default="default")
-    report.add_argument("--threads", choices=("both", "merged", "apart"), default="both")
+    report.add_argument("--threads", choices=THREADS, default="both")
     report.add_argument("--rows", type=_count, metavar="N", help="the N heaviest rows of each table (default: all)")
+    report.add_argument(
+        "--least", type=_time_ns, default=0, metavar="T", help="leave out rows with less time, such as 50us"
+    )
+    report.add_argument("--unit", choices=tuple(UNITS), default="ms", help="of times in text (default: ms)")
+    report.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
     report.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
     report.set_defaults(verb=_report, takes_host=False)
     return parser
@@ -143,6 +149,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 1 or more")
     return int(text)
+
+
+def _time_ns(text: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ns|us|ms|s)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of ns, us, ms, s, such as 50us")
+    return round(float(found[1]) * UNITS[found[2]])
 
 
 def _views(text: str) -> list[str]:
@@ -472,25 +485,25 @@ def _told(answer: Answer | None, waited_s: float) -> str:
 
 def _report(options: argparse.Namespace, host: list[str]) -> int:
     from instrument import chrome
-    from instrument.report.summary import summary
+    from instrument.report.summary import summary, summary_document
+    from instrument.report.view import Options, Recording
 
     trace, tally = chrome.load(options.trace)
-    sys.stdout.write(
-        summary(
-            options.view or ("events",),
-            lambda: tally,
-            lambda: trace,
-            rows=options.rows,
-            cost=trace.cost,
-            losses=trace.losses,
-            notes=trace.notes,
-            window_ns=trace.end_ns - trace.start_ns,
-            recorder=trace.origin.recorder,
-            tracer_option=options.tracer_option,
-            state=options.state,
-            sorted_by=options.sorted_by,
-            threads=options.threads,
-            corrected=options.corrected,
-        )
+    views = options.view or ("events",)
+    recording = Recording.of_trace(trace, tally)
+    asked = Options(
+        tracer_option=options.tracer_option,
+        state=options.state,
+        sorted_by=options.sorted_by,
+        rows=options.rows,
+        threads=options.threads,
+        corrected=options.corrected,
+        least_ns=options.least,
+        unit=options.unit,
     )
+    if options.json:
+        json.dump(summary_document(views, recording, asked), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        sys.stdout.write(summary(views, recording, asked))
     return 0

@@ -36,7 +36,8 @@ from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary, load, loads, setting
 from instrument.recorder import RECORDER, ProbeCost, measure_costs
-from instrument.report.summary import summary
+from instrument.report.summary import made, summary
+from instrument.report.view import Options, Recording, View
 from instrument.spans import Cost, Gpu, Origin, Sample, Span, Trace
 from instrument.tally import Tally
 from instrument.window import Windows
@@ -641,42 +642,45 @@ class Session:
             gpus=self._gauges.gpus(),
         )
 
-    def summary(
-        self,
-        *,
-        views: Sequence[str] | None = None,
-        tracer_option: str | None = None,
-        state: str | None = None,
-        sorted_by: str | None = None,
-        rows: int | None = None,
-        threads: str | None = None,
-        corrected: bool = False,
-    ) -> str:
-        """The views, in the order asked, of everything since the start; what is left out comes from the profile.
-
-        `events` is exact for all calls. `device` and `copies` are of the spans that the rings still hold, and say from
-        when on these are complete. `rows` bounds the tables of each view, the other options are those of `events`: with
-        `corrected` it has self times, less what the probes below them cost. Raises `ValueError` for an option that
-        there is not.
-        """
-        wanted = self.profile.export.summary or Summary()
+    def recording(self) -> Recording:
+        """What reports are made of, as it is now: a tally and a trace that are taken when they are first read."""
         cost = self.cost()
-        return summary(
-            wanted.views if views is None else views,
+        return Recording(
             self.tally,
             self.trace,
-            rows=rows if rows is not None else wanted.rows,
             cost=cost,
             losses=self.losses(),
             notes=self.notes(),
             window_ns=cost.window_ns,
             recorder="native" if RECORDER.native else "pure",
-            tracer_option=tracer_option or self.profile.tracer_option,
-            state=state or self.profile.state,
-            sorted_by=sorted_by or wanted.sorted_by,
-            threads=threads or ("both" if wanted.per_thread else "merged"),
-            corrected=corrected,
         )
+
+    def summary(self, *, views: Sequence[str] | None = None, **options: Any) -> str:
+        """The views, in the order asked, of everything since the start; what is left out comes from the profile.
+
+        `options` are those of `instrument.report.view.Options`. Views that are made from the tally are exact for all
+        calls; those of spans are of the ones that the rings still hold, and say from when on these are complete.
+        Raises `ValueError` for a view or a value that there is not.
+        """
+        return summary(self._views(views), self.recording(), self._options(options))
+
+    def views(self, views: Sequence[str] | None = None, **options: Any) -> dict[str, View]:
+        """The numbers of the same views, by name, as objects. Options and errors as for `summary`."""
+        return made(self._views(views), self.recording(), self._options(options))
+
+    def _views(self, asked: Sequence[str] | None) -> Sequence[str]:
+        return (self.profile.export.summary or Summary()).views if asked is None else asked
+
+    def _options(self, asked: Mapping[str, Any]) -> Options:
+        wanted = self.profile.export.summary or Summary()
+        defaults = {
+            "tracer_option": self.profile.tracer_option,
+            "state": self.profile.state,
+            "sorted_by": wanted.sorted_by,
+            "rows": wanted.rows,
+            "threads": "both" if wanted.per_thread else "merged",
+        }
+        return Options(**{**defaults, **{name: value for name, value in asked.items() if value is not None}})
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
         """Write what is held now as a Chrome trace; nothing is reset. Raises `TraceError`."""

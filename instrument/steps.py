@@ -12,7 +12,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -25,7 +25,8 @@ from instrument.probes.loaders import loader
 from instrument.probes.scopes import OFF
 from instrument.profile import STATES, TRACER_OPTIONS, Profile, Schedule, load
 from instrument.profiler import Session
-from instrument.report.summary import summary
+from instrument.report.summary import made, summary
+from instrument.report.view import Options, Recording, View
 from instrument.spans import Trace
 from instrument.tally import Tally
 from instrument.window import State, States, Windows
@@ -62,33 +63,22 @@ class Window:
         """The totals of the window's spans, open ones as far as they lie in it."""
         return Tally.of_spans(self.trace.spans, self.trace.threads)
 
-    def summary(
-        self,
-        *,
-        views: Sequence[str] = ("events",),
-        tracer_option: str | None = None,
-        state: str | None = None,
-        sorted_by: str = "total",
-        rows: int | None = None,
-        threads: str = "merged",
-    ) -> str:
+    def summary(self, *, views: Sequence[str] = ("events",), **options: Any) -> str:
         """The views of this window alone. Options of `Session.summary`. Raises `ValueError` for one there is not."""
-        trace = self.trace
-        return summary(
-            views,
-            self.tally,
-            lambda: trace,
-            rows=rows,
-            cost=trace.cost,
-            losses=trace.losses,
-            notes=trace.notes,
-            window_ns=trace.end_ns - trace.start_ns,
-            recorder=trace.origin.recorder,
-            tracer_option=tracer_option or self.tracer_option,
-            state=state or self.state,
-            sorted_by=sorted_by,
-            threads=threads,
-        )
+        return summary(views, self._recording(), self._options(options))
+
+    def views(self, views: Sequence[str] = ("events",), **options: Any) -> dict[str, View]:
+        """The numbers of the same views, by name, as objects."""
+        return made(views, self._recording(), self._options(options))
+
+    def _recording(self) -> Recording:
+        return Recording.of_trace(self.trace)
+
+    def _options(self, asked: Mapping[str, Any]) -> Options:
+        defaults = {
+            "tracer_option": self.tracer_option, "state": self.state, "sorted_by": "total", "threads": "merged",
+        }  # fmt: skip
+        return Options(**{**defaults, **{name: value for name, value in asked.items() if value is not None}})
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write this window as a Chrome trace (`.json` or `.json.gz`). Raises `TraceError`."""

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.report.events import SORT_KEYS, STATES, THREADS, TRACER_OPTIONS, EventRow, events, events_rows
+from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
+from instrument.report.events import EventRow, events, events_rows
 from instrument.report.table import columns, safe, shorten, table
+from instrument.report.view import THREADS
 from instrument.spans import Cost, DeviceInterval, Site, Span
 from instrument.tally import Tally, Totals, bucket
 
@@ -543,7 +545,7 @@ def test_an_open_span_with_only_hidden_phases_is_still_a_row() -> None:
     ("option", "allowed"),
     [
         ({"tracer_option": "AllDetail"}, "Default, OpDetail, AllOpDetail"),
-        ({"state": "CUDA"}, "All, CPU, GPU"),
+        ({"state": "CUDA"}, "CPU, GPU, All"),
         ({"sorted_by": "avg"}, "default, calls, total, max, min, ave"),
         ({"threads": "one"}, "both, merged, apart"),
         ({"rows": 0}, "1 or more, or None for every row"),

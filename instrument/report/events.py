@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.report.instrumentation import instrumentation
 from instrument.report.table import (
     MISSING,
@@ -34,13 +35,9 @@ from instrument.report.table import (
     table,
     title,
 )
+from instrument.report.view import THREADS
 from instrument.spans import Cost, Site
 from instrument.tally import Row, Tally, Totals
-
-TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
-STATES: tuple[str, ...] = ("All", "CPU", "GPU")
-SORT_KEYS: tuple[str, ...] = ("default", "calls", "total", "max", "min", "ave")
-THREADS: tuple[str, ...] = ("both", "merged", "apart")
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
 ORDERS = {

@@ -3,50 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from instrument.document import nearest
 from instrument.profile import VIEWS
 from instrument.report.copies import copies
 from instrument.report.device import device
 from instrument.report.events import events
 from instrument.report.instrumentation import instrumentation
-from instrument.spans import Cost, Trace
-from instrument.tally import Tally
-
-OF_SPANS: Mapping[str, Callable[..., str]] = {"device": device, "copies": copies}
-"""The views that are made from spans, as they are held; `events` is made from the tally, which has counted all."""
+from instrument.report.view import Options, Recording, View, document
 
 
-def summary(
-    views: Sequence[str],
-    tally: Callable[[], Tally],
-    trace: Callable[[], Trace],
-    *,
-    rows: int | None = None,
-    cost: Cost | None = None,
-    losses: Mapping[str, int] | None = None,
-    notes: Sequence[str] = (),
-    window_ns: int | None = None,
-    recorder: str = "",
-    **of_events: Any,
-) -> str:
-    """The views as one text, in the order asked, each once. `tally` and `trace` are called where a view reads them.
+@dataclass(frozen=True, slots=True)
+class _Printed:
+    """A view of which there is no more than the text yet."""
 
-    `rows` bounds the tables of every view, `of_events` are more options of `events`. The others fill the section on
-    the instrumentation, which stands in `events`, or at the end where that is not asked for. Raises `ValueError` for a
-    view that there is not.
-    """
+    text: str
+
+    def lines(self) -> list[str]:
+        return self.text.rstrip("\n").split("\n")
+
+
+def _events(recording: Recording, options: Options) -> View:
+    return _Printed(
+        events(
+            recording.tally,
+            tracer_option=options.tracer_option,
+            state=options.state,
+            sorted_by=options.sorted_by,
+            rows=options.rows,
+            threads=options.threads,
+            corrected=options.corrected,
+            window_ns=recording.window_ns,
+        )
+    )
+
+
+VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
+    "events": _events,
+    "device": lambda recording, options: _Printed(device(recording.trace, rows=options.rows)),
+    "copies": lambda recording, options: _Printed(copies(recording.trace, rows=options.rows)),
+}
+"""What makes each view of `VIEWS`."""
+
+
+def made(views: Sequence[str], recording: Recording, options: Options) -> dict[str, View]:
+    """The views in the order asked, each once. Raises `ValueError` for a view that there is not."""
     for view in views:
-        if view not in VIEWS:
-            raise ValueError(f"view is {view!r}; allowed: {', '.join(VIEWS)}")
-    about: dict[str, Any] = {
-        "cost": cost, "losses": losses or {}, "notes": notes, "window_ns": window_ns, "recorder": recorder,
-    }  # fmt: skip
-    held = trace() if any(view in OF_SPANS for view in views) else None
-    texts = [
-        events(tally(), rows=rows, **about, **of_events) if view == "events" else OF_SPANS[view](held, rows=rows)
-        for view in dict.fromkeys(views)
-    ]
-    if "events" not in views:
-        texts.append("\n".join(instrumentation(**about)))
+        if view not in VIEW_OF:
+            meant = nearest(view, VIEWS)
+            hint = f"; nearest is {meant}" if meant else ""
+            raise ValueError(f"view is {view!r}; allowed: {', '.join(VIEWS)}{hint}")
+    return {view: VIEW_OF[view](recording, options) for view in views}
+
+
+def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
+    """The views as one text, in the order asked, each once, and what the instrumentation cost and could not see.
+
+    Raises `ValueError` for a view that there is not.
+    """
+    texts = ["\n".join(view.lines()) + "\n" for view in made(views, recording, options).values()]
+    texts.append("\n".join(_about(recording)))
     return "\n".join(text for text in texts if text)
+
+
+def summary_document(views: Sequence[str], recording: Recording, options: Options) -> dict[str, Any]:
+    """The same numbers as JSON takes them: `views` by name, times in ns, and beside them what holds for all."""
+    return {
+        "window_ns": recording.window_ns,
+        "recorder": recording.recorder,
+        "options": document(options),
+        "views": {name: document(view) for name, view in made(views, recording, options).items()},
+        "cost": document(recording.cost),
+        "losses": recording.losses,
+        "notes": list(recording.notes),
+    }
+
+
+def _about(recording: Recording) -> list[str]:
+    return instrumentation(recording.cost, recording.losses, recording.notes, recording.window_ns, recording.recorder)

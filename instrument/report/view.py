@@ -1,0 +1,127 @@
+"""What every view is: numbers made of a recording as its options ask, with a text and a document of the same numbers.
+
+A view is a function ``name(recording, options)`` in the room ``report/name.py``. What it returns is a frozen dataclass:
+its fields and public properties are the numbers, times in ns, and `lines` prints them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
+from instrument.spans import Cost, Site, Trace
+from instrument.tally import Tally
+
+THREADS: tuple[str, ...] = ("both", "merged", "apart")
+UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+"""Nanoseconds in each unit of time that a report may be in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How views are to be made; each view says what of it means something to it.
+
+    `rows` bounds each table, the rest of which is one row more. `least_ns` leaves rows with less time to that row.
+    `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times. `unit` is that of
+    times in text. Raises `ValueError` for a value that there is not.
+    """
+
+    tracer_option: str = "Default"
+    state: str = "All"
+    sorted_by: str = "default"
+    rows: int | None = None
+    threads: str = "both"
+    corrected: bool = False
+    least_ns: int = 0
+    unit: str = "ms"
+
+    def __post_init__(self) -> None:
+        choices: Mapping[str, Sequence[str]] = {
+            "tracer_option": TRACER_OPTIONS, "state": STATES, "sorted_by": SORT_KEYS, "threads": THREADS,
+            "unit": tuple(UNITS),
+        }  # fmt: skip
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        if self.rows is not None and self.rows < 1:
+            raise ValueError(f"rows is {self.rows!r}; allowed: 1 or more, or None for every row")
+        if self.least_ns < 0:
+            raise ValueError(f"least_ns is {self.least_ns!r}; allowed: 0 or more")
+
+
+class Recording:
+    """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
+
+    `make_tally` and `make_trace` are called when a view first reads the tally or the trace. `window_ns` is the length
+    of the time that the tally covers, `recorder` is `native`, `pure` or `other`.
+    """
+
+    def __init__(
+        self,
+        make_tally: Callable[[], Tally],
+        make_trace: Callable[[], Trace],
+        *,
+        cost: Cost | None = None,
+        losses: Mapping[str, int] | None = None,
+        notes: Sequence[str] = (),
+        window_ns: int | None = None,
+        recorder: str = "",
+    ) -> None:
+        self._make_tally = make_tally
+        self._make_trace = make_trace
+        self.cost = cost
+        self.losses = dict(losses or {})
+        self.notes = tuple(notes)
+        self.window_ns = window_ns
+        self.recorder = recorder
+
+    @cached_property
+    def tally(self) -> Tally:
+        """Exact totals of all calls."""
+        return self._make_tally()
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The spans that are held."""
+        return self._make_trace()
+
+    @classmethod
+    def of_trace(cls, trace: Trace, tally: Tally | None = None) -> Recording:
+        """A saved or finished trace; a tally that it does not carry is counted from its spans."""
+        return cls(
+            lambda: Tally.of_spans(trace.spans, trace.threads) if tally is None else tally,
+            lambda: trace,
+            cost=trace.cost,
+            losses=trace.losses,
+            notes=trace.notes,
+            window_ns=trace.end_ns - trace.start_ns,
+            recorder=trace.origin.recorder,
+        )
+
+
+class View(Protocol):
+    """The numbers of one view, and the text that shows them."""
+
+    def lines(self) -> list[str]:
+        """The text, times in the unit of the options. Names are escaped; no line holds a newline."""
+
+
+def document(value: Any) -> Any:
+    """The numbers as JSON takes them: dataclasses with their public properties, sites by what is known of them."""
+    if isinstance(value, Site):
+        facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        facts["attributes"] = dict(value.attributes)
+        return {name: document(fact) for name, fact in facts.items() if fact or name == "name"}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [name for name, member in vars(type(value)).items() if isinstance(member, property)]
+        return {name: document(getattr(value, name)) for name in names if not name.startswith("_")}
+    if isinstance(value, Mapping):
+        return {str(key): document(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [document(item) for item in value]
+    return value
