@@ -2505,10 +2505,24 @@ Scope_traverse(Scope *self, visitproc visit, void *arg)
     return 0;
 }
 
+/* Nobody is left who could end it: its `with` lost it (from 3.14 on a signal's handler may raise after `__enter__`
+ * and before the block), or it was entered by hand. */
+static void
+end_dropped(Scope *self)
+{
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    if (close_frame(self->core, self->frame, NULL) < 0)
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(type, raised, traceback);
+}
+
 static void
 Scope_dealloc(Scope *self)
 {
     PyObject_GC_UnTrack(self);
+    if (self->frame != NULL && self->frame->frame.state == OPEN)
+        end_dropped(self);
     Py_XDECREF(self->core);
     Py_XDECREF(self->site);
     Py_XDECREF(self->attributes);

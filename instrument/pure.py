@@ -678,3 +678,9 @@ class Scope:
         frame, self._frame = self._frame, None
         if frame is not None:
             self._recorder.close(frame, error)
+
+    def __del__(self) -> None:
+        """End what was entered and dropped: nobody is left who could."""
+        frame = getattr(self, "_frame", None)
+        if frame is not None and frame[11] == OPEN:
+            self._recorder.close(frame)

@@ -385,6 +385,23 @@ def test_a_generator_abandoned_in_the_middle_is_recorded_when_it_is_collected(re
     assert recorder.open_rows() == []
 
 
+def test_a_scope_that_is_entered_and_dropped_ends_then_and_one_begun_by_start_goes_on(recorder: Any) -> None:
+    @wrapped(recorder)
+    def forgets() -> None:
+        recorder.scope("entered").__enter__()
+        gc.collect()
+        wrapped(recorder, "after")(lambda: None)()
+
+    forgets()
+    assert tree(recorder) == "forgets\n  entered\n  after"
+    assert recorder.open_rows() == []
+    recorder.scope("started").start()
+    gc.collect()
+    assert len(recorder.open_rows()) == 1
+    recorder.end_manual(recorder.innermost_manual("started"))
+    assert recorder.open_rows() == []
+
+
 def test_a_generator_moved_to_another_thread_leaves_both_threads_clean(recorder: Any) -> None:
     leaf = wrapped(recorder, "leaf")(lambda: None)
 
