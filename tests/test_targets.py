@@ -648,7 +648,7 @@ def test_an_argument_that_cannot_be_read_is_a_fault_of_ours_and_the_call_goes_on
             "attributes of a generator's span are not",
         ),
         ("match: 'targets.shapes:served', attributes: {argument: more}", "more stands for many arguments"),
-        ("match: 'targets.shapes:make_type', attributes: {argument: x}", "does not tell its parameters"),
+        ("match: 'targets.shapes:greatest', attributes: {argument: x}", "does not tell its parameters"),
     ],
 )
 def test_an_attribute_that_cannot_be_had_is_named(

@@ -98,7 +98,7 @@ async def served_in_a_task(prompt: Any, request: Any, temperature: float = 0.5, 
 
 
 root = math.sqrt
-make_type = math.hypot
+greatest = max
 number = 5
 partial = functools.partial(function, 4)
 
