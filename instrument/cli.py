@@ -7,7 +7,6 @@ nothing), 1 where a gate said no, else the host's own.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from instrument import __version__
+from instrument import __version__, native
 from instrument.control import ANSWER_S, Answer, folder_of, sockets, tell
 from instrument.device import cuda
 from instrument.document import nearest
@@ -361,7 +360,8 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
         "settings": [
             {"setting": name, "value": value, "from": origin} for name, value, origin in _settings_of(profile)
         ],
-        "recorder": {"kind": "native" if RECORDER.native else "pure", "why_not_native": _why_not_native()},
+        "recorder": _native_or_pure("recorder"),
+        "traces": _native_or_pure("traces"),
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
         "device": cuda.found() if _asks_for_device_time(profile) else None,
         "nvml": {"why_not_read": _why_no_gpu(profile)},
@@ -377,8 +377,7 @@ def _print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str
     print(f"profile {profile.source}: service {profile.service}, digest {profile.digest}")
     for name, value, origin in _settings_of(profile):
         print(f"  {name} = {'not set' if value is None else value} (from {origin})")
-    why = _why_not_native()
-    print(f"recorder: {'native' if RECORDER.native else f'pure Python ({why})'}, Python {platform.python_version()}")
+    print(f"{_twins_line()}, Python {platform.python_version()}")
     if _asks_for_device_time(profile):
         print(f"device: {_device_line(cuda.found())}")
     why = _why_no_gpu(profile)
@@ -412,14 +411,23 @@ def _device_line(found: dict[str, str]) -> str:
     return "; ".join(filter(None, [", ".join(filter(None, [driver, bindings])), found["problem"]]))
 
 
-def _why_not_native() -> str:
-    if RECORDER.native:
-        return ""
-    try:
-        importlib.import_module("instrument._recorder")
-    except ImportError as error:
-        return str(error)
-    return f"INSTRUMENT_PURE={os.environ.get('INSTRUMENT_PURE')}"
+def _native_or_pure(part: str) -> dict[str, str]:
+    """Whether the recorder, or what reads and writes traces, runs in C, and why not."""
+    missing = native.why_missing()
+    why = "; ".join(
+        dict.fromkeys(why for name, why in missing.items() if (name == "_recorder") == (part == "recorder"))
+    )
+    return {"kind": "pure" if why else "native", "why_not_native": why}
+
+
+def _twins_line() -> str:
+    """Which twins are in use, in one word where they were built together as they should be."""
+    recorder, traces = (_native_or_pure(part) for part in ("recorder", "traces"))
+    shown = [
+        f"{part}: native" if facts["kind"] == "native" else f"{part}: pure Python ({facts['why_not_native']})"
+        for part, facts in (("recorder", recorder), ("traces", traces))
+    ]
+    return ", ".join(shown[:1] if traces == recorder or recorder["kind"] == traces["kind"] else shown)
 
 
 def _why_no_gpu(profile: Profile) -> str:

@@ -7,7 +7,6 @@ in Python (`pure.py`). Both have the same classes and behave the same; `Recorder
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from instrument import pure, wrapping
+from instrument import native, pure, wrapping
 from instrument.errors import TargetError
 from instrument.ring import Cursor, Row, self_ns
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
@@ -27,18 +26,8 @@ from instrument.spans import KINDS, PHASES, AttributeValue, RemoteParent, Site, 
 from instrument.tally import OVERFLOW, Node, Tally, Totals
 
 
-def _load_native() -> Any:
-    """The native module, or None: built without a compiler, or not wanted. Slower then, the same answers."""
-    if os.environ.get("INSTRUMENT_PURE", "").strip().lower() in {"1", "true", "yes", "on"}:
-        return None
-    try:
-        from instrument import _recorder
-    except ImportError:
-        return None
-    return _recorder
-
-
-_native = _load_native()
+_native = native.find("_recorder")
+_native_spans = native.find("_spans")
 
 
 def native_driver_calls() -> Any:
@@ -346,19 +335,34 @@ class _Recording:
         """
         open_rows = self.open_rows()
         last = time.monotonic_ns() if end_ns is None else end_ns
-        found: dict[int, Span] = {}
+        found: list[Span] = []
         for ring in self.rings():
-            for row in ring.newest(ring.first_after(start_ns))[0]:
-                if row[6] > start_ns and row[5] < last:
-                    span = found[row[1]] = self.span(row, ring.thread_id)
-                    if row[5] < start_ns or row[6] > last:
-                        _clip(span, start_ns, last)
-        for thread_id, row in open_rows:
-            if row[1] not in found and row[5] < last:
-                span = found[row[1]] = self.span(row, thread_id)
-                span.end_ns = last
-                _clip(span, start_ns, last)
-        return list(found.values())
+            rows = ring.newest(ring.first_after(start_ns))[0]
+            found += self._spans_within(rows, ring.thread_id, start_ns, last)
+        # One that has ended since is there already.
+        still_open = {row[1]: (row, thread_id) for thread_id, row in open_rows if row[5] < last}
+        for span in found if still_open else ():
+            still_open.pop(span.span_id, None)
+        for row, thread_id in still_open.values():
+            span = self.span(row, thread_id)
+            span.end_ns = last
+            _clip(span, start_ns, last)
+            found.append(span)
+        return found
+
+    def _spans_within(self, rows: list[Row], thread_id: int, start_ns: int, end_ns: int) -> list[Span]:
+        """The spans of a thread's rows that reach into the window, clipped to it."""
+        if _native_spans is not None:
+            sites = [node.site for node in self._known_nodes()]
+            return _native_spans.of_rows(rows, thread_id, sites, start_ns, end_ns, RemoteParent, STREAM)  # type: ignore[no-any-return]
+        found = []
+        for row in rows:
+            if row[6] > start_ns and row[5] < end_ns:
+                span = self.span(row, thread_id)
+                if row[5] < start_ns or row[6] > end_ns:
+                    _clip(span, start_ns, end_ns)
+                found.append(span)
+        return found
 
     def cursor(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]] | None = None) -> Cursor:
         """A reader that sees every row from now on once, as long as it comes before the ring wraps.

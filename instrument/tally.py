@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from instrument.spans import Site, Span
+from instrument import native
+from instrument.spans import Site, Span, by_start
 
 OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 """Counts the calls whose call path came after the tally was full."""
 
+
+_native = native.find("_spans")
 
 LARGEST_COPY_BYTES = 1 << 50
 """No machine copies more at once; a damaged file that says so does not spoil the sum."""
@@ -168,14 +172,22 @@ class Tally:
 
     def __init__(self, threads: Mapping[int, str] | None = None) -> None:
         self.threads: dict[int, str] = dict(threads or {})
-        self._cells: dict[tuple[tuple[tuple[object, ...], ...], int], Row] = {}
+        self._cells: dict[tuple[tuple[int, ...], int], Row] = {}
+        # Sites that mean the same place have one number.
+        self._places: dict[tuple[object, ...], int] = {}
+        self._place_of: dict[Site, int] = {}
 
     def __len__(self) -> int:
         return len(self._cells)
 
     def totals(self, path: tuple[Site, ...], thread_id: int) -> Totals:
         """The totals of a path on a thread, made empty on first sight."""
-        key = (tuple(site.key for site in path), thread_id)
+        try:
+            key = tuple([self._place_of[site] for site in path]), thread_id
+        except KeyError:
+            for site in path:
+                self._place_of[site] = self._places.setdefault(site.key, len(self._places))
+            key = tuple([self._place_of[site] for site in path]), thread_id
         row = self._cells.get(key)
         if row is None:
             row = self._cells[key] = Row(path, thread_id, Totals())
@@ -215,26 +227,69 @@ class Tally:
         return sum(row.totals.calls for row in self.rows())
 
     @classmethod
-    def of_spans(cls, spans: Iterable[Span], threads: Mapping[int, str] | None = None) -> Tally:
-        """Count spans, for a trace that carries no tally of its own. Self times must be set."""
-        ordered = sorted(spans, key=lambda s: (s.start_ns, -s.end_ns, s.span_id))
-        by_id = {span.span_id: span for span in ordered}
-        paths: dict[int, tuple[Site, ...]] = {}
+    def of_spans(
+        cls, spans: Iterable[Span], threads: Mapping[int, str] | None = None, *, limit_links: int | None = None
+    ) -> Tally:
+        """Count spans, for a trace that carries no tally of its own. Self times must be set.
 
-        def path_of(span: Span) -> tuple[Site, ...]:
-            chain: dict[int, Site] = {}
-            above: Span | None = span
-            while above is not None and above.span_id not in paths and above.span_id not in chain:
-                chain[above.span_id] = above.site
-                above = by_id.get(above.parent_id)
-            base = paths.get(above.span_id, ()) if above is not None else ()
-            for span_id, site in reversed(chain.items()):
-                base = paths[span_id] = (*base, site)
-            return base
-
+        Raises `ValueError` where the call paths have more than `limit_links` sites in all, as no program's have.
+        """
         names = dict(threads or {})
         tally = cls()
-        for span in ordered:
-            tally.threads.setdefault(span.thread_id, names.get(span.thread_id, f"thread {span.thread_id}"))
-            tally.totals(path_of(span), span.thread_id).add(span)
+        ordered = list(spans)
+        links = 0
+        for path, thread_id, totals in _counted(ordered) or _counted_in_python(ordered):
+            links += len(path)
+            if limit_links is not None and links > limit_links:
+                raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
+            tally.threads.setdefault(thread_id, names.get(thread_id, f"thread {thread_id}"))
+            tally.totals(path, thread_id).merge(totals)
         return tally
+
+
+def _counted(spans: list[Span]) -> Iterator[tuple[tuple[Site, ...], int, Totals]] | None:
+    """Path, thread and totals of every call path, counted in C; None where that cannot be."""
+    found = None if _native is None else _native.count(spans, LARGEST_COPY_BYTES)
+    return None if found is None else _lines(*found)
+
+
+def _lines(
+    nodes: list[tuple[int, Site]], cells: list[tuple[Any, ...]]
+) -> Iterator[tuple[tuple[Site, ...], int, Totals]]:
+    for node, thread_id, *sums in cells:
+        path = []
+        while node >= 0:
+            node, site = nodes[node]
+            path.append(site)
+        yield tuple(reversed(path)), thread_id, Totals(*sums)
+
+
+def _counted_in_python(spans: list[Span]) -> Iterator[tuple[tuple[Site, ...], int, Totals]]:
+    """The same, span by span. Sorts the list."""
+    by_start(spans)
+    by_id = {span.span_id: span for span in spans}
+    nodes: dict[int, Node] = {}
+    root = Node(-1, OVERFLOW, None)
+
+    def node_of(span: Span) -> Node:
+        chain: dict[int, Site] = {}
+        above: Span | None = span
+        while above is not None and above.span_id not in nodes and above.span_id not in chain:
+            chain[above.span_id] = above.site
+            above = by_id.get(above.parent_id)
+        node = root if above is None else nodes.get(above.span_id, root)
+        for span_id, site in reversed(chain.items()):
+            below = node.children.get(site)
+            if below is None:
+                below = node.children[site] = Node(len(nodes), site, node)
+            node = nodes[span_id] = below
+        return node
+
+    cells: dict[tuple[Node, int], Totals] = {}
+    for span in spans:
+        cell = node_of(span), span.thread_id
+        if cell not in cells:
+            cells[cell] = Totals()
+        cells[cell].add(span)
+    for (node, thread_id), totals in cells.items():
+        yield node.path(), thread_id, totals

@@ -15,7 +15,7 @@ import instrument
 ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
-    ["errors", "clock", "document", "spans", "tally", "ring"],
+    ["errors", "clock", "document", "native", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "device"],
     ["probes", "capture", "governor", "window", "control", "chrome", "otlp", "report"],
     ["process", "profiler", "files", "steps"],
@@ -23,7 +23,8 @@ FLOORS: list[list[str]] = [
 ]
 
 WITHIN = {
-    "tally": {"spans"},
+    "spans": {"native"},
+    "tally": {"native", "spans"},
     "ring": {"spans", "tally"},
     "recorder": {"pure", "shelf", "wrapping"},
     "device": {"imports", "profile", "recorder"},

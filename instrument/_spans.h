@@ -1,0 +1,234 @@
+/* What the native parts of the package share: the memory of a span and of a device interval (types of `_spans.c`), the
+ * order of spans, and a table of integers. */
+
+#ifndef INSTRUMENT_SPANS_H
+#define INSTRUMENT_SPANS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SPANS_LAYOUT 1
+/* Raised with every change of the two structures, so that an extension never meets the other's older build. */
+
+typedef __int128 wide_t;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *site;
+    int64_t span_id, parent_id, root_id, thread_id, task_id, start_ns, end_ns, active_ns, self_ns;
+    PyObject *error;      /* NULL: None */
+    PyObject *attributes; /* NULL: an empty dict that nobody has asked for yet */
+    PyObject *device;     /* NULL: () */
+    PyObject *remote;     /* NULL: None */
+    char clipped;
+} Span;
+
+typedef struct {
+    PyObject_HEAD
+    int64_t device, stream, start_ns, end_ns;
+    PyObject *label; /* NULL: "exclusive" */
+    int64_t uncertainty_ns;
+} Interval;
+
+/* ---- a table from int64 to uint32 */
+
+#define NOWHERE UINT32_MAX
+
+typedef struct {
+    int64_t *keys;
+    uint32_t *values; /* NOWHERE: the cell is free */
+    size_t mask, used;
+} table_t;
+
+static inline size_t
+table_place(const table_t *table, int64_t key)
+{
+    uint64_t mixed = (uint64_t)key * 0x9E3779B97F4A7C15u;
+    size_t at = (size_t)(mixed ^ (mixed >> 32)) & table->mask;
+    while (table->values[at] != NOWHERE && table->keys[at] != key)
+        at = (at + 1) & table->mask;
+    return at;
+}
+
+static inline void
+table_free(table_t *table)
+{
+    PyMem_RawFree(table->keys);
+    PyMem_RawFree(table->values);
+    memset(table, 0, sizeof *table);
+}
+
+/* A table with room for so many keys before it grows. 0, or -1 without memory. */
+static inline int
+table_make(table_t *table, size_t room)
+{
+    size_t cells = 64;
+    while (cells / 2 < room)
+        cells *= 2;
+    table->keys = PyMem_RawMalloc(cells * sizeof *table->keys);
+    table->values = PyMem_RawMalloc(cells * sizeof *table->values);
+    table->mask = cells - 1;
+    table->used = 0;
+    if (table->keys == NULL || table->values == NULL) {
+        table_free(table);
+        return -1;
+    }
+    memset(table->values, 0xFF, cells * sizeof *table->values);
+    return 0;
+}
+
+static inline uint32_t
+table_get(const table_t *table, int64_t key)
+{
+    return table->values[table_place(table, key)];
+}
+
+/* Where the value of a key is, NOWHERE if it was not known; NULL without memory. Valid until the next call. */
+static inline uint32_t *
+table_cell(table_t *table, int64_t key)
+{
+    if (table->used * 2 > table->mask) {
+        table_t larger;
+        if (table_make(&larger, table->used * 2) < 0)
+            return NULL;
+        for (size_t i = 0; i <= table->mask; i++) {
+            if (table->values[i] == NOWHERE)
+                continue;
+            size_t at = table_place(&larger, table->keys[i]);
+            larger.keys[at] = table->keys[i];
+            larger.values[at] = table->values[i];
+        }
+        larger.used = table->used;
+        table_free(table);
+        *table = larger;
+    }
+    size_t at = table_place(table, key);
+    if (table->values[at] == NOWHERE) {
+        table->keys[at] = key;
+        table->used++; /* its caller gives it a value */
+    }
+    return &table->values[at];
+}
+
+/* ---- room for the other threads */
+
+#define TURN 4096
+
+/* Long loops over spans let other threads of the service run about every millisecond. */
+static inline void
+give_way(size_t done)
+{
+    if (done % TURN == TURN - 1) {
+        Py_BEGIN_ALLOW_THREADS
+        Py_END_ALLOW_THREADS
+    }
+}
+
+/* ---- order */
+
+typedef struct {
+    int64_t start_ns, end_ns, span_id;
+    uint32_t index;
+} place_t;
+
+/* By start, then (longer first, if `by_end`) by id: negative, 0 or positive. */
+static inline int
+compare_places(int64_t start_a, int64_t end_a, int64_t id_a, int64_t start_b, int64_t end_b, int64_t id_b, int by_end)
+{
+    if (start_a != start_b)
+        return start_a < start_b ? -1 : 1;
+    if (by_end && end_a != end_b)
+        return end_a > end_b ? -1 : 1;
+    return id_a == id_b ? 0 : id_a < id_b ? -1 : 1;
+}
+
+/* The order of spans as a new array of their numbers; *found is NULL where they stand in order already. Equal ones keep
+ * theirs. The other threads run meanwhile: what is sorted are copies of the numbers. 0, or -1 without memory. */
+static inline int
+order_spans(PyObject *const *spans, size_t count, int by_end, uint32_t **found)
+{
+    *found = NULL;
+    size_t sorted = 1;
+    for (; sorted < count; sorted++) {
+        Span *a = (Span *)spans[sorted - 1], *b = (Span *)spans[sorted];
+        if (compare_places(a->start_ns, a->end_ns, a->span_id, b->start_ns, b->end_ns, b->span_id, by_end) > 0)
+            break;
+    }
+    if (sorted >= count)
+        return 0;
+    place_t *from = PyMem_RawMalloc(count * sizeof *from), *into = PyMem_RawMalloc(count * sizeof *into);
+    uint32_t *order = PyMem_RawMalloc(count * sizeof *order);
+    if (from == NULL || into == NULL || order == NULL) {
+        PyMem_RawFree(from);
+        PyMem_RawFree(into);
+        PyMem_RawFree(order);
+        return -1;
+    }
+    for (size_t i = 0; i < count; i++) {
+        Span *span = (Span *)spans[i];
+        from[i] = (place_t){span->start_ns, span->end_ns, span->span_id, (uint32_t)i};
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (size_t width = 1; width < count; width *= 2) {
+        for (size_t low = 0; low < count; low += 2 * width) {
+            size_t middle = low + width < count ? low + width : count;
+            size_t high = middle + width < count ? middle + width : count;
+            size_t i = low, j = middle, at = low;
+            while (i < middle && j < high) {
+                place_t *a = &from[i], *b = &from[j];
+                int after = compare_places(a->start_ns, a->end_ns, a->span_id, b->start_ns, b->end_ns, b->span_id,
+                                           by_end) > 0;
+                into[at++] = after ? from[j++] : from[i++];
+            }
+            memcpy(&into[at], &from[i], (middle - i) * sizeof *into);
+            memcpy(&into[at + middle - i], &from[j], (high - j) * sizeof *into);
+        }
+        place_t *swap = from;
+        from = into;
+        into = swap;
+    }
+    for (size_t i = 0; i < count; i++)
+        order[i] = from[i].index;
+    Py_END_ALLOW_THREADS
+    PyMem_RawFree(from);
+    PyMem_RawFree(into);
+    *found = order;
+    return 0;
+}
+
+/* ---- the types */
+
+/* The type of that name of `_spans`, or NULL with an error: also where the two were not built from one source. */
+static inline PyTypeObject *
+spans_type(PyObject *module, const char *name, size_t size)
+{
+    PyObject *type = PyObject_GetAttrString(module, name);
+    if (type != NULL && (!PyType_Check(type) || ((PyTypeObject *)type)->tp_basicsize != (Py_ssize_t)size))
+        Py_CLEAR(type);
+    return (PyTypeObject *)type;
+}
+
+/* The types of `_spans`. 0, or -1 with ImportError where it was not built together with the caller. */
+static inline int
+import_spans(PyTypeObject **span_type, PyTypeObject **interval_type)
+{
+    PyObject *module = PyImport_ImportModule("instrument._spans");
+    if (module == NULL)
+        return -1;
+    PyObject *layout = PyObject_GetAttrString(module, "LAYOUT");
+    int fits = layout != NULL && PyLong_Check(layout) && PyLong_AsLong(layout) == SPANS_LAYOUT;
+    Py_XDECREF(layout);
+    PyErr_Clear();
+    *span_type = fits ? spans_type(module, "Span", sizeof(Span)) : NULL;
+    *interval_type = fits ? spans_type(module, "DeviceInterval", sizeof(Interval)) : NULL;
+    Py_DECREF(module);
+    if (*span_type != NULL && *interval_type != NULL)
+        return 0;
+    PyErr_SetString(PyExc_ImportError, "instrument._spans is of another build; build the extensions together");
+    return -1;
+}
+
+#endif

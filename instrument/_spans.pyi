@@ -1,0 +1,19 @@
+"""Types of the native loops over spans. What each does stands beside its twin in `instrument.spans` and `tally`."""
+
+from typing import Any
+
+from instrument.ring import Row
+from instrument.spans import Site
+from instrument.spans import DeviceInterval as DeviceInterval
+from instrument.spans import Span as Span
+
+LAYOUT: int
+
+def adopt(span: type, interval: type, /) -> None: ...
+def sort(spans: list[Span], /) -> bool | None: ...
+def of_rows(
+    rows: list[Row], thread_id: int, sites: list[Site], first_ns: int, last_ns: int, remote: Any, stream: Any, /
+) -> list[Span]: ...
+def assign_self_times(spans: Any, /) -> bool | None: ...
+def backward(spans: Any, /) -> int | None: ...
+def count(spans: Any, most_bytes: int, /) -> tuple[list[tuple[int, Site]], list[tuple[Any, ...]]] | None: ...
