@@ -3,8 +3,8 @@
 from typing import Any
 
 from instrument.ring import Row
-from instrument.spans import Site
 from instrument.spans import DeviceInterval as DeviceInterval
+from instrument.spans import Site
 from instrument.spans import Span as Span
 
 LAYOUT: int

@@ -29,7 +29,6 @@ from instrument.probes.scopes import OFF
 from instrument.probes.verdict import STATES as STATES_OF_TARGETS
 from instrument.probes.verdict import Verdict, over_processes
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS, Profile, load, setting
-from instrument.recorder import RECORDER
 from instrument.report.view import THREADS, UNITS
 
 ATTACHED_SHOWN = 20

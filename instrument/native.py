@@ -1,7 +1,7 @@
 """The native parts of the package: one file of C beside each twin in Python, and which of the two are in use.
 
-They are built together, if there is a compiler, and behave as their twins do; without them the service is slower and the
-answers are the same. `INSTRUMENT_PURE=1` says that they are not wanted.
+They are built together, if there is a compiler, and behave as their twins do; without them the service is slower and
+the answers are the same. `INSTRUMENT_PURE=1` says that they are not wanted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import Any
 
-PARTS = ("_recorder", "_spans")
+PARTS = ("_recorder", "_spans", "chrome._slices")
 """The native modules of the package."""
 
 

@@ -25,7 +25,6 @@ from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
 from instrument.spans import KINDS, PHASES, AttributeValue, RemoteParent, Site, Span
 from instrument.tally import OVERFLOW, Node, Tally, Totals
 
-
 _native = native.find("_recorder")
 _native_spans = native.find("_spans")
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from instrument.chrome.text import encode, microseconds, safe
-from instrument.spans import HOST, DeviceInterval, Span, Trace
+from instrument.chrome.text import microseconds
+from instrument.spans import DeviceInterval, Span
 
 DEVICE_PIDS = SPARE_TIDS = 1 << 31
 """No process or thread of a host has an id from here on: devices are processes, further lanes are threads there."""
@@ -29,6 +29,10 @@ SPARE_BINDS = 1 << 63
 
 DEEPEST = 511
 """Most slices in one another on a lane. Perfetto draws the 513th at the top, and the 512th looks the same."""
+
+
+Row = tuple[int, int, list[tuple[int, int]]]
+"""The process of a row of lanes, the id of its thread or stream there, and number and tid of each lane."""
 
 
 def is_async(span: Span) -> bool:
@@ -74,17 +78,13 @@ class Board:
     from which the file counts.
     """
 
-    def __init__(self, trace: Trace, base_ns: int) -> None:
+    def __init__(self, pid: int, base_ns: int) -> None:
         self.base_ns = base_ns
-        self.pid = trace.origin.pid if 0 <= trace.origin.pid < DEVICE_PIDS else 0
+        self.pid = pid
         self.moved: dict[int, Lane] = {}
         self._rows: dict[tuple[int, int], list[Lane]] = {}  # by process and thread or stream
         self._tasks: dict[tuple[int, int], list[Lane]] = {}  # by tree and task
         self._spare_tids = count(SPARE_TIDS)
-        self._gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}
-        self._counted: set[int] = set()
-        self._service = trace.origin.service or f"process {trace.origin.pid}"
-        self._threads = trace.threads
 
     def time(self, time_ns: int) -> str:
         """The text of the time of an event."""
@@ -104,12 +104,6 @@ class Board:
         pid = DEVICE_PIDS + interval.device % DEVICE_PIDS
         return self._row_lane(pid, interval.stream, interval.start_ns, interval.end_ns)
 
-    def counter_address(self, device: int) -> str:
-        """Where the counters of a device lie, or those of the host."""
-        pid = self.pid if device == HOST else DEVICE_PIDS + device % DEVICE_PIDS
-        self._counted.add(pid)
-        return f',"pid":{pid}'
-
     def task_lane(self, span: Span, events: list[str]) -> Lane:
         """The lane of a span's task that takes it; what ended there by now is added to the events."""
         lanes = self._tasks.setdefault((span.root_id, span.task_id), [])
@@ -119,7 +113,7 @@ class Board:
         if fitting is not None:
             return fitting
         category = "request" if span.site.kind == "request" else "task"
-        lanes.append(Lane(f'"cat":"{category}","id2":{{"local":"{span.span_id:#x}"}},"name":', len(lanes) + 1))
+        lanes.append(Lane(f',"cat":"{category}","id2":{{"local":"{span.span_id:#x}"}}', len(lanes) + 1))
         return lanes[-1]
 
     def closings(self, until_ns: int) -> Iterator[str]:
@@ -134,34 +128,9 @@ class Board:
         """Where the complete event of a span lies."""
         return (self.moved.get(span.span_id) or self.first_lane(span.thread_id)).address
 
-    def process_names(self) -> Iterator[str]:
-        """The name of the process."""
-        return _process_names(self.pid, self._service, 0)
-
-    def lane_names(self) -> Iterator[str]:
-        """The names of all lanes, threads in the order in which they are known, and of the devices."""
-        known = {thread_id: position for position, thread_id in enumerate(self._threads)}
-        positions = count()
-        seen = {self.pid}
-        for pid in sorted(self._counted - seen):
-            seen.add(pid)
-            yield from self._device_names(pid)
-        for pid, own_id in sorted(self._rows, key=lambda row: (row[0], known.get(row[1], len(known)), row[1])):
-            if pid not in seen:
-                seen.add(pid)
-                yield from self._device_names(pid)
-            name = f"stream {own_id}" if pid != self.pid else self._threads.get(own_id) or f"thread {own_id}"
-            for lane in self._rows[pid, own_id]:
-                place = f'{pid},"tid":{lane.tid}'
-                yield _name_event("thread_name", name if lane.number == 1 else f"{name} ({lane.number})", place)
-                yield _name_event("thread_sort_index", next(positions), place)
-
-    def _device_names(self, pid: int) -> Iterator[str]:
-        device = pid - DEVICE_PIDS
-        yield from _process_names(pid, f"GPU {device}", 1 + device)
-        gpu = self._gpus.get(pid)
-        if gpu is not None and (gpu.model or gpu.uuid):
-            yield _name_event("process_labels", " ".join(filter(None, (gpu.model, gpu.uuid))), f"{pid}")
+    def rows(self) -> list[Row]:
+        """The lanes of threads and streams."""
+        return [(*row, [(lane.number, lane.tid) for lane in lanes]) for row, lanes in self._rows.items()]
 
     def _row_lane(self, pid: int, own_id: int, start_ns: int, end_ns: int, parent_id: int = 0) -> Lane:
         lanes = self._rows.setdefault((pid, own_id), [])
@@ -180,16 +149,6 @@ class Board:
         beside = self.moved.get(parent_id)
         wanted = lanes if beside is None or beside not in lanes else [beside, *lanes]
         return next((lane for lane in wanted if lane.takes(start_ns, end_ns)), None)
-
-
-def _process_names(pid: int, name: str, position: int) -> Iterator[str]:
-    yield _name_event("process_name", name, f"{pid}")
-    yield _name_event("process_sort_index", position, f"{pid}")
-
-
-def _name_event(what: str, value: str | int, place: str) -> str:
-    key = "sort_index" if isinstance(value, int) else "labels" if what == "process_labels" else "name"
-    return f'{{"ph":"M","name":"{what}","pid":{place},"args":{{"{key}":{encode(safe(value))}}}}}'
 
 
 class Arrows:
@@ -246,12 +205,12 @@ class Arrows:
         """The arrows between complete events. Both ends attach to the innermost slice at their time."""
         started: set[tuple[str, int]] = set()
         for name, source, target, target_ns in self._flows:
-            arrow = f'"name":"{name}","cat":"{name}","id":{source.span_id}'
+            arrow = f',"name":"{name}","cat":"{name}","id":{source.span_id}'
             if (name, source.span_id) not in started:
                 started.add((name, source.span_id))
-                yield f'{{"ph":"s",{arrow},{board.time(source.start_ns)}{board.address(source)}}}'
+                yield f'{{"ph":"s"{board.address(source)}{arrow},{board.time(source.start_ns)}}}'
             address = target if isinstance(target, str) else board.address(target)
-            yield f'{{"ph":"f","bp":"e",{arrow},{board.time(target_ns)}{address}}}'
+            yield f'{{"ph":"f","bp":"e"{address}{arrow},{board.time(target_ns)}}}'
 
 
 def _may_lead(source: Span, target_ns: int, bound: bool = False) -> bool:

@@ -13,8 +13,11 @@ from instrument.chrome.text import checked, clean, encode, index, is_number, saf
 from instrument.spans import GAUGES, Cost, Gpu, Origin, Sample, Site, Span, Trace
 from instrument.tally import Tally, Totals
 
-FORMAT = 2
-"""Version of what stands in the key."""
+FORMAT = 3
+"""Version of what stands in the key. In 2, events had every id and time, also those that follow from others."""
+
+READ = (2, 3)
+"""The versions that are read."""
 
 LIMIT_LINKS = 20_000_000
 """Most links of all call paths together, which bounds the memory that a hostile file can ask for."""
@@ -44,10 +47,10 @@ def attribute(value: Any) -> Any:
 
 
 class SiteText(NamedTuple):
-    """What the events of a site share: the start, the end of `args`, the name to show, the kind."""
+    """What the events of a site share: all from the name to the start of `args`, the arguments, the name, the kind."""
 
     head: str
-    tail: str
+    args: str
     name: str
     kind: str
 
@@ -63,8 +66,8 @@ class Sites:
             code = f',"code":{encode(clean(site.function))}' if site.function else ""
             name = encode(clean(site.instance if site.kind == "layer" and site.instance else site.name))
             kind = encode(clean(site.kind))
-            head = f'{{"ph":"X","name":{name},"cat":{kind},"ts":'
-            self.texts[site] = SiteText(head, f',"site":{place}{code}}}', name, kind)
+            head = f',"name":{name},"cat":{kind},"args":{{'
+            self.texts[site] = SiteText(head, f'"site":{place}{code}', f',"name":{name}', kind)
 
     def place(self, site: Site) -> int:
         """Where a site stands among the entries."""
@@ -127,8 +130,9 @@ class Metadata:
     """What `metadata` wrote: the base and the sites at once, as events need them, and the rest when asked for."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        if facts["format"] != FORMAT:
-            found = f"its format is {facts['format']!r:.20}, and this version reads {FORMAT}"
+        if facts["format"] not in READ:
+            known = " and ".join(map(str, READ))
+            found = f"its format is {facts['format']!r:.20}, and this version reads {known}"
             raise ValueError(f"{found}; read it with the version of instrument that wrote it")
         self.base_ns: int = checked(facts["base_ns"], int)
         self.sites = [_site(entry) for entry in facts["sites"]]

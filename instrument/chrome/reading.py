@@ -182,21 +182,22 @@ class _Own:
         if "owner" in args:
             stream = checked(args["stream"] if "stream" in args else args["enclosing_stream"], int)
             interval = made(DeviceInterval, args, stream=stream, start_ns=start_ns, end_ns=end_ns)
-            self._intervals.setdefault(args["owner"], []).append((index(args["place"]), interval))
+            self._intervals.setdefault(args["owner"], []).append((index(args.get("place", 0)), interval))
             return
         error, remote = args.get("error"), args.get("remote")
+        span_id, parent_id = checked(args["id"], int), checked(args.get("parent", 0), int)
         self._spans.append(
             Span(
                 site=self.metadata.sites[index(args["site"])],
-                span_id=checked(args["id"], int),
-                parent_id=checked(args["parent"], int),
-                root_id=checked(args["root"], int),
+                span_id=span_id,
+                parent_id=parent_id,
+                root_id=checked(args.get("root", parent_id or span_id), int),
                 thread_id=checked(args.get("thread", event["tid"]), int),
                 task_id=checked(args.get("task", 0), int),
                 start_ns=start_ns,
                 end_ns=end_ns,
                 active_ns=checked(args.get("active_ns", total_ns), int),
-                self_ns=checked(args["self_ns"], int),
+                self_ns=checked(args.get("self_ns", total_ns), int),
                 error=None if error is None else checked(error, str),
                 attributes={key: attribute(value) for key, value in args.get("attributes", {}).items()},
                 clipped=checked(args.get("clipped", False), bool),

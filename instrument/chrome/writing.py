@@ -1,4 +1,4 @@
-"""Writing a trace: the file, and the text of its slices."""
+"""Writing a trace: the file, its counters and the names of its lanes, around the slices."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any
 
-from instrument.chrome.lanes import DEEPEST, Arrows, Board, Lane
-from instrument.chrome.metadata import Sites, SiteText, metadata
-from instrument.chrome.text import INT64, MILLI, clean, encode, is_number, microseconds, safe
+from instrument.chrome.lanes import DEVICE_PIDS, Row
+from instrument.chrome.metadata import Sites, metadata
+from instrument.chrome.slices import BATCH, slices_of
+from instrument.chrome.text import clean, encode, is_number, microseconds, safe
 from instrument.errors import TraceError
-from instrument.spans import GAUGES, Sample, Span, Trace
+from instrument.spans import GAUGES, HOST, Gpu, Sample, Trace
 from instrument.tally import Tally
 
-COMPRESSION = 1
-"""zlib level; level 6 takes three times as long for a file that is a seventh smaller."""
+COMPRESSION = 3
+"""zlib level: a seventh smaller than level 1 in a fifth more time; level 6 is another sixth smaller in twice the time."""
 
-BATCH = 4096
-"""How many events are in memory as text."""
+MEMORY = 9
+"""zlib's memory level: the most, half a MiB for the time of the write."""
 
 NO_UNIT = '"value"'
 
@@ -84,146 +83,89 @@ def file_name(template: str, *, service: str, pid: int, window: int) -> str:
     return re.sub(r"\{(.*?)\}", value, template)
 
 
-def _packed(texts: Iterable[str], gzipped: bool) -> Iterator[bytes]:
-    squeeze = zlib.compressobj(COMPRESSION, zlib.DEFLATED, 16 + zlib.MAX_WBITS) if gzipped else None
+def _packed(texts: Iterable[str | bytes], gzipped: bool) -> Iterator[bytes]:
+    squeeze = (
+        zlib.compressobj(COMPRESSION, zlib.DEFLATED, 16 + zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL + 1) if gzipped else None
+    )
     for text in texts:
-        data = text.encode(errors="replace")
+        data = text if isinstance(text, bytes) else text.encode(errors="replace")
         yield squeeze.compress(data) if squeeze else data
     if squeeze:
         yield squeeze.flush()
 
 
-def _document(trace: Trace, tally: Tally | None) -> Iterator[str]:
+def _document(trace: Trace, tally: Tally | None) -> Iterator[str | bytes]:
     """The file's text in pieces of some thousand events."""
-    # By start, and since ids rise from span to span, parents before children that start with them.
-    spans = sorted(sorted(trace.spans, key=attrgetter("span_id")), key=attrgetter("start_ns"))
-    owners = [span for span in spans if span.device]
-    starts = [trace.start_ns, *(span.start_ns for span in spans[:1])]
-    starts += [sample.at_ns for sample in trace.samples]
-    base_ns = min(starts + [interval.start_ns for owner in owners for interval in owner.device])
-    arrows = Arrows(spans)
-    sites = Sites({span.site: None for span in spans})
-    board = Board(trace, base_ns)
-    batches = (spans[first : first + BATCH] for first in range(0, len(spans), BATCH))
-    events = chain(
-        board.process_names(),
-        chain.from_iterable(_span_events(batch, board, sites, arrows.binds) for batch in batches),
-        board.closings(INT64),
-        _device_events(owners, board, sites, arrows),
-        arrows.events(board),
-        _counter_events(trace.samples, board),
-        board.lane_names(),
-    )
-    head = metadata(trace, base_ns, sites, tally, arrows.left_out)
-    yield f'{{"displayTimeUnit":"ms","instrument":{head},"traceEvents":[\n{next(events)}'
-    while lines := list(islice(events, BATCH)):
-        yield ",\n".join(["", *lines])
+    pid = trace.origin.pid if 0 <= trace.origin.pid < DEVICE_PIDS else 0
+    since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
+    slices = slices_of(trace.spans, since_ns, pid)
+    sites = Sites(slices.sites)
+    head = metadata(trace, slices.base_ns, sites, tally, slices.left_out)
+    service = trace.origin.service or f"process {trace.origin.pid}"
+    yield f'{{"displayTimeUnit":"ms","instrument":{head},"traceEvents":[\n'
+    yield ",\n".join(_process_names(pid, service, 0))
+    yield from slices.texts([sites.texts[site] for site in slices.sites])
+    counted: set[int] = set()
+    names = _lane_names(pid, slices.rows, counted, trace)
+    events = chain(_counter_events(trace.samples, slices.base_ns, pid, counted), names)
+    while batch := list(islice(events, BATCH)):
+        yield "".join([f",\n{event}" for event in batch])
     yield "\n]}\n"
-
-
-# Slices
-
-
-def _span_events(spans: Sequence[Span], board: Board, sites: Sites, binds: Mapping[int, str]) -> list[str]:
-    """The slices of spans that come by start. This loop is the cost of writing: about a microsecond a span."""
-    events: list[str] = []
-    append, texts, base_ns, moved = events.append, sites.texts, board.base_ns, board.moved
-    firsts: dict[int, Lane] = {}
-    for span in spans:
-        start_ns, end_ns, site, thread_id = span.start_ns, span.end_ns, span.site, span.thread_id
-        if span.task_id or site.kind == "request":
-            _add_task_events(span, texts[site], board, binds, events)
-            continue
-        lane = firsts.get(thread_id) or firsts.setdefault(thread_id, board.first_lane(thread_id))
-        ends = lane.ends
-        while ends and ends[-1] <= start_ns:
-            ends.pop()
-        if (ends and (ends[-1] < end_ns or len(ends) >= DEEPEST)) or (moved and span.parent_id in moved):
-            lane = board.thread_lane(thread_id, start_ns, end_ns, span.parent_id)
-            ends = lane.ends
-            if lane.number > 1:
-                moved[span.span_id] = lane
-        ends.append(end_ns)
-        head, tail, _, _ = texts[site]
-        since_ns, total_ns = start_ns - base_ns, end_ns - start_ns
-        append(
-            f'{head}{since_ns // 1000}{MILLI[since_ns % 1000]},"dur":{total_ns // 1000}{MILLI[total_ns % 1000]}'
-            f'{lane.address},"args":{{{lane.mark}"id":{span.span_id},"parent":{span.parent_id},"root":{span.root_id}'
-            f',"self_ns":{span.self_ns}{_more_args(span, total_ns)}{tail}'
-            f"{binds.get(span.span_id, '') if binds else ''}}}"
-        )
-    events += board.closings(spans[-1].start_ns)
-    return events
-
-
-def _add_task_events(span: Span, text: SiteText, board: Board, binds: Mapping[int, str], events: list[str]) -> None:
-    """The async slice of a span. Its end is written when its lane is next used, so that ends come innermost first."""
-    lane, thread = board.task_lane(span, events), board.first_lane(span.thread_id)
-    if lane.number > 1:
-        board.moved[span.span_id] = lane
-    slice_text = f"{lane.address}{text.name}{thread.address}"
-    task = f',"task":{span.task_id}' if span.task_id else ""
-    lane.ends.append(span.end_ns)
-    lane.closings.append(f'{{"ph":"e",{slice_text},{board.time(span.end_ns)}}}')
-    events.append(
-        f'{{"ph":"b",{slice_text},{board.time(span.start_ns)},"args":{{{thread.mark}{lane.mark}"kind":{text.kind}'
-        f',"id":{span.span_id},"parent":{span.parent_id},"root":{span.root_id},"total_ns":{span.total_ns}'
-        f',"self_ns":{span.self_ns}{task}{_more_args(span, span.total_ns)}{text.tail}{binds.get(span.span_id, "")}}}'
-    )
-
-
-def _more_args(span: Span, total_ns: int) -> str:
-    """The arguments that only some spans have, and none of them is usual."""
-    if span.active_ns == total_ns and span.error is None and not (span.attributes or span.clipped or span.remote):
-        return ""
-    more: dict[str, Any] = {}
-    if span.active_ns != total_ns:
-        more["active_ns"] = span.active_ns
-    if span.error is not None:
-        more["error"] = safe(span.error)
-    if span.clipped:
-        more["clipped"] = True
-    if span.remote is not None:
-        trace_id, span_id = f"{span.remote.trace_id:032x}", f"{span.remote.span_id:016x}"
-        more["remote"] = {"trace_id": trace_id, "span_id": span_id, "flags": span.remote.flags}
-    if span.attributes:
-        more["attributes"] = safe(dict(span.attributes))
-    return "," + encode(more)[1:-1]
-
-
-def _device_events(owners: Sequence[Span], board: Board, sites: Sites, arrows: Arrows) -> Iterator[str]:
-    """The device intervals of the spans. Only those that enclose no other have the argument `stream`, because
-    HolisticTraceAnalysis takes what has it for a kernel and adds all kernels up."""
-    found = [(interval, place, owner) for owner in owners for place, interval in enumerate(owner.device)]
-    found.sort(key=lambda item: (item[0].start_ns, -item[0].end_ns))
-    next_ns: dict[tuple[int, int], int] = {}
-    keys = []
-    for interval, _, _ in reversed(found):
-        stream = interval.device, interval.stream
-        keys.append("enclosing_stream" if next_ns.get(stream, INT64) < interval.end_ns else "stream")
-        next_ns[stream] = interval.start_ns
-    for (interval, place, owner), key in zip(found, reversed(keys), strict=True):
-        lane = board.stream_lane(interval)
-        lane.ends.append(interval.end_ns)
-        bind = arrows.launch(owner, interval, lane.address)
-        yield (
-            f'{{"ph":"X","name":{sites.texts[owner.site].name},"cat":"device",{board.time(interval.start_ns)}'
-            f',"dur":{microseconds(interval.end_ns - interval.start_ns)}{lane.address},"args":{{{lane.mark}'
-            f'"owner":{owner.span_id},"place":{place},"device":{interval.device},"{key}":{interval.stream}'
-            f',"label":{encode(clean(interval.label))},"uncertainty_ns":{interval.uncertainty_ns}}}{bind}}}'
-        )
 
 
 # Counters
 
 
-def _counter_events(samples: Iterable[Sample], board: Board) -> Iterator[str]:
-    """The samples that are numbers. Their unit is the key of the number, which viewers add to the track's name."""
+def _counter_events(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[str]:
+    """The samples that are numbers; `counted` gets their processes. Their unit is the key of the number, which viewers
+    add to the track's name."""
     units = {name: encode(gauge.unit) for name, gauge in GAUGES.items()}
     for sample in samples:
         if is_number(sample.value):
+            of = pid if sample.device == HOST else DEVICE_PIDS + sample.device % DEVICE_PIDS
+            counted.add(of)
             yield (
-                f'{{"ph":"C","name":{encode(clean(sample.name))},{board.time(sample.at_ns)}'
-                f"{board.counter_address(sample.device)}"
-                f',"args":{{{units.get(sample.name, NO_UNIT)}:{encode(sample.value)}}}}}'
+                f'{{"ph":"C","pid":{of},"name":{encode(clean(sample.name))}'
+                f',"args":{{{units.get(sample.name, NO_UNIT)}:{encode(sample.value)}}}'
+                f',"ts":{microseconds(sample.at_ns - base_ns)}}}'
             )
+
+
+# Names
+
+
+def _lane_names(pid: int, rows: Callable[[], list[Row]], counted: set[int], trace: Trace) -> Iterator[str]:
+    """The names of all lanes, threads in the order in which they are known, and of the devices."""
+    known = {thread_id: position for position, thread_id in enumerate(trace.threads)}
+    gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}
+    positions = count()
+    seen = {pid}
+    for of in sorted(counted - seen):
+        seen.add(of)
+        yield from _device_names(of, gpus.get(of))
+    for of, own_id, lanes in sorted(rows(), key=lambda row: (row[0], known.get(row[1], len(known)), row[1])):
+        if of not in seen:
+            seen.add(of)
+            yield from _device_names(of, gpus.get(of))
+        name = f"stream {own_id}" if of != pid else trace.threads.get(own_id) or f"thread {own_id}"
+        for number, tid in lanes:
+            place = f'{of},"tid":{tid}'
+            yield _name_event("thread_name", name if number == 1 else f"{name} ({number})", place)
+            yield _name_event("thread_sort_index", next(positions), place)
+
+
+def _device_names(pid: int, gpu: Gpu | None) -> Iterator[str]:
+    device = pid - DEVICE_PIDS
+    yield from _process_names(pid, f"GPU {device}", 1 + device)
+    if gpu is not None and (gpu.model or gpu.uuid):
+        yield _name_event("process_labels", " ".join(filter(None, (gpu.model, gpu.uuid))), f"{pid}")
+
+
+def _process_names(pid: int, name: str, position: int) -> Iterator[str]:
+    yield _name_event("process_name", name, f"{pid}")
+    yield _name_event("process_sort_index", position, f"{pid}")
+
+
+def _name_event(what: str, value: str | int, place: str) -> str:
+    key = "sort_index" if isinstance(value, int) else "labels" if what == "process_labels" else "name"
+    return f'{{"ph":"M","name":"{what}","pid":{place},"args":{{"{key}":{encode(safe(value))}}}}}'
