@@ -12,6 +12,7 @@ import atexit
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -28,13 +29,17 @@ from instrument.profiler import Session
 from instrument.report.summary import made, summary
 from instrument.report.view import Options, Recording, View
 from instrument.spans import Trace
+from instrument.step_spans import Step, with_steps
 from instrument.tally import Tally
-from instrument.window import State, States, Windows
+from instrument.window import RECORDING, State, States, Windows
 
 T = TypeVar("T")
 
 SKIPPED_STEPS = 10
 """How many first steps the benchmark of a loop leaves out, as `paddle.profiler` does."""
+
+STEPS_KEPT = 100_000
+"""How many of the newest steps of a window are spans of its trace."""
 
 _FILE = "{service}-{pid}-{window}.json.gz"
 
@@ -241,6 +246,7 @@ class Profiler:
         self._is_delivering = False
         self._session: Session | None = None
         self._windows: Windows | None = None
+        self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
         self.window: Window | None = None
         self.failures = 0
         self._pid = os.getpid()
@@ -269,6 +275,7 @@ class Profiler:
                 if session is not None:
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
             self.window = None
+            self._steps.clear()
             self.failures = 0
             self._pid = os.getpid()
             self._is_running = True
@@ -321,8 +328,11 @@ class Profiler:
                 costs.add(now_ns - self._step_ns, self._reader_ns, num_samples)
             self._reader_ns = 0
             windows, session = self._windows, self._session
+            began_ns, self._step_ns = self._step_ns, now_ns
             if windows is not None and session is not None:
                 last = windows.steps
+                if windows.state in RECORDING:
+                    self._steps.append(Step(last, began_ns, now_ns, threading.get_native_id()))
                 found = windows.advance(now_ns)
                 try:
                     if found is not None:
@@ -330,8 +340,9 @@ class Profiler:
                 except Exception as fault:
                     FAULTS.note("window of a Profiler", fault)
                 finally:  # a Ctrl-C in a handler ends the loop, not the Profiler
-                    windows.arm(time.monotonic_ns())
-            self._step_ns = time.monotonic_ns()
+                    if found is not None:
+                        self._step_ns = time.monotonic_ns()
+                    windows.arm(self._step_ns)
 
     def stop(self) -> None:
         """End the last step, deliver the window that is open unless it is empty, and leave the session.
@@ -352,8 +363,6 @@ class Profiler:
                 found = windows.stop(now_ns) if windows is not None else None
                 if windows is not None and session is not None and found is not None:
                     window = self._made(session, windows, found, windows.steps, partial=True)
-                    if not any(span.start_ns > self._step_ns for span in window.trace.spans):
-                        window = replace(window, last_step=windows.steps - 1)
                     if window.first_step <= window.last_step:
                         self._deliver(window)
             except Exception as fault:
@@ -377,6 +386,14 @@ class Profiler:
         index, start_ns, end_ns = found
         session.selection.finish_nodes()
         trace = session.trace(start_ns, end_ns, index)
+        steps = list(self._steps)
+        self._steps.clear()
+        if partial and any(span.start_ns > self._step_ns for span in trace.spans):
+            thread_id = steps[-1].thread_id if steps else threading.get_native_id()
+            steps.append(Step(last_step, self._step_ns, end_ns, thread_id, clipped=True))
+        elif partial:
+            last_step -= 1
+        trace = with_steps(trace, steps)
         notes = list(trace.notes)
         if trace.held_from_ns > start_ns:
             lost_ns = min(trace.held_from_ns, end_ns) - start_ns

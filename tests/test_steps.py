@@ -195,7 +195,9 @@ def test_a_span_open_at_an_edge_is_clipped_and_marked_in_every_window_it_reaches
         for _ in range(4):
             profiler.step()
     for window in found:
-        (span,) = window.trace.spans
+        span, step = window.trace.spans
+        assert step.parent_id == span.span_id
+        assert not step.clipped
         assert span.clipped
         assert (span.start_ns, span.end_ns) == (window.trace.start_ns, window.trace.end_ns)
     assert len(found) == 2
@@ -221,7 +223,10 @@ def test_ranges_that_overlap_without_nesting_and_cross_steps_are_all_there() -> 
         profiler.step()
         instrument.scope_end(second)
         asyncio.run(crossed(profiler))
-    assert sorted(span.site.name for span in found[0].trace.spans) == ["a", "b", "first", "second"]
+    names = sorted(span.site.name for span in found[0].trace.spans)
+    assert names == ["a", "b", "first", "second", *["step"] * 7]
+    chrome.dump("crossed.json", found[0].trace)
+    assert sorted(span.site.name for span in chrome.load("crossed.json")[0].spans) == names
     assert profiler.failures == 0
 
 
@@ -302,7 +307,7 @@ def test_several_windows_are_several_files_and_none_is_written_over() -> None:
     names = sorted(path.name for path in Path("traces").iterdir())
     assert names == [f"shop-{os.getpid()}-{window}.json.gz" for window in range(4)]
     trace, tally = chrome.load(Path("traces") / names[1])
-    assert (trace.window, tally.calls) == (1, 2)
+    assert (trace.window, tally.calls) == (1, 4)
 
 
 def test_summary_and_export_are_of_the_newest_window(capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,7 +321,7 @@ def test_summary_and_export_are_of_the_newest_window(capsys: pytest.CaptureFixtu
             profiler.step(num_samples=4)
     assert "Window 0, steps 1 to 2\n" in capsys.readouterr().out
     assert "work" in profiler.summary()
-    assert chrome.load(profiler.export("x.json"))[1].calls == 2
+    assert chrome.load(profiler.export("x.json"))[1].calls == 4
 
 
 @pytest.mark.parametrize(
@@ -409,7 +414,7 @@ def test_a_training_loop_prints_its_steps(capsys: pytest.CaptureFixture[str]) ->
     calls = {row.path[-1].name: 0 for row in window.tally().rows()}
     for row in window.tally().rows():
         calls[row.path[-1].name] += row.totals.calls
-    assert calls == {"read": 3, "forward": 3, "Linear": 6, "backward": 3, "optimizer": 3}
+    assert calls == {"step": 3, "read": 3, "forward": 3, "Linear": 6, "backward": 3, "optimizer": 3}
     printed = capsys.readouterr().out
     assert "Window 0, steps 2 to 4" in printed
     assert "Linear" in printed
@@ -460,7 +465,7 @@ work()
     )
     command = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "window 0, steps 2 to 3 2\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "window 0, steps 2 to 3 4\n"), done.stderr
     assert chrome.load("whole.json")[1].calls == 7
 
 

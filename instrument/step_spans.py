@@ -1,0 +1,104 @@
+"""The steps of a loop as spans of its window: beneath what was open all the while, above what lay within.
+
+A step is not opened as a scope is, for whoever says that it has ended may do so in the middle of other spans. It is put
+among the spans of its thread afterwards, when all of them are known. What was open across the end of a step stays where
+it was, beside it, and reduces the self time of each step by its part in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from instrument.spans import Interval, Site, Span, Trace, clip, length, union
+
+STEP = Site("step", "step", "instrument", "Profiler.step")
+"""The site of every step; its attribute `step` is the number."""
+
+_FIRST_ID = 1 << 61
+_IDS = itertools.count(_FIRST_ID)
+"""Span ids that no recorder reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, from its begin up to, and without, that of the next one. One that was cut short is `clipped`."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+    thread_id: int
+    clipped: bool = False
+
+
+def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
+    """The trace with a span for each step. The spans of the trace are changed in place. n log n for n spans.
+
+    Steps of one thread come in order and do not overlap. Spans that a task ran lie beside the steps.
+    """
+    by_thread: dict[int, list[Step]] = {}
+    for step in steps:
+        by_thread.setdefault(step.thread_id, []).append(step)
+    made: list[Span] = []
+    roots: dict[int, int] = {}
+    for thread_id, own in by_thread.items():
+        beside = [span for span in trace.spans if span.thread_id == thread_id and not span.task_id]
+        made += _put(own, beside, roots)
+    if roots:
+        for span in trace.spans:
+            span.root_id = roots.get(span.root_id, span.root_id)
+    return replace(trace, spans=[*trace.spans, *made])
+
+
+def _put(steps: Sequence[Step], spans: Sequence[Span], roots: dict[int, int]) -> list[Span]:
+    """The spans of the steps of one thread; notes in `roots` which step each former root lies in."""
+    starts, ends = [step.start_ns for step in steps], [step.end_ns for step in steps]
+    around: list[Span | None] = [None] * len(steps)
+    for span in spans:
+        for index in range(bisect_left(starts, span.start_ns), bisect_right(ends, span.end_ns)):
+            outer = around[index]
+            if outer is None or _depth(span) > _depth(outer):
+                around[index] = span
+    made = [
+        Span(
+            site=STEP,
+            span_id=next(_IDS),
+            parent_id=0 if outer is None else outer.span_id,
+            root_id=0 if outer is None else outer.root_id,
+            thread_id=step.thread_id,
+            task_id=0,
+            start_ns=step.start_ns,
+            end_ns=step.end_ns,
+            active_ns=step.end_ns - step.start_ns,
+            self_ns=0,
+            attributes={"step": step.number},
+            clipped=step.clipped,
+        )
+        for step, outer in zip(steps, around, strict=True)
+    ]
+    covered: list[list[Interval]] = [[] for _ in steps]
+    for span in spans:
+        for index in range(bisect_right(ends, span.start_ns), bisect_left(starts, span.end_ns)):
+            step = made[index]
+            if span.parent_id != step.parent_id:
+                continue
+            if step.start_ns <= span.start_ns and span.end_ns <= step.end_ns:
+                covered[index].append((span.start_ns, span.end_ns))
+                span.parent_id = step.span_id
+                if not step.parent_id and span.site.kind != "request":
+                    roots[span.span_id] = step.span_id
+                break
+            covered[index].append((span.start_ns, span.end_ns))
+    for step, outer, parts in zip(made, around, covered, strict=True):
+        step.root_id = step.root_id or step.span_id
+        step.self_ns = step.total_ns - length(clip(union(parts), (step.start_ns, step.end_ns)))
+        if outer is not None:
+            outer.self_ns = max(outer.self_ns - step.self_ns, 0)
+    return made
+
+
+def _depth(span: Span) -> tuple[int, int, int]:
+    """Greater for the inner one of two spans of a thread that both hold a step."""
+    return span.start_ns, -span.end_ns, span.span_id

@@ -1,0 +1,196 @@
+"""Steps of a loop in the trace of a window: contiguous, numbered, and in nobody's way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trees import outline
+
+import instrument
+from instrument import Profiler, chrome, schedule, scope
+from instrument.profile import loads
+from instrument.spans import Origin, Site, Span, Trace, assign_self_times, length, union
+from instrument.step_spans import Step, with_steps
+from instrument.steps import Window
+
+
+@pytest.fixture(autouse=True)
+def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("INSTRUMENT_PROFILE", raising=False)
+    yield
+    instrument.stop()
+
+
+def steps_of(window: Window) -> list[Span]:
+    return sorted((span for span in window.trace.spans if span.site.kind == "step"), key=lambda span: span.start_ns)
+
+
+def shown(spans: list[Span]) -> str:
+    """The tree, children by their begin, steps with their number."""
+    children: dict[int, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
+        children.setdefault(span.parent_id, []).append(span)
+    lines: list[str] = []
+
+    def add(parent_id: int, depth: int) -> None:
+        for span in children.get(parent_id, ()):
+            number = span.attributes.get("step")
+            lines.append("  " * depth + span.site.name + ("" if number is None else f" {number}"))
+            add(span.span_id, depth + 1)
+
+    add(0, 0)
+    return "\n".join(lines)
+
+
+def windows_of(make_steps: Any, **arguments: Any) -> list[Window]:
+    found: list[Window] = []
+    with Profiler(loads("", environ={}), on_trace_ready=found.append, **arguments) as profiler:
+        make_steps(profiler)
+    return found
+
+
+def test_steps_are_contiguous_numbered_spans_and_what_ran_in_one_lies_below_it() -> None:
+    def loop(profiler: Profiler) -> None:
+        for _ in range(4):
+            with scope("forward"), scope("layer"):
+                pass
+            with scope("backward"):
+                pass
+            profiler.step()
+
+    (window,) = windows_of(loop, schedule=(1, 3))
+    assert shown(window.trace.spans) == outline(
+        """
+        step 1
+          forward
+            layer
+          backward
+        step 2
+          forward
+            layer
+          backward
+        """
+    )
+    steps = steps_of(window)
+    assert all(one.end_ns == after.start_ns for one, after in pairwise(steps))
+    assert {span.root_id for span in window.trace.spans} == {step.span_id for step in steps}
+    assert {step.thread_id for step in steps} == {threading.get_native_id()}
+    assert (steps[0].start_ns, steps[-1].end_ns) == (window.trace.start_ns, window.trace.end_ns)
+    assert [row.totals.calls for row in window.tally().rows() if row.path[-1].name == "step"] == [2]
+
+
+def test_a_scope_around_the_loop_holds_the_steps_and_one_across_a_step_lies_beside() -> None:
+    def loop(profiler: Profiler) -> None:
+        with scope("epoch"):
+            profiler.step()
+            opened = instrument.scope_start("across")
+            with scope("inside"):
+                pass
+            profiler.step()
+            instrument.scope_end(opened)
+            with scope("after"):
+                pass
+            profiler.step()
+
+    (window,) = windows_of(loop, schedule=(1, 3))
+    assert shown(window.trace.spans) == outline(
+        """
+        epoch
+          step 1
+          across
+            inside
+          step 2
+            after
+        """
+    )
+    assert window.trace.notes == []
+    loaded, _ = chrome.load(window.export("steps.json"))
+    assert shown(loaded.spans) == shown(window.trace.spans)
+
+
+def test_the_step_under_way_at_stop_is_clipped_and_none_is_made_where_nothing_began_in_it() -> None:
+    def loop(profiler: Profiler) -> None:
+        profiler.step()
+        with scope("work"):
+            pass
+
+    (window,) = windows_of(loop)
+    assert [(step.attributes["step"], step.clipped) for step in steps_of(window)] == [(0, False), (1, True)]
+    (window,) = windows_of(lambda profiler: profiler.step())
+    assert [(step.attributes["step"], step.clipped) for step in steps_of(window)] == [(0, False)]
+
+
+def test_the_work_of_a_handler_lies_between_two_windows_and_in_no_step() -> None:
+    found: list[Window] = []
+
+    def handle(window: Window) -> None:
+        found.append(window)
+        with scope("handler"):
+            pass
+
+    with Profiler(loads("", environ={}), schedule=schedule(record=1), on_trace_ready=handle) as profiler:
+        for _ in range(3):
+            profiler.step()
+    assert [[span.site.name for span in window.trace.spans] for window in found] == [["step"]] * 3
+    assert all(one.trace.end_ns < after.trace.start_ns for one, after in pairwise(found))
+
+
+def test_a_request_within_a_step_stays_the_root_of_its_tree() -> None:
+    def loop(profiler: Profiler) -> None:
+        with scope("request", kind="request"), scope("inner"):
+            pass
+        profiler.step()
+
+    (window,) = windows_of(loop)
+    (request,) = (span for span in window.trace.spans if span.site.kind == "request")
+    (inner,) = (span for span in window.trace.spans if span.site.name == "inner")
+    assert request.parent_id == steps_of(window)[0].span_id
+    assert request.root_id == inner.root_id == request.span_id
+
+
+@st.composite
+def nested_spans(draw: Any) -> list[Span]:
+    """Spans of one thread as a recorder makes them, also ranges that cross."""
+    spans: list[Span] = []
+    for span_id in range(1, draw(st.integers(0, 8)) + 1):
+        start = draw(st.integers(0, 60))
+        end = draw(st.integers(start, 60))
+        around = [one for one in spans if one.start_ns <= start and end <= one.end_ns]
+        parent = around[-1] if around else None
+        above, root = (parent.span_id, parent.root_id) if parent else (0, span_id)
+        spans.append(Span(Site(f"s{span_id}"), span_id, above, root, 1, 0, start, end, end - start, 0))
+    assign_self_times(spans)
+    return spans
+
+
+@given(nested_spans(), st.lists(st.integers(0, 60), min_size=2, max_size=6, unique=True))
+def test_no_span_is_lost_moved_or_counted_twice(spans: list[Span], edges: list[int]) -> None:
+    before = {span.span_id: (span.start_ns, span.end_ns) for span in spans}
+    steps = [Step(number, *edge, 1) for number, edge in enumerate(pairwise(sorted(edges)))]
+    trace = with_steps(Trace(Origin(1, "loop", 0, 0), 0, 60, spans), steps)
+    by_id = {span.span_id: span for span in trace.spans}
+    made = [span for span in trace.spans if span.site.kind == "step"]
+    assert [(span.attributes["step"], span.start_ns, span.end_ns) for span in made] == [
+        (step.number, step.start_ns, step.end_ns) for step in steps
+    ]
+    assert {span.span_id: (span.start_ns, span.end_ns) for span in trace.spans if span not in made} == before
+    for span in trace.spans:
+        parent, top, passed = by_id.get(span.parent_id), span, 0
+        assert span.self_ns >= 0
+        if parent is not None:
+            assert parent.start_ns <= span.start_ns <= span.end_ns <= parent.end_ns
+        while top.parent_id:
+            top, passed = by_id[top.parent_id], passed + 1
+            assert passed < 20, "the tree runs in a circle"
+        assert span.root_id == top.span_id
+    for step in made:
+        below = [(s.start_ns, s.end_ns) for s in trace.spans if s.parent_id == step.span_id]
+        assert step.self_ns <= step.total_ns - length(union(below))
