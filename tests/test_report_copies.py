@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from golden_views import text_of
 from hypothesis import given
 from hypothesis import strategies as st
 from trees import outline
 
 from instrument.profile import DIRECTIONS
-from instrument.report.copies import CopyUse, by_direction, copies, copy_uses
+from instrument.report import copies as view
+from instrument.report.copies import CopyUse, by_direction, copy_uses
 from instrument.report.table import LINE, columns
+from instrument.report.view import Options, Recording
 from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
 
 MS = 1_000_000
@@ -28,6 +31,10 @@ def site(direction: str, call: str = "Tensor.to", sync: bool | None = True, pinn
 def copied(where: Site, size: Any, host_ms: float, device_ms: float | None = None, label: str = "exclusive") -> Span:
     on = () if device_ms is None else (DeviceInterval(0, 7, 5 * MS, 5 * MS + round(device_ms * MS), label),)
     return Span(where, 1, 0, 1, 1, 0, 0, round(host_ms * MS), 0, 0, attributes={"bytes": size}, device=on)
+
+
+def copies(trace: Trace, **options: Any) -> str:
+    return text_of(view.copies(Recording.of_trace(trace), Options(**options)))
 
 
 def trace_of(*spans: Span, **facts: Any) -> Trace:
@@ -125,6 +132,18 @@ def test_rows_keep_the_calls_that_moved_most_and_sum_up_the_rest() -> None:
         ["torch.b", "h2d", "1", "5", "-"],
         ["torch.c", "d2h", "1", "3", "-"],
         ["(remaining", "2)", "-", "2", "3"],
+    ]
+
+
+def test_least_leaves_the_short_ones_to_the_rest_and_the_unit_is_that_of_every_time() -> None:
+    spans = [copied(site("h2d", call), MB, host_ms, device_ms) for call, host_ms, device_ms in
+             [("a", 9, None), ("b", 1, 4), ("c", 9, 1)]]  # fmt: skip
+    text = copies(trace_of(*spans), least_ns=2 * MS, unit="us")
+    assert "Time unit: us;" in text
+    assert [line.split()[:6] for line in text.splitlines() if line.startswith(("torch.", "(rem"))] == [
+        ["torch.a", "h2d", "1", "1", "-", "9000"],
+        ["torch.b", "h2d", "1", "1", "4000", "1000"],
+        ["(remaining", "1)", "-", "1", "1", "1000"],
     ]
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from golden_views import text_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 from trees import outline
 
 from instrument import chrome
-from instrument.report.device import device
+from instrument.report import device as view
 from instrument.report.table import LINE, columns
 from instrument.report.utilisation import utilisation
+from instrument.report.view import Options, Recording
 from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
 
 MS = 1_000_000
@@ -26,6 +29,10 @@ H2D = Site(
     "memcpy h2d", "copy", "torch", "Tensor.to", device=True,
     attributes=(("direction", "h2d"), ("sync", False), ("pinned", True)),
 )  # fmt: skip
+
+
+def device(trace: Trace, **options: Any) -> str:
+    return text_of(view.device(Recording.of_trace(trace), Options(**options)))
 
 
 def made(span_id: int, site: Site, start_ms: float, end_ms: float, *on: DeviceInterval, parent: int = 0) -> Span:
@@ -141,11 +148,19 @@ def test_rows_bound_the_tables_and_the_rest_is_one_row() -> None:
         ["(remaining", "3)", "3", "18", "6", "-", "-", "-", "-"],
         ["GET", "/0", "1", "90", "15", "16.7%", "20", "22.2%", "55", "61.1%"],
         ["GET", "/1", "1", "80", "13", "16.2%", "22", "27.5%", "45", "56.2%"],
-        ["(remaining", "1)", "1", "-", "-", "-", "-", "-", "-", "-"],
+        ["(remaining", "1)", "1", "70", "7", "10.0%", "28", "40.0%", "35", "50.0%"],
         ["op0", "op", "1", "no", "pair", "of", "events", "came", "back"],
         ["op1", "op", "1", "no", "pair", "of", "events", "came", "back"],
         ["(remaining", "3)", "-", "3", "-"],
     ]
+
+
+def test_least_leaves_short_names_to_the_rest_and_the_unit_is_that_of_every_time() -> None:
+    lines = [line.split() for line in device(service(), least_ns=10 * MS, unit="us").splitlines()]
+    assert ["Time", "unit:", "us"] in lines
+    assert ["Window", "100000", "100.0%"] in lines
+    assert ["decode", "1", "16000", "16000", "16000", "16000", "16000", "42.1%"] in lines
+    assert ["(remaining", "1)", "1", "6000", "6000", "-", "-", "-", "-"] in lines
 
 
 def test_one_name_of_two_kinds_says_which_is_which() -> None:
@@ -157,11 +172,17 @@ def test_one_name_of_two_kinds_says_which_is_which() -> None:
     ]
 
 
+NOTHING = "No device time was recorded: no span asked for it; give its rule `device: true` in the profile."
+
+
 @pytest.mark.parametrize(
     ("trace", "says"),
     [
-        (trace_of(made(1, CHAT, 0, 1)), "No device time was recorded: no span asked for it."),
-        (trace_of(), "No device time was recorded: no span asked for it."),
+        (
+            trace_of(made(1, CHAT, 0, 1)),
+            NOTHING,
+        ),
+        (trace_of(), NOTHING),
         (
             trace_of(made(1, DECODE, 0, 1), made(2, DECODE, 1, 2)),
             "No device time was recorded: 2 spans asked for it and got none (2 no events).",

@@ -6,23 +6,25 @@ import dataclasses
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
+from golden_views import is_golden, of_tally, text_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
-from instrument.report.events import EventRow, events, events_rows
-from instrument.report.table import columns, safe, shorten, table
-from instrument.report.view import THREADS
+from instrument.report.events import EventRow, Events, events
+from instrument.report.summary import summary
+from instrument.report.table import LINE, columns, compact, number, safe, shorten, table
+from instrument.report.view import THREADS, Options, Recording
 from instrument.spans import Cost, DeviceInterval, Site, Span
 from instrument.tally import Tally, Totals, bucket
 
 GOLDEN = Path(__file__).parent / "golden" / "fluid185_All_OpDetail_total_compiled.txt"
+CELLS = ["Calls", "Total", "Min.", "Max.", "Ave.", "Ratio.", "p50", "p99"]
 FLUID_CELLS = ["Calls", "Total", "CPU Time (Ratio)", "GPU Time (Ratio)", "Min.", "Max.", "Ave.", "Ratio."]
-OUR_CELLS = ["p50", "p99"]
 
 CallPath = tuple[Site, ...]
 
@@ -82,23 +84,39 @@ def copy(direction: str, *, sync: bool) -> Site:
     return Site("copy", kind="copy", attributes=(("direction", direction), ("sync", sync)))
 
 
+def view_of(tally: Tally, **options: object) -> Events:
+    return events(of_tally(tally), Options(**options))
+
+
+def report_of(tally: Tally, **options: object) -> str:
+    return text_of(view_of(tally, **options))
+
+
+def rows_of(tally: Tally, **options: object) -> list[EventRow]:
+    return [row for block in view_of(tally, **options).blocks for row in block.rows]
+
+
 def screen(text: str) -> str:
     """A line as a terminal lays it out: a wide character fills two cells."""
     return "".join(char + "\0" * (columns(char) - 1) for char in text)
 
 
-def table_lines(report: str) -> list[str]:
-    """Header and rows of the Event Summary."""
-    after = report.split("Event Summary", 1)[1].split("\n", 2)[2]
+def table_lines(report: str, section: str = "Event Summary") -> list[str]:
+    """Header and rows of a table of events."""
+    after = report.split(section, 1)[1].split("\n", 2)[2]
     return after.split("\n\n", 1)[0].splitlines()
 
 
-def table_rows(report: str) -> list[dict[str, str]]:
-    """The cells of the Event Summary by column; `Event` keeps its indent."""
-    header, *lines = (screen(line) for line in table_lines(report))
+def table_rows(report: str, section: str = "Event Summary") -> list[dict[str, str]]:
+    """The cells of a table of events by column; `Event` keeps its indent."""
+    header, *lines = (screen(line) for line in table_lines(report, section))
     found = [(m[0], m.start()) for m in re.finditer(r"(?:CPU|GPU) Time \(Ratio\)|\S+", header)]
     ends = [start for _, start in found[1:]] + [None]
     return [{name: line[start:end].rstrip() for (name, start), end in zip(found, ends, strict=True)} for line in lines]
+
+
+def part_rows(report: str) -> list[dict[str, str]]:
+    return table_rows(report, "Host and Device Time")
 
 
 def reports(text: str) -> list[str]:
@@ -141,25 +159,47 @@ def tally_of_paddle() -> Tally:
     return tally
 
 
+def in_fluids_digits(row: EventRow) -> dict[str, str]:
+    """A row's numbers as fluid prints them."""
+    times = {"Total": row.total_ns, "Min.": row.min_ns, "Max.": row.max_ns, "Ave.": row.ave_ns}
+    parts = {"CPU Time (Ratio)": (row.host_ns, row.host_ratio), "GPU Time (Ratio)": (row.device_ns, row.device_ratio)}
+    return {
+        "Calls": str(row.calls),
+        **{name: number(time_ns / 1e6) for name, time_ns in times.items()},
+        **{name: f"{part_ns / 1e6:f} ({ratio:f})" for name, (part_ns, ratio) in parts.items()},
+        "Ratio.": number(row.ratio),
+    }
+
+
 @pytest.mark.parametrize(("index", "rows"), [(0, 43), (1, 83)], ids=["merged", "per thread"])
 def test_every_number_of_paddles_own_report_is_reproduced_in_its_order(index: int, rows: int) -> None:
-    """Ours differs on purpose in two columns more, p50 and p99, and a phase row that does not repeat the thread's tag.
+    """The objects to its six digits, the text to four of them, in a line of 100 columns where its own has 160.
 
+    Ours differs on purpose in two columns more, p50 and p99, in a phase row that does not repeat the thread's tag, and
+    in the times of host and device, which are a table of the rows that have both.
     One average, 0.071905 / 4, lies halfway between two numbers of six digits: their sum of doubles rounds up.
     """
-    ours = table_rows(reports(events(tally_of_paddle(), tracer_option="OpDetail", sorted_by="total"))[index])
+    view = view_of(tally_of_paddle(), tracer_option="OpDetail", sorted_by="total")
+    ours = table_rows(reports(text_of(view))[index])
+    objects = [row for block in view.blocks if (block.thread is None) is (index == 0) for row in block.rows]
     theirs = table_rows(reports(GOLDEN.read_text())[index])
-    assert list(ours[0]) == ["Event", *FLUID_CELLS, *OUR_CELLS]
+    assert list(ours[0]) == ["Event", *CELLS]
     assert len(theirs) == rows
-    for our, their in zip(ours, theirs, strict=True):
+    for our, row, their in zip(ours, objects, theirs, strict=True):
         name = their["Event"] if depth_of(their["Event"]) == 0 else without_tag(their["Event"])
-        assert our["Event"] == name
+        before = re.match(r" *(thread\d+::)?", name)[0]
+        room = columns(our["Event"]) - len(before)
+        assert our["Event"] == before + shorten(name[len(before) :], room)
         expected = {key: their[key].replace("0.0179763", "0.0179762") for key in FLUID_CELLS}
-        assert {key: our[key] for key in FLUID_CELLS} == expected
+        assert in_fluids_digits(row) == expected
+        shown = {key: compact(float(expected[key])) for key in ("Total", "Min.", "Max.", "Ave.")}
+        shown |= {"Calls": expected["Calls"], "Ratio.": compact(float(expected["Ratio."]), 6)}
+        assert {key: our[key] for key in shown} == shown
+    assert max(map(columns, text_of(view).splitlines())) <= LINE
 
 
 def test_the_sections_of_paddles_own_report_are_reproduced_to_the_letter() -> None:
-    merged, apart = reports(events(tally_of_paddle(), tracer_option="OpDetail", sorted_by="total"))
+    merged, apart = reports(report_of(tally_of_paddle(), tracer_option="OpDetail", sorted_by="total"))
     for line in [
         "Note! This Report merge all thread info into one.",
         "Place: All",
@@ -205,7 +245,7 @@ def tally_of_the_fluid_document() -> Tally:
 
 
 def test_the_fluid_documents_example_has_its_totals_ratios_and_copies() -> None:
-    merged, apart = reports(events(tally_of_the_fluid_document(), sorted_by="total"))
+    merged, apart = reports(report_of(tally_of_the_fluid_document(), sorted_by="total"))
     for line in [
         "Total time: 7.30941",
         "  Computation time       Total: 0.225158    Ratio: 3.08039%",
@@ -215,24 +255,28 @@ def test_the_fluid_documents_example_has_its_totals_ratios_and_copies() -> None:
     ]:
         assert line in merged.splitlines()
     assert "GpuMemcpySync" not in merged
-    printed = [
-        (row["Event"], row["CPU Time (Ratio)"], row["GPU Time (Ratio)"], row["Ratio."]) for row in table_rows(merged)
-    ]
+    printed = [(row["Event"], row["CPU Time (Ratio)"], row["GPU Time (Ratio)"]) for row in part_rows(merged)]
     assert printed[:7] == [
-        ("FastThreadedSSAGraphExecutorPrepare", "6.076904 (0.997930)", "0.012608 (0.002070)", "0.833106"),
-        ("GpuMemcpyAsync:CPU->GPU", "0.700705 (0.996723)", "0.002304 (0.003277)", "0.0961787"),
-        ("mul", "0.211977 (0.965740)", "0.007520 (0.034260)", "0.0300294"),
-        ("elementwise_add", "0.105905 (0.980448)", "0.002112 (0.019552)", "0.0147778"),
-        ("Fetch", "0.100142 (0.975691)", "0.002495 (0.024309)", "0.0140418"),
-        ("  GpuMemcpyAsync:GPU->CPU", "0.042086 (0.944034)", "0.002495 (0.055966)", "0.00609913"),
-        ("mean", "0.061234 (0.946108)", "0.003488 (0.053892)", "0.00885462"),
+        ("FastThreadedSSAGraphExecutorPrepare", "6.076904 (0.997930)", "0.012608 (0.002070)"),
+        ("GpuMemcpyAsync:CPU->GPU", "0.700705 (0.996723)", "0.002304 (0.003277)"),
+        ("mul", "0.211977 (0.965740)", "0.007520 (0.034260)"),
+        ("elementwise_add", "0.105905 (0.980448)", "0.002112 (0.019552)"),
+        ("Fetch", "0.100142 (0.975691)", "0.002495 (0.024309)"),
+        ("  GpuMemcpyAsync:GPU->CPU", "0.042086 (0.944034)", "0.002495 (0.055966)"),
+        ("mean", "0.061234 (0.946108)", "0.003488 (0.053892)"),
     ]
+    expected = [0.833106, 0.0961787, 0.0300294, 0.0147778, 0.0140418, 0.00609913, 0.00885462]
+    objects = view_of(tally_of_the_fluid_document(), sorted_by="total").blocks
+    assert [float(number(row.ratio)) for row in objects[0].rows[:7]] == expected
+    assert [row["Ratio."] for row in table_rows(merged)[:7]] == [compact(ratio, 6) for ratio in expected]
     assert [(row["Event"], row["Ratio."]) for row in table_rows(apart)][:4] == [
-        ("thread1::mul", "0.438084"),
-        ("thread1::elementwise_add", "0.215586"),
-        ("thread1::Fetch", "0.204848"),
-        ("  GpuMemcpyAsync:GPU->CPU", "0.0889771"),
+        ("thread1::mul", "0.4381"),
+        ("thread1::elementwise_add", "0.2156"),
+        ("thread1::Fetch", "0.2048"),
+        ("  GpuMemcpyAsync:GPU->CPU", "0.089"),
     ]
+    ours = [number(row.ratio) for row in objects[1].rows[:4]]
+    assert ours == ["0.438084", "0.215586", "0.204848", "0.0889771"]
     assert "thread1: worker (id 11), Total time: 0.501039" in apart.splitlines()
 
 
@@ -302,65 +346,45 @@ def outline(report: str) -> str:
 
 @pytest.mark.parametrize("tracer_option", SHAPES)
 def test_each_tracer_option_shows_its_levels_of_the_same_tree(tracer_option: str) -> None:
-    report = events(tally_of_two_slices(), tracer_option=tracer_option)
+    report = report_of(tally_of_two_slices(), tracer_option=tracer_option)
     assert outline(report) == textwrap.dedent(SHAPES[tracer_option]).lstrip("\n")
     assert "Total time: 20\n" in report
     assert "  Computation time       Total: 6           Ratio: 30%\n" in report
     assert "  GpuMemcpySync          Calls: 8           Total: 2.25        Ratio: 11.25%\n" in report
 
 
-def test_a_whole_report_of_one_thread_reads_like_this() -> None:
-    tally = Tally({7: "MainThread"})
+def test_the_layout_of_a_whole_report() -> None:
+    tally = Tally({7: "MainThread", 8: "worker"})
     count(tally, (layer("Linear", "mlp.up"),), 1.5, calls=3, device_ms=2, elapsed_ms=3, min_ms=0.5, max_ms=2, thread=7)
     count(tally, (op("tokenize"),), 1, thread=7)
-    report = events(
-        tally,
-        tracer_option="AllOpDetail",
+    count(tally, (op("tokenize"), phase("split")), 0.25, thread=7)
+    count(tally, (op("tokenize"), phase("split"), copy("h2d", sync=True)), 0.0001234, calls=2, thread=7)
+    count(tally, (op("tokenize"),), 4, calls=2, thread=8)
+    recording = Recording(
+        lambda: tally,
+        lambda: of_tally(tally).trace,
         cost=Cost(calls=4, per_call_ns=50, window_ns=1_000_000),
         losses={"ring overwritten": 2, "queue full": 0},
         notes=["rule 3 matched nothing"],
         window_ns=1_000_000,
         recorder="native",
     )
-    expected = """
-        ------------------------->     Profiling Report     <-------------------------
+    assert is_golden("events", summary(["events"], recording, Options(tracer_option="AllOpDetail")))
+    (one,) = reports(report_of(tally_of_two_slices(), tracer_option="OpDetail"))
+    assert is_golden("events_one_thread", one)
 
-        Place: All
-        Time unit: ms
-        Sorted by first call in ascending order in the same thread
-        Window: 1
-        Ratio: of the thread's Total time, the sum of the top rows; work that ran side by side is summed, so it may exceed the time on the clock
-        CPU and GPU Time (Ratio): of the row's Total, in which time that host and device shared counts once; together they may exceed 1
 
-        -------------------------     Overhead Summary      -------------------------
-
-        Total time: 4
-          Computation time       Total: 3           Ratio: 75%
-          Framework overhead     Total: 1           Ratio: 25%
-
-        -------------------------     GpuMemCpy Summary     -------------------------
-
-        GpuMemcpy                Calls: 0           Total: 0           Ratio: 0%
-
-        thread0: MainThread (id 7), Total time: 4
-
-        -------------------------       Event Summary       -------------------------
-
-        Event               Calls       Total       CPU Time (Ratio)        GPU Time (Ratio)        Min.        Max.        Ave.        Ratio.      p50         p99
-        thread0::Linear     3           3           1.500000 (0.500000)     2.000000 (0.666667)     0.5         2           1           0.75        1.00352     1.00352
-          Linear0 [mlp.up]  3           3           1.500000 (0.500000)     2.000000 (0.666667)     0.5         2           1           0.75        1.00352     1.00352
-        thread0::tokenize   1           1           1.000000 (1.000000)     0.000000 (0.000000)     1           1           1           0.25        1           1
-          tokenize0         1           1           1.000000 (1.000000)     0.000000 (0.000000)     1           1           1           0.25        1           1
-
-        -------------------------      Instrumentation      -------------------------
-
-        Cost of the instrumentation: 2e-07 s (4 calls x 50 ns), 0.02% of the window of 0.001 s, native recorder
-        Not kept: 2 (ring overwritten)
-        Not observed: rule 3 matched nothing
-
-        GPU times are stretches of a stream between two events, not kernels.
-        """  # noqa: E501
-    assert report == textwrap.dedent(expected)
+@pytest.mark.parametrize(("unit", "total", "part"), [
+    ("s", "0.00203", "0.002028000 (1.000000)"), ("ms", "2.028", "2.028000 (1.000000)"),
+    ("us", "2028", "2028.000 (1.000000)"), ("ns", "2028000", "2028000 (1.000000)"),
+])  # fmt: skip
+def test_times_are_in_the_unit_that_is_asked_for(unit: str, total: str, part: str) -> None:
+    tally = Tally()
+    count(tally, (op("a"),), 2.028, device_ms=1)
+    report = report_of(tally, unit=unit)
+    assert f"Time unit: {unit}\n" in report
+    assert table_rows(report)[0]["Total"] == part_rows(report)[0]["Total"] == total
+    assert part_rows(report)[0]["CPU Time (Ratio)"] == part
 
 
 # States, copies, computation.
@@ -378,11 +402,11 @@ def test_the_state_chooses_which_time_is_the_total(state: str, place: str, total
     tally = Tally()
     count(tally, (op("matmul"),), 1.5, device_ms=2, elapsed_ms=3)
     count(tally, (op("tokenize"),), 1)
-    report = events(tally, state=state)
+    report = report_of(tally, state=state)
     first, second = table_rows(report)
     assert f"Place: {place}\n" in report
     assert (first["Total"], first["Ratio."], first["Min."], first["Ave."]) == (total, ratio, "3", "3")
-    assert ("CPU Time (Ratio)" in first) is parts
+    assert ("Host and Device Time" in report) is parts
     assert ("of host and device time together" in report) is (not parts)
     assert second["Total"] == ("0" if state == "GPU" else "1")
 
@@ -405,7 +429,7 @@ def test_a_copy_is_named_and_counted_by_direction_and_synchronicity(direction: s
     tally = Tally()
     count(tally, (op("fetch"),), 4)
     count(tally, (op("fetch"), copy(direction, sync=sync)), 1, calls=2)
-    report = events(tally)
+    report = report_of(tally)
     assert [row["Event"] for row in table_rows(report)] == ["thread0::fetch", f"  {name}"]
     assert "GpuMemcpy                Calls: 2           Total: 1           Ratio: 25%\n" in report
     label = "Sync " if sync else "Async"
@@ -416,7 +440,7 @@ def test_a_copy_from_host_to_host_is_a_row_and_no_copy_of_the_gpu() -> None:
     tally = Tally()
     count(tally, (op("fetch"),), 4)
     count(tally, (op("fetch"), copy("h2h", sync=True)), 1)
-    report = events(tally)
+    report = report_of(tally)
     assert [row["Event"] for row in table_rows(report)] == ["thread0::fetch", "  copy"]
     assert "GpuMemcpy                Calls: 0           Total: 0           Ratio: 0%\n" in report
 
@@ -470,7 +494,7 @@ def test_computation_and_overhead_split_the_total_time(case: str) -> None:
     tally = Tally()
     for path, total in rows:
         count(tally, path, total)
-    report = events(tally, tracer_option="OpDetail")
+    report = report_of(tally, tracer_option="OpDetail")
     assert f"  Computation time       {computation}\n" in report
     assert f"  Framework overhead     {overhead}\n" in report
 
@@ -499,7 +523,7 @@ def test_the_sort_key_orders_every_level(sorted_by: str, order: str, heading: st
         count(tally, above, 30)
     for name, (calls, total, least, most) in FIVE.items():
         count(tally, (*above, op(name)), total, calls=calls, min_ms=least, max_ms=most)
-    report = events(tally, sorted_by=sorted_by, threads="merged")
+    report = report_of(tally, sorted_by=sorted_by, threads="merged")
     assert "".join(row["Event"].strip() for row in table_rows(report)[len(above) :]) == order
     assert f"Sorted by {heading}\n" in report
 
@@ -510,7 +534,7 @@ def test_a_limit_keeps_the_heaviest_rows_with_their_parents_and_sums_up_the_rest
     count(tally, (op("big"),), 9)
     for name, total in (("x", 1), ("y", 5), ("z", 2)):
         count(tally, (op("big"), op(name)), total)
-    rows = table_rows(events(tally, rows=2, threads="merged"))
+    rows = table_rows(report_of(tally, rows=2, threads="merged"))
     assert [(row["Event"], row["Calls"], row["Total"], row["Ratio."], row["Max."]) for row in rows] == [
         ("big", "1", "9", "0.9", "9"),
         ("  y", "1", "5", "0.5", "5"),
@@ -524,7 +548,7 @@ def test_an_open_span_is_ranked_and_counted_by_what_has_ended_under_it() -> None
     count(tally, (op("setup"),), 1, first_ns=5)
     count(tally, (op("serve"), op("step")), 9, first_ns=9)
     count(tally, (op("idle"),), 0, calls=0)
-    report = events(tally, rows=2, sorted_by="total", threads="merged")
+    report = report_of(tally, rows=2, sorted_by="total", threads="merged")
     assert [(row["Event"], row["Calls"], row["Total"], row["Ratio."]) for row in table_rows(report)] == [
         ("serve", "0", "-", "-"),
         ("  step", "1", "9", "0.9"),
@@ -536,7 +560,7 @@ def test_an_open_span_is_ranked_and_counted_by_what_has_ended_under_it() -> None
 def test_an_open_span_with_only_hidden_phases_is_still_a_row() -> None:
     tally = Tally()
     count(tally, (op("serve"), phase("prepare")), 2)
-    report = events(tally)
+    report = report_of(tally)
     assert [(row["Event"], row["Total"]) for row in table_rows(report)] == [("thread0::serve", "-")]
     assert "Total time: 2\n" in report
 
@@ -548,24 +572,23 @@ def test_an_open_span_with_only_hidden_phases_is_still_a_row() -> None:
         ({"state": "CUDA"}, "CPU, GPU, All"),
         ({"sorted_by": "avg"}, "default, calls, total, max, min, ave"),
         ({"threads": "one"}, "both, merged, apart"),
+        ({"unit": "min"}, "s, ms, us, ns"),
+        ({"least_ns": -1}, "0 or more"),
         ({"rows": 0}, "1 or more, or None for every row"),
     ],
     ids=lambda option: next(iter(option)) if isinstance(option, dict) else "",
 )
-@pytest.mark.parametrize("view", [events, events_rows])
-def test_an_unknown_option_is_refused_with_what_is_allowed(
-    view: Callable[..., object], option: dict[str, object], allowed: str
-) -> None:
+def test_an_unknown_option_is_refused_with_what_is_allowed(option: dict[str, object], allowed: str) -> None:
     ((name, value),) = option.items()
     with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(value))}; allowed: {allowed}$"):
-        view(Tally(), **option)
+        Options(**option)
 
 
 # Instances.
 
 
 def names(tally: Tally, **options: object) -> list[str]:
-    return ["  " * row.depth + row.name for row in events_rows(tally, tracer_option="AllOpDetail", **options)]
+    return ["  " * row.depth + row.name for row in rows_of(tally, tracer_option="AllOpDetail", **options)]
 
 
 def test_instances_are_numbered_by_first_call_under_their_own_parent_at_every_depth() -> None:
@@ -589,7 +612,7 @@ def test_an_instance_keeps_its_number_in_every_order_and_on_every_thread(sorted_
     count(tally, (layer("Linear", "up"),), 9, first_ns=40, thread=2)
     numbered = {
         (row.name, row.instance)
-        for row in events_rows(tally, tracer_option="AllOpDetail", sorted_by=sorted_by)
+        for row in rows_of(tally, tracer_option="AllOpDetail", sorted_by=sorted_by)
         if row.depth == 1
     }
     assert numbered == {("Linear0", "up"), ("Linear1", "down")}
@@ -611,14 +634,15 @@ def test_sites_of_one_place_in_two_processes_are_one_instance() -> None:
         (Site("conv", kind="op", module="chat.model", qualname="Net.conv"), "  conv0 [chat.model.Net.conv]"),
         (Site("conv", kind="op", file="model.py", line=3), "  conv0 [model.py:3]"),
         (op("conv"), "  conv0"),
-        (layer("Linear", "a" * 40 + "b" * 40), "  Linear0 [" + "a" * 25 + "..." + "b" * 24 + "]"),
-        (layer("L" * 54, "too.long.to.fit"), "  " + "L" * 54 + "0"),
+        (layer("Linear", "a" * 40 + "b" * 40), "  Linear0 [" + "a" * 17 + "..." + "b" * 16 + "]"),
+        (layer("L" * 40, "too.long.to.fit"), "  " + "L" * 40 + "0"),
+        (layer("L" * 80, "x"), "  " + "L" * 22 + "..." + "L" * 20 + "0"),
     ],
 )
 def test_an_instance_says_which_one_it_is_where_there_is_room(site: Site, shown: str) -> None:
     tally = Tally()
     count(tally, (site,), 1)
-    assert table_rows(events(tally, tracer_option="AllOpDetail", threads="merged"))[1]["Event"] == shown
+    assert table_rows(report_of(tally, tracer_option="AllOpDetail", threads="merged"))[1]["Event"] == shown
 
 
 # Threads.
@@ -641,7 +665,7 @@ def test_the_merged_report_comes_first_when_two_threads_recorded(
     tally = Tally()
     for thread in range(recorded):
         count(tally, (op("op"),), 1, thread=40 + thread)
-    found = reports(events(tally, threads=threads))
+    found = reports(report_of(tally, threads=threads))
     assert [table_rows(report)[0]["Event"] for report in found] == first_rows
     assert ["Overhead Summary" in report for report in found] == [len(table_rows(report)) == 1 for report in found]
 
@@ -651,7 +675,7 @@ def test_a_part_that_ran_on_another_thread_is_counted_there_under_its_path() -> 
     request = Site("request", kind="request")
     count(tally, (request,), 10, thread=1)
     count(tally, (request, op("decode")), 6, thread=2)
-    _, apart = reports(events(tally))
+    _, apart = reports(report_of(tally))
     assert [(row["Event"], row["Total"], row["Ratio."]) for row in table_rows(apart)] == [
         ("thread1::request", "-", "-"),
         ("  decode", "6", "1"),
@@ -663,18 +687,19 @@ def test_a_part_that_ran_on_another_thread_is_counted_there_under_its_path() -> 
 
 
 def test_a_report_of_nothing_says_so_and_still_tells_what_was_missed() -> None:
-    report = events(Tally(), losses={"ring overwritten": 3}, notes=["no module `chat`"])
+    recording = Recording(Tally, lambda: of_tally(Tally()).trace, losses={"old": 3}, notes=["no module `chat`"])
+    report = summary(["events"], recording, Options())
     assert "No calls were recorded.\n" in report
-    assert "Not kept: 3 (ring overwritten)\n" in report
+    assert "Not kept: 3 (old)\n" in report
     assert "Not observed: no module `chat`\n" in report
     assert "Event Summary" not in report
-    assert events_rows(Tally()) == []
+    assert events(recording, Options()).blocks == ()
 
 
 def test_paths_without_calls_alone_are_a_report_of_nothing() -> None:
     tally = Tally()
     count(tally, (op("a"),), 0, calls=0)
-    assert "No calls were recorded." in events(tally)
+    assert "No calls were recorded." in report_of(tally)
 
 
 @pytest.mark.parametrize(
@@ -691,18 +716,26 @@ def test_the_last_line_says_what_device_times_are_or_that_there_are_none(
 ) -> None:
     tally = Tally()
     count(tally, (op("a"),), 1, device_ms=device_ms)
-    last = events(tally, state=state).splitlines()[-1]
+    last = report_of(tally, state=state).splitlines()[-1]
     assert (last == line) if line else ("device" not in last)
 
 
 def test_a_base_of_zero_prints_a_dash_in_place_of_each_ratio() -> None:
     tally = Tally()
     count(tally, (op("a"),), 0)
-    report = events(tally, cost=Cost(calls=1, per_call_ns=50, window_ns=0))
+    recording = Recording(lambda: tally, lambda: of_tally(tally).trace, cost=Cost(calls=1, per_call_ns=50, window_ns=0))
+    report = summary(["events"], recording, Options())
     (row,) = table_rows(report)
-    assert (row["Ratio."], row["CPU Time (Ratio)"], row["Total"]) == ("-", "0.000000 (-)", "0")
+    assert (row["Ratio."], row["Total"]) == ("-", "0")
     assert "  Computation time       Total: 0           Ratio: -\n" in report
     assert ", - of the window of 0 s" in report
+
+
+def test_a_row_that_took_no_time_has_no_parts_to_tell() -> None:
+    tally = Tally()
+    count(tally, (op("a"),), 0)
+    count(tally, (op("a"), op("b")), 0, device_ms=1)
+    assert [row["CPU Time (Ratio)"] for row in part_rows(report_of(tally))] == ["0.000000 (-)"] * 2
 
 
 # Any tally, any name.
@@ -763,6 +796,9 @@ OPTIONS = st.fixed_dictionaries(
         "sorted_by": st.sampled_from(SORT_KEYS),
         "rows": st.one_of(st.none(), st.integers(1, 5)),
         "threads": st.sampled_from(THREADS),
+        "unit": st.sampled_from(["s", "ms", "us", "ns"]),
+        "least_ns": st.sampled_from([0, 0, 10**6, 10**15]),
+        "corrected": st.booleans(),
     }
 )
 
@@ -772,8 +808,10 @@ def test_no_tally_and_no_name_breaks_a_line_or_runs_into_the_next_column(
     tally: Tally, options: dict[str, object], words: list[str]
 ) -> None:
     tally.threads.update(dict(zip(tally.threads, words, strict=False)))
-    text = events(tally, **options, losses=dict.fromkeys(words, 1), notes=words, recorder="pure")
-    assert all(line.isprintable() for line in text.split("\n"))
+    trace = of_tally(tally).trace
+    recording = Recording(lambda: tally, lambda: trace, losses=dict.fromkeys(words, 1), notes=words, recorder="pure")
+    text = summary(["events"], recording, Options(**options))
+    assert all(line.isprintable() and columns(line) <= LINE for line in text.split("\n"))
     for report in reports(text) if tally.calls else []:
         header, *lines = (screen(line) for line in table_lines(report))
         starts = [m.start() for m in re.finditer(r"(?:CPU|GPU) Time \(Ratio\)|\S+", header)]
@@ -792,7 +830,7 @@ def blocks(rows: Sequence[EventRow]) -> Iterable[list[EventRow]]:
 
 @given(tallies(), OPTIONS)
 def test_every_row_follows_its_parent(tally: Tally, options: dict[str, object]) -> None:
-    for rows in blocks(events_rows(tally, **options)):
+    for rows in blocks(rows_of(tally, **options)):
         assert rows[0].depth == 0
         assert all(after.depth <= before.depth + 1 for before, after in itertools.pairwise(rows))
         assert all(row.name.startswith("(remaining") for row in rows if row.remaining)
@@ -801,7 +839,7 @@ def test_every_row_follows_its_parent(tally: Tally, options: dict[str, object]) 
 
 @given(tallies(complete=True), OPTIONS)
 def test_the_ratios_of_the_top_rows_of_a_block_add_up_to_one(tally: Tally, options: dict[str, object]) -> None:
-    for rows in blocks(events_rows(tally, **options)):
+    for rows in blocks(rows_of(tally, **options)):
         ratios = [row.ratio for row in rows if row.depth == 0]
         if any(row.total_ns for row in rows if row.depth == 0):
             assert sum(ratios) == pytest.approx(1)
@@ -815,13 +853,13 @@ def test_a_limit_changes_no_sum_of_a_level(tally: Tally, options: dict[str, obje
         tops = [[row for row in block if row.depth == 0] for block in blocks(rows)]
         return [(sum(row.total_ns for row in block), sum(row.calls for row in block)) for block in tops]
 
-    assert top_sums(events_rows(tally, **options)) == top_sums(events_rows(tally, **{**options, "rows": None}))
+    assert top_sums(rows_of(tally, **options)) == top_sums(rows_of(tally, **{**options, "rows": None, "least_ns": 0}))
 
 
 @given(tallies(complete=True))
 def test_hiding_phases_moves_self_time_and_loses_none(tally: Tally) -> None:
     sums = {
-        option: sum(row.self_ns for row in events_rows(tally, tracer_option=option, threads="merged"))
+        option: sum(row.self_ns for row in rows_of(tally, tracer_option=option, threads="merged"))
         for option in ("Default", "OpDetail")
     }
     assert sums["Default"] == sums["OpDetail"] == sum(row.totals.self_ns for row in tally.rows())
@@ -831,14 +869,14 @@ def test_a_call_path_may_be_deeper_than_pythons_stack() -> None:
     tally = Tally()
     path = tuple(op("f", str(level)) for level in range(1500))
     count(tally, path, 1)
-    last = table_rows(events(tally, threads="merged"))[-1]
+    last = table_rows(report_of(tally, threads="merged"))[-1]
     assert last["Event"] == "  " * 12 + "(1499) f"
 
 
 def test_spans_with_device_work_count_shared_time_once() -> None:
     span = Span(op("matmul"), 1, 0, 1, 9, 0, 1_000_000, 3_000_000, 2_000_000, 2_000_000)
     span.device = (DeviceInterval(0, 7, 2_000_000, 5_000_000),)
-    (row,) = events_rows(Tally.of_spans([span]))
+    (row,) = rows_of(Tally.of_spans([span]))
     assert (row.total_ns, row.host_ns, row.device_ns) == (4_000_000, 2_000_000, 3_000_000)
     assert (row.ratio, row.ave_ns, row.p50_ns, row.min_ns) == (1.0, 4_000_000, 4_000_000, 4_000_000)
 
@@ -846,7 +884,7 @@ def test_spans_with_device_work_count_shared_time_once() -> None:
 def test_a_row_is_a_frozen_value_that_becomes_plain_data() -> None:
     tally = Tally()
     count(tally, (op("a\n"),), 1)
-    (row,) = events_rows(tally)
+    (row,) = rows_of(tally)
     assert dataclasses.asdict(row)["name"] == "a\n"
     with pytest.raises(dataclasses.FrozenInstanceError):
         row.calls = 2  # type: ignore[misc]

@@ -7,12 +7,13 @@ if the call waits for the copy; where it does not, its host time says nothing of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from instrument.profile import DEVICE_DIRECTIONS, DIRECTIONS
-from instrument.report.device import coverage
-from instrument.report.table import MISSING, ms, named_table, number, section_title, title
+from instrument.report.device import Coverage
+from instrument.report.table import MISSING, bounded, in_unit, named_table, number, section_title, title
 from instrument.report.utilisation import UNTIMED
+from instrument.report.view import Options, Recording
 from instrument.spans import Site, Span, Trace
 from instrument.tally import LARGEST_COPY_BYTES
 
@@ -41,7 +42,7 @@ class CopyUse:
     page-locked, None where that is not known or, of a whole direction, not one. `device_ns` is the sum over `timed`
     calls, those with device time; `timed_bytes` is what these moved. `waited_ns` and `waited_bytes` are of the calls
     whose host time is that of the copy. `staged` calls asked for an asynchronous copy with pageable memory, which is
-    none.
+    none. One with `remaining` stands for so many that were left out.
     """
 
     direction: str
@@ -57,6 +58,7 @@ class CopyUse:
     waited_ns: int
     waited_bytes: int
     staged: int
+    remaining: int = 0
 
     @property
     def base(self) -> str:
@@ -85,7 +87,7 @@ def copy_uses(trace: Trace) -> list[CopyUse]:
         sums = found.setdefault(key, [0] * 9)
         sums[:] = map(int.__add__, sums, _facts(span, *key))
     uses = [CopyUse(*key, *sums) for key, sums in found.items()]
-    return sorted(uses, key=lambda use: (_order(use.direction), -use.moved_bytes, -use.calls, use.call))
+    return sorted(uses, key=_place)
 
 
 def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
@@ -96,25 +98,50 @@ def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
     return [_together(direction, of_it) for direction, of_it in found.items()]
 
 
-def copies(trace: Trace, *, rows: int | None = None) -> str:
-    """The view as text. `rows` bounds the table of calls to those that moved most; the rest is one row more."""
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The copies of each direction together, and by call."""
+
+    coverage: Coverage
+    directions: tuple[CopyUse, ...]
+    calls: tuple[CopyUse, ...]
+    is_ours: bool
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """A table of directions and one of calls."""
+        unit = self._options.unit
+        lines = [*title("Copies Report"), *self.coverage.lines()]
+        if not self.calls:
+            return [*lines, "", "No copy was recorded.", ""]
+        lines.append(f"Time unit: {unit}; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it")
+        lines.append("")
+        header = ["Direction", *SUMS, "Timed"]
+        cells = [[_direction(use), *_sums(use, unit), str(use.timed)] for use in self.directions]
+        lines += [*section_title("Directions"), *named_table(header, cells, COLUMN_WIDTH), ""]
+        cells = [[_call(use), use.direction or MISSING, *_sums(use, unit), *_modes(use)] for use in self.calls]
+        header = ["Call", "Way", *SUMS, "Memory", "Mode"]
+        lines += [*section_title("Calls"), *named_table(header, cells, 0), ""]
+        return [*lines, *_notes(self), ""]
+
+
+def copies(recording: Recording, options: Options) -> Copies:
+    """The view, from the spans that are held.
+
+    `rows` bounds the table of calls to those that moved most, `least_ns` to those whose copies took so long, on the
+    device where it was timed, else on the host; the rest is one row more.
+    """
+    trace = recording.trace
     uses = copy_uses(trace)
-    lines = [*title("Copies Report"), *coverage(trace)]
-    if not uses:
-        return "\n".join([*lines, "", "No copy was recorded."]) + "\n"
-    lines += ["Time unit: ms; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it", ""]
-    header = ["Direction", *SUMS, "Timed"]
-    cells = [[_direction(use), *_sums(use), str(use.timed)] for use in by_direction(uses)]
-    lines += [*section_title("Directions"), *named_table(header, cells, COLUMN_WIDTH), ""]
-    heaviest = {id(use) for use in sorted(uses, key=lambda use: -use.moved_bytes)[:rows]}
-    shown = [use for use in uses if id(use) in heaviest]
-    rest = [use for use in uses if id(use) not in heaviest]
-    cells = [[use.call, use.direction or MISSING, *_sums(use), *_modes(use)] for use in shown]
-    if rest:
-        cells.append([f"(remaining {len(rest)})", MISSING, *_sums(_together("", rest)), MISSING, MISSING])
-    header = ["Call", "Way", *SUMS, "Memory", "Mode"]
-    lines += [*section_title("Calls"), *named_table(header, cells, 0), ""]
-    return "\n".join(lines + _notes(uses, trace)) + "\n"
+    heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
+    shown = bounded(heaviest, options, lambda use: use.device_ns or use.host_ns, _others)
+    return Copies(
+        coverage=Coverage.of(trace),
+        directions=tuple(by_direction(uses)),
+        calls=tuple(sorted(shown, key=lambda use: (bool(use.remaining), *_place(use)))),
+        is_ours=trace.origin.recorder != "other",
+        _options=options,
+    )
 
 
 def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
@@ -153,11 +180,12 @@ def _facts(span: Span, direction: str, call: str, sync: bool | None, pinned: boo
     )
 
 
-def _order(direction: str) -> int:
-    return DIRECTIONS.index(direction) if direction else len(DIRECTIONS)
+def _place(use: CopyUse) -> tuple[int, int, int, str]:
+    order = DIRECTIONS.index(use.direction) if use.direction else len(DIRECTIONS)
+    return order, -use.moved_bytes, -use.calls, use.call
 
 
-def _together(direction: str, uses: Iterable[CopyUse]) -> CopyUse:
+def _together(direction: str, uses: Sequence[CopyUse]) -> CopyUse:
     sums = [
         sum(column)
         for column in zip(
@@ -172,41 +200,51 @@ def _together(direction: str, uses: Iterable[CopyUse]) -> CopyUse:
     return CopyUse(direction, "", None, None, *sums)
 
 
+def _others(rest: Sequence[CopyUse]) -> CopyUse:
+    return replace(_together("", rest), remaining=len(rest))
+
+
 def _direction(use: CopyUse) -> str:
     return f"{use.direction} ({ENDS[use.direction]})" if use.direction else ENDS[""]
 
 
-def _sums(use: CopyUse) -> list[str]:
+def _call(use: CopyUse) -> str:
+    return f"(remaining {use.remaining})" if use.remaining else use.call
+
+
+def _sums(use: CopyUse, unit: str) -> list[str]:
     rate = use.rate_gb_s
     return [
         str(use.calls),
         number(use.moved_bytes / 1e6),
-        ms(use.device_ns) if use.timed else MISSING,
-        ms(use.host_ns),
+        in_unit(use.device_ns, unit) if use.timed else MISSING,
+        in_unit(use.host_ns, unit),
         MISSING if rate is None else number(float(f"{rate:.4g}")),
         "part" if use.device_ns and use.timed < use.calls else use.base or MISSING,
     ]
 
 
 def _modes(use: CopyUse) -> list[str]:
+    if use.remaining:
+        return [MISSING, MISSING]
     memory = {True: "pinned", False: "pageable", None: MISSING}[use.pinned]
     mode = {True: "sync", False: "async", None: MISSING}[use.sync]
     return [memory, mode + "*" * bool(use.staged)]
 
 
-def _notes(uses: Sequence[CopyUse], trace: Trace) -> list[str]:
+def _notes(view: Copies) -> list[str]:
     lines = ["Device, Host: sums over calls. Timed: calls that have device time."]
-    if any(use.device_ns and use.timed < use.calls for use in by_direction(uses)):
+    if any(use.device_ns and use.timed < use.calls for use in view.directions):
         lines.append("Over part: the rate is of those calls alone that have device time, over that.")
-    if any(not use.base for use in uses):
+    if any(not use.base for use in view.calls):
         lines.append("GB/s -: the call does not wait for the copy, so its host time says nothing of it.")
-    staged = sum(use.staged for use in uses)
+    staged = sum(use.staged for use in view.directions)
     if staged:
         lines += [
             f"* {staged} call{'s' * (staged > 1)} asked for an asynchronous copy with pageable memory, which is none: "
             "it goes",
             "  through a buffer while the host waits. Pin the host's memory, or do without non_blocking.",
         ]
-    if trace.origin.recorder == "other":
+    if not view.is_ours:
         lines.append("A trace of another profiler: Host is the length of its slices, wherever they ran.")
     return lines

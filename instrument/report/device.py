@@ -1,16 +1,38 @@
 """The `device` view: what each device did with the window, by stream, by name and within requests.
 
-The figures are those of `utilisation`; times are printed in ms. Shares of time are unions and name what they are a
+The figures are those of `utilisation`. Shares of time are unions and name what they are a
 share of, work by name is a sum.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from instrument.report.device_summary import device_summary
-from instrument.report.table import MISSING, ms, named_table, number, section_title, share, table, tenths, title
-from instrument.report.utilisation import NO_EVENTS, UNTIMED, DeviceUse, NameUse, Unanswered, Utilisation, utilisation
+from instrument.report.device_summary import DeviceSummary, device_summary
+from instrument.report.table import (
+    MISSING,
+    bounded,
+    in_unit,
+    named_table,
+    number,
+    safe,
+    section_title,
+    table,
+    tenths,
+    title,
+)
+from instrument.report.utilisation import (
+    NO_EVENTS,
+    UNTIMED,
+    DeviceUse,
+    EndpointUse,
+    NameUse,
+    Unanswered,
+    utilisation,
+)
+from instrument.report.view import Options, Recording
 from instrument.spans import Trace
 
 REASONS = {
@@ -26,47 +48,133 @@ LABEL_WIDTH = 44
 COLUMN_WIDTH = 10
 
 
-def device(trace: Trace, *, rows: int | None = None) -> str:
-    """The view as text. `rows` bounds each table of names to its largest rows; the rest is one row more."""
-    use = utilisation(trace)
-    lines = [*title("Device Report"), *coverage(trace), "Time unit: ms", ""]
-    if trace.samples:
-        lines += [*device_summary(trace.samples, trace.gpus).splitlines(), ""]
-    if not use.devices:
-        lines += [_nothing(use, trace), ""]
-    for one in use.devices:
-        lines += _device_lines(one, use, rows)
-    lines += _unanswered_lines(use, rows)
-    lines += _notes(use)
-    return "\n".join(lines).rstrip("\n") + "\n"
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Which spans a report is made from, and of what time it can tell shares, counted from the trace's start.
+
+    `complete` tells that no span was overwritten by a newer one.
+    """
+
+    spans: int
+    complete: bool
+    since_ns: int
+    until_ns: int
+
+    @classmethod
+    def of(cls, trace: Trace) -> Coverage:
+        """That of all spans of a trace."""
+        first, last = trace.held
+        complete = first == trace.start_ns
+        return cls(len(trace.spans), complete, first - trace.start_ns, last - trace.start_ns)
+
+    def lines(self) -> list[str]:
+        """One sentence."""
+        since, until = number(self.since_ns / 1e9), number(self.until_ns / 1e9)
+        if self.complete:
+            return [f"Spans: all {self.spans} that were kept, from {since} s to {until} s"]
+        return [
+            f"Spans: the newest {self.spans} that the rings hold, none of them missing from {since} s to {until} s;",
+            "older ones were overwritten",
+        ]
 
 
 def coverage(trace: Trace) -> list[str]:
-    """Which spans a report is made from, and of what time it can tell shares."""
-    first, last = trace.held
-    since, until = (number((at_ns - trace.start_ns) / 1e9) for at_ns in (first, last))
-    if first == trace.start_ns:
-        return [f"Spans: all {len(trace.spans)} that were kept, from {since} s to {until} s"]
-    return [
-        f"Spans: the newest {len(trace.spans)} that the rings hold, none of them missing from {since} s to {until} s;",
-        "older ones were overwritten",
-    ]
+    """Which spans a report is made from, and of what time it can tell shares, as text."""
+    return Coverage.of(trace).lines()
 
 
-def _nothing(use: Utilisation, trace: Trace) -> str:
-    why = "no span asked for it"
-    if use.asked:
-        reasons = Counter[str]()
-        for one in use.unanswered:
-            reasons[one.reason] += one.spans
-        parts = ", ".join(f"{spans} {reason}" for reason, spans in reasons.most_common())
-        why = f"{use.asked} span{'s' * (use.asked > 1)} asked for it and got none ({parts})"
-    elif trace.origin.recorder == "other":
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What each device did; fields of `Utilisation`, without the single requests, and what the gauges read.
+
+    `reasons` counts the unanswered spans by reason. `is_ours` tells a trace of ours from one of another profiler.
+    """
+
+    coverage: Coverage
+    gauges: DeviceSummary | None
+    devices: tuple[DeviceUse, ...]
+    asked: int
+    unanswered: tuple[Unanswered, ...]
+    reasons: Mapping[str, int]
+    in_flight_ns: int
+    requests_cut: int
+    requests_without: int
+    is_ours: bool
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """A section for each device, and what was asked for in vain."""
+        lines = [*title("Device Report"), *self.coverage.lines(), f"Time unit: {self._options.unit}", ""]
+        if self.gauges is not None:
+            lines += self.gauges.lines()
+        if not self.devices:
+            lines += [_nothing(self), ""]
+        for one in self.devices:
+            lines += _device_lines(one, self)
+        lines += _unanswered_lines(self)
+        notes = _notes(self)
+        return [*lines, *notes, *([""] if notes else [])]
+
+
+def device(recording: Recording, options: Options) -> Device:
+    """The view, from the spans that are held.
+
+    `rows` bounds each table of names to its largest rows and `least_ns` the table of device times to names with so
+    much of it; the rest is one row more.
+    """
+    trace = recording.trace
+    use = utilisation(trace)
+    reasons = Counter[str]()
+    for one in use.unanswered:
+        reasons[one.reason] += one.spans
+    return Device(
+        coverage=Coverage.of(trace),
+        gauges=device_summary(trace.samples, trace.gpus, options) if trace.samples else None,
+        devices=tuple(
+            replace(
+                each,
+                names=bounded(each.names, options, lambda name: name.summed_ns, _other_names),
+                endpoints=bounded(each.endpoints, options, lambda endpoint: endpoint.wall_ns, _other_endpoints),
+            )
+            for each in use.devices
+        ),
+        asked=use.asked,
+        unanswered=bounded(use.unanswered, replace(options, least_ns=0), lambda _: 0, _other_unanswered),
+        reasons=dict(reasons.most_common()),
+        in_flight_ns=use.in_flight_ns,
+        requests_cut=use.requests_cut,
+        requests_without=use.requests_without,
+        is_ours=trace.origin.recorder != "other",
+        _options=options,
+    )
+
+
+def _other_names(rest: Sequence[NameUse]) -> NameUse:
+    calls, summed_ns = sum(name.calls for name in rest), sum(name.summed_ns for name in rest)
+    return NameUse("", "", calls, summed_ns, None, None, None, remaining=len(rest))
+
+
+def _other_endpoints(rest: Sequence[EndpointUse]) -> EndpointUse:
+    parts = [(one.requests, one.wall_ns, one.own_ns, one.others_ns, one.starved_ns) for one in rest]
+    return replace(EndpointUse("", *map(sum, zip(*parts, strict=True))), remaining=len(rest))
+
+
+def _other_unanswered(rest: Sequence[Unanswered]) -> Unanswered:
+    return Unanswered("", "", "", sum(one.spans for one in rest), remaining=len(rest))
+
+
+def _nothing(view: Device) -> str:
+    why = "no span asked for it; give its rule `device: true` in the profile"
+    if view.asked:
+        parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in view.reasons.items())
+        why = f"{view.asked} span{'s' * (view.asked > 1)} asked for it and got none ({parts})"
+    elif not view.is_ours:
         why = "kernels in a trace of another profiler are spans of their own, as in the events view"
     return f"No device time was recorded: {why}."
 
 
-def _device_lines(one: DeviceUse, use: Utilisation, rows: int | None) -> list[str]:
+def _device_lines(one: DeviceUse, view: Device) -> list[str]:
+    unit = view._options.unit
     lines = section_title(f"Device {one.device}")
     parts = [
         ("Busy with compute", one.compute_ns),
@@ -75,33 +183,38 @@ def _device_lines(one: DeviceUse, use: Utilisation, rows: int | None) -> list[st
         ("Idle while none was", one.unasked_ns),
         ("Window", one.window_ns),
     ]
-    cells = [[label, ms(part_ns), tenths(part_ns, one.window_ns)] for label, part_ns in parts]
+    cells = [[label, in_unit(part_ns, unit), tenths(part_ns, one.window_ns)] for label, part_ns in parts]
     lines += table(["Time of the device", "Time", "Of window"], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0])
     copies_ns = one.copy_ns + one.hidden_copy_ns
     more = [
         ("Busy", one.busy_ns, one.window_ns, "window"),
         ("Two or more streams busy", one.overlap_ns, one.busy_ns, "busy"),
         ("Copies beside compute", one.hidden_copy_ns, copies_ns, "copies"),
-        ("Starved, of the time with requests in flight", one.starved_ns, use.in_flight_ns, "in flight"),
+        ("Starved, of the time with requests in flight", one.starved_ns, view.in_flight_ns, "in flight"),
     ]
-    cells = [[label, ms(part_ns), tenths(part_ns, base_ns), base] for label, part_ns, base_ns, base in more]
+    cells = [[label, in_unit(part_ns, unit), tenths(part_ns, base_ns), base] for label, part_ns, base_ns, base in more]
     widths = [LABEL_WIDTH, COLUMN_WIDTH, COLUMN_WIDTH, 0]
     lines += ["", *table(["Unions of time", "Time", "Ratio", "Of"], cells, widths), ""]
-    lines += [*_stream_lines(one), "", *_label_lines(one), "", *_name_lines(one, rows), ""]
-    lines += [*_request_lines(one, use, rows), ""]
+    lines += [*_stream_lines(one, unit), "", *_label_lines(one, unit), "", *_name_lines(one, unit), ""]
+    lines += [*_request_lines(one, view), ""]
     if one.outside:
         are = "stretch lies outside of the window and is" if one.outside == 1 else "stretches lie outside of it and are"
         lines += [f"{one.outside} {are} not counted.", ""]
     return lines
 
 
-def _stream_lines(one: DeviceUse) -> list[str]:
+def _stream_lines(one: DeviceUse, unit: str) -> list[str]:
     header = ["Stream", "Stretches", "Busy", "Of window", "Sum"]
     cells = [
-        [str(stream.stream), str(stream.intervals), ms(stream.busy_ns), tenths(stream.busy_ns, one.window_ns),
-         ms(stream.summed_ns)]
+        [
+            str(stream.stream),
+            str(stream.intervals),
+            in_unit(stream.busy_ns, unit),
+            tenths(stream.busy_ns, one.window_ns),
+            in_unit(stream.summed_ns, unit),
+        ]
         for stream in one.streams
-    ]  # fmt: skip
+    ]
     mean = MISSING if one.mean_streams is None else number(round(one.mean_streams, 3))
     return [
         *table(header, cells, [20, *[COLUMN_WIDTH] * 3, 0]),
@@ -109,8 +222,8 @@ def _stream_lines(one: DeviceUse) -> list[str]:
     ]
 
 
-def _label_lines(one: DeviceUse) -> list[str]:
-    cells = [[label.label, str(label.intervals), ms(label.summed_ns)] for label in one.labels]
+def _label_lines(one: DeviceUse, unit: str) -> list[str]:
+    cells = [[label.label, str(label.intervals), in_unit(label.summed_ns, unit)] for label in one.labels]
     lines = named_table(["Label", "Stretches", "Sum"], cells, COLUMN_WIDTH)
     if one.uncertainty_ns is not None:
         least, greatest = (number(value_ns / 1e3) for value_ns in one.uncertainty_ns)
@@ -119,78 +232,66 @@ def _label_lines(one: DeviceUse) -> list[str]:
     return lines
 
 
-def _name_lines(one: DeviceUse, rows: int | None) -> list[str]:
-    shown, rest = one.names[:rows], one.names[len(one.names[:rows]) :]
+def _name_lines(one: DeviceUse, unit: str) -> list[str]:
     kinds = Counter(use.name for use in one.names)
-    cells = [_name_cells(use, one, with_kind=kinds[use.name] > 1) for use in shown]
-    if rest:
-        calls, summed_ns = sum(use.calls for use in rest), sum(use.summed_ns for use in rest)
-        mean = ms(share(summed_ns, calls))
-        cells.append([f"(remaining {len(rest)})", str(calls), ms(summed_ns), mean, *[MISSING] * 4])
+    cells = [_name_cells(use, one, unit, with_kind=kinds[use.name] > 1) for use in one.names]
     header = ["By name", "Calls", "Sum", "Mean", "p50", "p99", "Busy", "Of busy"]
     return named_table(header, cells, COLUMN_WIDTH)
 
 
-def _name_cells(use: NameUse, one: DeviceUse, *, with_kind: bool) -> list[str]:
+def _name_cells(use: NameUse, one: DeviceUse, unit: str, *, with_kind: bool) -> list[str]:
+    name = f"{use.name} ({use.kind})" if with_kind else use.name
+    times = use.summed_ns, use.mean_ns, use.p50_ns, use.p99_ns, use.busy_ns
     return [
-        f"{use.name} ({use.kind})" if with_kind else use.name,
+        f"(remaining {use.remaining})" if use.remaining else name,
         str(use.calls),
-        ms(use.summed_ns),
-        ms(share(use.summed_ns, use.calls)),
-        ms(use.p50_ns),
-        ms(use.p99_ns),
-        ms(use.busy_ns),
+        *(in_unit(time_ns, unit) for time_ns in times),
         tenths(use.busy_ns, one.busy_ns),
     ]
 
 
-def _request_lines(one: DeviceUse, use: Utilisation, rows: int | None) -> list[str]:
-    endpoints = one.endpoints
+def _request_lines(one: DeviceUse, view: Device) -> list[str]:
+    unit = view._options.unit
     lines: list[str] = []
-    if endpoints:
+    if one.endpoints:
         cells = []
-        for endpoint in endpoints[:rows]:
+        for endpoint in one.endpoints:
             count, wall_ns = endpoint.requests, endpoint.wall_ns
             parts = [endpoint.own_ns, endpoint.others_ns, endpoint.starved_ns]
-            shares = [cell for part in parts for cell in (ms(part / count), tenths(part, wall_ns))]
-            cells.append([endpoint.name, str(count), ms(wall_ns / count), *shares])
-        if len(endpoints) > len(cells):
-            requests = sum(endpoint.requests for endpoint in endpoints[len(cells) :])
-            cells.append([f"(remaining {len(endpoints) - len(cells)})", str(requests), *[MISSING] * 7])
+            shares = [cell for part in parts for cell in (in_unit(part / count, unit), tenths(part, wall_ns))]
+            name = f"(remaining {endpoint.remaining})" if endpoint.remaining else endpoint.name
+            cells.append([name, str(count), in_unit(wall_ns / count, unit), *shares])
         header = ["By request", "Requests", "Wall", "Own", "", "Others", "", "Starved", ""]
         lines += named_table(header, cells, 0)
-    left_out = [(use.requests_cut, "at an edge of the window"), (use.requests_without, "without any device time")]
+    left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
     told = ", ".join(f"{count} {why}" for count, why in left_out if count)
     lines += [f"Requests left out: {told}"] if told else []
     return lines or ["No request was in flight."]
 
 
-def _unanswered_lines(use: Utilisation, rows: int | None) -> list[str]:
+def _unanswered_lines(view: Device) -> list[str]:
     """The spans without device time, by name, where there is more to say of them than how many they are."""
-    if not use.devices and not any(one.reason in UNTIMED for one in use.unanswered):
+    if not view.devices and not any(one.reason in UNTIMED for one in view.unanswered):
         return []
-    missing = sum(one.spans for one in use.unanswered)
+    missing = sum(one.spans for one in view.unanswered)
     lines = section_title("Device time asked for")
-    lines.append(f"Spans that asked for device time: {use.asked}; that got none: {missing}")
+    lines.append(f"Spans that asked for device time: {view.asked}; that got none: {missing}")
     if missing:
-        shown = use.unanswered[:rows]
-        cells = [[one.name, one.kind, str(one.spans), _reason(one)] for one in shown]
-        rest = use.unanswered[len(shown) :]
-        if rest:
-            cells.append([f"(remaining {len(rest)})", MISSING, str(sum(one.spans for one in rest)), MISSING])
+        cells = [
+            [f"(remaining {one.remaining})", MISSING, str(one.spans), MISSING]
+            if one.remaining
+            else [one.name, one.kind, str(one.spans), REASONS.get(one.reason, one.reason)]
+            for one in view.unanswered
+        ]
         lines += ["", *named_table(["Without device time", "Kind", "Spans", "Why"], cells, COLUMN_WIDTH)]
     return [*lines, ""]
 
 
-def _reason(one: Unanswered) -> str:
-    return REASONS.get(one.reason, one.reason)
-
-
-def _notes(use: Utilisation) -> list[str]:
+def _notes(view: Device) -> list[str]:
     """What a reader has to know to read the figures right, where it applies."""
-    if not use.devices:
+    if not view.devices:
         return []
-    names = [name for one in use.devices for name in one.names]
+    names = [name for one in view.devices for name in one.names]
     lines = [
         "A stretch is the time of a stream between two events, not a kernel: gaps between kernels, and what",
         "the device put in between, are part of it.",
@@ -198,12 +299,12 @@ def _notes(use: Utilisation) -> list[str]:
         "Sum: over calls, so that work side by side counts for each. Busy: the union of the same calls. An",
         "outer call's stretch holds those of the calls below it: shares of busy may exceed 100% together.",
     ]
-    if any(one.requests for one in use.devices):
+    if any(one.endpoints for one in view.devices):
         lines += [
             "Wall, own, others, starved: means. Within a request's host time the device was busy with its own",
             "spans, with others alone, or idle; ratios are of wall.",
         ]
-    if any(label.label == "stale" for one in use.devices for label in one.labels):
+    if any(label.label == "stale" for one in view.devices for label in one.labels):
         lines.append("Stale stretches have the right length and an uncertain place: sums hold, unions may not.")
     if any(name.summed_ns < SHORT_NS * name.calls for name in names):
         lines.append("Stretches below 0.01 ms may read several times too long: events take time themselves.")

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from instrument.report.table import MISSING, ms, number, safe, section_title, table
+from instrument.report.table import GAP, LINE, MISSING, in_unit, number, safe, section_title, shorten, table, wrapped
+from instrument.report.view import Options
 from instrument.spans import GAUGES, HOST, Gauge, Gpu, Sample
 
 NOT_TOLD = "n/a"
 """Stands for what a device does not tell."""
 
 HEADER = ("Device", "Gauge", "Unit", "Samples", "Mean", "Min.", "Max.", "Sum")
-WIDTHS = (14, 19, 8, 9, 12, 12, 12, 12)
+NAME_WIDTH = 17
+WIDTHS = (14, NAME_WIDTH + GAP, 9, 9, 12, 12, 12, 12)
 
 UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
 """Units that are shown as larger ones."""
@@ -64,24 +66,46 @@ def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
     return rows
 
 
-def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu] = ()) -> str:
-    """The section as text, ending in a newline. `samples` are those of a trace, by time, and `gpus` its GPUs."""
-    lines = section_title("Device Summary")
-    if not samples:
-        return "\n".join([*lines, "No gauges were read.", ""])
-    first_ns, last_ns = samples[0].at_ns, samples[-1].at_ns
-    lines.append(f"Read from first to last: {ms(last_ns - first_ns)} ms{_interval(samples)}")
-    lines.append(f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_TOLD}: the device does not tell it")
-    lines += [f"GPU {gpu.device}: {safe(gpu.model)}, {safe(gpu.uuid)}" for gpu in gpus]
-    rows = device_rows(samples)
-    lines += ["", *table(HEADER, [_cells(row) for row in rows], WIDTHS), ""]
-    for name in dict.fromkeys(row.gauge for row in rows):
-        if name in GAUGES:
-            lines.append(f"{name}: {_shown_unit(GAUGES[name])[0]} {GAUGES[name].about}")
-    return "\n".join(lines) + "\n"
+@dataclass(frozen=True, slots=True)
+class DeviceSummary:
+    """What the gauges read: a row for each of each device. `interval_ns` is the median between two readings."""
+
+    read_ns: int
+    interval_ns: int | None
+    gpus: tuple[Gpu, ...]
+    rows: tuple[DeviceRow, ...]
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """The section."""
+        lines, unit = section_title("Device Summary"), self._options.unit
+        if not self.rows:
+            return [*lines, "No gauges were read.", ""]
+        every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
+        lines.append(f"Read from first to last: {in_unit(self.read_ns, unit)} {unit}{every}")
+        lines.append(f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_TOLD}: the device does not tell it")
+        for gpu in self.gpus:
+            lines.append(shorten(f"GPU {gpu.device}: {safe(gpu.model)}, {safe(gpu.uuid)}", LINE))
+        lines += ["", *table(HEADER, [_cells(row) for row in self.rows], WIDTHS), ""]
+        for name in dict.fromkeys(row.gauge for row in self.rows):
+            if name in GAUGES:
+                shown = f"{name}: {_shown_unit(GAUGES[name])[0]} {GAUGES[name].about}"
+                lines += wrapped(shown)
+        return [*lines, ""]
 
 
-def _interval(samples: Sequence[Sample]) -> str:
+def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Options) -> DeviceSummary:
+    """The summary. `samples` are those of a trace, by time, and `gpus` its GPUs."""
+    return DeviceSummary(
+        read_ns=samples[-1].at_ns - samples[0].at_ns if samples else 0,
+        interval_ns=_interval_ns(samples),
+        gpus=tuple(gpus),
+        rows=tuple(device_rows(samples)),
+        _options=options,
+    )
+
+
+def _interval_ns(samples: Sequence[Sample]) -> int | None:
     """How far apart the readings were, the median of all gauges."""
     before: dict[tuple[str, int], int] = {}
     gaps = []
@@ -90,7 +114,7 @@ def _interval(samples: Sequence[Sample]) -> str:
         if key in before:
             gaps.append(sample.at_ns - before[key])
         before[key] = sample.at_ns
-    return f", every {ms(sorted(gaps)[len(gaps) // 2])} ms" if gaps else ""
+    return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
 def _shown_unit(gauge: Gauge) -> tuple[str, float]:
@@ -107,4 +131,4 @@ def _cells(row: DeviceRow) -> list[str]:
 
     numbers = [cell(value) for value in (row.mean, row.least, row.most)]
     total = cell(row.total) if row.total is not None else MISSING
-    return [row.label, safe(row.gauge), unit, str(row.samples), *numbers, total]
+    return [row.label, shorten(safe(row.gauge), NAME_WIDTH), unit, str(row.samples), *numbers, total]

@@ -1,7 +1,7 @@
 """The `events` view: what ran, how often and how long, as a tree of names.
 
-Layout, row names and number formats follow the report of Paddle's fluid profiler (`tracer_option`, state,
-`sorted_key`). The numbers follow these rules, which differ from that report where it counted wrongly:
+Layout and row names follow the report of Paddle's fluid profiler (`tracer_option`, state, `sorted_key`). The numbers
+follow these rules, which differ from that report where it counted wrongly:
 
 - Total is, in state All, the sum over calls of `elapsed`: the length of the union of a call's host and device
   interval, so that time in which both ran counts once. State CPU: the host interval. State GPU: the device time.
@@ -11,6 +11,10 @@ Layout, row names and number formats follow the report of Paddle's fluid profile
 - Rows are sums of work. Children that ran at the same time as each other, or on the device after their parent had
   returned, may together exceed their parent, and the Total time of all threads may exceed the time on the clock.
 - A row is a path of names, held as a list: no character of a name has a meaning.
+
+Fluid's table is 160 columns wide. Here a line has 100: cells show four significant digits where fluid shows six (the
+objects hold integer ns, from which all six follow), and CPU Time and GPU Time with their ratios are a table of their
+own, which has the rows with device time. Of any other row the CPU Time is the Total and the GPU Time 0.
 """
 
 from __future__ import annotations
@@ -20,13 +24,13 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
-from instrument.report.instrumentation import instrumentation
 from instrument.report.table import (
+    GAP,
+    LINE,
     MISSING,
     columns,
-    ms,
-    number,
+    compact,
+    in_unit,
     percent,
     safe,
     section_title,
@@ -35,8 +39,8 @@ from instrument.report.table import (
     table,
     title,
 )
-from instrument.report.view import THREADS
-from instrument.spans import Cost, Site
+from instrument.report.view import UNITS, Options, Recording
+from instrument.spans import Site
 from instrument.tally import Row, Tally, Totals
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
@@ -58,10 +62,15 @@ NAME_LIMIT = 64
 DETAIL_LEAST = 12
 """Columns below which an instance's detail is left out rather than shortened."""
 INDENT_LIMIT = 12
-"""Levels that are indented; deeper ones are numbered."""
+"""Levels that are indented at most; deeper ones, and those that leave a name no room, are numbered."""
 LABEL_WIDTH = 25
 NUMBER_WIDTH = 12
-PART_WIDTH = 24
+CALLS_WIDTH = 10
+"""Digits of a number of calls that are shown in full."""
+RATIO_WIDTH = 6
+
+DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
+"""Decimals of a time that is shown to the nanosecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,16 @@ class EventRow:
         """Mean elapsed time of a call."""
         return share(self.elapsed_ns, self.calls)
 
+    @property
+    def host_ratio(self) -> float | None:
+        """Host time as a share of what has elapsed."""
+        return share(self.host_ns, self.elapsed_ns)
+
+    @property
+    def device_ratio(self) -> float | None:
+        """Device time as a share of what has elapsed."""
+        return share(self.device_ns, self.elapsed_ns)
+
 
 @dataclass(slots=True, eq=False)
 class _Entry:
@@ -132,76 +151,114 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """The rows of one thread, or of all threads merged, and the Total time that their ratios are of."""
+class Block:
+    """The rows of one thread, or of all threads merged where `thread` is None.
+
+    `total_ns` is the Total time that their ratios are of. `number` counts threads by their first call, from 0.
+    """
 
     thread: int | None
+    number: int | None
+    name: str
     total_ns: int
-    rows: Sequence[EventRow]
+    rows: tuple[EventRow, ...]
 
 
-def events(
-    tally: Tally,
-    *,
-    tracer_option: str = "Default",
-    state: str = "All",
-    sorted_by: str = "default",
-    rows: int | None = None,
-    threads: str = "both",
-    corrected: bool = False,
-    cost: Cost | None = None,
-    losses: Mapping[str, int] | None = None,
-    notes: Sequence[str] = (),
-    window_ns: int | None = None,
-    recorder: str = "",
-) -> str:
-    """The report as text, times in ms.
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """How the Total time of all threads splits into computation and the rest.
+
+    Computation is that of layers and of phases named `compute` or declared so (`phase: compute`), the topmost of them.
+    Where it went on beside or beyond the calls around it, it is more than the Total time and the rest is not known.
+    """
+
+    total_ns: int
+    computation_ns: int
+
+    @property
+    def computation_ratio(self) -> float | None:
+        """Of the Total time."""
+        return share(self.computation_ns, self.total_ns)
+
+    @property
+    def framework_ns(self) -> int | None:
+        """The Total time that is no computation."""
+        return self.total_ns - self.computation_ns if self.computation_ns <= self.total_ns else None
+
+    @property
+    def framework_ratio(self) -> float | None:
+        """Of the Total time."""
+        return None if self.framework_ns is None else share(self.framework_ns, self.total_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class CopySum:
+    """Every copy between devices and host, at any depth, or those that are known to be asynchronous or synchronous.
+
+    `ratio` is of the Total time of all threads.
+    """
+
+    label: str
+    calls: int
+    total_ns: int
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """The report: a block for all threads merged, where it is asked for, and then one for each thread, newest first.
+
+    `overhead` and `copies` are of all threads together; there are none where only threads apart are reported, unless
+    it is one thread. `probes_ns` is what the probes cost where self times were asked for without it (0: not known).
+    """
+
+    window_ns: int | None
+    blocks: tuple[Block, ...]
+    overhead: Overhead | None
+    copies: tuple[CopySum, ...]
+    probes_ns: int | None
+    has_device_time: bool
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """The report as text: the one of all threads merged, and then the one with all blocks of threads."""
+        lines: list[str] = []
+        merged = [block for block in self.blocks if block.thread is None]
+        apart = [block for block in self.blocks if block.thread is not None]
+        for report in (merged, apart):
+            if report:
+                lines += _heading(self, report)
+                lines += _sections(self) if report[0] is self.blocks[0] else []
+                lines += _event_summary(self, report)
+        if not self.blocks:
+            lines += [*title("Profiling Report"), "No calls were recorded.", ""]
+        return [*lines, *_reading_notes(self)]
+
+
+def events(recording: Recording, options: Options) -> Events:
+    """The view, from the tally: exact for all calls.
 
     `tracer_option`: Default shows operators and copies and hides phases, lifting what is under them; OpDetail shows
     phases too; AllOpDetail adds a row for each instance of an operator or layer, numbered from 0 by first call.
     `state`: which time Total is, see the module. `sorted_by` orders every level. `rows` bounds a block to the rows
-    that are largest by the sort key (by Total for `default`), parents before children; what is left out of a level is
-    one row more. `threads`: `both` puts the report of all threads merged before the report with a block per thread,
-    unless only one thread recorded; `merged` and `apart` ask for one of the two. The overhead and copy sections are
-    left out of a report that has several blocks, as their figures are of all threads together.
-    `corrected` adds a column of self times, less what the probes of the calls below them cost.
-
-    Computation time is that of layers and of phases named `compute` or declared so (`phase: compute`), the topmost of
-    them; the rest of the Total time is framework overhead. The copy section counts every copy at any depth, peer copies
-    too.
-
-    `cost`, `losses` (counts by reason), `notes` and `recorder` (`pure` or `native`) fill the last section;
-    `window_ns` is the length of the time that the tally covers.
+    that are largest by the sort key (by Total for `default`), parents before children; `least_ns` is of the Total of
+    a row or of one under it; what is left out of a level is one row more. `threads`: `both` puts the report of all
+    threads merged before the report with a block per thread, unless only one thread recorded; `merged` and `apart` ask
+    for one of the two. `corrected` adds a column of self times, less what the probes of the calls below them cost.
     """
-    if corrected:
-        tally = tally.corrected()
-    blocks = _blocks(tally, tracer_option, state, sorted_by, rows, threads)
-    lines: list[str] = []
-    for report in ([b for b in blocks if b.thread is None], [b for b in blocks if b.thread is not None]):
-        if report:
-            lines += _heading(report, state, sorted_by, window_ns, _has_device_time(tally))
-            lines[-1:] = [_correction(tally), ""] if corrected else [""]
-            lines += _sections(tally, report[0].total_ns, state) if len(report) == 1 else []
-            lines += _event_summary(tally, report, state, corrected)
-    if not blocks:
-        lines += [*title("Profiling Report"), "No calls were recorded.", ""]
-    lines += instrumentation(cost, losses or {}, notes, window_ns, recorder)
-    lines += _reading_notes(tally, blocks, state)
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def events_rows(
-    tally: Tally,
-    *,
-    tracer_option: str = "Default",
-    state: str = "All",
-    sorted_by: str = "default",
-    rows: int | None = None,
-    threads: str = "both",
-) -> list[EventRow]:
-    """The rows of the report in its order, for code and JSON. The arguments mean what they mean for `events`."""
-    blocks = _blocks(tally, tracer_option, state, sorted_by, rows, threads)
-    return [row for block in blocks for row in block.rows]
+    tally = recording.tally.corrected() if options.corrected else recording.tally
+    blocks = _blocks(tally, options)
+    of_all = len(blocks) == 1 or (bool(blocks) and blocks[0].thread is None)
+    total_ns = blocks[0].total_ns if of_all else 0
+    return Events(
+        window_ns=recording.window_ns,
+        blocks=blocks,
+        overhead=Overhead(total_ns, _computation_ns(tally, options.state)) if of_all else None,
+        copies=_copy_sums(tally, total_ns, options.state) if of_all else (),
+        probes_ns=sum(row.totals.probe_ns for row in tally.rows()) if options.corrected else None,
+        has_device_time=any(row.totals.device_ns for row in tally.rows()),
+        _options=options,
+    )
 
 
 # The tree of names.
@@ -298,33 +355,26 @@ def _by_entry(
 # Blocks of rows.
 
 
-def _blocks(
-    tally: Tally, tracer_option: str, state: str, sorted_by: str, rows: int | None, threads: str
-) -> list[_Block]:
+def _blocks(tally: Tally, options: Options) -> tuple[Block, ...]:
     """The merged block, if asked for, then a block per thread, the newest thread first."""
-    _check("tracer_option", tracer_option, TRACER_OPTIONS)
-    _check("state", state, STATES)
-    _check("sorted_by", sorted_by, SORT_KEYS)
-    _check("threads", threads, THREADS)
-    if rows is not None and rows < 1:
-        raise ValueError(f"rows is {rows!r}; allowed: 1 or more, or None for every row")
     recorded = {row.thread_id for row in tally.rows() if row.totals.calls}
     apart: list[int | None] = [thread for thread in reversed(tally.threads) if thread in recorded]
     shown: list[int | None] = []
-    if threads == "merged" or (threads == "both" and len(apart) > 1):
+    if options.threads == "merged" or (options.threads == "both" and len(apart) > 1):
         shown = [None] if apart else []
-    if threads != "merged":
+    if options.threads != "merged":
         shown += apart
     if not shown:
-        return []
+        return ()
     full = _tree(tally, "OpDetail")
-    tree = full if tracer_option == "OpDetail" else _tree(tally, tracer_option)
-    return [_block(tree, thread, _total_time(full, thread, state), state, sorted_by, rows) for thread in shown]
-
-
-def _check(option: str, value: str, allowed: Collection[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{option} is {value!r}; allowed: {', '.join(allowed)}")
+    tree = full if options.tracer_option == "OpDetail" else _tree(tally, options.tracer_option)
+    numbers = {thread: number for number, thread in enumerate(tally.threads)}
+    blocks = []
+    for thread in shown:
+        total_ns = _total_time(full, thread, options.state)
+        number, name = (None, "") if thread is None else (numbers[thread], tally.threads[thread])
+        blocks.append(Block(thread, number, name, total_ns, _rows(tree, thread, total_ns, options)))
+    return tuple(blocks)
 
 
 def _total_time(full: Sequence[_Entry], thread: int | None, state: str) -> int:
@@ -344,16 +394,15 @@ def _time_ns(totals: Totals, state: str) -> int:
     return {"All": totals.elapsed_ns, "CPU": totals.total_ns, "GPU": totals.device_ns}[state]
 
 
-def _block(
-    tree: Sequence[_Entry], thread: int | None, base_ns: int, state: str, sorted_by: str, limit: int | None
-) -> _Block:
+def _rows(tree: Sequence[_Entry], thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
+    state, sorted_by = options.state, options.sorted_by
     first_ns = _by_entry(tree, thread, lambda totals: totals.first_ns, min)
     weight = _by_entry(tree, thread, lambda totals: _weight(totals, state, sorted_by), max)
 
     def order(entry: _Entry) -> tuple[float, float]:
         return (0 if sorted_by == "default" else -weight[entry], first_ns[entry])
 
-    kept = _kept(tree[0], weight, limit)
+    kept = _kept(tree, weight, thread, options)
     rows: list[EventRow] = []
     pending: list[_Entry | EventRow] = [tree[0]]
     while pending:
@@ -368,7 +417,7 @@ def _block(
         if left_out:
             pending.append(_remaining_row(left_out, thread, base_ns, state))
         pending += [child for child in reversed(children) if child in kept]
-    return _Block(thread, base_ns, rows)
+    return tuple(rows)
 
 
 def _weight(totals: Totals, state: str, sorted_by: str) -> float:
@@ -381,18 +430,27 @@ def _weight(totals: Totals, state: str, sorted_by: str) -> float:
     }.get(sorted_by, _time_ns(totals, state))
 
 
-def _kept(root: _Entry, weight: Mapping[_Entry, float], limit: int | None) -> Collection[_Entry]:
-    """The `limit` heaviest entries, none without its parent."""
-    if limit is None:
-        return weight
+def _kept(
+    tree: Sequence[_Entry], weight: Mapping[_Entry, float], thread: int | None, options: Options
+) -> Collection[_Entry]:
+    """The heaviest entries that the options leave, none without its parent."""
+    enough: Collection[_Entry] = weight
+    if options.least_ns:
+        # A background task may be longer than what began it: then both stay.
+        enough = set()
+        for entry in reversed(tree):
+            if entry in enough or _time_ns(entry.on(thread), options.state) >= options.least_ns:
+                enough |= {entry} if entry.parent is None else {entry, entry.parent}
+    if options.rows is None:
+        return enough
     order = itertools.count()
     kept: set[_Entry] = set()
-    heap: list[tuple[float, int, _Entry]] = [(0, next(order), root)]
-    while heap and len(kept) <= limit:
+    heap: list[tuple[float, int, _Entry]] = [(0, next(order), tree[0])]
+    while heap and len(kept) <= options.rows:
         entry = heapq.heappop(heap)[-1]
         kept.add(entry)
         for child in entry.children.values():
-            if child in weight:
+            if child in weight and child in enough:
                 heapq.heappush(heap, (-weight[child], next(order), child))
     return kept
 
@@ -436,46 +494,33 @@ def _remaining_row(left_out: Sequence[_Entry], thread: int | None, base_ns: int,
 # The text.
 
 
-def _heading(
-    blocks: Sequence[_Block], state: str, sorted_by: str, window_ns: int | None, device_time: bool
-) -> list[str]:
+def _heading(view: Events, blocks: Sequence[Block]) -> list[str]:
     """The lines that say what the report is of and what every ratio in it is a share of."""
-    merged = blocks[0].thread is None
+    options, merged = view._options, blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
     lines = [
         *title("Profiling Report"),
         *(["Note! This Report merge all thread info into one."] if merged else []),
-        f"Place: {PLACES[state]}",
-        "Time unit: ms",
-        f"Sorted by {ORDERS[sorted_by]}{'' if merged else ' in the same thread'}",
-        *([] if window_ns is None else [f"Window: {ms(window_ns)}"]),
-        f"Ratio: of {base}, the sum of the top rows; work that ran side by side is summed, "
-        "so it may exceed the time on the clock",
+        f"Place: {PLACES[options.state]}",
+        f"Time unit: {options.unit}",
+        f"Sorted by {ORDERS[options.sorted_by]}{'' if merged else ' in the same thread'}",
+        *([] if view.window_ns is None else [f"Window: {in_unit(view.window_ns, options.unit)}"]),
+        f"Ratio: of {base}, the sum of the top rows; work that ran side by side is",
+        "  summed, so it may exceed the time on the clock",
     ]
-    if state == "All":
-        lines.append(
-            "CPU and GPU Time (Ratio): of the row's Total, in which time that host and device shared counts once; "
-            "together they may exceed 1"
-        )
-    elif device_time:
+    if options.state != "All" and view.has_device_time:
         lines.append("Min., Max., Ave., p50, p99: of host and device time together")
+    if view.probes_ns is not None:
+        known = f"less what their probes cost ({in_unit(view.probes_ns, options.unit)} in all)"
+        unknown = "what the probes cost is not known"
+        lines.append(
+            "Self: host time outside of the row's children" + (f", {known}" if view.probes_ns else f"; {unknown}")
+        )
     return [*lines, ""]
 
 
-def _sections(tally: Tally, total_ns: int, state: str) -> list[str]:
-    """Overhead Summary and GpuMemCpy Summary, over all threads of the tally."""
-    computation_ns = sum(_time_ns(row.totals, state) for row in tally.rows() if _is_topmost_computation(row))
-    lines = [
-        *section_title("Overhead Summary"),
-        f"Total time: {ms(total_ns)}",
-        _summary_line("  Computation time", total_ns, computation_ns),
-    ]
-    if computation_ns <= total_ns:
-        lines.append(_summary_line("  Framework overhead", total_ns, total_ns - computation_ns))
-    else:
-        lines.append(_summary_line("  Framework overhead", total_ns, None))
-        lines.append("  (computation went on beside or beyond the calls around it, so the rest is not known)")
-    return [*lines, "", *_copy_section(tally, total_ns, state)]
+def _computation_ns(tally: Tally, state: str) -> int:
+    return sum(_time_ns(row.totals, state) for row in tally.rows() if _is_topmost_computation(row))
 
 
 def _is_topmost_computation(row: Row) -> bool:
@@ -489,118 +534,139 @@ def _computes(site: Site) -> bool:
     )
 
 
-def _copy_section(tally: Tally, total_ns: int, state: str) -> list[str]:
+def _copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
     rows = (row for row in tally.rows() if row.path[-1].kind == "copy")
     copies = [row for row in rows if dict(row.path[-1].attributes).get("direction") != "h2h"]
-    lines = section_title("GpuMemCpy Summary")
-    for label, sync in (("GpuMemcpy", None), ("  GpuMemcpyAsync", False), ("  GpuMemcpySync", True)):
+    sums = []
+    for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
         chosen = [row.totals for row in copies if sync is None or dict(row.path[-1].attributes).get("sync") is sync]
         calls = sum(totals.calls for totals in chosen)
         if calls or sync is None:
-            lines.append(_summary_line(label, total_ns, sum(_time_ns(totals, state) for totals in chosen), calls))
+            copied_ns = sum(_time_ns(totals, state) for totals in chosen)
+            sums.append(CopySum(label, calls, copied_ns, share(copied_ns, total_ns)))
+    return tuple(sums)
+
+
+def _sections(view: Events) -> list[str]:
+    """Overhead Summary and GpuMemCpy Summary."""
+    split, unit = view.overhead, view._options.unit
+    if split is None:
+        return []
+    lines = [
+        *section_title("Overhead Summary"),
+        f"Total time: {in_unit(split.total_ns, unit)}",
+        _summary_line("  Computation time", split.total_ns, split.computation_ns, unit),
+        _summary_line("  Framework overhead", split.total_ns, split.framework_ns, unit),
+    ]
+    if split.framework_ns is None:
+        lines.append("  (computation went on beside or beyond the calls around it, so the rest is not known)")
+    lines += ["", *section_title("GpuMemCpy Summary")]
+    for copies in view.copies:
+        label = "  " * (copies is not view.copies[0]) + copies.label
+        lines.append(_summary_line(label, split.total_ns, copies.total_ns, unit, copies.calls))
     return [*lines, ""]
 
 
-def _summary_line(label: str, base_ns: int, part_ns: int | None, calls: int | None = None) -> str:
+def _summary_line(label: str, base_ns: int, part_ns: int | None, unit: str, calls: int | None = None) -> str:
     counted = "" if calls is None else f"Calls: {calls:<{NUMBER_WIDTH}}"
     ratio = MISSING if part_ns is None else percent(part_ns, base_ns)
-    return f"{label:<{LABEL_WIDTH}}{counted}Total: {ms(part_ns):<{NUMBER_WIDTH}}Ratio: {ratio}"
+    return f"{label:<{LABEL_WIDTH}}{counted}Total: {in_unit(part_ns, unit):<{NUMBER_WIDTH}}Ratio: {ratio}"
 
 
-def _correction(tally: Tally) -> str:
-    """What the column of self times means."""
-    probes_ns = sum(row.totals.probe_ns for row in tally.rows())
-    if not probes_ns:
-        return "Self: host time outside of the row's children; what the probes cost is not known"
-    return f"Self: host time outside of the row's children, less what their probes cost ({ms(probes_ns)} in all)"
-
-
-def _event_summary(tally: Tally, blocks: Sequence[_Block], state: str, corrected: bool) -> list[str]:
-    """The table, and before it which thread is which."""
-    numbers: dict[int | None, int] = {thread: index for index, thread in enumerate(tally.threads)}
-    legend = [
-        f"thread{numbers[block.thread]}: {shorten(safe(tally.threads[block.thread]), NAME_LIMIT)} "
-        f"(id {block.thread}), Total time: {ms(block.total_ns)}"
-        for block in blocks
-        if block.thread is not None
-    ]
-    parts = ["CPU Time (Ratio)", "GPU Time (Ratio)"] if state == "All" else []
-    header = [
-        "Event",
-        "Calls",
-        "Total",
-        *parts,
-        "Min.",
-        "Max.",
-        "Ave.",
-        "Ratio.",
-        "p50",
-        "p99",
-        *(["Self"] if corrected else []),
-    ]
-    cells = [
-        [
-            *_cells(row, "" if block.thread is None else f"thread{numbers[block.thread]}::", state),
-            *([ms(row.self_ns)] if corrected else []),
+def _event_summary(view: Events, blocks: Sequence[Block]) -> list[str]:
+    """The table, before it which thread is which, and after it how the times of host and device share a row's Total."""
+    unit = view._options.unit
+    legend = []
+    for block in blocks:
+        if block.number is not None:
+            known = f" (id {block.thread}), Total time: {in_unit(block.total_ns, unit)}"
+            tag = f"thread{block.number}: "
+            legend.append(tag + shorten(safe(block.name), LINE - len(tag) - len(known)) + known)
+    header = ["Event", "Calls", "Total", "Min.", "Max.", "Ave.", "Ratio.", "p50", "p99"]
+    rows = [(block, row) for block in blocks for row in block.rows]
+    corrected = view.probes_ns is not None
+    cells = [_cells(row, unit) + ([compact(row.self_ns / UNITS[unit])] if corrected else []) for _, row in rows]
+    lines = [*legend, *([""] if legend else []), *section_title("Event Summary")]
+    lines += [*_tree_table([*header, *(["Self"] if corrected else [])], rows, cells), ""]
+    timed = _with_device_time(rows)
+    if view._options.state == "All" and timed:
+        cells = [_part_cells(row, unit) for _, row in timed]
+        lines += section_title("Host and Device Time")
+        lines += _tree_table(["Event", "Total", "CPU Time (Ratio)", "GPU Time (Ratio)"], timed, cells)
+        lines += [
+            "",
+            "Ratio: of the row's Total, in which time that host and device shared counts once; the two may",
+            "  together exceed 1. Of any other row, CPU Time is the Total and GPU Time is 0.",
+            "",
         ]
-        for block in blocks
-        for row in block.rows
-    ]
-    widths = [PART_WIDTH if name in parts else NUMBER_WIDTH for name in header]
-    return [*legend, *([""] if legend else []), *section_title("Event Summary"), *table(header, cells, widths), ""]
+    return lines
 
 
-def _cells(row: EventRow, tag: str, state: str) -> list[str]:
-    parts = [_part(row, row.host_ns), _part(row, row.device_ns)] if state == "All" else []
+def _with_device_time(rows: Sequence[tuple[Block, EventRow]]) -> list[tuple[Block, EventRow]]:
+    """The rows with device time, and those above them."""
+    found: list[tuple[Block, EventRow]] = []
+    above = 0
+    for block, row in reversed(rows):
+        if row.device_ns or row.depth < above:
+            found.append((block, row))
+            above = row.depth
+    return found[::-1]
+
+
+def _tree_table(
+    header: Sequence[str], rows: Sequence[tuple[Block, EventRow]], cells: Sequence[Sequence[str]]
+) -> list[str]:
+    """A table whose first column holds the names, indented by their depth, in what the numbers leave of a line."""
+    widths = [max(columns(cell) for cell in column) + GAP for column in zip(header[1:], *cells, strict=True)]
+    room = min(LINE - sum(widths) - GAP, NAME_LIMIT)
+    names = [_name_cell(row, "" if block.number is None else f"thread{block.number}::", room) for block, row in rows]
+    return table(header, [[name, *line] for name, line in zip(names, cells, strict=True)], [0] * len(header))
+
+
+def _cells(row: EventRow, unit: str) -> list[str]:
+    """Total, Min., Max., Ave., Ratio., p50 and p99 of a row; its calls before them."""
+    total_ns = row.total_ns if row.calls else None
+    times = [total_ns, row.min_ns, row.max_ns, row.ave_ns, row.p50_ns, row.p99_ns]
+    shown = [MISSING if time_ns is None else compact(time_ns / UNITS[unit]) for time_ns in times]
+    return [compact(row.calls, CALLS_WIDTH), *shown[:4], compact(row.ratio, RATIO_WIDTH), *shown[4:]]
+
+
+def _part_cells(row: EventRow, unit: str) -> list[str]:
+    """Total, and each part with its ratio to what has elapsed, in fluid's format `%f (%f)`."""
     return [
-        _name_cell(row, tag),
-        str(row.calls),
-        ms(row.total_ns) if row.calls else MISSING,
-        *parts,
-        ms(row.min_ns),
-        ms(row.max_ns),
-        ms(row.ave_ns),
-        number(row.ratio),
-        ms(row.p50_ns),
-        ms(row.p99_ns),
+        compact(row.total_ns / UNITS[unit]) if row.calls else MISSING,
+        *(
+            f"{part_ns / UNITS[unit]:.{DECIMALS[unit]}f} ({MISSING if ratio is None else format(ratio, 'f')})"
+            if row.calls
+            else MISSING
+            for part_ns, ratio in ((row.host_ns, row.host_ratio), (row.device_ns, row.device_ratio))
+        ),
     ]
 
 
-def _part(row: EventRow, part_ns: int) -> str:
-    """A part of the row's time and its share, in the format `%f (%f)`."""
-    if not row.calls:
-        return MISSING
-    fraction = share(part_ns, row.elapsed_ns)
-    return f"{part_ns / 1e6:f} ({MISSING if fraction is None else format(fraction, 'f')})"
-
-
-def _name_cell(row: EventRow, tag: str) -> str:
+def _name_cell(row: EventRow, tag: str, room: int) -> str:
     """Indent, thread tag of a topmost row, name, and an instance's detail where there is room for it.
 
     Below the deepest indent the depth is a number, so that the name keeps its place.
     """
-    indent = "  " * min(row.depth, INDENT_LIMIT) + (f"({row.depth}) " if row.depth > INDENT_LIMIT else "")
-    before = indent + (tag if row.depth == 0 else "")
+    levels = min(INDENT_LIMIT, room // 4)
+    before = "  " * min(row.depth, levels) + (f"({row.depth}) " if row.depth > levels else "")
+    before += tag if row.depth == 0 else ""
     name = safe(row.name) or "(no name)"
-    room = NAME_LIMIT - len(before)
-    spare = room - columns(name) - len(" []")
+    spare = room - columns(before) - columns(name) - len(" []")
     if row.instance and spare >= DETAIL_LEAST:
         return f"{before}{name} [{shorten(safe(row.instance), spare)}]"
-    return before + shorten(name, room)
+    return before + shorten(name, room - len(before))
 
 
-def _reading_notes(tally: Tally, blocks: Sequence[_Block], state: str) -> list[str]:
+def _reading_notes(view: Events) -> list[str]:
     """What a reader has to know to read the table right, where it applies."""
     lines = []
-    if any(not row.calls for block in blocks for row in block.rows):
+    if any(not row.calls for block in view.blocks for row in block.rows):
         lines.append("Calls 0: the span had not ended, or it ended on another thread.")
-    if _has_device_time(tally):
+    if view.has_device_time:
         lines.append("GPU times are stretches of a stream between two events, not kernels.")
-    elif blocks and state != "CPU":
+    elif view.blocks and view._options.state != "CPU":
         lines.append("No device time was recorded.")
     return lines
-
-
-def _has_device_time(tally: Tally) -> bool:
-    return any(row.totals.device_ns for row in tally.rows())

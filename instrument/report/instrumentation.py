@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from instrument.report.table import number, percent, safe, section_title
+from instrument.report.table import number, percent, safe, section_title, wrapped
 from instrument.spans import Cost
 
 
@@ -15,7 +15,8 @@ def instrumentation(
     lines = [] if cost is None else [_cost_line(cost, window_ns, recorder)]
     lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in losses.items() if count]
     lines += [f"Not observed: {safe(note)}" for note in notes]
-    return [*section_title("Instrumentation"), *lines, ""] if lines else []
+    text = [part for line in lines for part in wrapped(line)]
+    return [*section_title("Instrumentation"), *text, ""] if lines else []
 
 
 def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from instrument.document import nearest
@@ -14,36 +13,10 @@ from instrument.report.events import events
 from instrument.report.instrumentation import instrumentation
 from instrument.report.view import Options, Recording, View, document
 
-
-@dataclass(frozen=True, slots=True)
-class _Printed:
-    """A view of which there is no more than the text yet."""
-
-    text: str
-
-    def lines(self) -> list[str]:
-        return self.text.rstrip("\n").split("\n")
-
-
-def _events(recording: Recording, options: Options) -> View:
-    return _Printed(
-        events(
-            recording.tally,
-            tracer_option=options.tracer_option,
-            state=options.state,
-            sorted_by=options.sorted_by,
-            rows=options.rows,
-            threads=options.threads,
-            corrected=options.corrected,
-            window_ns=recording.window_ns,
-        )
-    )
-
-
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
-    "events": _events,
-    "device": lambda recording, options: _Printed(device(recording.trace, rows=options.rows)),
-    "copies": lambda recording, options: _Printed(copies(recording.trace, rows=options.rows)),
+    "events": events,
+    "device": device,
+    "copies": copies,
 }
 """What makes each view of `VIEWS`."""
 
@@ -63,9 +36,9 @@ def summary(views: Sequence[str], recording: Recording, options: Options) -> str
 
     Raises `ValueError` for a view that there is not.
     """
-    texts = ["\n".join(view.lines()) + "\n" for view in made(views, recording, options).values()]
-    texts.append("\n".join(_about(recording)))
-    return "\n".join(text for text in texts if text)
+    parts = [view.lines() for view in made(views, recording, options).values()]
+    parts.append(_about(recording))
+    return "\n".join("\n".join(lines).rstrip("\n") + "\n" for lines in parts if lines)
 
 
 def summary_document(views: Sequence[str], recording: Recording, options: Options) -> dict[str, Any]:

@@ -7,13 +7,18 @@ it is escaped where it would move the cursor and shortened in the middle where i
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from instrument.report.view import UNITS, Options
+
+Line = TypeVar("Line")
 
 GAP = 2
 """Blanks between the longest cell of a column and the next column, at least."""
 
 LINE = 100
-"""Columns of the lines of the `device` and `copies` views."""
+"""Columns of a line, at most."""
 
 NAME_LEAST = 12
 """Columns that are left to a name, however wide the numbers beside it are."""
@@ -56,6 +61,22 @@ def _first_columns(text: str, limit: int) -> str:
     return text
 
 
+def wrapped(text: str) -> list[str]:
+    """A printable text in lines of `LINE` columns, all but the first indented; words that are longer are cut."""
+    lines, line = list[str](), ""
+    for word in text.split(" "):
+        if columns(line) + 1 + columns(word) <= LINE or not line.strip():
+            line += " " * bool(line.strip()) + word
+        else:
+            lines.append(line)
+            line = "  " + word
+        while columns(line) > LINE:
+            first = _first_columns(line, LINE)
+            lines.append(first)
+            line = "  " + line[len(first) :]
+    return [*lines, line]
+
+
 def number(value: float | None) -> str:
     """Six significant digits, as C++ streams print a double."""
     return MISSING if value is None else f"{value:g}"
@@ -64,6 +85,30 @@ def number(value: float | None) -> str:
 def ms(value_ns: float | None) -> str:
     """Nanoseconds as milliseconds."""
     return MISSING if value_ns is None else number(value_ns / 1e6)
+
+
+def in_unit(value_ns: float | None, unit: str) -> str:
+    """Nanoseconds in a unit of time."""
+    return MISSING if value_ns is None else number(value_ns / UNITS[unit])
+
+
+def compact(value: float | None, room: int = 7) -> str:
+    """Four significant digits, or three, in at most `room` columns; whole numbers in full where they fit.
+
+    Seven columns are enough for any value from 1e-99 to 1e99.
+    """
+    if value is None:
+        return MISSING
+    whole = abs(value) >= 1_000 or value == int(value)
+    for text in (f"{value:.0f}",) if whole else (f"{value:.4g}", f"{value:.3g}"):
+        if len(text) <= room and "e" not in text:
+            return text
+    for digits in (2, 1, 0):
+        mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+        text = f"{mantissa.rstrip('0').rstrip('.') if digits else mantissa}e{int(exponent)}"
+        if len(text) <= room:
+            break
+    return text
 
 
 def share(part: float, base: float) -> float | None:
@@ -109,6 +154,17 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
     room = max(LINE - sum(others[1:]), NAME_LEAST) - GAP
     fitting = [[shorten(safe(name) or "(no name)", room), *cells] for name, *cells in rows]
     return table(header, fitting, [0, *others[1:]])
+
+
+def bounded(
+    lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], rest: Callable[[Sequence[Line]], Line]
+) -> tuple[Line, ...]:
+    """The first lines that the options leave, heaviest first as they are, and one that sums up the others if any."""
+    heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.rows]
+    if len(heavy) == len(lines):
+        return tuple(lines)
+    shown = set(map(id, heavy))
+    return (*heavy, rest([line for line in lines if id(line) not in shown]))
 
 
 def _padded(cell: str, width: int) -> str:

@@ -47,16 +47,23 @@ class NameUse:
     """Device time of the spans of one name and kind on one device.
 
     `calls` are those with device time. `summed_ns` is the sum over calls of the union of a call's intervals, `busy_ns`
-    the union over all calls; p50 and p99 are exact, by nearest rank.
+    the union over all calls; p50 and p99 are exact, by nearest rank. One with `remaining` stands for so many names
+    that were left out; it has sums alone.
     """
 
     name: str
     kind: str
     calls: int
     summed_ns: int
-    busy_ns: int
-    p50_ns: int
-    p99_ns: int
+    busy_ns: int | None
+    p50_ns: int | None
+    p99_ns: int | None
+    remaining: int = 0
+
+    @property
+    def mean_ns(self) -> float | None:
+        """Device time of a call."""
+        return self.summed_ns / self.calls if self.calls else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class RequestUse:
     The three add up to `wall_ns`. Own work that ran beside that of others counts as own.
     """
 
+    device: int
     span_id: int
     name: str
     wall_ns: int
@@ -76,7 +84,10 @@ class RequestUse:
 
 @dataclass(frozen=True, slots=True)
 class EndpointUse:
-    """Sums over the requests of one name that had device time on a device; the parts add up to `wall_ns`."""
+    """Sums over the requests of one name that had device time on a device; the parts add up to `wall_ns`.
+
+    One with `remaining` stands for so many names that were left out.
+    """
 
     name: str
     requests: int
@@ -84,6 +95,7 @@ class EndpointUse:
     own_ns: int
     others_ns: int
     starved_ns: int
+    remaining: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +123,7 @@ class DeviceUse:
     streams: tuple[StreamUse, ...]
     labels: tuple[LabelUse, ...]
     names: tuple[NameUse, ...]
-    requests: tuple[RequestUse, ...]
+    endpoints: tuple[EndpointUse, ...]
 
     @property
     def busy_ns(self) -> int:
@@ -123,25 +135,19 @@ class DeviceUse:
         """How many streams were busy on the average of the busy time; None without any."""
         return sum(stream.busy_ns for stream in self.streams) / self.busy_ns if self.busy_ns else None
 
-    @property
-    def endpoints(self) -> tuple[EndpointUse, ...]:
-        """The requests by name, those that took longest in all first."""
-        sums: dict[str, list[int]] = {}
-        for one in self.requests:
-            parts = 1, one.wall_ns, one.own_ns, one.others_ns, one.starved_ns
-            sums[one.name] = [*map(sum, zip(sums.get(one.name, (0,) * 5), parts, strict=True))]
-        uses = [EndpointUse(name, *parts) for name, parts in sums.items()]
-        return tuple(sorted(uses, key=lambda use: -use.wall_ns))
-
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """Spans of one name that asked for device time and got none: how many, and why (a label, or `NO_EVENTS`)."""
+    """Spans of one name that asked for device time and got none: how many, and why (a label, or `NO_EVENTS`).
+
+    One with `remaining` stands for so many names that were left out.
+    """
 
     reason: str
     name: str
     kind: str
     spans: int
+    remaining: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +155,9 @@ class Utilisation:
     """Every device of a trace in one window.
 
     `asked` counts spans that asked for device time, `unanswered` those of them that got none. `in_flight_ns` is the
-    time in which at least one request was. `requests_cut` are those that reach over an edge of the window, which are
-    in no `RequestUse`, and `requests_without` those within it that had no device time on any device.
+    time in which at least one request was. `requests` are those within the window, once for each device on which they
+    had device time, `requests_cut` those that reach over an edge of it, and `requests_without` those within it that had
+    no device time on any device.
     """
 
     window: Interval
@@ -158,6 +165,7 @@ class Utilisation:
     asked: int
     unanswered: tuple[Unanswered, ...]
     in_flight_ns: int
+    requests: tuple[RequestUse, ...]
     requests_cut: int
     requests_without: int
 
@@ -169,7 +177,7 @@ def utilisation(trace: Trace, window: Interval | None = None) -> Utilisation:
     """
     first, last = trace.held if window is None else window
     last = max(first, last)
-    requests = _Requests(trace.spans)
+    requests = Requests(trace.spans)
     found: dict[int, _Found] = {}
     asked = 0
     unanswered: Counter[tuple[str, str, str]] = Counter()
@@ -201,24 +209,27 @@ def utilisation(trace: Trace, window: Interval | None = None) -> Utilisation:
         else:
             cut += span.start_ns < last and span.end_ns > first
     with_device = {owner for on_device in found.values() for owner in on_device.own}
+    devices, request_uses = list[DeviceUse](), list[RequestUse]()
+    for device in sorted(found):
+        if found[device].streams or found[device].outside:
+            device_use, uses = _device_use(device, found[device], (first, last), in_flight, whole)
+            devices.append(device_use)
+            request_uses += uses
     return Utilisation(
         window=(first, last),
-        devices=tuple(
-            _device_use(device, found[device], (first, last), in_flight, whole)
-            for device in sorted(found)
-            if found[device].streams or found[device].outside
-        ),
+        devices=tuple(devices),
         asked=asked,
         unanswered=tuple(
             Unanswered(*key, spans) for key, spans in sorted(unanswered.items(), key=lambda item: (-item[1], item[0]))
         ),
         in_flight_ns=length(in_flight),
+        requests=tuple(request_uses),
         requests_cut=cut,
         requests_without=sum(span.span_id not in with_device for span in whole),
     )
 
 
-class _Requests:
+class Requests:
     """The requests of a trace, and to which of them a span belongs: the topmost at or above it."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -330,7 +341,7 @@ class _Timeline:
 
 def _device_use(
     device: int, found: _Found, window: Interval, in_flight: Sequence[Interval], requests: Iterable[Span]
-) -> DeviceUse:
+) -> tuple[DeviceUse, list[RequestUse]]:
     merged = {key: union(intervals) for key, intervals in found.streams.items()}
     compute = _together(part for (_, is_copy), part in merged.items() if not is_copy)
     copies = _together(part for (_, is_copy), part in merged.items() if is_copy)
@@ -344,7 +355,8 @@ def _device_use(
     streams = {stream: _together(parts) for stream, parts in by_stream.items()}
     overlap_ns, most_streams = _overlap(list(streams.values()))
     least = found.least_uncertain
-    return DeviceUse(
+    uses = _request_uses(device, found.own, _Timeline(busy), requests)
+    use = DeviceUse(
         device=device,
         window_ns=window[1] - window[0],
         compute_ns=length(compute),
@@ -367,8 +379,9 @@ def _device_use(
                 key=lambda use: (-use.summed_ns, use.name, use.kind),
             )
         ),
-        requests=_request_uses(found.own, _Timeline(busy), requests),
+        endpoints=_endpoints(uses),
     )
+    return use, uses
 
 
 def _together(parts: Iterable[list[Interval]]) -> list[Interval]:
@@ -390,8 +403,8 @@ def _name_use(name: str, kind: str, intervals: Sequence[Interval], calls: list[i
 
 
 def _request_uses(
-    own: Mapping[int, Sequence[Interval]], busy: _Timeline, requests: Iterable[Span]
-) -> tuple[RequestUse, ...]:
+    device: int, own: Mapping[int, Sequence[Interval]], busy: _Timeline, requests: Iterable[Span]
+) -> list[RequestUse]:
     uses = []
     for span in requests:
         if span.span_id not in own:
@@ -399,8 +412,18 @@ def _request_uses(
         inside = span.start_ns, span.end_ns
         busy_ns, own_ns = busy.within(*inside), length(union(clip(own[span.span_id], inside)))
         parts = own_ns, busy_ns - own_ns, span.total_ns - busy_ns
-        uses.append(RequestUse(span.span_id, span.site.name, span.total_ns, *parts))
-    return tuple(uses)
+        uses.append(RequestUse(device, span.span_id, span.site.name, span.total_ns, *parts))
+    return uses
+
+
+def _endpoints(uses: Iterable[RequestUse]) -> tuple[EndpointUse, ...]:
+    """The requests by name, those that took longest in all first."""
+    sums: dict[str, list[int]] = {}
+    for one in uses:
+        parts = 1, one.wall_ns, one.own_ns, one.others_ns, one.starved_ns
+        sums[one.name] = [*map(sum, zip(sums.get(one.name, (0,) * 5), parts, strict=True))]
+    endpoints = [EndpointUse(name, *parts) for name, parts in sums.items()]
+    return tuple(sorted(endpoints, key=lambda use: -use.wall_ns))
 
 
 def _overlap(streams: Sequence[Sequence[Interval]]) -> tuple[int, int]:
