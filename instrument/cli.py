@@ -136,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--least", type=_time_ns, default=0, metavar="T", help="leave out rows with less time, such as 50us"
     )
+    report.add_argument(
+        "--skip-first", type=_whole, default=0, metavar="N", help="iterations to leave out of means over iterations"
+    )
     report.add_argument("--unit", choices=tuple(UNITS), default="ms", help="of times in text (default: ms)")
     report.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
     report.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
@@ -146,6 +149,12 @@ def _parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 1 or more")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 0 or more")
     return int(text)
 
 
@@ -506,6 +515,7 @@ def _report(options: argparse.Namespace, host: list[str]) -> int:
         threads=options.threads,
         corrected=options.corrected,
         least_ns=options.least,
+        skip_first=options.skip_first,
         unit=options.unit,
     )
     if options.json:

@@ -653,6 +653,7 @@ class Session:
             notes=self.notes(),
             window_ns=cost.window_ns,
             recorder="native" if RECORDER.native else "pure",
+            collector_ids=None if self._exporter is None else self._exporter.ids.of,
         )
 
     def summary(self, *, views: Sequence[str] | None = None, **options: Any) -> str:

@@ -20,6 +20,7 @@ from otlp_receiver import receiver
 
 import instrument
 from instrument import chrome
+from instrument.profile import VIEWS
 from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
 
 INSTRUMENT = [sys.executable, "-m", "instrument"]
@@ -416,7 +417,7 @@ def test_check_shows_what_each_rule_matches_and_fails_on_one_that_matches_nothin
         (["report", "empty.json", "--rows", "0"], "found '0'; allowed: 1 or more"),
         (
             ["report", "empty.json", "--view", "events,devise"],
-            "found 'devise'; allowed: events, device, copies; nearest",
+            f"found 'devise'; allowed: {', '.join(VIEWS)}; nearest",
         ),
         (["report", "missing.json"], "missing.json"),
         (["report", "empty.json"], "empty.json"),

@@ -70,6 +70,11 @@ class Ids:
         """A fresh id for a device interval."""
         return self.span_id(next(self._device_numbers))
 
+    def of(self, span: Span) -> tuple[int, int]:
+        """Trace id and span id of a root, as the collector gets them."""
+        trace_id = self.trace_id(span.root_id) if span.remote is None else span.remote.trace_id
+        return trace_id, self.span_id(span.span_id)
+
     def trace_id(self, number: int) -> int:
         """The id, 128 bits, of the tree whose root has this number."""
         high, low = self._trace_seeds

@@ -134,7 +134,7 @@ def device(recording: Recording, options: Options) -> Device:
             replace(
                 each,
                 names=bounded(each.names, options, lambda name: name.summed_ns, _other_names),
-                endpoints=bounded(each.endpoints, options, lambda endpoint: endpoint.wall_ns, _other_endpoints),
+                endpoints=bounded(each.endpoints, options, lambda endpoint: endpoint.wall_ns, other_endpoints),
             )
             for each in use.devices
         ),
@@ -154,7 +154,7 @@ def _other_names(rest: Sequence[NameUse]) -> NameUse:
     return NameUse("", "", calls, summed_ns, None, None, None, remaining=len(rest))
 
 
-def _other_endpoints(rest: Sequence[EndpointUse]) -> EndpointUse:
+def other_endpoints(rest: Sequence[EndpointUse]) -> EndpointUse:
     parts = [(one.requests, one.wall_ns, one.own_ns, one.others_ns, one.starved_ns) for one in rest]
     return replace(EndpointUse("", *map(sum, zip(*parts, strict=True))), remaining=len(rest))
 
@@ -250,19 +250,22 @@ def _name_cells(use: NameUse, one: DeviceUse, unit: str, *, with_kind: bool) -> 
     ]
 
 
+def endpoint_table(endpoints: Sequence[EndpointUse], unit: str) -> list[str]:
+    """What a device did within requests, by their name: means, and shares of the wall."""
+    cells = []
+    for endpoint in endpoints:
+        count, wall_ns = endpoint.requests, endpoint.wall_ns
+        parts = [endpoint.own_ns, endpoint.others_ns, endpoint.starved_ns]
+        shares = [cell for part in parts for cell in (in_unit(part / count, unit), tenths(part, wall_ns))]
+        name = f"(remaining {endpoint.remaining})" if endpoint.remaining else endpoint.name
+        cells.append([name, str(count), in_unit(wall_ns / count, unit), *shares])
+    header = ["By request", "Requests", "Wall", "Own", "", "Others", "", "Starved", ""]
+    return named_table(header, cells, 0)
+
+
 def _request_lines(one: DeviceUse, view: Device) -> list[str]:
     unit = view._options.unit
-    lines: list[str] = []
-    if one.endpoints:
-        cells = []
-        for endpoint in one.endpoints:
-            count, wall_ns = endpoint.requests, endpoint.wall_ns
-            parts = [endpoint.own_ns, endpoint.others_ns, endpoint.starved_ns]
-            shares = [cell for part in parts for cell in (in_unit(part / count, unit), tenths(part, wall_ns))]
-            name = f"(remaining {endpoint.remaining})" if endpoint.remaining else endpoint.name
-            cells.append([name, str(count), in_unit(wall_ns / count, unit), *shares])
-        header = ["By request", "Requests", "Wall", "Own", "", "Others", "", "Starved", ""]
-        lines += named_table(header, cells, 0)
+    lines = endpoint_table(one.endpoints, unit) if one.endpoints else []
     left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
     told = ", ".join(f"{count} {why}" for count, why in left_out if count)
     lines += [f"Requests left out: {told}"] if told else []

@@ -11,12 +11,14 @@ from instrument.report.copies import copies
 from instrument.report.device import device
 from instrument.report.events import events
 from instrument.report.instrumentation import instrumentation
+from instrument.report.requests import requests
 from instrument.report.view import Options, Recording, View, document
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
     "events": events,
     "device": device,
     "copies": copies,
+    "requests": requests,
 }
 """What makes each view of `VIEWS`."""
 

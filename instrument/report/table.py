@@ -62,19 +62,21 @@ def _first_columns(text: str, limit: int) -> str:
 
 
 def wrapped(text: str) -> list[str]:
-    """A printable text in lines of `LINE` columns, all but the first indented; words that are longer are cut."""
-    lines, line = list[str](), ""
-    for word in text.split(" "):
-        if columns(line) + 1 + columns(word) <= LINE or not line.strip():
-            line += " " * bool(line.strip()) + word
+    """A printable text in lines of `LINE` columns, all but the first indented more; words that are longer are cut."""
+    words = text.lstrip()
+    indent = " " * (len(text) - len(words))
+    lines, line = list[str](), indent
+    for word in words.split(" "):
+        if columns(line) + 1 + columns(word) <= LINE or line.isspace():
+            line += " " * (line != indent and not line.isspace()) + word
         else:
             lines.append(line)
-            line = "  " + word
+            line = f"{indent}  {word}"
         while columns(line) > LINE:
             first = _first_columns(line, LINE)
             lines.append(first)
-            line = "  " + line[len(first) :]
-    return [*lines, line]
+            line = f"{indent}  {line[len(first) :]}"
+    return [part.rstrip() for part in (*lines, line)]
 
 
 def number(value: float | None) -> str:

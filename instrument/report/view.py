@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
-from instrument.spans import Cost, Site, Trace
+from instrument.spans import Cost, Site, Span, Trace
 from instrument.tally import Tally
 
 THREADS: tuple[str, ...] = ("both", "merged", "apart")
@@ -26,8 +26,9 @@ class Options:
     """How views are to be made; each view says what of it means something to it.
 
     `rows` bounds each table, the rest of which is one row more. `least_ns` leaves rows with less time to that row.
-    `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times. `unit` is that of
-    times in text. Raises `ValueError` for a value that there is not.
+    `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times. `skip_first`
+    leaves that many first iterations out of averages over iterations. `unit` is that of times in text. Raises
+    `ValueError` for a value that there is not.
     """
 
     tracer_option: str = "Default"
@@ -37,6 +38,7 @@ class Options:
     threads: str = "both"
     corrected: bool = False
     least_ns: int = 0
+    skip_first: int = 0
     unit: str = "ms"
 
     def __post_init__(self) -> None:
@@ -49,15 +51,17 @@ class Options:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         if self.rows is not None and self.rows < 1:
             raise ValueError(f"rows is {self.rows!r}; allowed: 1 or more, or None for every row")
-        if self.least_ns < 0:
-            raise ValueError(f"least_ns is {self.least_ns!r}; allowed: 0 or more")
+        for name in ("least_ns", "skip_first"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: 0 or more")
 
 
 class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
 
     `make_tally` and `make_trace` are called when a view first reads the tally or the trace. `window_ns` is the length
-    of the time that the tally covers, `recorder` is `native`, `pure` or `other`.
+    of the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace id and
+    the span id under which a span of the trace went to the collector.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Recording:
         notes: Sequence[str] = (),
         window_ns: int | None = None,
         recorder: str = "",
+        collector_ids: Callable[[Span], tuple[int, int]] | None = None,
     ) -> None:
         self._make_tally = make_tally
         self._make_trace = make_trace
@@ -78,6 +83,7 @@ class Recording:
         self.notes = tuple(notes)
         self.window_ns = window_ns
         self.recorder = recorder
+        self.collector_ids = collector_ids
 
     @cached_property
     def tally(self) -> Tally:

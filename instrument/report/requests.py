@@ -1,0 +1,452 @@
+"""The `requests` view: how long the requests of each endpoint took, with what, and which were the slowest.
+
+An endpoint is a name of topmost request spans. Every instant of a request's host interval belongs to one part: to the
+phase that began last of those that ran then, on any thread or task of the request, or to none, which is `unknown`. A
+phase within another one so takes its time out of it, of phases side by side the newer one has the instant, and the
+parts add up to the wall to the nanosecond. Of phases that began at once the shorter one began last.
+
+A phase is a span whose site is declared to be one (`phase:`), or one of kind `phase` by its name; copies to and from a
+device are `copy in` and `copy out` and other copies `copy`, layers are `compute`, loaders `load`, communication is
+`comm`, and a span of any kind that is named `queue` is that. All else (operators, scopes of the user) is no phase.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+
+from instrument.report.device import Coverage, endpoint_table, other_endpoints
+from instrument.report.table import (
+    MISSING,
+    bounded,
+    compact,
+    named_table,
+    number,
+    safe,
+    section_title,
+    share,
+    tenths,
+    title,
+    wrapped,
+)
+from instrument.report.utilisation import EndpointUse, Requests, utilisation
+from instrument.report.view import UNITS, Options, Recording
+from instrument.spans import Interval, Site, Span, Trace
+
+QUEUE = "queue"
+COPIES = {"h2d": "copy in", "d2h": "copy out"}
+PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
+IN_ORDER = (QUEUE, "load", "prepare", "copy in", "infer_shape", "compute", "comm", "copy", "copy out", "post")
+"""Phases as they mostly follow each other; others come after them, by their time."""
+
+SLOWEST = 5
+"""How many of the slowest requests are listed where `rows` does not say it."""
+
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+YEARS_NS = 200 * 366 * 86_400 * 10**9
+"""Wall time that is farther from 1970 is none: the file is damaged, or its clock was."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """One phase: how many requests had time in it, the sum of that time, and its share of the wall of all requests.
+
+    One with `remaining` stands for so many phases that were left out; how many requests had any of them is not told.
+    """
+
+    name: str
+    requests: int | None
+    summed_ns: int
+    mean_ns: float
+    ratio: float | None
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`.
+
+    `errors` ended with an exception. Percentiles are exact, by nearest rank. `ratio` is of the wall of all requests of
+    the view. One with `remaining` stands for so many endpoints that were left out.
+    """
+
+    name: str
+    requests: int
+    errors: int
+    wall_ns: int
+    mean_ns: float
+    p50_ns: int
+    p90_ns: int
+    p99_ns: int
+    max_ns: int
+    ratio: float | None
+    phases: tuple[PhaseTime, ...]
+    unknown_ns: int
+    unknown_mean_ns: float
+    unknown_ratio: float | None
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWithin:
+    """What one device did within the requests that had time on it."""
+
+    device: int
+    endpoints: tuple[EndpointUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRequest:
+    """One request: `begin_ns` after the trace's start and at `began`, as UTC (empty where the wall time is not known).
+
+    `span_id` is that of the Chrome trace. `trace_id` and `collector_span_id` are those of the collector, as it prints
+    them, empty where they are not known: the collector has the request if the profile's `capture` kept it.
+    """
+
+    name: str
+    begin_ns: int
+    began: str
+    wall_ns: int
+    error: str
+    span_id: int
+    trace_id: str
+    collector_span_id: str
+    phases: tuple[PhaseTime, ...]
+    unknown_ns: int
+    unknown_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """The requests that lie within the window of which every span is held, by endpoint.
+
+    `requests_cut` reach over an edge of it, or had not ended, and are in nothing else.
+    """
+
+    coverage: Coverage
+    requests: int
+    requests_cut: int
+    wall_ns: int
+    endpoints: tuple[Endpoint, ...]
+    devices: tuple[DeviceWithin, ...]
+    slowest: tuple[SlowRequest, ...]
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """A table of endpoints, one of what their time went to, devices within them, and the slowest requests."""
+        unit = self._options.unit
+        lines = [*title("Requests Report"), *self.coverage.lines(), f"Time unit: {unit}"]
+        cut = f"; {self.requests_cut} at an edge of the window, not counted below" if self.requests_cut else ""
+        lines += [f"Requests: {self.requests}{cut}", ""]
+        if not self.requests:
+            why = "No request ended within the window." if self.requests_cut else "No request was recorded."
+            return [
+                *lines,
+                f"{why} A request is what a rule with `kind: request` names in the profile,",
+                'or a `with scope(name, kind="request")` around the handling of one.',
+                "",
+            ]
+        lines += [*section_title("Endpoints"), *_endpoint_lines(self.endpoints, unit), ""]
+        lines += [*section_title("Where the time went"), *_phase_lines(self.endpoints, unit), ""]
+        for one in self.devices:
+            lines += [*section_title(f"Device {one.device}"), *endpoint_table(one.endpoints, unit)]
+            lines += [
+                "Within the wall of those that used it the device was busy with their own work, with that of",
+                "others alone, or idle (starved): means, and shares of the wall.",
+                "",
+            ]
+        lines += section_title("Slowest requests")
+        for place, request in enumerate(self.slowest, start=1):
+            lines += _slow_lines(place, request, unit)
+        return [*lines, ""]
+
+
+def requests(recording: Recording, options: Options) -> RequestTimes:
+    """The view, from the spans that are held.
+
+    `sorted_by` orders the endpoints (`default` is by the wall of all their requests), `rows` bounds the tables to so
+    many endpoints and phases of each, and the list of the slowest requests, which are five where it is left out.
+    `least_ns` leaves endpoints and phases with less time in all to the row of the rest.
+    """
+    trace = recording.trace
+    parts, whole, cut = _parts(trace)
+    wall_ns = sum(span.total_ns for span in whole)
+    slowest = heapq.nlargest(options.rows or SLOWEST, whole, key=lambda span: (span.total_ns, -span.start_ns))
+    wanted = {span.span_id for span in slowest}
+    labels = _labels(trace.spans)
+    found: dict[str, _Found] = {}
+    slow: dict[int, _Found] = {}
+    for span in whole:
+        times, unknown_ns = _breakdown((span.start_ns, span.end_ns), parts.pop(span.span_id), labels)
+        of_name = found.get(span.site.name)
+        if of_name is None:
+            of_name = found[span.site.name] = _Found()
+        of_name.add(span, times, unknown_ns)
+        if span.span_id in wanted:
+            slow[span.span_id] = _Found()
+            slow[span.span_id].add(span, times, unknown_ns)
+    endpoints = [_endpoint(name, one, wall_ns, options) for name, one in found.items()]
+    endpoints.sort(key=lambda endpoint: (-_weight(endpoint, options.sorted_by), endpoint.name))
+
+    def rest(others: Sequence[Endpoint]) -> Endpoint:
+        together = _Found()
+        for endpoint in others:
+            together.merge(found[endpoint.name])
+        return _endpoint("", together, wall_ns, options, remaining=len(others))
+
+    return RequestTimes(
+        coverage=Coverage.of(trace),
+        requests=len(whole),
+        requests_cut=cut,
+        wall_ns=wall_ns,
+        endpoints=bounded(endpoints, options, lambda endpoint: endpoint.wall_ns, rest),
+        devices=_devices(trace, options),
+        slowest=tuple(_slow(span, slow[span.span_id], recording, options) for span in slowest),
+        _options=options,
+    )
+
+
+# From spans to times.
+
+
+def _labels(spans: Iterable[Span]) -> dict[Site, str | None]:
+    """Which phase the spans of each site are, None for none."""
+    return {site: _phase_of(site) for site in {span.site for span in spans}}
+
+
+def _phase_of(site: Site) -> str | None:
+    facts = dict(site.attributes)
+    declared = facts.get("phase")
+    if isinstance(declared, str) and declared:
+        return declared
+    if site.kind == "copy":
+        direction = facts.get("direction")
+        return COPIES.get(direction, "copy") if isinstance(direction, str) else "copy"
+    if site.kind == "phase" or site.name == QUEUE:
+        return site.name
+    return PHASE_OF_KIND.get(site.kind)
+
+
+def _parts(trace: Trace) -> tuple[dict[int, list[Span]], list[Span], int]:
+    """The phases of each request by its span id, the requests within the window, and how many reach over its edge."""
+    first, last = trace.held
+    known = Requests(trace.spans)
+    whole, cut = list[Span](), 0
+    for span in known.topmost:
+        if first <= span.start_ns and span.end_ns <= last and not span.clipped:
+            whole.append(span)
+        else:
+            cut += span.start_ns < last and span.end_ns > first
+    parts: dict[int, list[Span]] = {span.span_id: [] for span in whole}
+    labels = _labels(trace.spans)
+    for span in trace.spans if parts else ():
+        if labels[span.site] is None:
+            continue
+        of_request = parts.get(span.root_id)
+        owner = span.root_id
+        if of_request is None:
+            owner = known.owner(span)
+            of_request = parts.get(owner)
+        if of_request is not None and span.span_id != owner:
+            of_request.append(span)
+    return parts, whole, cut
+
+
+def _begin(span: Span) -> tuple[int, int, int]:
+    return span.start_ns, -span.end_ns, span.span_id
+
+
+def _breakdown(
+    wall: Interval, parts: list[Span], labels: Mapping[Site, str | None]
+) -> tuple[dict[str | None, int], int]:
+    """How much of the wall each phase has, and how much none has. One sweep over the spans by their begin."""
+    parts.sort(key=_begin)
+    at, last = wall
+    times: dict[str | None, int] = {}
+    unknown_ns = 0
+    running: list[tuple[int, str | None]] = []
+    for span in (*parts, None):
+        start_ns = last if span is None else min(span.start_ns, last)
+        while at < start_ns and running:
+            end_ns, label = running[-1]
+            if end_ns <= at:
+                running.pop()
+                continue
+            until = min(end_ns, start_ns)
+            times[label] = times.get(label, 0) + until - at
+            at = until
+        if at < start_ns:
+            unknown_ns += start_ns - at
+            at = start_ns
+        if span is not None:
+            running.append((span.end_ns, labels[span.site]))
+    return times, unknown_ns
+
+
+@dataclass(slots=True)
+class _Found:
+    """The requests of a name as they come: walls, errors, and by phase the requests that had time in it and the sum."""
+
+    walls: list[int] = field(default_factory=list)
+    errors: int = 0
+    phases: dict[str | None, list[int]] = field(default_factory=dict)
+    unknown_ns: int = 0
+
+    def add(self, span: Span, times: Mapping[str | None, int], unknown_ns: int) -> None:
+        self.walls.append(span.total_ns)
+        self.errors += span.error is not None
+        self.unknown_ns += unknown_ns
+        for name, time_ns in times.items():
+            phase = self.phases.get(name)
+            if phase is None:
+                self.phases[name] = [1, time_ns]
+            else:
+                phase[0] += 1
+                phase[1] += time_ns
+
+    def merge(self, other: _Found) -> None:
+        self.walls += other.walls
+        self.errors += other.errors
+        self.unknown_ns += other.unknown_ns
+        for name, (count, time_ns) in other.phases.items():
+            phase = self.phases.setdefault(name, [0, 0])
+            phase[0] += count
+            phase[1] += time_ns
+
+
+def _endpoint(name: str, found: _Found, all_ns: int, options: Options, remaining: int = 0) -> Endpoint:
+    walls = sorted(found.walls)
+    count, wall_ns = len(walls), sum(walls)
+    p50_ns, p90_ns, p99_ns = (walls[-(-percent * count // 100) - 1] for percent in (50, 90, 99))
+    return Endpoint(
+        name=name,
+        requests=count,
+        errors=found.errors,
+        wall_ns=wall_ns,
+        mean_ns=wall_ns / count,
+        p50_ns=p50_ns,
+        p90_ns=p90_ns,
+        p99_ns=p99_ns,
+        max_ns=walls[-1],
+        ratio=share(wall_ns, all_ns),
+        phases=_phases(found, options),
+        unknown_ns=found.unknown_ns,
+        unknown_mean_ns=found.unknown_ns / count,
+        unknown_ratio=share(found.unknown_ns, wall_ns),
+        remaining=remaining,
+    )
+
+
+def _phases(found: _Found, options: Options) -> tuple[PhaseTime, ...]:
+    """In the order of `IN_ORDER`; where there are more than the options leave, those with the most time."""
+    count, wall_ns = len(found.walls), sum(found.walls)
+
+    def phase(name: str, requests: int | None, summed_ns: int, remaining: int = 0) -> PhaseTime:
+        return PhaseTime(name, requests, summed_ns, summed_ns / count, share(summed_ns, wall_ns), remaining)
+
+    def rest(others: Sequence[PhaseTime]) -> PhaseTime:
+        return phase("", None, sum(one.summed_ns for one in others), len(others))
+
+    all_of_it = [phase(name or "", *times) for name, times in found.phases.items()]
+    all_of_it.sort(key=lambda one: (-one.summed_ns, one.name))
+    shown = bounded(all_of_it, options, lambda one: one.summed_ns, rest)
+    return tuple(sorted(shown, key=_place))
+
+
+def _place(phase: PhaseTime) -> tuple[bool, int]:
+    place = IN_ORDER.index(phase.name) if phase.name in IN_ORDER else len(IN_ORDER)
+    return bool(phase.remaining), place
+
+
+def _weight(endpoint: Endpoint, sorted_by: str) -> float:
+    return {"calls": endpoint.requests, "max": endpoint.max_ns, "ave": endpoint.mean_ns}.get(
+        sorted_by, endpoint.wall_ns
+    )
+
+
+def _devices(trace: Trace, options: Options) -> tuple[DeviceWithin, ...]:
+    if not any(span.device for span in trace.spans):
+        return ()
+    return tuple(
+        DeviceWithin(one.device, bounded(one.endpoints, options, lambda use: use.wall_ns, other_endpoints))
+        for one in utilisation(trace).devices
+        if one.endpoints
+    )
+
+
+def _slow(span: Span, found: _Found, recording: Recording, options: Options) -> SlowRequest:
+    trace = recording.trace
+    realtime_ns = trace.origin.realtime_of(span.start_ns) if trace.origin.realtime_ns else 0
+    known = 0 < realtime_ns < YEARS_NS
+    began = (EPOCH + timedelta(microseconds=realtime_ns // 1_000)).isoformat(timespec="microseconds") if known else ""
+    trace_id, own_id = ("", "") if span.remote is None else (f"{span.remote.trace_id:032x}", "")
+    if recording.collector_ids is not None:
+        trace_number, own_number = recording.collector_ids(span)
+        trace_id, own_id = f"{trace_number:032x}", f"{own_number:016x}"
+    return SlowRequest(
+        name=span.site.name,
+        begin_ns=span.start_ns - trace.start_ns,
+        began=began.replace("+00:00", "Z"),
+        wall_ns=span.total_ns,
+        error=span.error or "",
+        span_id=span.span_id,
+        trace_id=trace_id,
+        collector_span_id=own_id,
+        phases=_phases(found, options),
+        unknown_ns=found.unknown_ns,
+        unknown_ratio=share(found.unknown_ns, span.total_ns),
+    )
+
+
+# The text.
+
+
+def _endpoint_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
+    header = ["Request", "Count", "Errors", "Mean", "p50", "p90", "p99", "Max", "Of all"]
+    cells = []
+    for one in endpoints:
+        times = (one.mean_ns, one.p50_ns, one.p90_ns, one.p99_ns, one.max_ns)
+        shown = [compact(time_ns / UNITS[unit]) for time_ns in times]
+        cells.append([_name(one), str(one.requests), str(one.errors), *shown, _percent(one.ratio)])
+    return [*named_table(header, cells, 0), "Of all: of the sum of the walls of all requests."]
+
+
+def _name(one: Endpoint | PhaseTime) -> str:
+    return f"(remaining {one.remaining})" if one.remaining else safe(one.name) or "(no name)"
+
+
+def _percent(ratio: float | None) -> str:
+    return MISSING if ratio is None else tenths(ratio, 1)
+
+
+def _phase_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
+    cells = []
+    for one in endpoints:
+        whole = "100.0%" if one.wall_ns else MISSING
+        cells.append([_name(one), str(one.requests), compact(one.mean_ns / UNITS[unit]), whole])
+        for phase in one.phases:
+            mean = compact(phase.mean_ns / UNITS[unit])
+            count = MISSING if phase.requests is None else str(phase.requests)
+            cells.append(["  " + _name(phase), count, mean, _percent(phase.ratio)])
+        unknown = compact(one.unknown_mean_ns / UNITS[unit]), _percent(one.unknown_ratio)
+        cells.append(["  unknown (no phase ran)", MISSING, *unknown])
+    return [
+        *named_table(["Request, and its phases", "Requests", "Mean", "Of wall"], cells, 10),
+        "An instant of a request belongs to the phase that began last of those that ran, on any thread or",
+        "task of the request, so the parts add up to the wall. Mean: over all requests of the endpoint.",
+    ]
+
+
+def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
+    error = f", {safe(one.error)}" if one.error else ""
+    lines = wrapped(f"{place}. {safe(one.name) or '(no name)'}: {compact(one.wall_ns / UNITS[unit])} {unit}{error}")
+    at = f"{number(one.begin_ns / 1e9)} s after the start of the trace, span {one.span_id}"
+    lines += wrapped(f"   began {f'{one.began}, ' if one.began else ''}{at}")
+    if one.trace_id:
+        own = f", span {one.collector_span_id}" if one.collector_span_id else ""
+        lines += wrapped(f"   in the collector, if it was kept: trace {one.trace_id}{own}")
+    largest = sorted(one.phases, key=lambda phase: -phase.summed_ns)
+    parts = [f"{_name(phase)} {_percent(phase.ratio)}" for phase in largest]
+    return [*lines, *wrapped("   " + ", ".join([*parts, f"unknown {_percent(one.unknown_ratio)}"]))]
