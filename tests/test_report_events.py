@@ -514,6 +514,10 @@ FIVE = {"a": (1, 5.0, 5.0, 5.0), "b": (4, 8.0, 1.0, 4.0), "c": (2, 6.0, 2.0, 4.5
         ("max", "acbd", "maximum time in descending order"),
         ("min", "acbd", "minimum time in descending order"),
         ("ave", "acbd", "average time in descending order"),
+        ("cpu_total", "bcad", "host time in descending order"),
+        ("cpu_min", "dbca", "minimum time in ascending order"),
+        ("cpu_ave", "acbd", "average host time in descending order"),
+        ("gpu_total", "abcd", "device time in descending order"),
     ],
 )
 def test_the_sort_key_orders_every_level(sorted_by: str, order: str, heading: str, level: str) -> None:
@@ -570,7 +574,7 @@ def test_an_open_span_with_only_hidden_phases_is_still_a_row() -> None:
     [
         ({"tracer_option": "AllDetail"}, "Default, OpDetail, AllOpDetail"),
         ({"state": "CUDA"}, "CPU, GPU, All"),
-        ({"sorted_by": "avg"}, "default, calls, total, max, min, ave"),
+        ({"sorted_by": "avg"}, ", ".join(SORT_KEYS)),
         ({"threads": "one"}, "both, merged, apart"),
         ({"unit": "min"}, "s, ms, us, ns"),
         ({"least_ns": -1}, "0 or more"),

@@ -51,7 +51,16 @@ ORDERS = {
     "max": "maximum time in descending order",
     "min": "minimum time in descending order",
     "ave": "average time in descending order",
+    "cpu_total": "host time in descending order",
+    "cpu_max": "maximum time in descending order",
+    "cpu_min": "minimum time in ascending order",
+    "cpu_ave": "average host time in descending order",
+    "gpu_total": "device time in descending order",
+    "gpu_max": "maximum time in descending order",
+    "gpu_min": "minimum time in ascending order",
+    "gpu_ave": "average device time in descending order",
 }
+"""Of maxima and minima of host or device time alone the tally knows nothing; those of both together are the nearest."""
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
@@ -427,6 +436,14 @@ def _weight(totals: Totals, state: str, sorted_by: str) -> float:
         "max": totals.max_ns,
         "min": totals.min_ns,
         "ave": share(totals.elapsed_ns, totals.calls) or 0,
+        "cpu_total": totals.total_ns,
+        "cpu_max": totals.max_ns,
+        "cpu_min": -totals.min_ns,
+        "cpu_ave": share(totals.total_ns, totals.calls) or 0,
+        "gpu_total": totals.device_ns,
+        "gpu_max": totals.max_ns,
+        "gpu_min": -totals.min_ns,
+        "gpu_ave": share(totals.device_ns, totals.calls) or 0,
     }.get(sorted_by, _time_ns(totals, state))
 
 

@@ -11,7 +11,10 @@ from instrument.report.copies import copies
 from instrument.report.device import device
 from instrument.report.events import events
 from instrument.report.instrumentation import instrumentation
+from instrument.report.operators import operators
+from instrument.report.overview import overview
 from instrument.report.requests import requests
+from instrument.report.user import user
 from instrument.report.view import Options, Recording, View, document
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
@@ -19,6 +22,9 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
     "device": device,
     "copies": copies,
     "requests": requests,
+    "overview": overview,
+    "operators": operators,
+    "user": user,
 }
 """What makes each view of `VIEWS`."""
 

@@ -26,6 +26,7 @@ class Options:
     """How views are to be made; each view says what of it means something to it.
 
     `rows` bounds each table, the rest of which is one row more. `least_ns` leaves rows with less time to that row.
+    `sorted_by` names a column, and a view that has no such column sorts by the nearest that it has, as `SortKey` says.
     `threads` is `merged`, `apart` or `both`. `corrected` takes the cost of probes out of self times. `skip_first`
     leaves that many first iterations out of averages over iterations. `unit` is that of times in text. Raises
     `ValueError` for a value that there is not.
@@ -54,6 +55,27 @@ class Options:
         for name in ("least_ns", "skip_first"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class SortKey:
+    """What rows are sorted by: `column` is `default`, `calls`, `total`, `max`, `min` or `ave`.
+
+    `part` says of which times, `cpu` (host) or `gpu` (device), where a view has both; a key that does not say it means
+    those of the state, host times for `All`. A view with one time of a row takes that. One that has no such column
+    takes its total, and `default` is the order that the view is read in. Greatest first, but for `cpu_min` and
+    `gpu_min`, which ascend as in `paddle.profiler`; `min` descends as in its older profiler.
+    """
+
+    part: str
+    column: str
+    ascending: bool
+
+    @classmethod
+    def of(cls, options: Options) -> SortKey:
+        """What the options ask for."""
+        part, _, column = options.sorted_by.rpartition("_")
+        return cls(part or ("gpu" if options.state == "GPU" else "cpu"), column, bool(part) and column == "min")
 
 
 class Recording:

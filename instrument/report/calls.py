@@ -1,0 +1,232 @@
+"""The calls of a trace by their place in the call tree: host and device time of each place, in one pass.
+
+A line is what one thread, or one task on it, runs. A call on another line than its parent's begins one of its own, as
+for self times: it is not part of the parent's time. Device time of a call is the union of its own device intervals and
+of those of the calls below it on its line, so that a stretch around the stretches of inner calls counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from instrument.report.table import share
+from instrument.report.utilisation import UNTIMED
+from instrument.spans import Interval, Site, Span, length, union
+
+NEVER = 1 << 63
+"""Later, and longer, than any time of a span."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Sum, greatest and least of the times of some calls; `ave_ns` divides the sum by all calls of the row."""
+
+    total_ns: int
+    ave_ns: float | None
+    max_ns: int
+    min_ns: int
+
+
+class Place:
+    """One site below its callers on one line: sums over its calls. `inside` tells whether a call of the `kinds` asked
+    for is around it on its line, `again` whether one of the same name and kind is."""
+
+    __slots__ = (
+        "again", "calls", "children", "device_calls", "device_max_ns", "device_min_ns", "device_ns", "elsewhere",
+        "first_ns", "host_max_ns", "host_min_ns", "host_ns", "inside", "parent", "site", "streams", "thread_id",
+        "wanted",
+    )  # fmt: skip
+
+    def __init__(self, site: Site, thread_id: int, parent: Place | None, kinds: Collection[str]) -> None:
+        """`parent` is the place around it on its line, None for the first of the line."""
+        self.site = site
+        self.thread_id = thread_id
+        self.parent = parent
+        self.children: dict[Site, Place] = {}
+        self.elsewhere: dict[tuple[Site, int], Place] = {}
+        of_kinds = parent is not None and parent.site.kind in kinds
+        self.wanted = site.kind in kinds or of_kinds
+        self.inside: bool = of_kinds or (parent is not None and parent.inside)
+        self.again = False
+        above = parent if self.inside else None
+        while above is not None and not self.again:
+            self.again = above.site.name == site.name and above.site.kind == site.kind
+            above = above.parent
+        self.calls = self.host_ns = self.host_max_ns = 0
+        self.device_calls = self.device_ns = self.device_max_ns = 0
+        self.first_ns = self.host_min_ns = self.device_min_ns = NEVER
+        self.streams: dict[tuple[int, int], list[int]] = {}
+
+    def took(self, device_ns: int) -> None:
+        """Count the device time of one call."""
+        self.device_calls += 1
+        self.device_ns += device_ns
+        if device_ns > self.device_max_ns:
+            self.device_max_ns = device_ns
+        if device_ns < self.device_min_ns:
+            self.device_min_ns = device_ns
+
+
+def host_times(places: Iterable[Place]) -> Times:
+    """Host times of all calls of the places, at least one."""
+    found = list(places)
+    total_ns = sum(place.host_ns for place in found)
+    return Times(
+        total_ns,
+        share(total_ns, sum(place.calls for place in found)),
+        max(place.host_max_ns for place in found),
+        min(place.host_min_ns for place in found),
+    )
+
+
+def device_times(places: Iterable[Place]) -> Times | None:
+    """Device times of all calls of the places, 0 for a call without any; None where no call has any."""
+    found = list(places)
+    if not any(place.device_calls for place in found):
+        return None
+    calls = sum(place.calls for place in found)
+    total_ns = sum(place.device_ns for place in found)
+    every = calls == sum(place.device_calls for place in found)
+    return Times(
+        total_ns,
+        share(total_ns, calls),
+        max(place.device_max_ns for place in found),
+        min(place.device_min_ns for place in found) if every else 0,
+    )
+
+
+def call_tree(spans: Sequence[Span], kinds: Collection[str], window: Interval | None = None) -> Place:
+    """The root above the places of all spans. Device time is counted for calls of `kinds` and for those right below.
+
+    The spans may come in any order. A span whose parent is not among them begins a line. With a `window`, only what
+    lies in it counts.
+    """
+    return _Reader(spans, kinds, window or (-NEVER, NEVER)).root
+
+
+def every_place(root: Place) -> Iterator[Place]:
+    """All places with calls below the root, a parent before those below it."""
+    pending = [*reversed([*root.children.values(), *root.elsewhere.values()])]
+    while pending:
+        place = pending.pop()
+        if place.calls:
+            yield place
+        pending += [*place.children.values(), *place.elsewhere.values()]
+
+
+class _Reader:
+    """Finds the place of each span. `_above` holds the spans that are parents, by id, and `_placed` their places."""
+
+    def __init__(self, spans: Sequence[Span], kinds: Collection[str], window: Interval) -> None:
+        self.root = Place(Site("(root)"), 0, None, ())
+        self._kinds = kinds
+        self._window = window
+        parent_ids = {span.parent_id for span in spans}
+        self._above = {span.span_id: span for span in spans if span.span_id in parent_ids}
+        self._placed: dict[int, Place] = {}
+        self._stretches: dict[int, list[Interval]] = {}
+        self._count(spans, parent_ids, any(span.task_id for span in spans))
+        for span_id, stretches in self._stretches.items():
+            self._placed[span_id].took(length(union(stretches)))
+
+    def _count(self, spans: Sequence[Span], parent_ids: Collection[int], has_tasks: bool) -> None:
+        placed, above = self._placed, self._above
+        first_ns, last_ns = self._window
+        for span in spans:
+            start_ns, end_ns = span.start_ns, span.end_ns
+            if start_ns < first_ns or end_ns > last_ns:
+                if end_ns <= first_ns or start_ns >= last_ns:
+                    continue
+                start_ns, end_ns = max(start_ns, first_ns), min(end_ns, last_ns)
+            span_id, parent_id = span.span_id, span.parent_id
+            place, parent = None, placed.get(parent_id)
+            if (
+                parent is not None
+                and parent.thread_id == span.thread_id
+                and (not has_tasks or above[parent_id].task_id == span.task_id)
+            ):
+                place = parent.children.get(span.site)
+            if place is None:
+                place = self._place(span)
+            if span_id in parent_ids:
+                placed[span_id] = place
+            host_ns = end_ns - start_ns
+            place.calls += 1
+            place.host_ns += host_ns
+            if host_ns > place.host_max_ns:
+                place.host_max_ns = host_ns
+            if host_ns < place.host_min_ns:
+                place.host_min_ns = host_ns
+            if start_ns < place.first_ns:
+                place.first_ns = start_ns
+            if span.device and (place.wanted or place.inside):
+                self._took(span, place, span_id in parent_ids)
+
+    def _place(self, span: Span) -> Place:
+        """The place of a span, made on first sight, and those of its ancestors. Damaged files may run in a circle."""
+        chain = {span.span_id: span}
+        up = self._above.get(span.parent_id)
+        while up is not None and up.span_id not in self._placed and up.span_id not in chain:
+            chain[up.span_id] = up
+            up = self._above.get(up.parent_id)
+        place = self.root
+        for one in reversed(chain.values()):
+            above = self._above.get(one.parent_id)
+            around = self._placed.get(one.parent_id, self.root)
+            if above is not None and (above.thread_id, above.task_id) == (one.thread_id, one.task_id):
+                found = around.children.get(one.site)
+                if found is None:
+                    inner = around if around is not self.root else None
+                    found = around.children[one.site] = Place(one.site, one.thread_id, inner, self._kinds)
+            else:
+                key = one.site, one.thread_id
+                found = around.elsewhere.get(key)
+                if found is None:
+                    found = around.elsewhere[key] = Place(one.site, one.thread_id, None, self._kinds)
+            place = found
+            if one is not span:
+                self._placed[one.span_id] = place
+        return place
+
+    def _took(self, span: Span, place: Place, is_parent: bool) -> None:
+        """Give a span's device intervals to its call and to those around it that are asked for."""
+        first_ns, last_ns = self._window
+        stretches: list[Interval] = []
+        for interval in span.device:
+            start_ns, end_ns = max(interval.start_ns, first_ns), min(interval.end_ns, last_ns)
+            if interval.label in UNTIMED or start_ns > end_ns:
+                continue
+            stretches.append((start_ns, end_ns))
+            of_stream = place.streams.get((interval.device, interval.stream))
+            took_ns = end_ns - start_ns
+            if of_stream is None:
+                place.streams[interval.device, interval.stream] = [1, took_ns, took_ns, took_ns]
+            else:
+                of_stream[0] += 1
+                of_stream[1] += took_ns
+                of_stream[2] = max(of_stream[2], took_ns)
+                of_stream[3] = min(of_stream[3], took_ns)
+        if not stretches:
+            return
+        if place.wanted:
+            if is_parent:
+                self._stretches.setdefault(span.span_id, []).extend(stretches)
+            elif len(stretches) == 1:
+                place.took(stretches[0][1] - stretches[0][0])
+            else:
+                place.took(length(union(stretches)))
+        around, up = place.parent, span
+        while around is not None and (around.wanted or around.inside):
+            up = self._above[up.parent_id]
+            if around.wanted and not _encloses(up, stretches):
+                self._stretches.setdefault(up.span_id, []).extend(stretches)
+            around = around.parent
+
+
+def _encloses(span: Span, stretches: Sequence[Interval]) -> bool:
+    """Whether the span has one device interval that holds all of these, so that they add nothing to it."""
+    if len(span.device) != 1 or span.device[0].label in UNTIMED:
+        return False
+    own = span.device[0]
+    return all(own.start_ns <= start_ns and end_ns <= own.end_ns for start_ns, end_ns in stretches)

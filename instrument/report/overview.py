@@ -1,0 +1,237 @@
+"""The `overview` view: how much of the window each kind of work filled, on the host and on each device.
+
+It is the Overview Summary of `paddle.profiler`. Every time is a union, over threads and over streams, so that what ran
+side by side counts once, and a row may lie inside another one: rows do not add up. The first row is what the ratios
+are of. Where steps were recorded there is a second ratio, of the part of the row that lies in steps to the time in
+steps; that profiler sets time between steps against it too.
+
+A pair of events times a stretch of a stream and does not tell what ran there: compute is all that no copy asked for,
+memsets too. Communication is part of it: the stretches of spans of kind `comm` and of those below them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from instrument.report.device import coverage
+from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
+from instrument.report.utilisation import UNTIMED
+from instrument.report.view import Options, Recording, SortKey
+from instrument.spans import KINDS, Site, Span, Trace
+
+ALL_DEVICES = -1
+"""The device of rows that are of all devices."""
+
+WORK = {
+    "busy": ("compute", "copies"),
+    "compute": ("compute",),
+    "communication": ("communication",),
+    "copies": ("copies",),
+}
+"""What rows of a device are of, and the union of which stretches each is."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindUse:
+    """Spans of one kind in the window: how many, the union of their time, and how much of that lies in steps.
+
+    `ratio` is of the window, `step_ratio` is `in_steps_ns` of the time in steps, None where no step was recorded.
+    """
+
+    kind: str
+    calls: int
+    time_ns: int
+    in_steps_ns: int
+    ratio: float | None
+    step_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """Timed stretches of one device, or of all where `device` is `ALL_DEVICES`: how many, and the union of them."""
+
+    device: int
+    work: str
+    stretches: int
+    time_ns: int
+    in_steps_ns: int
+    ratio: float | None
+    step_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The view. `window_ns` is the length of the part of the window of which every span is held, `steps_ns` of the
+    time in which a step was under way, None where none was recorded."""
+
+    coverage: tuple[str, ...]
+    window_ns: int
+    steps_ns: int | None
+    kinds: tuple[KindUse, ...]
+    devices: tuple[DeviceWork, ...]
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """The text."""
+        lines = [*title("Overview Report"), *self.coverage]
+        if not self.kinds:
+            return [*lines, "", "No span was recorded in it: name functions or layers in the profile, or open a scope."]
+        unit, with_steps = self._options.unit, self.steps_ns is not None
+        lines.append(f"Time unit: {unit}; unions: what ran side by side counts once, and rows may lie in one another")
+        if with_steps:
+            lines.append("Of steps: the part of the row that lies in steps, of the time in steps")
+        ratios = ["Of window", *["Of steps"] * with_steps]
+        first = ["window", "", in_unit(self.window_ns, unit), tenths(self.window_ns, self.window_ns)]
+        cells = [first + [tenths(self.steps_ns, self.steps_ns)] * with_steps if self.steps_ns is not None else first]
+        cells += [[f"  {use.kind}", str(use.calls), *self._shares(use)] for use in self.kinds]
+        lines += ["", *named_table(["Kind", "Calls", "Time", *ratios], cells, 12), ""]
+        for device in dict.fromkeys(use.device for use in self.devices):
+            of_it = [use for use in self.devices if use.device == device]
+            cells = [
+                [("  " if use.work == "communication" else "") + use.work, str(use.stretches), *self._shares(use)]
+                for use in of_it
+            ]
+            lines += section_title("All devices" if device == ALL_DEVICES else f"Device {device}")
+            lines += [*named_table(["Work", "Stretches", "Time", *ratios], cells, 12), ""]
+        if not self.devices:
+            lines += ["No device time was recorded in it."]
+        return lines
+
+    def _shares(self, use: KindUse | DeviceWork) -> list[str]:
+        cells = [in_unit(use.time_ns, self._options.unit), tenths(use.ratio, 1)]
+        return cells if self.steps_ns is None else [*cells, tenths(use.step_ratio, 1)]
+
+
+def overview(recording: Recording, options: Options) -> Overview:
+    """The view of the spans that are held. `state` leaves out host or device rows.
+
+    Kinds come by their time, whatever `sorted_by` says but `calls`; there are too few for the other options.
+    """
+    trace = recording.trace
+    found = _Found(trace)
+    steps = found.kinds.get("step")
+    steps_ns = steps.time_ns() if steps is not None else None
+    window_ns = trace.held[1] - trace.held[0]
+
+    def facts(stretches: _Stretches) -> tuple[int, int, float | None, float | None]:
+        time_ns = stretches.time_ns()
+        in_steps_ns = stretches.within_ns(steps, time_ns, steps_ns) if steps is not None and steps_ns else 0
+        step_ratio = None if steps_ns is None else share(in_steps_ns, steps_ns)
+        return time_ns, in_steps_ns, share(time_ns, window_ns), step_ratio
+
+    kinds = [KindUse(kind, stretches.count, *facts(stretches)) for kind, stretches in found.kinds.items()]
+    by_calls = SortKey.of(options).column == "calls"
+    kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns, KINDS.index(use.kind)))
+    devices = [
+        DeviceWork(device, work, stretches.count, *facts(stretches)) for device, work, stretches in found.by_work()
+    ]
+    return Overview(
+        tuple(coverage(trace)),
+        window_ns,
+        steps_ns,
+        tuple(kinds) if options.state != "GPU" else (),
+        tuple(devices) if options.state != "CPU" else (),
+        options,
+    )
+
+
+class _Stretches:
+    """Intervals, as two lists so that a million of them take little memory; neither list need be sorted."""
+
+    __slots__ = ("ends", "starts")
+
+    def __init__(self, parts: Iterable[_Stretches] = ()) -> None:
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        for part in parts:
+            self.starts += part.starts
+            self.ends += part.ends
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+    def time_ns(self) -> int:
+        """The length of the union.
+
+        The k-th gap of a union is where the k-th end, in order, lies before the start after it: as many intervals have
+        ended as have begun.
+        """
+        self.starts.sort()
+        self.ends.sort()
+        return _union_ns(self.starts, self.ends)
+
+    def within_ns(self, other: _Stretches, own_ns: int, others_ns: int) -> int:
+        """The length of what this union shares with another one: both, less the union of both together."""
+        if other is self:
+            return own_ns
+        together_ns = _union_ns(sorted(self.starts + other.starts), sorted(self.ends + other.ends))
+        return own_ns + others_ns - together_ns
+
+
+def _union_ns(starts: Sequence[int], ends: Sequence[int]) -> int:
+    if not starts:
+        return 0
+    gaps = zip(starts[1:], ends, strict=False)
+    return ends[-1] - starts[0] - sum(start - end for start, end in gaps if start > end)
+
+
+class _Found:
+    """What the spans of a trace filled, clipped to the part of the window that is held: by kind, device and work."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.kinds: dict[str, _Stretches] = {}
+        self.devices: dict[tuple[int, str], _Stretches] = {}
+        first, last = trace.held
+        of_site: dict[Site, _Stretches] = {}
+        with_device = []
+        for span in trace.spans:
+            if span.device:
+                with_device.append(span)
+            start_ns, end_ns = span.start_ns, span.end_ns
+            if start_ns < first or end_ns > last:
+                if start_ns >= last or end_ns <= first:
+                    continue
+                start_ns, end_ns = max(start_ns, first), min(end_ns, last)
+            stretches = of_site.get(span.site)
+            if stretches is None:
+                stretches = of_site[span.site] = self.kinds.setdefault(span.site.kind, _Stretches())
+            stretches.starts.append(start_ns)
+            stretches.ends.append(end_ns)
+        communicates = _below_comm(trace.spans) if with_device and "comm" in self.kinds else set()
+        for span in with_device:
+            works = ["copies"] if span.site.kind == "copy" else ["compute"]
+            works += ["communication"] * (span.span_id in communicates and span.site.kind != "copy")
+            for interval in span.device:
+                if interval.label not in UNTIMED and interval.start_ns < last and interval.end_ns > first:
+                    start_ns, end_ns = max(interval.start_ns, first), min(interval.end_ns, last)
+                    for work in works:
+                        stretches = self.devices.setdefault((interval.device, work), _Stretches())
+                        stretches.starts.append(start_ns)
+                        stretches.ends.append(end_ns)
+
+    def by_work(self) -> Iterator[tuple[int, str, _Stretches]]:
+        """Devices in their order after all of them together, if there are several, and of each what it did."""
+        numbers = sorted({device for device, _ in self.devices})
+        for device in [ALL_DEVICES, *numbers] if len(numbers) > 1 else numbers:
+            its = numbers if device == ALL_DEVICES else [device]
+            for work, parts in WORK.items():
+                found = [self.devices[one, part] for one in its for part in parts if (one, part) in self.devices]
+                if found:
+                    yield device, work, _Stretches(found)
+
+
+def _below_comm(spans: Sequence[Span]) -> set[int]:
+    """The ids of the spans of kind `comm` and of all below them."""
+    children: dict[int, list[int]] = {}
+    for span in spans:
+        children.setdefault(span.parent_id, []).append(span.span_id)
+    found: set[int] = set()
+    pending = [span.span_id for span in spans if span.site.kind == "comm"]
+    while pending:
+        span_id = pending.pop()
+        if span_id not in found:
+            found.add(span_id)
+            pending += children.get(span_id, ())
+    return found

@@ -1,0 +1,180 @@
+"""Rows of calls by name, with host and device columns: what the `operators` and the `user` view are tables of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from instrument.report.calls import Place, Times, device_times, host_times
+from instrument.report.table import LINE, MISSING, in_unit, named_table, safe, section_title, share, shorten, tenths
+from instrument.report.view import Options, SortKey
+
+
+@dataclass(frozen=True, slots=True)
+class CallRow:
+    """The calls of one name. Ratios are of what the view says, a `gpu` of None means that no call had device time.
+
+    A row with `remaining` stands for so many rows of its level that were left out.
+    """
+
+    name: str
+    kind: str
+    depth: int
+    calls: int
+    cpu: Times | None
+    gpu: Times | None
+    cpu_ratio: float | None
+    gpu_ratio: float | None
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallBlock:
+    """The rows of one thread, or of all threads merged where `thread` is None, and the bases of their ratios."""
+
+    thread: int | None
+    name: str
+    cpu_base_ns: int
+    gpu_base_ns: int
+    rows: tuple[CallRow, ...]
+
+
+def blocks_of(
+    places: Sequence[Place],
+    names: Mapping[int, str],
+    options: Options,
+    block: Callable[[int | None, str, Sequence[Place], Options], CallBlock],
+) -> tuple[CallBlock, ...]:
+    """The block of all threads, if it is asked for and says more than the next, and one of each thread."""
+    by_thread: dict[int, list[Place]] = {}
+    for place in places:
+        by_thread.setdefault(place.thread_id, []).append(place)
+    blocks = []
+    if by_thread and (options.threads == "merged" or (options.threads == "both" and len(by_thread) > 1)):
+        blocks.append(block(None, "", places, options))
+    if options.threads != "merged":
+        blocks += [
+            block(thread, names.get(thread, f"thread {thread}"), by_thread[thread], options)
+            for thread in sorted(by_thread)
+        ]
+    return tuple(blocks)
+
+
+def by_name(places: Iterable[Place]) -> dict[tuple[str, str], list[Place]]:
+    found: dict[tuple[str, str], list[Place]] = {}
+    for place in places:
+        found.setdefault((place.site.name, place.site.kind), []).append(place)
+    return found
+
+
+def row_of(name: str, kind: str, depth: int, places: Sequence[Place], cpu_base_ns: int, gpu_base_ns: int) -> CallRow:
+    cpu, gpu = host_times(places), device_times(places)
+    once = [place for place in places if not (depth == 0 and place.again)]
+    return CallRow(
+        name,
+        kind,
+        depth,
+        sum(place.calls for place in places),
+        cpu,
+        gpu,
+        share(sum(place.host_ns for place in once), cpu_base_ns),
+        None if gpu is None else share(sum(place.device_ns for place in once), gpu_base_ns),
+    )
+
+
+def ordered(rows: Sequence[CallRow], options: Options) -> list[CallRow]:
+    """The rows in the order asked, as many as are asked for; the last one sums up those left out."""
+    key = SortKey.of(options)
+    sign = 1 if key.ascending else -1
+
+    def weight(row: CallRow) -> float:
+        if key.column == "calls":
+            return row.calls
+        times = row.gpu if key.part == "gpu" else row.cpu
+        column = "total" if key.column == "default" else key.column
+        return (getattr(times, f"{column}_ns") if times else 0) or 0
+
+    def heaviest_ns(row: CallRow) -> int:
+        cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
+        return {"CPU": cpu_ns, "GPU": gpu_ns}.get(options.state, max(cpu_ns, gpu_ns))
+
+    in_order = sorted(rows, key=lambda row: (sign * weight(row), -heaviest_ns(row), row.name, row.kind))
+    shown = [row for row in in_order if heaviest_ns(row) >= options.least_ns][: options.rows]
+    if len(shown) < len(rows):
+        kept = set(map(id, shown))
+        shown.append(_together([row for row in in_order if id(row) not in kept]))
+    return shown
+
+
+def _together(rows: Sequence[CallRow]) -> CallRow:
+    """One row for several; a ratio is the sum of theirs, which may hold an inner operator and its outer one both."""
+    calls = sum(row.calls for row in rows)
+    gpu = [row.gpu for row in rows if row.gpu]
+    return CallRow(
+        f"(remaining {len(rows)})",
+        "",
+        rows[0].depth,
+        calls,
+        _sum([row.cpu for row in rows if row.cpu], calls),
+        _sum(gpu, calls, whole=len(gpu) == len(rows)),
+        _added([row.cpu_ratio for row in rows]),
+        _added([row.gpu_ratio for row in rows]),
+        len(rows),
+    )
+
+
+def _sum(parts: Sequence[Times], calls: int, *, whole: bool = True) -> Times | None:
+    if not parts:
+        return None
+    total_ns, least_ns = sum(part.total_ns for part in parts), min(part.min_ns for part in parts)
+    return Times(total_ns, share(total_ns, calls), max(part.max_ns for part in parts), least_ns if whole else 0)
+
+
+def _added(ratios: Sequence[float | None]) -> float | None:
+    found = [ratio for ratio in ratios if ratio is not None]
+    return sum(found) if found else None
+
+
+def sorting(options: Options) -> str:
+    """What the rows are sorted by."""
+    key = SortKey.of(options)
+    column = {"default": "total", "calls": "number of calls"}.get(key.column, key.column)
+    what = column if key.column == "calls" else f"{key.part.upper()} {column}"
+    return f"sorted by {what}, {'least' if key.ascending else 'greatest'} first"
+
+
+def block_lines(blocks: Sequence[CallBlock], options: Options, what: str) -> list[str]:
+    """Each block as a table: a line for host times, and one for device times where there are any."""
+    lines: list[str] = []
+    header = [what, "Calls", "On", "Total", "Ave", "Max", "Min", "Ratio"]
+    for block in blocks:
+        bases = [] if options.state == "GPU" else [f"CPU {in_unit(block.cpu_base_ns, options.unit)}"]
+        if options.state != "CPU" and any(row.gpu for row in block.rows):
+            bases.append(f"GPU {in_unit(block.gpu_base_ns, options.unit)}")
+        lines += section_title("All threads" if block.thread is None else "Thread")
+        if block.thread is not None:
+            lines.append(f"{shorten(safe(block.name), LINE // 2)} (id {block.thread})")
+        lines += [f"Ratio of: {', '.join(bases)}"] if bases else []
+        kinds: dict[tuple[str, int], set[str]] = {}
+        for row in block.rows:
+            kinds.setdefault((row.name, row.depth), set()).add(row.kind)
+        cells = []
+        for row in block.rows:
+            cells += _cells(row, options, with_kind=len(kinds[row.name, row.depth]) > 1)
+        lines += [*named_table(header, cells, 7), ""]
+    return lines
+
+
+def _cells(row: CallRow, options: Options, *, with_kind: bool) -> list[list[str]]:
+    name = f"{row.name} ({row.kind})" if with_kind and row.kind else row.name
+    found = []
+    for on, times, ratio in (("CPU", row.cpu, row.cpu_ratio), ("GPU", row.gpu, row.gpu_ratio)):
+        if times is not None and options.state in (on, "All"):
+            parts = (times.total_ns, times.ave_ns, times.max_ns, times.min_ns)
+            found.append([on, *(in_unit(part, options.unit) for part in parts), tenths(ratio, 1)])
+    found = found or [[MISSING] * 6]
+    indent = "  " * row.depth
+    return [
+        [f"{indent}{name}" if index == 0 else " ", str(row.calls) if index == 0 else "", *cells]
+        for index, cells in enumerate(found)
+    ]
