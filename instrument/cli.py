@@ -122,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     report = verbs.add_parser("report", help="print the summary of a saved Chrome trace")
     report.add_argument("trace", metavar="FILE", help=".json or .json.gz, ours or another profiler's")
     report.add_argument(
+        "--with",
+        dest="beside",
+        metavar="FILE",
+        help="a trace that torch.profiler saved of the same time: its kernels and allocations beside our spans",
+    )
+    report.add_argument(
         "--view",
         action="extend",
         type=_views,
@@ -505,6 +511,8 @@ def _report(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report.view import Options, Recording
 
     trace, tally = chrome.load(options.trace)
+    if options.beside:
+        trace = chrome.join(trace, chrome.load(options.beside)[0])
     views = options.view or ("events",)
     recording = Recording.of_trace(trace, tally)
     asked = Options(

@@ -241,6 +241,44 @@ class Gpu:
     uuid: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What torch.profiler saw a stream of a device do; `kind` is of `WORK`.
+
+    `launched_ns` is when the host's call that asked for it began, on `thread_id`; both are 0 where no call is known.
+    """
+
+    name: str
+    kind: str
+    device: int
+    stream: int
+    start_ns: int
+    end_ns: int
+    thread_id: int = 0
+    launched_ns: int = 0
+
+
+WORK: tuple[str, ...] = ("kernel", "copy", "fill")
+"""Every kind of work of a `Kernel`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory that a thread took from torch's allocator, or gave back (`size_bytes` below 0), as torch.profiler saw it.
+
+    `device` is `HOST` for the host. `allocated_bytes` and `reserved_bytes` are what the allocator then had in all, in
+    use and from the driver.
+    """
+
+    device: int
+    at_ns: int
+    thread_id: int
+    size_bytes: int
+    address: int
+    allocated_bytes: int
+    reserved_bytes: int = 0
+
+
 @dataclass(slots=True)
 class Trace:
     """A set of spans as saved or collected, with all that is needed to judge what it can and cannot say.
@@ -248,7 +286,8 @@ class Trace:
     `threads` maps native thread ids to names. `losses` counts, by reason, what was not kept. `notes` are sentences
     on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time,
     device and name, `gpus` are the devices that they name. `held_from_ns` is the time since when no span was
-    overwritten by a newer one, 0 where none was.
+    overwritten by a newer one, 0 where none was. `kernels` and `allocations`, each in the order of time, are what
+    torch.profiler saw in the part of time that is `watched`, None where it saw nothing.
     """
 
     origin: Origin
@@ -263,6 +302,9 @@ class Trace:
     samples: Sequence[Sample] = ()
     gpus: Sequence[Gpu] = ()
     held_from_ns: int = 0
+    kernels: Sequence[Kernel] = ()
+    allocations: Sequence[Allocation] = ()
+    watched: Interval | None = None
 
     @property
     def held(self) -> Interval:

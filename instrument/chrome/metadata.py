@@ -10,7 +10,20 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from instrument.chrome.text import checked, clean, encode, index, is_number, safe
-from instrument.spans import GAUGES, Cost, Gpu, Origin, Sample, Site, Span, Trace
+from instrument.spans import (
+    GAUGES,
+    WORK,
+    Allocation,
+    Cost,
+    Gpu,
+    Interval,
+    Kernel,
+    Origin,
+    Sample,
+    Site,
+    Span,
+    Trace,
+)
 from instrument.tally import Tally, Totals
 
 FORMAT = 3
@@ -100,10 +113,32 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
             for sample in trace.samples
             if not is_number(sample.value)
         ],
+        **_watched(trace, base_ns),
     }
     text = encode(facts)[:-1] + ',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}'
     # JSON allows DEL as it is, but Perfetto 52 and 55 refuse a file that has it outside of the events.
     return text.replace("\x7f", "\\u007f")
+
+
+def _watched(trace: Trace, base_ns: int) -> dict[str, Any]:
+    """What torch.profiler saw, if anything: names once, and flat lists in the order of the fields."""
+    if trace.watched is None:
+        return {}
+    names: dict[str, int] = {}
+    return {
+        "watched": [at_ns - base_ns for at_ns in trace.watched],
+        "kernels": [
+            [names.setdefault(clean(one.name), len(names)), one.kind, one.device, one.stream, one.start_ns - base_ns,
+             one.end_ns - one.start_ns, one.thread_id, one.launched_ns - base_ns if one.thread_id else 0]
+            for one in trace.kernels
+        ],
+        "kernel_names": list(names),
+        "allocations": [
+            [one.device, one.at_ns - base_ns, one.thread_id, one.size_bytes, one.address, one.allocated_bytes,
+             one.reserved_bytes]
+            for one in trace.allocations
+        ],
+    }  # fmt: skip
 
 
 def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
@@ -159,7 +194,38 @@ class Metadata:
             held_from_ns=checked(facts.get("held_from_ns", 0), int),
             samples=tuple(samples),
             gpus=tuple(made(Gpu, gpu) for gpu in facts.get("gpus", ())),
+            kernels=self._kernels(),
+            allocations=self._allocations(),
+            watched=self._watched(),
         )
+
+    def _watched(self) -> Interval | None:
+        if "watched" not in self._facts:
+            return None
+        first, last = (self.base_ns + checked(at_ns, int) for at_ns in self._facts["watched"])
+        return first, max(first, last)
+
+    def _kernels(self) -> list[Kernel]:
+        base_ns, names = self.base_ns, [checked(name, str) for name in self._facts.get("kernel_names", ())]
+        found = []
+        for name, kind, *numbers in self._facts.get("kernels", ()):
+            device, stream, start_ns, length_ns, thread_id, launched_ns = (checked(number, int) for number in numbers)
+            if length_ns < 0 or kind not in WORK:
+                raise ValueError("a kernel in it is none; it is damaged")
+            start_ns += base_ns
+            launched_ns += base_ns if thread_id else 0
+            found.append(
+                Kernel(names[index(name)], kind, device, stream, start_ns, start_ns + length_ns, thread_id, launched_ns)
+            )
+        return found
+
+    def _allocations(self) -> list[Allocation]:
+        return [
+            Allocation(
+                checked(device, int), self.base_ns + checked(since_ns, int), *(checked(each, int) for each in rest)
+            )
+            for device, since_ns, *rest in self._facts.get("allocations", ())
+        ]
 
     def tally(self) -> Tally | None:
         """The tally, if one was saved."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator
-from itertools import count
-from operator import itemgetter
+from itertools import chain, count
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from instrument.errors import TraceError
 from instrument.spans import (
     HOST,
     KINDS,
+    Allocation,
     DeviceInterval,
+    Kernel,
     Origin,
     RemoteParent,
     Sample,
@@ -38,6 +41,11 @@ LIMIT_BYTES = 2 << 30
 LIMIT_SPANS, LIMIT_BACKWARD = 10_000_000, 1000
 
 KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, "cpu_op": "op", "kernel": "op", "gpu_memcpy": "copy"}
+
+# What torch.profiler calls the work of a device, the calls that ask for it, and the type of the host as a device.
+WORK_OF_CATEGORY = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fill"}
+LAUNCHES = re.compile(r"\w+_(?:runtime|driver)")
+HOST_MEMORY = 0
 
 
 # The file
@@ -250,12 +258,18 @@ class _Foreign:
         self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
         self._count = 0
+        self._work: list[tuple[str, str, int, int, int, int, int | None]] = []
+        self._launches: dict[int, tuple[int, int]] = {}
+        self._allocations: list[Allocation] = []
+        self._device_rows: set[tuple[Any, ...]] = set()
 
     def add(self, event: dict[str, Any]) -> None:
         phase = checked(event.get("ph", ""), str)
         row = tuple(checked(event.get(key), int, str, type(None)) for key in ("pid", "tid"))
         if phase == "M" and event.get("name") in ("process_name", "thread_name"):
             self._names[row if event["name"] == "thread_name" else (row[0], None)] = checked(event["args"]["name"], str)
+        if phase == "i" and event.get("name") == "[memory]":
+            self._add_allocation(event, row)
         if phase not in ("X", "B", "E", "b", "e"):
             return
         self._count += 1
@@ -271,10 +285,49 @@ class _Foreign:
         if phase == "X":
             span.end_ns = _end(start_ns, nanoseconds(event["ts"] + checked(event.get("dur"), float, int)))
             self.spans.append(span)
+            self._add_work(event, row, span)
             return
         if phase == "b":
             span.task_id = self._tasks.setdefault(key, 1 + len(self._tasks))
         self.marks.setdefault(key, []).append((start_ns, span))
+
+    def _add_work(self, event: dict[str, Any], row: tuple[Any, ...], span: Span) -> None:
+        """Work of a device, or a call of the host that asks for some; both name it by a number."""
+        category, args = event.get("cat"), event.get("args") or {}
+        known = args.get("correlation")
+        correlation = known if isinstance(known, int) else None
+        if category in WORK_OF_CATEGORY:
+            self._device_rows.add(row)
+            device, stream = args.get("device", row[0]), args.get("stream", row[1])
+            if isinstance(device, int) and isinstance(stream, int):
+                kind = WORK_OF_CATEGORY[category]
+                self._work.append((span.site.name, kind, device, stream, span.start_ns, span.end_ns, correlation))
+        elif correlation is not None and isinstance(category, str) and LAUNCHES.fullmatch(category):
+            self._launches[correlation] = (span.thread_id, span.start_ns)
+
+    def _add_allocation(self, event: dict[str, Any], row: tuple[Any, ...]) -> None:
+        args = checked(event.get("args"), dict)
+        in_host = args.get("Device Type") == HOST_MEMORY
+        numbers = [checked(args.get(key, 0), int) for key in ("Addr", "Total Allocated", "Total Reserved")]
+        self._allocations.append(
+            Allocation(
+                HOST if in_host else max(checked(args.get("Device Id"), int), 0),
+                nanoseconds(event.get("ts")),
+                self._thread_id(row),
+                checked(args.get("Bytes"), int),
+                *numbers,
+            )
+        )
+        if len(self._allocations) > LIMIT_SPANS:
+            raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
+
+    def _kernels(self) -> list[Kernel]:
+        """The work of devices by start, each with the call that asked for it, wherever in the file that stood."""
+        self._work.sort(key=itemgetter(4))
+        return [
+            Kernel(name, kind, device, stream, start_ns, end_ns, *self._launches.get(known or 0, (0, 0)))
+            for name, kind, device, stream, start_ns, end_ns, known in self._work
+        ]
 
     def _thread_id(self, row: tuple[Any, ...]) -> int:
         if row not in self._thread_ids:
@@ -293,6 +346,7 @@ class _Foreign:
         self._nest()
         assign_self_times(self.spans)
         pids = [pid for pid, _ in self._thread_ids]
+        host_pids = [row[0] for row in self._thread_ids if row not in self._device_rows]
         one_process = len(set(pids)) == 1
         threads = {}
         for row, thread_id in self._thread_ids.items():
@@ -300,17 +354,23 @@ class _Foreign:
             process = self._names.get((row[0], None), f"process {row[0]}")
             threads[thread_id] = name if one_process else f"{process}: {name}"
         origin = Origin(
-            pid=next((pid for pid in pids if isinstance(pid, int)), 0),
+            pid=next((pid for pid in host_pids if isinstance(pid, int)), 0),
             service=self._names.get((pids[0], None), "") if pids else "",
             monotonic_ns=0,
             realtime_ns=self.epoch_ns,
             recorder="other",
             host=self.host,
         )
-        first_ns = min((span.start_ns for span in self.spans), default=0)
-        last_ns = max((span.end_ns for span in self.spans), default=0)
+        self._allocations.sort(key=attrgetter("at_ns"))
+        ends = [one.at_ns for one in (*self._allocations[:1], *self._allocations[-1:])]
+        first_ns = min(chain(ends, (span.start_ns for span in self.spans)), default=0)
+        last_ns = max(chain(ends, (span.end_ns for span in self.spans)), default=0)
         losses = {"slice ends without a begin": strays} if strays else {}
-        return Trace(origin, first_ns, last_ns, self.spans, threads, losses)
+        trace = Trace(origin, first_ns, last_ns, self.spans, threads, losses)
+        if self._work or self._allocations:
+            trace.kernels, trace.allocations = self._kernels(), self._allocations
+            trace.watched = first_ns, last_ns
+        return trace
 
     def _close_marks(self) -> int:
         """Make spans of begins and ends, by time like a stack; returns how many ends had no begin."""

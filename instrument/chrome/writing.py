@@ -20,7 +20,7 @@ from instrument.spans import GAUGES, HOST, Gpu, Sample, Trace
 from instrument.tally import Tally
 
 COMPRESSION = 3
-"""zlib level: a seventh smaller than level 1 in a fifth more time; level 6 is another sixth smaller in twice the time."""
+"""zlib level: a seventh smaller than level 1 in a fifth more time; level 6 is another sixth smaller in twice that."""
 
 MEMORY = 9
 """zlib's memory level: the most, half a MiB for the time of the write."""

@@ -11,6 +11,7 @@ from instrument.report.copies import copies
 from instrument.report.device import device
 from instrument.report.events import events
 from instrument.report.instrumentation import instrumentation
+from instrument.report.kernels import kernels
 from instrument.report.operators import operators
 from instrument.report.overview import overview
 from instrument.report.requests import requests
@@ -18,13 +19,14 @@ from instrument.report.user import user
 from instrument.report.view import Options, Recording, View, document
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
+    "overview": overview,
     "events": events,
+    "operators": operators,
+    "kernels": kernels,
     "device": device,
     "copies": copies,
-    "requests": requests,
-    "overview": overview,
-    "operators": operators,
     "user": user,
+    "requests": requests,
 }
 """What makes each view of `VIEWS`."""
 

@@ -1,0 +1,72 @@
+"""Joining: what torch.profiler saw of a device and its memory, laid beside the spans of the same process.
+
+Both files tell the wall clock of their times: torch's by its base, ours by the pair of clocks of its origin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timezone
+
+from instrument.errors import TraceError
+from instrument.spans import Kernel, Trace
+
+OURS = "trace of instrument"
+TORCHS = "trace of torch.profiler"
+
+
+def join(trace: Trace, beside: Trace) -> Trace:
+    """A trace of ours with the kernels and allocations of a trace of torch.profiler, moved to our clock.
+
+    Raises `TraceError` where the two are not what they should be, or of other processes or times.
+    """
+    if trace.origin.recorder == "other" or beside.origin.recorder != "other":
+        found = [TORCHS if one.origin.recorder == "other" else OURS for one in (trace, beside)]
+        raise TraceError(
+            f"asked to join a {OURS} with a {TORCHS}, found a {found[0]} and a {found[1]}; give ours first"
+        )
+    if beside.watched is None:
+        raise TraceError(
+            "asked to join a trace of torch.profiler, found neither kernels nor allocations in it; record it with "
+            "ProfilerActivity.CUDA or profile_memory=True"
+        )
+    ours, theirs = trace.origin.pid, beside.origin.pid
+    if ours and theirs and ours != theirs:
+        raise TraceError(f"asked to join two traces of one process, found those of {ours} and {theirs}")
+    moved_ns = beside.origin.realtime_of(0) - trace.origin.realtime_of(0)
+    first, last = beside.watched[0] + moved_ns, beside.watched[1] + moved_ns
+    if first >= trace.end_ns or last <= trace.start_ns:
+        raise TraceError(
+            f"asked to join two traces of one time, found ours from {_told(trace, trace.start_ns, trace.end_ns)} and "
+            f"torch.profiler's from {_told(trace, first, last)}; give a window that torch.profiler watched"
+        )
+    first, last = max(first, trace.start_ns), min(last, trace.end_ns)
+    return replace(
+        trace,
+        kernels=[
+            Kernel(
+                one.name,
+                one.kind,
+                one.device,
+                one.stream,
+                one.start_ns + moved_ns,
+                one.end_ns + moved_ns,
+                one.thread_id,
+                one.launched_ns + moved_ns if one.thread_id else 0,
+            )
+            for one in beside.kernels
+        ],
+        allocations=[
+            replace(one, at_ns=one.at_ns + moved_ns)
+            for one in beside.allocations
+            if first <= one.at_ns + moved_ns <= last
+        ],
+        watched=(first, last),
+    )
+
+
+def _told(trace: Trace, *times_ns: int) -> str:
+    return " to ".join(
+        datetime.fromtimestamp(trace.origin.realtime_of(at_ns) / 1e9, timezone.utc).strftime("%F %T.%f")
+        for at_ns in times_ns
+    )

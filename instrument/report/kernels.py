@@ -1,0 +1,459 @@
+"""The `kernels` view: what ran on the devices, by name, and from where in the host's code it was asked for.
+
+Kernels have names and times of their own in what torch.profiler saw. Where it saw nothing, the view is made of the
+device intervals of our spans: stretches of a stream between two events, of which those count that enclose no other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from instrument.report.device import coverage
+from instrument.report.places import SHARED, UNKNOWN, name_of, places
+from instrument.report.table import (
+    MISSING,
+    columns,
+    in_unit,
+    named_table,
+    number,
+    safe,
+    section_title,
+    share,
+    shorten,
+    table,
+    tenths,
+    title,
+)
+from instrument.report.utilisation import UNTIMED
+from instrument.report.view import Options, Recording
+from instrument.spans import DeviceInterval, Interval, Kernel, Site, Span, Trace, length, union
+
+KERNELS = "torch.profiler"
+STRETCHES = "pairs of events"
+
+LABEL_ROOM = 50
+"""Characters in which a kernel is told."""
+
+HEAVIEST_ROOM = 40
+
+SEVERAL = {"copy": "copies", "fill": "fills"}
+
+BEST_FIRST = {"calls": "calls", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
+_QUALIFIERS = re.compile(r"(?:(?:\w+|\(anonymous namespace\))::)+")
+
+ORDER = {"calls": "number of calls", "max": "maximum time", "min": "minimum time", "ave": "average time"}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """The calls of one kernel: `total_ns` is their sum, `busy_ns` the union, `ratio` the sum's share of all kernels'.
+
+    `name` is complete. Where `source` of the view is `STRETCHES`, it is that of the span whose device time this is.
+    """
+
+    name: str
+    calls: int
+    total_ns: int
+    max_ns: int
+    min_ns: int
+    busy_ns: int
+    ratio: float | None
+
+    @property
+    def mean_ns(self) -> float | None:
+        """Of a call."""
+        return share(self.total_ns, self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceUse:
+    """The kernels that were asked for directly within the spans of one place, outside of their children.
+
+    `ratio` is of the sum of all kernels, `heaviest` the kernel with the greatest sum among them.
+    """
+
+    name: str
+    kind: str
+    kernels: int
+    total_ns: int
+    busy_ns: int
+    ratio: float | None
+    heaviest: str
+
+
+Use = TypeVar("Use", KernelUse, PlaceUse)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKernels:
+    """The kernels of one device: how many, the sum of their times, the union, and its share of the window."""
+
+    device: int
+    calls: int
+    total_ns: int
+    busy_ns: int
+    busy_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWork:
+    """Copies or fills (`kind`) that the devices did beside the kernels: sum and union."""
+
+    kind: str
+    calls: int
+    total_ns: int
+    busy_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The view. `source` is `KERNELS` or `STRETCHES`; `window` is the time that was looked at, its length the base of
+    shares of time. `total_ns` is the sum over all kernels. `places` are empty where no kernel is known to have been
+    asked for from a thread that the trace knows. `outside` counts what lies outside of the window.
+    """
+
+    source: str
+    window: Interval
+    calls: int
+    total_ns: int
+    devices: tuple[DeviceKernels, ...]
+    kernels: tuple[KernelUse, ...]
+    places: tuple[PlaceUse, ...]
+    others: tuple[OtherWork, ...]
+    outside: int
+    coverage: tuple[str, ...]
+    _options: Options = field(repr=False)
+
+    @property
+    def window_ns(self) -> int:
+        """The time that was looked at."""
+        return self.window[1] - self.window[0]
+
+    def lines(self) -> list[str]:
+        """The view as text."""
+        lines = [*title("Kernels Report"), *self.coverage]
+        if not self.calls:
+            return [*lines, "", *_nothing(self)]
+        options = self._options
+        lines += [
+            "From: torch.profiler, which saw every kernel"
+            if self.source == KERNELS
+            else "From: pairs of events around instrumented calls; a row is a call's stretch of its stream, no kernel",
+            f"Time unit: {options.unit}; sorted by {ORDER.get(options.sorted_by, 'total time')}",
+            "",
+            *_device_lines(self),
+            "",
+            *_kernel_lines(self),
+            "",
+        ]
+        if self.places:
+            lines += [*_place_lines(self), ""]
+        return [*lines, *_notes(self)]
+
+
+def kernels(recording: Recording, options: Options) -> Kernels:
+    """The view, of the part of the window that was watched.
+
+    `sorted_by` is `calls`, `max`, `min` or `ave`, all from the greatest down, else by total. `rows` and `least_ns`
+    (of a row's total) bound the tables; `unit` is that of times. The other options mean nothing here.
+    """
+    trace = recording.trace
+    found = _of_torch(trace) if trace.watched is not None else _of_events(trace)
+    total_ns = sum(used.total_ns for used in found.by_name.values())
+    uses = [used.use(name, total_ns) for name, used in found.by_name.items()]
+    key = BEST_FIRST.get(options.sorted_by, "total_ns")
+    uses.sort(key=lambda use: (-getattr(use, key), -use.total_ns, use.name))
+    window_ns = found.window[1] - found.window[0]
+    return Kernels(
+        source=found.source,
+        window=found.window,
+        calls=sum(use.calls for use in uses),
+        total_ns=total_ns,
+        devices=tuple(
+            DeviceKernels(device, used.count, used.total_ns, used.busy_ns, share(used.busy_ns, window_ns))
+            for device, used in sorted(found.by_device.items())
+        ),
+        kernels=tuple(uses),
+        places=tuple(sorted(found.places(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))),
+        others=tuple(
+            OtherWork(kind, used.count, used.total_ns, used.busy_ns) for kind, used in sorted(found.others.items())
+        ),
+        outside=found.outside,
+        coverage=tuple(_seen(trace, found)),
+        _options=options,
+    )
+
+
+class _Used:
+    """Calls of one name, device or place, as they come."""
+
+    def __init__(self) -> None:
+        self.count = self.total_ns = self.max_ns = 0
+        self.min_ns: int | None = None
+        self._parts: dict[int, list[Interval]] = {}
+
+    def add(self, device: int, part: Interval) -> None:
+        took_ns = part[1] - part[0]
+        self.count += 1
+        self.total_ns += took_ns
+        self.max_ns = max(self.max_ns, took_ns)
+        self.min_ns = took_ns if self.min_ns is None else min(self.min_ns, took_ns)
+        on_device = self._parts.get(device)
+        if on_device is None:
+            on_device = self._parts[device] = []
+        on_device.append(part)
+
+    @property
+    def busy_ns(self) -> int:
+        """The union on each device."""
+        return sum(length(union(parts)) for parts in self._parts.values())
+
+    def use(self, name: str, all_ns: int) -> KernelUse:
+        ratio = share(self.total_ns, all_ns)
+        return KernelUse(name, self.count, self.total_ns, self.max_ns, self.min_ns or 0, self.busy_ns, ratio)
+
+
+class _Found:
+    """What is known of the kernels of a trace in a window."""
+
+    def __init__(self, source: str, window: Interval) -> None:
+        self.source = source
+        self.window = window
+        self.by_name: dict[str, _Used] = {}
+        self.by_device: dict[int, _Used] = {}
+        self.by_place: dict[tuple[str, str], tuple[_Used, Counter[str]]] = {}
+        self.others: dict[str, _Used] = {}
+        self.outside = 0
+
+    def clipped(self, start_ns: int, end_ns: int) -> Interval | None:
+        """As much as lies in the window; None, and counted, where nothing does."""
+        first, last = self.window
+        if start_ns >= first and end_ns <= last:
+            return start_ns, end_ns
+        if start_ns >= last or end_ns <= first:
+            self.outside += 1
+            return None
+        return max(start_ns, first), min(end_ns, last)
+
+    def add(self, name: str, device: int, part: Interval) -> None:
+        if name not in self.by_name:
+            self.by_name[name] = _Used()
+        self.by_name[name].add(device, part)
+        if device not in self.by_device:
+            self.by_device[device] = _Used()
+        self.by_device[device].add(device, part)
+
+    def place(self, name: str, kind: str, kernel: Kernel, part: Interval) -> None:
+        """Count a kernel for the place that asked for it."""
+        entry = self.by_place.get((name, kind))
+        if entry is None:
+            entry = self.by_place[name, kind] = (_Used(), Counter())
+        entry[0].add(kernel.device, part)
+        entry[1][kernel.name] += part[1] - part[0]
+
+    def places(self, all_ns: int) -> Iterable[PlaceUse]:
+        for (name, kind), (used, by_kernel) in self.by_place.items():
+            heaviest = max(by_kernel, key=lambda kernel: (by_kernel[kernel], kernel))
+            total_ns = used.total_ns
+            yield PlaceUse(name, kind, used.count, total_ns, used.busy_ns, share(total_ns, all_ns), heaviest)
+
+
+def _of_torch(trace: Trace) -> _Found:
+    found = _Found(KERNELS, trace.watched or (0, 0))
+    parts: list[Interval | None] = []
+    for kernel in trace.kernels:
+        part = found.clipped(kernel.start_ns, kernel.end_ns)
+        parts.append(part if kernel.kind == "kernel" else None)
+        if part is None:
+            continue
+        if kernel.kind == "kernel":
+            found.add(kernel.name, kernel.device, part)
+        else:
+            found.others.setdefault(kernel.kind, _Used()).add(kernel.device, part)
+    counted = [(kernel, part) for kernel, part in zip(trace.kernels, parts, strict=True) if part is not None]
+    if not any(kernel.thread_id for kernel, _ in counted):
+        return found
+    names: dict[Site, str] = {}
+    launches = (
+        (kernel.thread_id, kernel.launched_ns, at) for at, (kernel, _) in enumerate(counted) if kernel.thread_id
+    )
+    for at, place in places(trace, launches):
+        if isinstance(place, str):
+            found.place(place, "", *counted[at])
+        else:
+            site = place.site
+            found.place(names.get(site) or names.setdefault(site, name_of(place)), site.kind, *counted[at])
+    for kernel, part in counted:
+        if not kernel.thread_id:
+            found.place(UNKNOWN, "", kernel, part)
+    return found
+
+
+def _of_events(trace: Trace) -> _Found:
+    found = _Found(STRETCHES, trace.held)
+    names: dict[Site, str] = {}
+    for span, interval in _innermost(trace.spans):
+        part = found.clipped(interval.start_ns, interval.end_ns)
+        if part is None:
+            continue
+        site = span.site
+        if site.kind == "copy":
+            found.others.setdefault("copy", _Used()).add(interval.device, part)
+            continue
+        found.add(names.get(site) or names.setdefault(site, name_of(span)), interval.device, part)
+    return found
+
+
+def _innermost(spans: Iterable[Span]) -> Iterable[tuple[Span, DeviceInterval]]:
+    """The timed intervals that enclose no other on their stream, so that their sum counts nothing twice."""
+    streams: dict[tuple[int, int], list[tuple[int, int, Span, DeviceInterval]]] = {}
+    for span in spans:
+        for interval in span.device:
+            if interval.label not in UNTIMED:
+                key = interval.device, interval.stream
+                streams.setdefault(key, []).append((interval.start_ns, -interval.end_ns, span, interval))
+    for on_stream in streams.values():
+        on_stream.sort(key=lambda item: item[:2])
+        # From the last to begin back: one encloses another if it ends no sooner than any that begins later.
+        least_end_ns = max(interval.end_ns for *_, interval in on_stream) + 1
+        for start_ns, minus_end_ns, span, interval in reversed(on_stream):
+            if -minus_end_ns < least_end_ns or start_ns == -minus_end_ns:
+                yield span, interval
+                if start_ns < -minus_end_ns:
+                    least_end_ns = min(least_end_ns, -minus_end_ns)
+
+
+def _seen(trace: Trace, found: _Found) -> list[str]:
+    if found.source == STRETCHES:
+        return coverage(trace)
+    since, until = (number((at_ns - trace.start_ns) / 1e9) for at_ns in found.window)
+    spans = f", beside {len(trace.spans)} spans" if trace.origin.recorder != "other" else ""
+    return [f"Kernels: all that torch.profiler saw from {since} s to {until} s{spans}"]
+
+
+def _nothing(view: Kernels) -> list[str]:
+    if view.source == KERNELS:
+        return ["torch.profiler saw no kernel: it was not asked for ProfilerActivity.CUDA, or nothing ran."]
+    return [
+        "No device time was recorded, and torch.profiler was not beside. Ask for device time (`device: true` in a",
+        "rule), or save a trace of torch.profiler and give both files: instrument report ours.json --with theirs.json",
+    ]
+
+
+def _device_lines(view: Kernels) -> list[str]:
+    unit = view._options.unit
+    cells = [
+        [f"GPU {one.device}", str(one.calls), in_unit(one.total_ns, unit), in_unit(one.busy_ns, unit),
+         tenths(one.busy_ns, view.window_ns)]
+        for one in view.devices
+    ]  # fmt: skip
+    lines = table(["Device", "Calls", "Sum", "Busy", "Of window"], cells, [12, 10, 12, 12, 0])
+    beside = ", ".join(
+        f"{one.calls} {SEVERAL[one.kind] if one.calls > 1 else one.kind} "
+        f"({in_unit(one.total_ns, unit)} {unit}, busy {in_unit(one.busy_ns, unit)})"
+        for one in view.others
+    )
+    return [*lines, f"Window: {in_unit(view.window_ns, unit)} {unit}", *([f"Not in it: {beside}"] if beside else [])]
+
+
+def _kernel_lines(view: Kernels) -> list[str]:
+    unit = view._options.unit
+    shown, rest = _bounded(view.kernels, view._options)
+    labels = _labels([use.name for use in shown]) if view.source == KERNELS else {}
+    cells = [
+        [labels.get(use.name, use.name), str(use.calls), *(in_unit(value, unit) for value in (
+            use.total_ns, use.mean_ns, use.max_ns, use.min_ns, use.busy_ns)), tenths(use.total_ns, view.total_ns)]
+        for use in shown
+    ]  # fmt: skip
+    if rest:
+        calls, total_ns = sum(use.calls for use in rest), sum(use.total_ns for use in rest)
+        most, least = max(use.max_ns for use in rest), min(use.min_ns for use in rest)
+        times = (in_unit(value, unit) for value in (total_ns, share(total_ns, calls), most, least))
+        cells.append([f"(remaining {len(rest)})", str(calls), *times, MISSING, tenths(total_ns, view.total_ns)])
+    what, several = ("Kernel", "Kernels") if view.source == KERNELS else ("Stretch of", "Stretches")
+    return [
+        *section_title(f"{several} by name"),
+        *named_table([what, "Calls", "Total", "Avg", "Max", "Min", "Busy", "Of sum"], cells, 0),
+    ]
+
+
+def _place_lines(view: Kernels) -> list[str]:
+    unit = view._options.unit
+    shown, rest = _bounded(view.places, view._options)
+    labels = _labels(use.name for use in view.kernels)
+    cells = [
+        [use.name, str(use.kernels), in_unit(use.total_ns, unit), in_unit(use.busy_ns, unit),
+         tenths(use.total_ns, view.total_ns), _begin_of(labels[use.heaviest])]
+        for use in shown
+    ]  # fmt: skip
+    if rest:
+        calls, total_ns = sum(use.kernels for use in rest), sum(use.total_ns for use in rest)
+        ratio = tenths(total_ns, view.total_ns)
+        cells.append([f"(remaining {len(rest)})", str(calls), in_unit(total_ns, unit), MISSING, ratio, MISSING])
+    header = ["Asked for in", "Kernels", "Total", "Busy", "Of sum", "Heaviest kernel"]
+    return [*section_title("Kernels by place"), *named_table(header, cells, 0)]
+
+
+def _bounded(uses: Sequence[Use], options: Options) -> tuple[list[Use], list[Use]]:
+    """The uses that the options leave, and the others."""
+    shown = [use for use in uses if use.total_ns >= options.least_ns][: options.rows]
+    known = set(map(id, shown))
+    return shown, [use for use in uses if id(use) not in known]
+
+
+def _labels(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
+    """How kernels are called in a table: without parameters and, where that is too long, namespaces, then shortened.
+
+    Two that would be called the same are numbered.
+    """
+    labels: dict[str, str] = {}
+    uses: Counter[str] = Counter()
+    for name in names:
+        label = _without_parameters(name)
+        if len(label) > room:
+            label = _QUALIFIERS.sub("", label).replace("> >", ">>").replace("> >", ">>")
+        if len(label) > room:
+            # Of what C++ makes of a template the function and its first arguments say most.
+            label = f"{label[: room - 12]}...{label[-9:]}"
+        uses[label] += 1
+        labels[name] = label if uses[label] == 1 else f"{label} ({uses[label]})"
+    return labels
+
+
+def _begin_of(label: str) -> str:
+    text = safe(label)
+    return text if columns(text) <= HEAVIEST_ROOM else shorten(text[: HEAVIEST_ROOM - 3], HEAVIEST_ROOM - 3) + "..."
+
+
+def _without_parameters(name: str) -> str:
+    """A C++ function without its parameters and the `void` before it."""
+    if name.endswith(")"):
+        depth = 0
+        for at in range(len(name) - 1, 0, -1):
+            depth += (name[at] == ")") - (name[at] == "(")
+            if depth == 0:
+                if name[at - 1].isalnum() or name[at - 1] in "_>":
+                    name = name[:at]
+                break
+    return name.removeprefix("void ")
+
+
+def _notes(view: Kernels) -> list[str]:
+    lines = [
+        "Total, Avg, Max, Min: of calls; a sum counts each of what ran side by side. Busy: the union on a device.",
+    ]
+    if view.source == STRETCHES:
+        lines.append("Only the innermost stretches of a stream count. Gaps between kernels are part of a stretch.")
+    if view.places:
+        lines.append("Asked for in: the innermost span open on the launching thread when the host asked for it.")
+    if any(use.name == SHARED for use in view.places):
+        lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
+    if any(use.name == UNKNOWN for use in view.places):
+        lines.append(f"{UNKNOWN}: the launch is not in the file, as that of a graph's kernels or one before it began.")
+    if view.outside:
+        lines.append(f"Outside of the window, and not counted: {view.outside}")
+    return lines
