@@ -549,7 +549,7 @@ def test_a_tree_that_cannot_be_said_fails_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     with collecting(take) as server, exporting(server.settings) as exporter:
         exporter.offer(tree(2))
-        exporter.offer([span(start_ns=-(2**64))])
+        exporter.offer([span(start_ns=-(2**62))])
         exporter.offer([object()])  # type: ignore[list-item]
         exporter.offer(tree(2, 10))
         delivery = exporter.flush(2 * SECOND)
