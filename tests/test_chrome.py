@@ -110,7 +110,7 @@ def slices_in(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def lanes(found: dict[str, Any]) -> dict[str, list[str]]:
     """Names of the complete events by name of their lane."""
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in found["traceEvents"] if e.get("name") == "thread_name"}
     shown: dict[str, list[str]] = {}
     for event in found["traceEvents"]:
         if event["ph"] == "X":

@@ -178,14 +178,15 @@ put_made(text_t *text, PyObject *made)
 
 typedef struct {
     int64_t end_ns;
-    uint32_t site, thread; /* of an async slice: what its end says */
+    uint32_t thread; /* of an async slice: the lane on which its end stands */
 } open_t;
 
 typedef struct {
     char *address, *mark;
     uint32_t address_length, mark_length;
-    int64_t tid;
+    int64_t tid, opener; /* of an async lane: the id of its first span */
     uint32_t number, count, room;
+    int is_request;
     open_t *open; /* outermost first */
 } lane_t;
 
@@ -632,6 +633,15 @@ push(lane_t *lane, open_t open)
     return 0;
 }
 
+static void
+put_category(text_t *text, lane_t *lane)
+{
+    if (lane->is_request)
+        PUT(text, ",\"cat\":\"request\"");
+    else
+        PUT(text, ",\"cat\":\"task\"");
+}
+
 /* End the async slices of a lane that are over by then, innermost first. */
 static void
 close_lane(Slices *self, lane_t *lane, int64_t until_ns)
@@ -640,11 +650,10 @@ close_lane(Slices *self, lane_t *lane, int64_t until_ns)
     while (lane->count > 0 && lane->open[lane->count - 1].end_ns <= until_ns) {
         open_t *ended = &lane->open[--lane->count];
         lane_t *thread = &self->lanes[ended->thread];
-        site_t *site = &self->texts[ended->site];
         PUT(text, ",\n{\"ph\":\"e\"");
         put(text, thread->address, thread->address_length);
+        put_category(text, lane);
         put(text, lane->address, lane->address_length);
-        put(text, site->name, site->name_length);
         PUT(text, ",\"ts\":");
         put_time(text, ended->end_ns - self->base_ns);
         PUT(text, "}");
@@ -754,9 +763,9 @@ put_more_args(Slices *self, Span *span, int64_t total_ns)
 }
 
 static void
-put_ids(text_t *text, Span *span)
+put_ids(text_t *text, Span *span, int with_root)
 {
-    if (span->root_id != (span->parent_id != 0 ? span->parent_id : span->span_id)) {
+    if (with_root && span->root_id != (span->parent_id != 0 ? span->parent_id : span->span_id)) {
         PUT(text, ",\"root\":");
         put_number(text, span->root_id);
     }
@@ -797,10 +806,12 @@ put_async(Slices *self, uint32_t place, Span *span, site_t *site, int64_t start_
     uint32_t lane_at = fitting(self, group, start_ns, end_ns, span->parent_id);
     if (lane_at == NOWHERE) {
         char address[96];
-        const char *category = self->is_request[self->site_of[place]] ? "request" : "task";
-        snprintf(address, sizeof address, ",\"cat\":\"%s\",\"id2\":{\"local\":\"%#llx\"}", category,
-                 (unsigned long long)span->span_id);
+        snprintf(address, sizeof address, ",\"id2\":{\"local\":\"%#llx\"}", (unsigned long long)span->span_id);
         lane_at = new_lane(self, group, address, "", 0);
+        if (lane_at != NOWHERE) {
+            self->lanes[lane_at].opener = span->span_id;
+            self->lanes[lane_at].is_request = self->is_request[self->site_of[place]];
+        }
     }
     uint32_t thread_at = lane_at == NOWHERE ? NOWHERE : first_lane(self, span->thread_id);
     if (thread_at == NOWHERE)
@@ -814,11 +825,11 @@ put_async(Slices *self, uint32_t place, Span *span, site_t *site, int64_t start_
         }
         *moved = lane_at;
     }
-    if (push(lane, (open_t){end_ns, self->site_of[place], thread_at}) < 0)
+    if (push(lane, (open_t){end_ns, thread_at}) < 0)
         return -1;
     PUT(text, ",\n{\"ph\":\"b\"");
     put(text, thread->address, thread->address_length);
-    put(text, lane->address, lane->address_length);
+    put_category(text, lane);
     put(text, site->name, site->name_length);
     PUT(text, ",\"args\":{");
     put(text, thread->mark, thread->mark_length);
@@ -827,21 +838,22 @@ put_async(Slices *self, uint32_t place, Span *span, site_t *site, int64_t start_
     put(text, site->kind, site->kind_length);
     PUT(text, ",");
     put(text, site->args, site->args_length);
-    if (span->task_id != 0) {
+    int opens = span->span_id == lane->opener;
+    if (opens && span->task_id != 0) {
         PUT(text, ",\"task\":");
         put_number(text, span->task_id);
     }
-    put_ids(text, span);
+    put_ids(text, span, opens);
     int64_t total_ns = end_ns - start_ns;
-    PUT(text, ",\"total_ns\":");
-    put_number(text, total_ns);
     if (span->self_ns != total_ns) {
         PUT(text, ",\"self_ns\":");
         put_number(text, span->self_ns);
     }
     if (put_more_args(self, span, total_ns) < 0)
         return -1;
-    PUT(text, "},\"ts\":");
+    PUT(text, "}");
+    put(text, self->lanes[lane_at].address, self->lanes[lane_at].address_length);
+    PUT(text, ",\"ts\":");
     put_time(text, start_ns - self->base_ns);
     put_bind_of(self, span);
     PUT(text, "}");
@@ -882,7 +894,7 @@ put_span(Slices *self, uint32_t place)
             *moved = lane_at;
         }
     }
-    if (push(lane, (open_t){end_ns, 0, 0}) < 0)
+    if (push(lane, (open_t){end_ns, 0}) < 0)
         return -1;
     int64_t total_ns = end_ns - start_ns;
     PUT(text, ",\n{\"ph\":\"X\"");
@@ -890,7 +902,7 @@ put_span(Slices *self, uint32_t place)
     put(text, site->head, site->head_length);
     put(text, lane->mark, lane->mark_length);
     put(text, site->args, site->args_length);
-    put_ids(text, span);
+    put_ids(text, span, 1);
     if (span->self_ns != total_ns) {
         PUT(text, ",\"self_ns\":");
         put_number(text, span->self_ns);
@@ -964,7 +976,7 @@ put_stretch(Slices *self, size_t i)
     int64_t device = interval->device % DEVICE_PIDS;
     int64_t pid = DEVICE_PIDS + (device < 0 ? device + DEVICE_PIDS : device);
     uint32_t lane_at = row_lane(self, pid, interval->stream, stretch->start_ns, stretch->end_ns, 0);
-    if (lane_at == NOWHERE || push(&self->lanes[lane_at], (open_t){stretch->end_ns, 0, 0}) < 0)
+    if (lane_at == NOWHERE || push(&self->lanes[lane_at], (open_t){stretch->end_ns, 0}) < 0)
         return -1;
     lane_t *lane = &self->lanes[lane_at];
     site_t *site = &self->texts[self->site_of[stretch->owner]];

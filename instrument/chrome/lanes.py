@@ -44,13 +44,16 @@ class Lane:
     """One row of the viewer, in which slices nest: `ends` are the ends of those now open, outermost first.
 
     `address` is the text that puts an event there, `mark` the arguments that its place needs. `number` counts the
-    lanes of one thread, stream or task. `closings` are the events that will end the open slices of an async lane.
+    lanes of one thread, stream or task. `category` is that of an async lane, `opener` the id of its first span, and
+    `closings` are the events that will end its open slices.
     """
 
-    __slots__ = ("address", "closings", "ends", "mark", "number", "tid")
+    __slots__ = ("address", "category", "closings", "ends", "mark", "number", "opener", "tid")
 
-    def __init__(self, address: str, number: int, mark: str = "", tid: int = 0) -> None:
+    def __init__(self, address: str, number: int, mark: str = "", tid: int = 0, opener: int = 0) -> None:
         self.address = address
+        self.category = ""
+        self.opener = opener
         self.number = number
         self.mark = mark if number == 1 else f'{mark}"lane":{number},'
         self.tid = tid
@@ -112,9 +115,10 @@ class Board:
         fitting = self._fitting(lanes, span.start_ns, span.end_ns, span.parent_id)
         if fitting is not None:
             return fitting
-        category = "request" if span.site.kind == "request" else "task"
-        lanes.append(Lane(f',"cat":"{category}","id2":{{"local":"{span.span_id:#x}"}}', len(lanes) + 1))
-        return lanes[-1]
+        lane = Lane(f',"id2":{{"local":"{span.span_id:#x}"}}', len(lanes) + 1, opener=span.span_id)
+        lane.category = f',"cat":"{"request" if span.site.kind == "request" else "task"}"'
+        lanes.append(lane)
+        return lane
 
     def closings(self, until_ns: int) -> Iterator[str]:
         """The ends of the async slices that are over by then. Lanes left empty are forgotten, to save memory."""

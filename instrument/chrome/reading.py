@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import chain, count
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from instrument.chrome.lanes import DEVICE_PIDS, SPARE_TIDS
 from instrument.chrome.metadata import LIMIT_LINKS, Metadata, attribute, made
@@ -30,6 +30,7 @@ from instrument.spans import (
     Span,
     Trace,
     assign_self_times,
+    by_start,
 )
 from instrument.tally import Tally
 
@@ -168,6 +169,22 @@ def _end(start_ns: int, end_ns: int) -> int:
     return end_ns
 
 
+class _Row(NamedTuple):
+    """An async lane: the id, tree and task of its first span, and its open spans, innermost last, each with whether it
+    was active all the time and whether all of that was its own."""
+
+    opener: int
+    root_id: int
+    task_id: int
+    open: list[tuple[Span, bool, bool]]
+
+
+def _local(event: dict[str, Any]) -> str:
+    """What the events of an async lane share."""
+    local: str = checked(event["id2"]["local"], str)
+    return local
+
+
 class _Own:
     """Reads the events of what `dump` wrote."""
 
@@ -176,16 +193,21 @@ class _Own:
         self._spans: list[Span] = []
         self._samples: list[Sample] = []
         self._intervals: dict[int, list[tuple[int, DeviceInterval]]] = {}
+        self._rows: dict[str, _Row] = {}
 
     def add(self, event: dict[str, Any]) -> None:
         phase = checked(event.get("ph", ""), str)
         if phase == "C":
             self._add_sample(event)
+        if phase == "e":
+            self._end_async(event)
         if phase not in ("X", "b"):
             return
         args = event["args"]
         start_ns = self.metadata.base_ns + nanoseconds(event["ts"])
-        total_ns = nanoseconds(event["dur"]) if phase == "X" else checked(args["total_ns"], int)
+        # An async slice ends with an event of its own, but for format 2.
+        is_open = phase == "b" and "total_ns" not in args
+        total_ns = 0 if is_open else nanoseconds(event["dur"]) if phase == "X" else checked(args["total_ns"], int)
         end_ns = _end(start_ns, start_ns + total_ns)
         if "owner" in args:
             stream = checked(args["stream"] if "stream" in args else args["enclosing_stream"], int)
@@ -194,26 +216,44 @@ class _Own:
             return
         error, remote = args.get("error"), args.get("remote")
         span_id, parent_id = checked(args["id"], int), checked(args.get("parent", 0), int)
-        self._spans.append(
-            Span(
-                site=self.metadata.sites[index(args["site"])],
-                span_id=span_id,
-                parent_id=parent_id,
-                root_id=checked(args.get("root", parent_id or span_id), int),
-                thread_id=checked(args.get("thread", event["tid"]), int),
-                task_id=checked(args.get("task", 0), int),
-                start_ns=start_ns,
-                end_ns=end_ns,
-                active_ns=checked(args.get("active_ns", total_ns), int),
-                self_ns=checked(args.get("self_ns", total_ns), int),
-                error=None if error is None else checked(error, str),
-                attributes={key: attribute(value) for key, value in args.get("attributes", {}).items()},
-                clipped=checked(args.get("clipped", False), bool),
-                remote=None if remote is None else _remote(remote),
-            )
+        root_id, task_id = parent_id or span_id, 0
+        row = self._rows.get(_local(event)) if is_open else None
+        if row is not None and row.opener != span_id:
+            root_id, task_id = row.root_id, row.task_id
+        span = Span(
+            site=self.metadata.sites[index(args["site"])],
+            span_id=span_id,
+            parent_id=parent_id,
+            root_id=checked(args.get("root", root_id), int),
+            thread_id=checked(args.get("thread", event["tid"]), int),
+            task_id=checked(args.get("task", task_id), int),
+            start_ns=start_ns,
+            end_ns=end_ns,
+            active_ns=checked(args.get("active_ns", total_ns), int),
+            self_ns=checked(args.get("self_ns", total_ns), int),
+            error=None if error is None else checked(error, str),
+            attributes={key: attribute(value) for key, value in args.get("attributes", {}).items()},
+            clipped=checked(args.get("clipped", False), bool),
+            remote=None if remote is None else _remote(remote),
         )
+        self._spans.append(span)
+        if is_open:
+            if row is None or row.opener == span_id:
+                row = self._rows[_local(event)] = _Row(span_id, span.root_id, span.task_id, [])
+            row.open.append((span, "active_ns" not in args, "self_ns" not in args))
         if len(self._spans) > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
+
+    def _end_async(self, event: dict[str, Any]) -> None:
+        row = self._rows.get(_local(event))
+        if row is None or not row.open:
+            return
+        span, is_active, is_self = row.open.pop()
+        span.end_ns = _end(span.start_ns, self.metadata.base_ns + nanoseconds(event["ts"]))
+        if is_active:
+            span.active_ns = span.total_ns
+        if is_self:
+            span.self_ns = span.total_ns
 
     def _add_sample(self, event: dict[str, Any]) -> None:
         pid = checked(event["pid"], int)
@@ -230,7 +270,9 @@ class _Own:
             raise ValueError(f"it has more than {LIMIT_SPANS} samples; record less into one file")
 
     def trace(self) -> Trace:
-        self._spans.sort(key=lambda s: (s.start_ns, -s.end_ns, s.span_id))
+        if any(row.open for row in self._rows.values()):
+            raise ValueError("an async slice in it never ends; write or copy it again")
+        by_start(self._spans)
         for span in self._spans:
             span.device = tuple(map(itemgetter(1), sorted(self._intervals.get(span.span_id, ()), key=itemgetter(0))))
         return self.metadata.trace(self._spans, self._samples)

@@ -133,26 +133,25 @@ def _add_task_events(span: Span, text: SiteText, board: Board, binds: Mapping[in
     lane, thread = board.task_lane(span, events), board.first_lane(span.thread_id)
     if lane.number > 1:
         board.moved[span.span_id] = lane
-    slice_text = f"{thread.address}{lane.address}{text.name}"
-    task = f',"task":{span.task_id}' if span.task_id else ""
+    place = f"{thread.address}{lane.category}"
     lane.ends.append(span.end_ns)
-    lane.closings.append(f'{{"ph":"e"{slice_text},{board.time(span.end_ns)}}}')
+    lane.closings.append(f'{{"ph":"e"{place}{lane.address},{board.time(span.end_ns)}}}')
+    task = f',"task":{span.task_id}' if span.task_id and span.span_id == lane.opener else ""
     events.append(
-        f'{{"ph":"b"{slice_text},"args":{{{thread.mark}{lane.mark}"kind":{text.kind},{text.args}{task}'
-        f"{_ids(span, with_total=True)}{_more_args(span, span.total_ns)}}},{board.time(span.start_ns)}"
-        f"{binds.get(span.span_id, '')}}}"
+        f'{{"ph":"b"{place}{text.name},"args":{{{thread.mark}{lane.mark}"kind":{text.kind},{text.args}{task}'
+        f"{_ids(span, with_root=span.span_id == lane.opener)}{_more_args(span, span.total_ns)}}}{lane.address}"
+        f",{board.time(span.start_ns)}{binds.get(span.span_id, '')}}}"
     )
 
 
-def _ids(span: Span, *, with_total: bool = False) -> str:
-    """Who a span is and its own time; left out is what readers know: no parent, its tree where that is the parent or
-    itself, and all of its time."""
-    total_ns, parent_id = span.end_ns - span.start_ns, span.parent_id
-    root = f',"root":{span.root_id}' if span.root_id != (parent_id or span.span_id) else ""
+def _ids(span: Span, *, with_root: bool = True) -> str:
+    """Who a span is and its own time. Left out is what readers know: no parent, its tree where that is the parent or
+    itself, or that of the first slice of an async lane, and all of its time."""
+    parent_id = span.parent_id
+    root = f',"root":{span.root_id}' if with_root and span.root_id != (parent_id or span.span_id) else ""
     parent = f',"parent":{parent_id}' if parent_id else ""
-    total = f',"total_ns":{total_ns}' if with_total else ""
-    own = f',"self_ns":{span.self_ns}' if span.self_ns != total_ns else ""
-    return f'{root}{parent},"id":{span.span_id}{total}{own}'
+    own = f',"self_ns":{span.self_ns}' if span.self_ns != span.end_ns - span.start_ns else ""
+    return f'{root}{parent},"id":{span.span_id}{own}'
 
 
 def _more_args(span: Span, total_ns: int) -> str:
