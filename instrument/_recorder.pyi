@@ -87,6 +87,8 @@ class Function:
         decide: Callable[[Any], Site | None] = ...,
         muted: set[Site] = ...,
         evaluate: Callable[[Any], Any] | None = ...,
+        *,
+        makes_async_generators: bool = False,
     ) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -84,6 +84,7 @@ class _Recording:
         def innermost_manual(self, name: str | None, /) -> Any: ...
         def ended_totals(self) -> dict[int, Any]: ...
         def make_function(self, function: Callable[..., Any], site: Site) -> Any: ...
+        def make_async_generator(self, function: Callable[..., Any], site: Site) -> Any: ...
         def make_method(
             self,
             function: Callable[..., Any],
@@ -438,6 +439,9 @@ class PureRecorder(_Recording, pure.Core):
     def make_function(self, function: Callable[..., Any], site: Site) -> Any:
         return pure.make_function(self, function, site)
 
+    def make_async_generator(self, function: Callable[..., Any], site: Site) -> Any:
+        return wrapping.async_generator(self, function, site)
+
     def make_method(
         self,
         function: Callable[..., Any],
@@ -524,6 +528,9 @@ else:
 
         def make_function(self, function: Callable[..., Any], site: Site) -> Any:
             return _native.Function(self, function, site)
+
+        def make_async_generator(self, function: Callable[..., Any], site: Site) -> Any:
+            return _native.Function(self, function, site, makes_async_generators=True)
 
         def make_method(
             self,

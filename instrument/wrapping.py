@@ -34,7 +34,7 @@ def wrap(recorder: Any, function: Function, site: Site, attributes: Attributes |
     """
     made: Any
     if inspect.isasyncgenfunction(function):
-        made = _make(_ASYNC_GENERATOR, recorder, function, site, None)
+        made = recorder.make_async_generator(function, site)
         recorder.note_shape(site, "generator")
     elif inspect.iscoroutinefunction(function):
         made = _make(_COROUTINE, recorder, function, site, attributes)
@@ -214,6 +214,11 @@ class _NoStretch:
 
 
 _NO_STRETCH = _NoStretch()
+
+
+def async_generator(recorder: Any, function: Callable[..., Any], site: Site) -> Any:
+    """An async generator function around another: the twin of what the native recorder makes."""
+    return _make(_ASYNC_GENERATOR, recorder, function, site, None)
 
 
 def _make(template: str, recorder: Any, function: Callable[..., Any], site: Site, attributes: Attributes | None) -> Any:
