@@ -37,7 +37,7 @@ from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary, load, loads, setting
 from instrument.recorder import RECORDER, ProbeCost, measure_costs
 from instrument.report.summary import made, summary
-from instrument.report.view import Options, Recording, View
+from instrument.report.view import Options, Recording, Upkeep, View
 from instrument.spans import Cost, Gpu, Origin, Sample, Span, Trace
 from instrument.tally import Tally
 from instrument.window import Windows
@@ -529,13 +529,36 @@ class Session:
             by_shape[RECORDER.shapes.get(site, "scope")] += calls
         counted = sum(by_shape.values())
         mean_ns = sum(calls * costs[shape].added_ns for shape, calls in by_shape.items()) / counted if counted else 0.0
-        thread_ns = self._thread_ns + self._gauges.thread_ns
-        thread_ns += self._exporter.thread_ns if self._exporter is not None else 0
-        if self._timing is not None and counted:
-            pairs_ns, resolver_ns = self._timing.cost_ns()
-            mean_ns += pairs_ns / counted
-            thread_ns += resolver_ns
-        return Cost(RECORDER.calls, mean_ns, (self.end_ns or time.monotonic_ns()) - self.start_ns, thread_ns)
+        if counted:
+            mean_ns += self._pairs_ns() / counted
+        window_ns = (self.end_ns or time.monotonic_ns()) - self.start_ns
+        return Cost(RECORDER.calls, mean_ns, window_ns, sum(self._threads_ns().values()))
+
+    def _pairs_ns(self) -> float:
+        return 0.0 if self._timing is None else self._timing.cost_ns()[0]
+
+    def _threads_ns(self) -> dict[str, int]:
+        """Processor time of the threads of our own, by what they do."""
+        found = {"looking through spans": self._thread_ns, "reading gauges": self._gauges.thread_ns}
+        if self._exporter is not None:
+            found["sending to the collector"] = self._exporter.thread_ns
+        if self._timing is not None:
+            found["resolving device times"] = self._timing.cost_ns()[1]
+        return {name: spent_ns for name, spent_ns in found.items() if spent_ns}
+
+    def _upkeep(self) -> Upkeep:
+        costs, rings = self._measured_costs(), RECORDER.rings()
+        return Upkeep(
+            clock="CLOCK_MONOTONIC" if self._ticks_checked_ns is None else "time stamp counter",
+            added_ns=lambda site: costs[RECORDER.shapes.get(site, "scope")].added_ns,
+            pairs_ns=self._pairs_ns(),
+            threads_ns=self._threads_ns(),
+            passed=RECORDER.muted_calls(),
+            muted=set(RECORDER.muted),
+            held_rows=sum(min(ring.head, ring.capacity) for ring in rings),
+            ring_rows=sum(ring.capacity for ring in rings),
+            ring_bytes=self.profile.limits.ring_bytes,
+        )
 
     def _measured_costs(self) -> dict[str, ProbeCost]:
         if self._costs is None:
@@ -653,6 +676,7 @@ class Session:
             notes=self.notes(),
             window_ns=cost.window_ns,
             recorder="native" if RECORDER.native else "pure",
+            make_upkeep=self._upkeep,
             collector_ids=None if self._exporter is None else self._exporter.ids.of,
         )
 

@@ -238,7 +238,7 @@ def test_the_views_come_in_the_order_asked_and_each_once() -> None:
     assert [title in one for title in titles] == [False, False, True]
     assert "Cost of the instrumentation" in one
     assert two.count("Device Report") == 1
-    with pytest.raises(ValueError, match="view is 'devices'; allowed: .*; nearest is device"):
+    with pytest.raises(ValueError, match=r"view is 'devices'; allowed: .*; nearest is device"):
         session.summary(views=["devices"])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from instrument.document import nearest
 from instrument.profile import VIEWS
 from instrument.report.copies import copies
+from instrument.report.cost import cost
 from instrument.report.device import device
 from instrument.report.events import events
 from instrument.report.instrumentation import instrumentation
@@ -27,6 +28,7 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
     "copies": copies,
     "user": user,
     "requests": requests,
+    "cost": cost,
 }
 """What makes each view of `VIEWS`."""
 
@@ -44,10 +46,13 @@ def made(views: Sequence[str], recording: Recording, options: Options) -> dict[s
 def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
     """The views as one text, in the order asked, each once, and what the instrumentation cost and could not see.
 
+    Of this the view `cost` has more, and stands for it.
+
     Raises `ValueError` for a view that there is not.
     """
     parts = [view.lines() for view in made(views, recording, options).values()]
-    parts.append(_about(recording))
+    if "cost" not in views:
+        parts.append(_about(recording))
     return "\n".join("\n".join(lines).rstrip("\n") + "\n" for lines in parts if lines)
 
 

@@ -7,7 +7,7 @@ its fields and public properties are the numbers, times in ns, and `lines` print
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -78,12 +78,33 @@ class SortKey:
         return cls(part or ("gpu" if options.state == "GPU" else "cpu"), column, bool(part) and column == "min")
 
 
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """What only the process itself knows of its instrumentation; a saved trace does not carry it.
+
+    `added_ns` is what a call of a site's probe costs. `pairs_ns` is what pairs of events on a device have cost,
+    `threads_ns` the processor time of each thread of ours, by what it does. `passed` counts the calls that were not
+    recorded, by site, to stay within the budget, and `muted` are the sites of which that is so now. `held_rows` of
+    `ring_rows` are taken, of `ring_bytes` in all.
+    """
+
+    clock: str
+    added_ns: Callable[[Site], float]
+    pairs_ns: float
+    threads_ns: Mapping[str, int]
+    passed: Mapping[Site, int]
+    muted: Collection[Site]
+    held_rows: int
+    ring_rows: int
+    ring_bytes: int
+
+
 class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
 
-    `make_tally` and `make_trace` are called when a view first reads the tally or the trace. `window_ns` is the length
-    of the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace id and
-    the span id under which a span of the trace went to the collector.
+    `make_tally`, `make_trace` and `make_upkeep` are called when a view first reads what they make. `window_ns` is the
+    length of the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace
+    id and the span id under which a span of the trace went to the collector.
     """
 
     def __init__(
@@ -97,6 +118,7 @@ class Recording:
         window_ns: int | None = None,
         recorder: str = "",
         collector_ids: Callable[[Span], tuple[int, int]] | None = None,
+        make_upkeep: Callable[[], Upkeep] | None = None,
     ) -> None:
         self._make_tally = make_tally
         self._make_trace = make_trace
@@ -106,6 +128,7 @@ class Recording:
         self.window_ns = window_ns
         self.recorder = recorder
         self.collector_ids = collector_ids
+        self._make_upkeep = make_upkeep
 
     @cached_property
     def tally(self) -> Tally:
@@ -116,6 +139,11 @@ class Recording:
     def trace(self) -> Trace:
         """The spans that are held."""
         return self._make_trace()
+
+    @cached_property
+    def upkeep(self) -> Upkeep | None:
+        """What the process knows of its instrumentation, None for a saved trace."""
+        return None if self._make_upkeep is None else self._make_upkeep()
 
     @classmethod
     def of_trace(cls, trace: Trace, tally: Tally | None = None) -> Recording:

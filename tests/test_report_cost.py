@@ -1,0 +1,166 @@
+"""The `cost` view: that its parts add up, what a saved trace still knows, and what a running session tells."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from golden_views import is_golden, text_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+import instrument
+from instrument import chrome, profiled, scope
+from instrument.profile import loads
+from instrument.report.cost import InstrumentationCost, cost
+from instrument.report.summary import summary
+from instrument.report.view import Options, Recording, Upkeep
+from instrument.spans import Cost, DeviceInterval, Origin, Site, Span, Trace
+from instrument.tally import Tally
+
+MS = 1_000_000
+CHAT = Site("POST /chat", "request", "chat.server", "handle")
+LINEAR = Site("Linear", "layer", instance="model.head", device=True)
+TOKENISE = Site("tokenise", "phase", "chat.text", "tokenise")
+HOT = Site("hash", "op", "chat.cache", "key")
+EACH_NS = {CHAT: 170.0, LINEAR: 95.5, TOKENISE: 48.25, HOT: 48.25}
+
+
+def span(span_id: int, site: Site, start_ms: float, end_ms: float, *device: DeviceInterval) -> Span:
+    start, end = round(start_ms * MS), round(end_ms * MS)
+    return Span(site, span_id, 0, span_id, 1, 0, start, end, end - start, end - start, device=device)
+
+
+def trace_of_a_service() -> Trace:
+    work = DeviceInterval(0, 7, 3 * MS, 5 * MS)
+    spans = [
+        span(1, CHAT, 0, 40),
+        span(2, LINEAR, 2, 4, work),
+        span(3, LINEAR, 5, 6),
+        span(4, LINEAR, 7, 8, DeviceInterval(0, 7, 7 * MS, 7 * MS, "dropped")),
+        *(span(5 + n, TOKENISE, 10 + n, 10.001 + n) for n in range(20)),
+    ]
+    return Trace(
+        Origin(1, "shop", 0, 0, "native"), 0, 100 * MS, spans,
+        cost=Cost(24, 60.0, 100 * MS, 500_000), held_from_ns=1 * MS,
+        losses={"spans overwritten by newer ones": 31, "device times dropped": 1, "queue full": 0},
+        notes=["layers rule 2 (profile.yaml:14): the model is compiled, so its layers run as one"],
+    )  # fmt: skip
+
+
+def upkeep() -> Upkeep:
+    return Upkeep(
+        clock="CLOCK_MONOTONIC",
+        added_ns=EACH_NS.__getitem__,
+        pairs_ns=300.0,
+        threads_ns={"looking through spans": 400_000, "reading gauges": 100_000},
+        passed={HOT: 9000, TOKENISE: 30},
+        muted={HOT},
+        held_rows=24,
+        ring_rows=4096,
+        ring_bytes=64 << 20,
+    )
+
+
+def running(trace: Trace) -> Recording:
+    return Recording(
+        lambda: Tally.of_spans(trace.spans, trace.threads),
+        lambda: trace,
+        cost=trace.cost,
+        losses=trace.losses,
+        notes=trace.notes,
+        window_ns=trace.end_ns,
+        recorder="native",
+        make_upkeep=upkeep,
+    )
+
+
+def test_the_layout_of_a_running_service() -> None:
+    assert is_golden("cost", text_of(cost(running(trace_of_a_service()), Options(unit="us"))))
+
+
+def test_the_layout_of_a_saved_trace_that_knows_less(tmp_path: Path) -> None:
+    trace, tally = chrome.load(chrome.dump(tmp_path / "t.json", trace_of_a_service()))
+    assert is_golden("cost_saved", text_of(cost(Recording.of_trace(trace, tally), Options(rows=1))))
+
+
+def check_sums(view: InstrumentationCost) -> None:
+    assert view.cost is not None
+    assert sum(part.time_ns for part in view.parts) == view.cost.total_ns
+    assert min((part.time_ns for part in view.parts), default=0) >= 0
+    if view.sites:
+        assert sum(one.ratio or 0 for one in view.sites) == pytest.approx(1 if view.sites[0].cost_ns else 0)
+    assert sum(one.calls for one in view.sites) == 24
+
+
+@given(
+    st.integers(0, 24),
+    st.floats(0, 1e6),
+    st.integers(0, 10**9),
+    st.one_of(st.none(), st.integers(1, 4)),
+    st.sampled_from([0, 1000, 10**12]),
+)
+def test_the_parts_and_the_sites_add_up(
+    calls: int, each_ns: float, thread_ns: int, rows: int | None, least_ns: int
+) -> None:
+    trace = trace_of_a_service()
+    trace.cost = Cost(calls, each_ns, 100 * MS, thread_ns)
+    check_sums(cost(Recording.of_trace(trace), Options(rows=rows, least_ns=least_ns)))
+
+
+def test_the_sites_cost_their_calls_at_what_one_of_their_probes_costs() -> None:
+    view = cost(running(trace_of_a_service()), Options())
+    check_sums(view)
+    assert [(one.name, one.calls, one.each_ns, one.cost_ns) for one in view.sites] == [
+        ("tokenise", 20, 48.25, 965),
+        ("Linear", 3, 95.5, round(286.5)),
+        ("POST /chat", 1, 170.0, 170),
+    ]
+    assert (view.device_asked, view.device_missing) == (3, {"no events": 1, "dropped": 1})
+    assert view.muted is not None
+    assert [(one.name, one.calls, one.now) for one in view.muted] == [("hash", 9000, True), ("tokenise", 30, False)]
+
+
+def test_a_summary_says_the_cost_once() -> None:
+    recording = running(trace_of_a_service())
+    with_view = summary(["events", "cost"], recording, Options())
+    assert "Cost of the instrumentation" not in with_view
+    assert with_view.count("Instrumentation Report") == 1
+    assert summary(["events"], recording, Options()).count("Cost of the instrumentation") == 1
+
+
+def test_a_trace_of_another_profiler_does_not_say_what_it_cost() -> None:
+    trace = Trace(Origin(1, "", 0, 0, "other"), 0, 9, [span(1, CHAT, 0, 1)])
+    assert "What it cost is not known: the trace does not say it.\n" in text_of(
+        cost(Recording.of_trace(trace), Options())
+    )
+
+
+def test_a_running_session_tells_its_probes_threads_rings_and_clock() -> None:
+    session = instrument.start(loads("schedule: {record: 1, repeat: 1}"))
+    try:
+
+        @profiled("work", kind="phase")
+        def work() -> None:
+            pass
+
+        with scope("request", kind="request"):
+            for _ in range(100):
+                work()
+        deadline = time.monotonic() + 20
+        while not session.cost().thread_ns and time.monotonic() < deadline:
+            time.sleep(0.05)
+        view = session.views(["cost"])["cost"]
+        assert isinstance(view, InstrumentationCost)
+        first = view.sites[0]
+        costs = session._measured_costs()
+        assert (first.name, first.calls, first.each_ns) == ("work", 100, costs["call"].added_ns)
+        assert view.sites[1].each_ns == costs["scope"].added_ns
+        assert view.parts[0].name == "probes"
+        assert "thread looking through spans" in [part.name for part in view.parts]
+        assert (view.clock, view.muted) == ("CLOCK_MONOTONIC", ())
+        assert view.rings is not None
+        assert (view.rings.held_rows, view.rings.memory_bytes) == (101, 64 << 20)
+    finally:
+        instrument.stop()
