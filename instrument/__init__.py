@@ -9,6 +9,7 @@ Importing this package starts nothing and changes nothing; what a session needs 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
@@ -17,9 +18,10 @@ from instrument.probes.loaders import loader
 from instrument.probes.scopes import scope, scope_end, scope_start
 
 if TYPE_CHECKING:
+    from instrument.handlers import export_chrome, export_otlp, print_summary
     from instrument.process import disable, dump, enable, flush, reload, session, start, stop, summary
     from instrument.profiler import Session
-    from instrument.steps import Profiler, export_chrome, print_summary
+    from instrument.steps import Profiler
     from instrument.window import schedule
 
 __version__ = "0.1.0"
@@ -37,6 +39,7 @@ __all__ = [
     "dump",
     "enable",
     "export_chrome",
+    "export_otlp",
     "flush",
     "loader",
     "print_summary",
@@ -56,7 +59,13 @@ _OF_THE_SESSION = frozenset(
     {"Session", "disable", "dump", "enable", "flush", "reload", "session", "start", "stop", "summary"}
 )
 
-_OF_STEPS = frozenset({"Profiler", "export_chrome", "print_summary", "schedule"})
+_ROOM_OF = {
+    "Profiler": "steps",
+    "export_chrome": "handlers",
+    "export_otlp": "handlers",
+    "print_summary": "handlers",
+    "schedule": "window",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -65,10 +74,8 @@ def __getattr__(name: str) -> Any:
         from instrument import process
 
         return getattr(process, name)
-    if name in _OF_STEPS:
-        from instrument import steps, window
-
-        return getattr(window if name == "schedule" else steps, name)
+    if name in _ROOM_OF:
+        return getattr(import_module(f"instrument.{_ROOM_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

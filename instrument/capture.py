@@ -7,7 +7,7 @@ kept by the sample alone, and at once, because such a root may stay open for the
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from instrument.profile import Capture, Rate
@@ -37,6 +37,7 @@ class Trees:
         self._shelf = recorder.shelf(capture.sample, spans_per_request)
         self._cursor = recorder.cursor(self._shelf.sort)
         self._remotes: OrderedDict[int, RemoteParent | None] = OrderedDict()
+        self._wanted: OrderedDict[int, None] = OrderedDict()
         self._recent: deque[tuple[int, list[Held]]] = deque()
         self._recent_rows = 0
         self._allowance = _Allowance(capture.limit)
@@ -79,6 +80,36 @@ class Trees:
             self._keep(spans)
         return [(row[5], row[6]) for row, _ in ended]
 
+    def keep_open(self, root_ids: Set[int]) -> None:
+        """Keep those of these requests that are open now, whatever their end is like."""
+        for _, row in self._recorder.open_rows():
+            if row[1] in root_ids and self._recorder.site_of(row).kind == "request":
+                self._wanted[row[1]] = None
+        while len(self._wanted) > DECIDED_ROOTS:
+            self._wanted.popitem(last=False)
+
+    def left_out(self, spans: Iterable[Span]) -> list[Span]:
+        """Those spans that nobody is handed: of requests that were passed, and of other trees outside of the sample.
+
+        What is left out here is never kept later.
+        """
+        spans = list(spans)
+        requests = {span.span_id: span for span in spans if span.site.kind == "request"}
+        passed: dict[int, bool] = {}
+        for span in spans:
+            if span.root_id not in passed:
+                passed[span.root_id] = self._is_passed(span.root_id, requests.get(span.root_id))
+        self._recent = deque((end_ns, held) for end_ns, held in self._recent if not passed.get(held[0][0][1]))
+        self._recent_rows = sum(len(held) for _, held in self._recent)
+        return [span for span in spans if passed[span.root_id]]
+
+    def _is_passed(self, root_id: int, request: Span | None) -> bool:
+        if root_id in self._remotes or root_id in self._wanted:
+            return False
+        if request is not None and request.remote is not None:
+            return not request.remote.flags & 1
+        return not is_sampled(root_id, self._capture.sample)
+
     def _end_request(self, row: Row, thread_id: int) -> None:
         self._counts["requests"] += 1
         remote = (row[10] or {}).get(RemoteParent)
@@ -101,6 +132,9 @@ class Trees:
 
     def _asked_for(self, row: Row, remote: RemoteParent | None) -> bool:
         """A caller that traces has decided already; otherwise the sample does."""
+        if row[3] in self._wanted:
+            del self._wanted[row[3]]
+            return True
         return bool(remote.flags & 1) if remote is not None else is_sampled(row[3], self._capture.sample)
 
     def _stands_out(self, row: Row) -> bool:

@@ -35,7 +35,7 @@ from instrument.probes import contexts, graphs
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary, load, loads, setting
-from instrument.recorder import RECORDER, ProbeCost, measure_costs
+from instrument.recorder import RECORDER, ProbeCost, Taken, measure_costs
 from instrument.report.summary import made, summary
 from instrument.report.view import Options, Recording, Upkeep, View
 from instrument.spans import Cost, Gpu, Origin, Sample, Span, Trace
@@ -73,6 +73,9 @@ INTERVALS_KNOWN = 4_096
 """How many past looks tell which device intervals came after the begin of a span."""
 
 COMPLAINTS_KEPT = 20
+
+WINDOWS_THREAD = "instrument-windows"
+"""The name of the threads on which the windows of loops are written and sent."""
 
 FORK_WAIT_S = 1.0
 """The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
@@ -113,6 +116,29 @@ class Reload:
         return "; ".join([f"generation {self.generation} ({self.digest}): {counts}", *self.refused])
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """What a session's rings held of a stretch of time when it was taken; see `Session.take`."""
+
+    session: Session
+    taken: Taken
+    threads: Mapping[int, str]
+    overwritten: tuple[set[int], set[int]]
+    start_ns: int
+    end_ns: int
+    window: int
+    origin: Origin
+
+    def trace(self) -> Trace:
+        """Its spans, at 2 us each; while the session runs, on any thread."""
+        return self.session.trace_of(self)
+
+    def begun_since(self, at_ns: int) -> bool:
+        """Whether a span has begun in it after that time."""
+        of_rings = any(row[5] > at_ns for _, rows in self.taken.rings for row in rows if row[5] < self.end_ns)
+        return of_rings or any(at_ns < row[5] < self.end_ns for _, row in self.taken.open_rows)
+
+
 class Session:
     """A running session. Made by `start`; `stop` ends it. All methods may be called from any thread.
 
@@ -131,6 +157,7 @@ class Session:
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._exporter: otlp.Exporter | None = None
+        self._ids: otlp.Ids | None = None
         self._ranges = Ranges(RECORDER)
         self._timing: Timing | None = None
         self._waiting: deque[tuple[int, int, list[Span]]] = deque()
@@ -391,6 +418,34 @@ class Session:
             return None
         return self._exporter.flush(round(max(min(end - time.monotonic(), threading.TIMEOUT_MAX), 0.0) * 1e9))
 
+    def sends_to(self, endpoint: str) -> bool:
+        """Whether the session itself sends what `capture` keeps to that collector."""
+        wanted = self.profile.export.otlp
+        return self._exporter is not None and wanted is not None and wanted.endpoint == endpoint
+
+    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+        """Those spans of a window that the session neither has sent nor will send: the caller does.
+
+        A request that has not ended is kept, for nobody else could tell what becomes of it.
+        """
+        with self._alone():
+            self._trees.keep_open({span.root_id for span in spans})
+            self._look()
+            return self._trees.left_out(spans)
+
+    def ids(self) -> otlp.Ids:
+        """What the spans of this session are called at collectors."""
+        if self._exporter is not None:
+            return self._exporter.ids
+        if self._ids is None:
+            self._ids = otlp.Ids()
+        return self._ids
+
+    def count_loss(self, what: str, count: int) -> None:
+        """Have the reports tell of something that was recorded and not kept."""
+        with self._alone():
+            self._losses[what] += count
+
     # ---------------------------------------------------------------- another profile
 
     def reload(self, profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
@@ -646,21 +701,41 @@ class Session:
         """
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
-        spans = RECORDER.spans(first, last)
+        return self.take(first, last, window, origin).trace()
+
+    def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
+        """What the rings hold of that time, at 0.3 us a span; a trace is made of it later, on any thread.
+
+        What the threads that write windows have recorded is left out.
+        """
+        taken = RECORDER.take(start_ns)
+        rings = RECORDER.rings()
+        threads = {ring.thread_id: ring.name for ring in rings}
+        if WINDOWS_THREAD in threads.values():
+            of_service = [(thread, rows) for thread, rows in taken.rings if threads.get(thread) != WINDOWS_THREAD]
+            taken = taken._replace(rings=of_service)
+        return Stretch(
+            self, taken, threads, _overwritten(rings, start_ns), start_ns, end_ns, window, origin or self.origin()
+        )
+
+    def trace_of(self, stretch: Stretch) -> Trace:
+        """The trace of what was taken, with the device times that have come by now."""
+        first, last = stretch.start_ns, stretch.end_ns
+        spans = RECORDER.spans_of(stretch.taken, first, last)
         if self._timing is not None:
             self._timing.join(spans)
         spans.extend(self.selection.nodes_within(spans))
         return Trace(
-            origin=origin or self.origin(),
+            origin=stretch.origin,
             start_ns=first,
             end_ns=last,
             spans=spans,
-            threads=RECORDER.threads(),
+            threads=stretch.threads,
             losses=self.losses(),
             notes=self.notes(),
-            window=window,
+            window=stretch.window,
             cost=self.cost(),
-            held_from_ns=_held_from_ns(spans, first),
+            held_from_ns=_held_from_ns(spans, *stretch.overwritten),
             samples=self._gauges.samples(first, last),
             gpus=self._gauges.gpus(),
         )
@@ -825,6 +900,7 @@ class Session:
         self._thread_ns = 0
         self._newest_file = None
         self._losses.clear()
+        self._ids = None
         self._complaints.clear()
         self._cut.clear()
         self._waiting.clear()
@@ -881,20 +957,23 @@ def _file_of(profile: Profile, folder: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def _held_from_ns(spans: Iterable[Span], start_ns: int) -> int:
-    """From when on no span is missing that `spans` would have from that start on, 0 where none is.
+def _overwritten(rings: Sequence[Any], start_ns: int) -> tuple[set[int], set[int]]:
+    """The threads of which rows are missing that ended after a time: of rings that have wrapped, and of ended threads.
 
     A ring lies in the order of ends: what ended after its oldest row is there. Rings that were given up are those of
     the threads that had ended first, so they are older than the rows of such threads that are left.
     """
-    rings = RECORDER.rings()
 
     def reaches_back(ring: Any) -> bool:
         return bool(ring.first_after(start_ns) > max(ring.head - ring.capacity, 0))
 
     wrapped = {ring.thread_id for ring in rings if ring.head > ring.capacity and not reaches_back(ring)}
     ended = ([ring for ring in rings if ring.ended] or rings[-1:]) if RECORDER.ended_rows else []
-    given_up = set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
+    return wrapped, set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
+
+
+def _held_from_ns(spans: Iterable[Span], wrapped: set[int], given_up: set[int]) -> int:
+    """From when on no span is missing that `spans` would have, 0 where none is."""
     oldest: dict[int, int] = {}
     for span in spans if wrapped or given_up else ():
         if span.thread_id in wrapped or span.thread_id in given_up:

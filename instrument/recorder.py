@@ -49,6 +49,18 @@ KNOWN_SITES = 65_536
 """A service that decorates a function at each request makes a site each time: the first so many are known singly."""
 
 
+class Taken(NamedTuple):
+    """Rows as they were at one moment: the finished ones by thread id, in the order of ends, and the open ones."""
+
+    rings: list[tuple[int, list[Row]]]
+    open_rows: list[tuple[int, Row]]
+
+    @property
+    def size(self) -> int:
+        """How many rows there are."""
+        return sum(len(rows) for _, rows in self.rings) + len(self.open_rows)
+
+
 class _Recording:
     """What both recorders share. The core's methods are those of `instrument.pure.Core`."""
 
@@ -333,20 +345,31 @@ class _Recording:
 
         Unordered. Spans that began before the window are clipped at its start.
         """
+        taken = self.take(start_ns)
+        return self.spans_of(taken, start_ns, time.monotonic_ns() if end_ns is None else end_ns)
+
+    def take(self, start_ns: int = 0) -> Taken:
+        """The rows that spans from that time on are made of: 0.3 us a row, where the spans are made later.
+
+        They stay what they are when newer ones overwrite them in the rings.
+        """
         open_rows = self.open_rows()
-        last = time.monotonic_ns() if end_ns is None else end_ns
+        rings = [(ring.thread_id, ring.newest(ring.first_after(start_ns))[0]) for ring in self.rings()]
+        return Taken(rings, open_rows)
+
+    def spans_of(self, taken: Taken, start_ns: int, end_ns: int) -> list[Span]:
+        """As `spans`, of rows that were taken from that start on; on any thread, at any later time."""
         found: list[Span] = []
-        for ring in self.rings():
-            rows = ring.newest(ring.first_after(start_ns))[0]
-            found += self._spans_within(rows, ring.thread_id, start_ns, last)
+        for thread_id, rows in taken.rings:
+            found += self._spans_within(rows, thread_id, start_ns, end_ns)
         # One that has ended since is there already.
-        still_open = {row[1]: (row, thread_id) for thread_id, row in open_rows if row[5] < last}
+        still_open = {row[1]: (row, thread_id) for thread_id, row in taken.open_rows if row[5] < end_ns}
         for span in found if still_open else ():
             still_open.pop(span.span_id, None)
         for row, thread_id in still_open.values():
             span = self.span(row, thread_id)
-            span.end_ns = last
-            _clip(span, start_ns, last)
+            span.end_ns = end_ns
+            _clip(span, start_ns, end_ns)
             found.append(span)
         return found
 

@@ -12,25 +12,23 @@ import atexit
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from instrument import chrome, files, process
+from instrument import process
 from instrument.errors import FAULTS, ProfileError, StateError, logger
+from instrument.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window
 from instrument.probes.loaders import loader
 from instrument.probes.scopes import OFF
 from instrument.profile import STATES, TRACER_OPTIONS, Profile, Schedule, load
 from instrument.profiler import Session
-from instrument.report.summary import made, summary
-from instrument.report.view import Options, Recording, View
-from instrument.spans import Trace
-from instrument.step_spans import Step, with_steps
-from instrument.tally import Tally
+from instrument.step_spans import Step
 from instrument.window import RECORDING, State, States, Windows
 
 T = TypeVar("T")
@@ -41,102 +39,13 @@ SKIPPED_STEPS = 10
 STEPS_KEPT = 100_000
 """How many of the newest steps of a window are spans of its trace."""
 
-_FILE = "{service}-{pid}-{window}.json.gz"
-
-
-@dataclass(frozen=True)
-class Window:
-    """What was recorded in the steps from `first_step` to `last_step`, both in it; made for `on_trace_ready`.
-
-    `index` counts the windows of one `Profiler` from 0. A `partial` one was cut short by `stop`; its last step is the
-    one that was under way.
-    """
-
-    index: int
-    first_step: int
-    last_step: int
-    partial: bool
-    trace: Trace
-    tracer_option: str = "Default"
-    state: str = "All"
-    disk_bytes: int = 1 << 30
-
-    def __str__(self) -> str:
-        return f"window {self.index}, steps {self.first_step} to {self.last_step}{', partial' * self.partial}"
-
-    def tally(self) -> Tally:
-        """The totals of the window's spans, open ones as far as they lie in it."""
-        return Tally.of_spans(self.trace.spans, self.trace.threads)
-
-    def summary(self, *, views: Sequence[str] = ("events",), **options: Any) -> str:
-        """The views of this window alone. Options of `Session.summary`. Raises `ValueError` for one there is not."""
-        return summary(views, self._recording(), self._options(options))
-
-    def views(self, views: Sequence[str] = ("events",), **options: Any) -> dict[str, View]:
-        """The numbers of the same views, by name, as objects."""
-        return made(views, self._recording(), self._options(options))
-
-    def _recording(self) -> Recording:
-        return Recording.of_trace(self.trace)
-
-    def _options(self, asked: Mapping[str, Any]) -> Options:
-        defaults = {
-            "tracer_option": self.tracer_option, "state": self.state, "sorted_by": "total", "threads": "merged",
-        }  # fmt: skip
-        return Options(**{**defaults, **{name: value for name, value in asked.items() if value is not None}})
-
-    def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write this window as a Chrome trace (`.json` or `.json.gz`). Raises `TraceError`."""
-        return chrome.dump(path, self.trace, self.tally())
-
-
-Handler = Callable[[Window], object]
-
-
-def export_chrome(folder: str | os.PathLike[str]) -> Handler:
-    """For `on_trace_ready`: write each window to `folder`, in a file named by service, process and window.
-
-    No file is written over: where the name is taken, by another Profiler or an earlier process, the next free number is
-    used. The oldest are removed to stay within the `limits.disk` of the profile.
-    """
-    into = files.working_folder() / folder
-
-    def handle(window: Window) -> None:
-        origin, index = window.trace.origin, window.index
-        into.mkdir(parents=True, exist_ok=True)
-        while True:
-            path = files.path_of(_FILE, into, origin.service, index)
-            try:
-                path.touch(0o600, exist_ok=False)  # the name is ours from here on, whoever else looks for one
-                break
-            except FileExistsError:
-                index += 1
-        try:
-            window.export(path)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        files.make_room(_FILE, into, origin.service, path, window.disk_bytes)
-
-    return handle
-
-
-def print_summary(**options: Any) -> Handler:
-    """For `on_trace_ready`: print each window's summary to standard output. Options of `Window.summary`."""
-
-    def handle(window: Window) -> None:
-        print(f"{str(window).capitalize()}\n{window.summary(**options)}", flush=True)
-
-    return handle
-
-
 # -------------------------------------------------------------------- the session that Profilers share
 
 _guests: dict[Session, int] = {}
 _guests_lock = threading.RLock()
 
 
-def _join(profile: Profile | str | os.PathLike[str] | None, **asked: str | None) -> Session | None:
+def join(profile: Profile | str | os.PathLike[str] | None, **asked: str | None) -> Session | None:
     """The session to look at: the one that runs, else one that is begun here. None where `INSTRUMENT=off`."""
     if OFF:
         return None
@@ -167,7 +76,7 @@ def _join(profile: Profile | str | os.PathLike[str] | None, **asked: str | None)
         return running
 
 
-def _leave(session: Session) -> None:
+def leave(session: Session) -> None:
     """End the session with its last guest, if a guest began it."""
     with _guests_lock:
         if session not in _guests:
@@ -191,7 +100,9 @@ class Profiler:
     `schedule` is ``(first, end)`` for the steps first to end - 1, what `schedule(...)` returns, or any function from a
     step to a state (CLOSED, READY, RECORD, RECORD_AND_RETURN); left out, all steps are one window. `on_trace_ready` is
     a function of a `Window`, or several in a list: it runs within `step` or `stop`, between two windows, so that its
-    own work is in neither. One that fails is noted, counted in `failures`, and never stops the loop. `state` and
+    own work is in neither. `export_chrome` and `export_otlp` are handed over to a thread of ours instead, which takes
+    the windows in their order; `stop` waits for it, at most `WAIT_LIMIT_NS`. A handler that fails is noted, counted in
+    `failures`, and never stops the loop; so is a window that is given up because newer ones came too fast. `state` and
     `tracer_option` are those of the profile. `timer_only` measures the steps and records nothing, whatever the profile
     says.
 
@@ -215,13 +126,15 @@ class Profiler:
             if found is not None and found not in allowed:
                 problems.append(f"Profiler: {name}: found {found!r}; allowed: {', '.join(allowed)}")
         handlers = [] if on_trace_ready is None else on_trace_ready
-        self._handlers: tuple[Any, ...] = tuple(handlers) if isinstance(handlers, (list, tuple)) else (handlers,)
+        wanted: tuple[Any, ...] = tuple(handlers) if isinstance(handlers, (list, tuple)) else (handlers,)
         problems.extend(
             f"Profiler: on_trace_ready: found {handler!r}; allowed: a function of a window, such as "
             "export_chrome('traces'), or a list of them"
-            for handler in self._handlers
+            for handler in wanted
             if not callable(handler)
         )
+        self._at_once: tuple[Handler, ...] = tuple(one for one in wanted if not isinstance(one, InBackground))
+        self._later: tuple[Handler, ...] = tuple(one for one in wanted if isinstance(one, InBackground))
         self._schedule: Schedule | States | None = None
         if callable(schedule):
             self._schedule = schedule
@@ -249,6 +162,9 @@ class Profiler:
         self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
         self.window: Window | None = None
         self.failures = 0
+        self._failing = threading.Lock()
+        self._backlog = Backlog(self._fail)
+        self._delivered: list[weakref.ref[Window]] = []
         self._pid = os.getpid()
         self._begin_costs()
 
@@ -264,19 +180,23 @@ class Profiler:
             if self._is_running:
                 raise StateError("asked to start a Profiler that runs; call stop() first, or make another one")
             if not self._timer_only:
-                session = _join(self._profile, state=self._state, tracer_option=self._tracer_option)
+                session = join(self._profile, state=self._state, tracer_option=self._tracer_option)
                 try:
                     self._windows = Windows(self._guarded(self._schedule), time.monotonic_ns()) if session else None
                 except BaseException:
                     if session is not None:
-                        _leave(session)
+                        leave(session)
                     raise
                 self._session = session
                 if session is not None:
+                    session.cost()  # measures the probes once, in 10 ms that no step should take
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
             self.window = None
             self._steps.clear()
             self.failures = 0
+            self._failing = threading.Lock()
+            self._backlog = Backlog(self._fail)
+            self._delivered = []
             self._pid = os.getpid()
             self._is_running = True
             self._begin_costs()
@@ -313,9 +233,9 @@ class Profiler:
     def step(self, num_samples: int | None = None) -> None:
         """The step under way has ended, with so many samples, and the next one begins.
 
-        Takes some 2 us. Where a window ends with it, its handlers run now, after some 3 us for each span of the window
-        (and once 10 ms, in which the cost of the probes is measured). Raises `StateError` where no step is under way,
-        and `ProfileError` for samples that are no number.
+        Takes some 2 us. Where a window ends with it, its spans are taken, 0.3 us each, and its handlers run, but for
+        those that run beside the loop; one that looks at the spans makes them first, 2 us each. Raises `StateError`
+        where no step is under way, and `ProfileError` for samples that are no number.
         """
         now_ns = time.monotonic_ns()
         if self._pid != os.getpid():
@@ -369,10 +289,23 @@ class Profiler:
                 FAULTS.note("last window of a Profiler", fault)
             finally:
                 if session is not None:
-                    atexit.unregister(self.stop)
-                    if self.failures > 1:
-                        session._complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
-                    _leave(session)
+                    self._end(session)
+
+    def _end(self, session: Session) -> None:
+        """Wait for the handlers that run beside the loop, and leave the session."""
+        try:
+            self._backlog.stop(WAIT_LIMIT_NS)
+            for known in self._delivered:  # what those that somebody holds will tell is known while the session runs
+                window = known()
+                if window is not None:
+                    window.trace  # noqa: B018 - is made now
+        except Exception as fault:
+            FAULTS.note("windows of a Profiler", fault)
+        finally:
+            atexit.unregister(self.stop)
+            if self.failures > 1:
+                session._complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
+            leave(session)
 
     def _refuse_unless_running(self, verb: str) -> None:
         if self._is_delivering:
@@ -384,58 +317,46 @@ class Profiler:
         self, session: Session, windows: Windows, found: tuple[int, int, int], last_step: int, *, partial: bool = False
     ) -> Window:
         index, start_ns, end_ns = found
-        session.selection.finish_nodes()
-        trace = session.trace(start_ns, end_ns, index)
+        stretch = session.take(start_ns, end_ns, index)
         steps = list(self._steps)
         self._steps.clear()
-        if partial and any(span.start_ns > self._step_ns for span in trace.spans):
+        if partial and stretch.begun_since(self._step_ns):
             thread_id = steps[-1].thread_id if steps else threading.get_native_id()
             steps.append(Step(last_step, self._step_ns, end_ns, thread_id, clipped=True))
         elif partial:
             last_step -= 1
-        trace = with_steps(trace, steps)
-        notes = list(trace.notes)
-        if trace.held_from_ns > start_ns:
-            lost_ns = min(trace.held_from_ns, end_ns) - start_ns
-            notes.append(
-                f"window {index}: spans of its first {lost_ns / 1e6:.1f} ms were overwritten by newer ones and are not "
-                "counted; raise limits.ring or record fewer steps"
-            )
-        late = sum(span.site.device and not span.device for span in trace.spans)
-        timing = session._timing
-        if late and timing is not None and not timing.is_settled(end_ns):
-            notes.append(
-                f"window {index}: {late} spans have no device time, which had not come when the window ended, for no "
-                "thread of the service waits for the device"
-            )
         return Window(
-            index,
+            stretch,
+            steps,
             windows.first_step,
             last_step,
-            partial,
-            replace(trace, notes=notes),
-            self._tracer_option or session.profile.tracer_option,
-            self._state or session.profile.state,
-            session.profile.limits.disk_bytes,
+            partial=partial,
+            tracer_option=self._tracer_option,
+            state=self._state,
         )
 
     def _deliver(self, window: Window) -> None:
         self.window = window
+        self._delivered = [known for known in self._delivered if known() is not None]
+        self._delivered.append(weakref.ref(window))
         self._is_delivering = True
         try:
-            for handler in self._handlers:
+            for handler in self._at_once:
                 try:
                     handler(window)
                 except Exception as error:
                     self._fail(f"on_trace_ready failed for {window}", error)
+            if self._later:
+                self._backlog.add(window, self._later)
         finally:
             self._is_delivering = False
 
     def _fail(self, what: str, error: Exception) -> None:
         """Count what the user's own code has raised; note and log the first of it."""
-        self.failures += 1
-        if self.failures > 1:
-            return
+        with self._failing:
+            self.failures += 1
+            if self.failures > 1:
+                return
         message = f"{what}: {type(error).__name__}: {error}"
         logger.warning("%s", message, exc_info=error)
         if self._session is not None:

@@ -18,8 +18,8 @@ FLOORS: list[list[str]] = [
     ["errors", "clock", "document", "native", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "device"],
     ["probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp", "report"],
-    ["process", "profiler", "files", "steps"],
-    ["", "__main__", "cli", "autostart"],
+    ["process", "profiler", "files", "handlers", "steps"],
+    ["", "__main__", "cli", "autostart", "faces"],
 ]
 
 WITHIN = {
@@ -30,7 +30,8 @@ WITHIN = {
     "device": {"imports", "profile", "recorder"},
     "process": {"profiler"},
     "profiler": {"files"},
-    "steps": {"process", "profiler", "files"},
+    "handlers": {"profiler", "files"},
+    "steps": {"process", "profiler", "handlers"},
     "cli": {""},
     "__main__": {"cli"},
 }
@@ -99,6 +100,7 @@ def test_the_public_names_are_these() -> None:
         "dump",
         "enable",
         "export_chrome",
+        "export_otlp",
         "flush",
         "loader",
         "print_summary",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from hypothesis import strategies as st
 import instrument
 from instrument import Profiler, StateError, chrome, export_chrome, print_summary, profiled, schedule, scope
 from instrument.errors import ProfileError
+from instrument.handlers import Window
 from instrument.profile import Schedule, loads
-from instrument.steps import Benchmark, Window
+from instrument.recorder import RECORDER
+from instrument.steps import Benchmark
 from instrument.window import RECORDING, State, Windows
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -228,6 +231,157 @@ def test_ranges_that_overlap_without_nesting_and_cross_steps_are_all_there() -> 
     chrome.dump("crossed.json", found[0].trace)
     assert sorted(span.site.name for span in chrome.load("crossed.json")[0].spans) == names
     assert profiler.failures == 0
+
+
+def windows_by_hand(wanted: Schedule, ended: int, begun_in_last: bool) -> list[tuple[int, int, int, bool]]:
+    """Index, first and last step, and whether partial, of each window of a loop: its steps written out one by one."""
+    steps = ["-"] * wanted.skip_first
+    cycle = ["-"] * (wanted.closed + wanted.ready) + ["R"] * (wanted.record - 1) + ["S"]
+    while len(steps) <= ended:
+        if wanted.repeat and len(steps) >= wanted.skip_first + wanted.repeat * len(cycle):
+            cycle = ["-"]
+        steps += cycle
+    found: list[tuple[int, int, int, bool]] = []
+    first = None
+    for step in range(ended):
+        if steps[step] != "-" and first is None:
+            first = step
+        if steps[step] == "S" and first is not None:
+            found.append((len(found), first, step, False))
+            first = None
+    if first is None and steps[ended] != "-":
+        first = ended
+    last = ended if begun_in_last else ended - 1
+    if first is not None and first <= last:
+        found.append((len(found), first, last, True))
+    return found
+
+
+@given(
+    st.builds(Schedule, record=st.integers(1, 4), closed=COUNT, ready=COUNT, skip_first=COUNT, repeat=COUNT),
+    st.integers(0, 25),
+    st.booleans(),
+)
+def test_the_windows_of_a_loop_are_those_of_its_steps_written_out(wanted: Schedule, ended: int, more: bool) -> None:
+    asked = {name: getattr(wanted, name) for name in ("record", "closed", "ready", "skip_first", "repeat")}
+    found: list[Window] = []
+    with shared_session(), Profiler(schedule=schedule(**asked), on_trace_ready=found.append) as profiler:
+        for step in range(ended):
+            with scope("mark", attributes={"at": step}):
+                pass
+            profiler.step()
+        if more:
+            with scope("mark", attributes={"at": ended}):
+                pass
+    expected = windows_by_hand(wanted, ended, more)
+    assert [(window.index, window.first_step, window.last_step, window.partial) for window in found] == expected
+    for window, (_, first, last, _) in zip(found, expected, strict=True):
+        marks = [span.attributes["at"] for span in window.trace.spans if span.site.name == "mark"]
+        assert sorted(marks) == list(range(first, last + 1))
+
+
+@contextmanager
+def shared_session() -> Iterator[None]:
+    """One that runs for all examples of a property; the fixture stops it."""
+    try:
+        instrument.session()
+    except StateError:
+        instrument.start()
+    yield
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["record", "closed", "ready", "repeat", "skip_first"]),
+        st.one_of(st.integers(-3, 3), st.booleans(), st.floats(), st.none(), st.text(max_size=3), st.just(10**30)),
+    )
+)
+def test_any_argument_of_a_schedule_that_is_no_such_number_is_named(asked: dict[str, Any]) -> None:
+    def is_right(name: str, value: Any) -> bool:
+        return type(value) is int and value >= (1 if name == "record" else 0)
+
+    wrong = {name for name, value in asked.items() if not is_right(name, value)}
+    if wrong:
+        with pytest.raises(ProfileError) as told:
+            schedule(**{"record": 1, **asked})
+        assert {problem.split(": ")[1] for problem in told.value.problems} == wrong
+        assert all(
+            f"found {asked[problem.split(': ')[1]]!r}; allowed: a whole number" in problem
+            for problem in told.value.problems
+        )
+    else:
+        assert schedule(**{"record": 1, **asked})(10**40) in list(State)
+
+
+OPEN_CLOSE_STEP = st.lists(st.sampled_from(["open", "close first", "close last", "step"]), max_size=40)
+
+
+@given(OPEN_CLOSE_STEP, st.integers(1, 3), st.integers(0, 2))
+def test_ranges_that_cross_each_other_and_steps_are_in_every_window_that_they_reach_into(
+    deeds: list[str], record: int, closed: int
+) -> None:
+    found: list[Window] = []
+    opened: list[tuple[int, Any]] = []
+    ranges: dict[int, list[int]] = {}
+    with shared_session():
+        with Profiler(schedule=schedule(record=record, closed=closed), on_trace_ready=found.append) as profiler:
+            steps = 0
+            for number, deed in enumerate(deeds):
+                if deed == "open":
+                    opened.append((number, instrument.scope_start("range", attributes={"number": number})))
+                    ranges[number] = [steps, steps]
+                elif deed == "step":
+                    profiler.step()
+                    steps += 1
+                elif opened:
+                    key, range_ = opened.pop(0 if deed == "close first" else -1)
+                    instrument.scope_end(range_)
+                    ranges[key][1] = steps
+        for key, range_ in opened:
+            instrument.scope_end(range_)
+            ranges[key][1] = steps
+        assert set(RECORDER.counts()) <= {"scope closed before a scope inside it"}
+    for window in found:
+        spans = {span.attributes["number"]: span for span in window.trace.spans if span.site.name == "range"}
+        first, last = window.first_step, window.last_step
+        assert set(spans) == {key for key, (begun, ended) in ranges.items() if begun <= last and ended >= first}
+        for key, span in spans.items():
+            begun, ended = ranges[key]
+            goes_on = key in dict(opened) if window.partial else ended > last
+            assert span.clipped == (begun < first or goes_on)
+            assert window.trace.start_ns <= span.start_ns <= span.end_ns <= window.trace.end_ns
+            assert (span.start_ns == window.trace.start_ns) == (begun < first)
+
+
+def test_profilers_side_by_side_on_threads_have_windows_of_their_own() -> None:
+    found: dict[int, list[Window]] = {record: [] for record in range(1, 5)}
+    barrier = threading.Barrier(4)
+    sessions = set()
+
+    def loop(record: int) -> None:
+        with Profiler(schedule=schedule(record=record), on_trace_ready=found[record].append) as profiler:
+            sessions.add(instrument.session())
+            barrier.wait(20)
+            for _ in range(12):
+                with scope(f"of {record}"):
+                    pass
+                profiler.step()
+            barrier.wait(20)
+
+    threads = [threading.Thread(target=loop, args=(record,)) for record in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(sessions) == 1
+    with pytest.raises(StateError, match="no session runs"):
+        instrument.session()
+    for record, windows in found.items():
+        whole = [window for window in windows if not window.partial]
+        steps = [(window.first_step, window.last_step) for window in whole]
+        assert steps == [(first, first + record - 1) for first in range(0, 12, record)]
+        own = [sum(span.site.name == f"of {record}" for span in window.trace.spans) for window in whole]
+        assert own == [record] * (12 // record)
 
 
 def test_steps_of_many_threads_are_each_counted_once() -> None:

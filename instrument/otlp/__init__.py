@@ -6,7 +6,8 @@ the same service; it is imported on the export thread only.
 """
 
 from instrument.otlp.exporter import Delivery, Exporter
-from instrument.otlp.senders import require_grpc
+from instrument.otlp.packing import Ids
+from instrument.otlp.senders import modules_of, require_grpc
 from instrument.otlp.tracer import current_parent
 
-__all__ = ["Delivery", "Exporter", "current_parent", "require_grpc"]
+__all__ = ["Delivery", "Exporter", "Ids", "current_parent", "modules_of", "require_grpc"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from queue import Empty, SimpleQueue
@@ -125,22 +125,55 @@ class Exporter:
         The first start imports what sending needs on the calling thread, about 0.1 s. Not on the export thread: a
         fork in the middle of an import leaves the child with a module that it can never import.
         """
-        for name in self._sender.modules:
-            import_module(name)
-        if self._detected is None:
-            self._detected = detected_attributes()
+        self._prepare()
         with self._lock:
             if self._thread is not None:
                 return
-            self._closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
-            self._sender, self._resource_key = sender_for(self._settings), ()
-            thread = threading.Thread(target=self._run, args=(self._sender,), name=THREAD_NAME, daemon=True)
-            self._thread = thread
+            sender = self._opened()
+            thread = self._thread = threading.Thread(target=self._run, args=(sender,), name=THREAD_NAME, daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no more threads, or the interpreter is about to exit
             self._thread = None
             raise
+
+    def _prepare(self) -> None:
+        for name in self._sender.modules:
+            import_module(name)
+        if self._detected is None:
+            self._detected = detected_attributes()
+
+    def _opened(self) -> Sender:
+        """With the lock: open anew, whatever `stop` has ended."""
+        self._closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
+        self._sender, self._resource_key = sender_for(self._settings), ()
+        return self._sender
+
+    def send(self, parts: Iterable[Sequence[Span]]) -> Delivery:
+        """Send trees, or parts of them, from the calling thread, one after the other, instead of `start` and `offer`.
+
+        Ends with the first part that does not get through, after the time-out of the settings at the latest.
+        """
+        self._prepare()
+        with self._lock:
+            sender = self._opened()
+            self._thread = threading.current_thread()
+        before = self.counts()
+        try:
+            for part in parts:
+                self.offer(part)
+                self._send_queue(sender)
+                counts = self.counts()
+                if any(counts[fate] > before[fate] for fate in ("rejected", "failed", "dropped")):
+                    break
+        except BaseException as fault:
+            with self._lock:
+                self._give_up(f"{type(fault).__name__}: {fault}")
+            raise
+        finally:
+            self._thread = None
+            sender.close()
+        return self.flush(0)
 
     def offer(self, spans: Sequence[Span]) -> bool:
         """Hand over one kept tree; True if it will be sent unless newer ones push it out.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from instrument.profile import Otlp
 
 THREAD_NAME = "instrument-otlp"
-"""The export thread: what the official exporter logs on it, we say ourselves."""
+"""The export thread. What the official exporter logs on a thread of ours, we say ourselves."""
 
 _FIRST_BACK_OFF_S = 0.25
 _REFUSED = (404, 405, 415, 501)  # what collectors of traces alone say of metrics
@@ -448,7 +448,7 @@ def _listen(record: logging.LogRecord) -> bool:
 
     It stays for good, because a request that `stop` gave up may still be logged later.
     """
-    if record.threadName != THREAD_NAME:
+    if not str(record.threadName).startswith("instrument-"):
         return True
     Grpc.said = record.getMessage()
     return False
@@ -469,3 +469,8 @@ def sender_for(settings: Otlp) -> Sender:
     if settings.protocol == "http/protobuf":
         return Http(settings)
     raise ExportError(f"asked to export spans by {settings.protocol!r}; there are http/protobuf and grpc")
+
+
+def modules_of(settings: Otlp) -> tuple[str, ...]:
+    """What sending by these settings needs."""
+    return Grpc.modules if settings.protocol == "grpc" else Http.modules

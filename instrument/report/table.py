@@ -14,6 +14,7 @@ from instrument.report.view import UNITS, Options
 
 Line = TypeVar("Line")
 
+
 GAP = 2
 """Blanks between the longest cell of a column and the next column, at least."""
 
