@@ -197,20 +197,28 @@ sort_places(place_t *places, place_t *other, size_t count, int by_end)
 }
 
 /* The order of spans as a new array of their numbers; *found is NULL where they stand in order already. Equal ones keep
- * theirs. The other threads run meanwhile: what is sorted are copies of the numbers. 0, or -1 without memory. */
+ * theirs. The other threads run meanwhile: what is sorted are copies of the numbers. Those that come by start, as in a
+ * file, need little memory: only what begins at one time is sorted. 0, or -1 without memory. */
 static inline int
 order_spans(PyObject *const *spans, size_t count, int by_end, uint32_t **found)
 {
+#define AS_PLACE(i)                                                                                                        \
+    (place_t){((Span *)spans[i])->start_ns, ((Span *)spans[i])->end_ns, ((Span *)spans[i])->span_id, (uint32_t)(i)}
     *found = NULL;
-    size_t sorted = 1;
-    for (; sorted < count; sorted++) {
-        Span *a = (Span *)spans[sorted - 1], *b = (Span *)spans[sorted];
-        if (compare_places(a->start_ns, a->end_ns, a->span_id, b->start_ns, b->end_ns, b->span_id, by_end) > 0)
+    size_t longest = 1, length = 1, by_start = 1;
+    int sorted = 1;
+    for (; by_start < count; by_start++) {
+        place_t a = AS_PLACE(by_start - 1), b = AS_PLACE(by_start);
+        if (a.start_ns > b.start_ns)
             break;
+        length = a.start_ns == b.start_ns ? length + 1 : 1;
+        longest = length > longest ? length : longest;
+        sorted &= compare_places(a.start_ns, a.end_ns, a.span_id, b.start_ns, b.end_ns, b.span_id, by_end) <= 0;
     }
-    if (sorted >= count)
+    if (by_start >= count && sorted)
         return 0;
-    place_t *places = PyMem_RawMalloc(count * sizeof *places), *other = PyMem_RawMalloc(count * sizeof *other);
+    size_t room = by_start >= count ? longest : count;
+    place_t *places = PyMem_RawMalloc(room * sizeof *places), *other = PyMem_RawMalloc(room * sizeof *other);
     uint32_t *order = PyMem_RawMalloc(count * sizeof *order);
     if (places == NULL || other == NULL || order == NULL) {
         PyMem_RawFree(places);
@@ -218,15 +226,21 @@ order_spans(PyObject *const *spans, size_t count, int by_end, uint32_t **found)
         PyMem_RawFree(order);
         return -1;
     }
-    for (size_t i = 0; i < count; i++) {
-        Span *span = (Span *)spans[i];
-        places[i] = (place_t){span->start_ns, span->end_ns, span->span_id, (uint32_t)i};
+    for (size_t low = 0, high; low < count; low = high) {
+        /* All at once, or each stretch of spans that begin together. */
+        for (high = low; high < count && high - low < room &&
+                         (room == count || high == low || AS_PLACE(high).start_ns == places[0].start_ns);
+             high++)
+            places[high - low] = AS_PLACE(high);
+        if (room == count) {
+            Py_BEGIN_ALLOW_THREADS
+            sort_places(places, other, high - low, by_end);
+            Py_END_ALLOW_THREADS
+        } else if (high - low > 1)
+            sort_places(places, other, high - low, by_end);
+        for (size_t i = low; i < high; i++)
+            order[i] = places[i - low].index;
     }
-    Py_BEGIN_ALLOW_THREADS
-    sort_places(places, other, count, by_end);
-    for (size_t i = 0; i < count; i++)
-        order[i] = places[i].index;
-    Py_END_ALLOW_THREADS
     PyMem_RawFree(places);
     PyMem_RawFree(other);
     *found = order;

@@ -7,15 +7,16 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from instrument import native
 from instrument.chrome.lanes import DEVICE_PIDS, SPARE_TIDS
 from instrument.chrome.metadata import LIMIT_LINKS, Metadata, attribute, made
-from instrument.chrome.text import Json, checked, index, nanoseconds
+from instrument.chrome.text import INT64, Json, checked, index, nanoseconds
 from instrument.errors import TraceError
 from instrument.spans import (
     HOST,
@@ -33,6 +34,9 @@ from instrument.spans import (
     by_start,
 )
 from instrument.tally import Tally
+
+_native = native.find("chrome._reading")
+_native_spans = native.find("_spans")
 
 LIMIT_BYTES = 2 << 30
 """Most bytes of text that `load` reads unless told otherwise; browsers give up far below."""
@@ -98,7 +102,11 @@ def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally]:
 def _content(text: Json) -> tuple[Trace, Tally]:
     foreign = _Foreign()
     own: _Own | None = None
-    for key, value in _members(text):
+
+    def scan(text: Json) -> bool:
+        return own is not None and own.scan(text)
+
+    for key, value in _members(text, scan):
         if key is None:
             (own or foreign).add(value)
         elif key == "instrument" and isinstance(value, dict) and "format" in value:
@@ -114,12 +122,14 @@ def _content(text: Json) -> tuple[Trace, Tally]:
     return trace, _counted(trace) if tally is None else tally
 
 
-def _members(text: Json) -> Iterator[tuple[str | None, Any]]:
-    """The file's top-level keys and values; each event by itself, with None for a key."""
+def _members(text: Json, scan: Callable[[Json], bool]) -> Iterator[tuple[str | None, Any]]:
+    """The file's top-level keys and values; each event by itself, with None for a key, but for those that `scan` takes.
+
+    `scan` is called where an event may begin, and tells whether it has taken any."""
     if text.peek() == "\ufeff":
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
     if text.take("{[") == "[":
-        yield from _elements(text)
+        yield from _elements(text, scan)
     else:
         end, has_events = text.take("}") if text.peek() == "}" else ",", False
         while end == ",":
@@ -127,7 +137,7 @@ def _members(text: Json) -> Iterator[tuple[str | None, Any]]:
             text.take(":")
             if key == "traceEvents":
                 text.take("[")
-                yield from _elements(text)
+                yield from _elements(text, scan)
                 has_events = True
             else:
                 yield key, text.value()
@@ -138,25 +148,30 @@ def _members(text: Json) -> Iterator[tuple[str | None, Any]]:
         raise ValueError("something follows its end; write or copy it again")
 
 
-def _elements(text: Json) -> Iterator[tuple[None, dict[str, Any]]]:
+def _elements(text: Json, scan: Callable[[Json], bool]) -> Iterator[tuple[None, dict[str, Any]]]:
     end = text.take("]") if text.peek() == "]" else ","
     while end == ",":
-        yield None, checked(text.value(), dict)
+        if not scan(text):
+            yield None, checked(text.value(), dict)
         end = text.take(",]")
 
 
 def _counted(trace: Trace) -> Tally:
     """The tally of a trace's spans, unless call paths are so long that it would take endless memory or time."""
-    span_ids = {span.span_id for span in trace.spans}
-    depths: dict[int, int] = {}
-    links = backward = 0
-    for span in trace.spans:
-        depth = depths[span.span_id] = 1 + depths.get(span.parent_id, 0)
-        links += depth
-        backward += depth == 1 and span.parent_id in span_ids
-        if links > LIMIT_LINKS or backward > LIMIT_BACKWARD:
-            raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
-    return Tally.of_spans(trace.spans, trace.threads)
+    if _backward(trace.spans) > LIMIT_BACKWARD:
+        raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
+    return Tally.of_spans(trace.spans, trace.threads, limit_links=LIMIT_LINKS)
+
+
+def _backward(spans: Sequence[Span]) -> int:
+    """How many spans come before their parents."""
+    found: int | None = None if _native_spans is None else _native_spans.backward(spans)
+    if found is None:
+        known, seen, found = {span.span_id for span in spans}, set[int](), 0
+        for span in spans:
+            found += span.parent_id in known and span.parent_id not in seen
+            seen.add(span.span_id)
+    return found
 
 
 # Slices
@@ -194,6 +209,21 @@ class _Own:
         self._samples: list[Sample] = []
         self._intervals: dict[int, list[tuple[int, DeviceInterval]]] = {}
         self._rows: dict[str, _Row] = {}
+        self._reader = None
+        if _native is not None and -INT64 // 2 < metadata.base_ns < INT64 // 2:
+            state = self._spans, self._intervals, self._rows, _Row, metadata.sites, metadata.base_ns
+            self._reader = _native.Reader(*state)
+
+    def scan(self, text: Json) -> bool:
+        """Take the plain events that come next, in C; whether there were any."""
+        if self._reader is None or not text.advance(self._reader.scan):
+            return False
+        self._refuse_beyond_limit()
+        return True
+
+    def _refuse_beyond_limit(self) -> None:
+        if len(self._spans) > LIMIT_SPANS:
+            raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
 
     def add(self, event: dict[str, Any]) -> None:
         phase = checked(event.get("ph", ""), str)
@@ -241,8 +271,7 @@ class _Own:
             if row is None or row.opener == span_id:
                 row = self._rows[_local(event)] = _Row(span_id, span.root_id, span.task_id, [])
             row.open.append((span, "active_ns" not in args, "self_ns" not in args))
-        if len(self._spans) > LIMIT_SPANS:
-            raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
+        self._refuse_beyond_limit()
 
     def _end_async(self, event: dict[str, Any]) -> None:
         row = self._rows.get(_local(event))
@@ -272,9 +301,13 @@ class _Own:
     def trace(self) -> Trace:
         if any(row.open for row in self._rows.values()):
             raise ValueError("an async slice in it never ends; write or copy it again")
+        self._reader = None  # it may hold a table of all ids
         by_start(self._spans)
-        for span in self._spans:
-            span.device = tuple(map(itemgetter(1), sorted(self._intervals.get(span.span_id, ()), key=itemgetter(0))))
+        for span in self._spans if self._intervals else ():
+            more = self._intervals.get(span.span_id)
+            if more is not None:
+                placed = sorted([*enumerate(span.device), *more], key=itemgetter(0))
+                span.device = tuple(interval for _, interval in placed)
         return self.metadata.trace(self._spans, self._samples)
 
 

@@ -166,6 +166,12 @@ class Json:
                 self._at += length
                 return value
 
+    def advance(self, scan: Callable[[str, int], int]) -> bool:
+        """Let `scan` take values of the text at hand: it gets that and the place, and returns the place after them."""
+        self.peek()
+        before, self._at = self._at, scan(self._text, self._at)
+        return self._at > before
+
     def _more(self) -> bool:
         """Read on, the further the longer the value at hand is already; False at the end of the text."""
         held = len(self._text) - self._at

@@ -1,0 +1,857 @@
+/* Events of a trace that `dump` wrote, read in C: the twin of `_Own.add` in `reading.py`, which says what they mean.
+ *
+ * The scanner takes strict JSON only, with the keys in any order. At an event that is not as plain as `dump` writes most
+ * of them (an escape in a name, a number that is no int64, a key twice, a value of another type, the end of the text) it
+ * stops before it, and the twin reads that event or says what is wrong with it.
+ */
+
+#include "../_spans.h"
+#include <stddef.h>
+
+#define DEEPEST 8 /* lists and objects in one another that are passed over here */
+#define MOST_DIGITS 18
+#define MOST_DIGITS_OF_TIME 12 /* of whole microseconds: to the nanosecond, as a float tells it as well */
+
+static PyTypeObject *span_type, *interval_type;
+static PyObject *text_exclusive;
+
+/* ------------------------------------------------------------------ JSON */
+
+typedef struct {
+    const char *at, *end;
+} cursor_t;
+
+static inline void
+blanks(cursor_t *in)
+{
+    while (in->at < in->end && (*in->at == ' ' || *in->at == '\n' || *in->at == '\r' || *in->at == '\t'))
+        in->at++;
+}
+
+/* Pass over a character that must come next, blanks before it: whether it did. */
+static inline int
+take(cursor_t *in, char wanted)
+{
+    blanks(in);
+    if (in->at >= in->end || *in->at != wanted)
+        return 0;
+    in->at++;
+    return 1;
+}
+
+/* A string without escapes; *text is what stands between the quotes. Whether there was one. */
+static inline int
+plain_string(cursor_t *in, const char **text, size_t *length)
+{
+    if (in->at >= in->end || *in->at != '"')
+        return 0;
+    const char *at = ++in->at;
+    while (at < in->end && *at != '"' && *at != '\\' && (unsigned char)*at >= 0x20)
+        at++;
+    if (at >= in->end || *at != '"')
+        return 0;
+    *text = in->at;
+    *length = (size_t)(at - in->at);
+    in->at = at + 1;
+    return 1;
+}
+
+static int
+is_hex(char c)
+{
+    return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F');
+}
+
+/* Pass over any string. Whether there was one. */
+static int
+skip_string(cursor_t *in)
+{
+    if (in->at >= in->end || *in->at != '"')
+        return 0;
+    const char *at = in->at + 1;
+    for (; at < in->end && *at != '"'; at++) {
+        if ((unsigned char)*at < 0x20)
+            return 0;
+        if (*at != '\\')
+            continue;
+        if (++at >= in->end)
+            return 0;
+        if (*at == 'u') {
+            if (in->end - at < 5 || !is_hex(at[1]) || !is_hex(at[2]) || !is_hex(at[3]) || !is_hex(at[4]))
+                return 0;
+            at += 4;
+        } else if (strchr("\"\\/bfnrt", *at) == NULL || *at == '\0')
+            return 0;
+    }
+    if (at >= in->end)
+        return 0;
+    in->at = at + 1;
+    return 1;
+}
+
+static inline size_t
+count_digits(cursor_t *in)
+{
+    const char *from = in->at;
+    while (in->at < in->end && *in->at >= '0' && *in->at <= '9')
+        in->at++;
+    return (size_t)(in->at - from);
+}
+
+/* Pass over a number; *is_whole tells whether it has neither fraction nor exponent. Whether there was one. One at the very
+ * end of the text may go on behind it. */
+static int
+skip_number(cursor_t *in, int *is_whole)
+{
+    if (in->at < in->end && *in->at == '-')
+        in->at++;
+    const char *first = in->at;
+    size_t whole = count_digits(in);
+    if (whole == 0 || whole > MOST_DIGITS || (*first == '0' && whole > 1))
+        return 0;
+    *is_whole = 1;
+    if (in->at < in->end && *in->at == '.') {
+        in->at++;
+        *is_whole = 0;
+        size_t fraction = count_digits(in);
+        if (fraction == 0 || fraction > 40)
+            return 0;
+    }
+    if (in->at < in->end && (*in->at == 'e' || *in->at == 'E')) {
+        in->at++;
+        *is_whole = 0;
+        if (in->at < in->end && (*in->at == '+' || *in->at == '-'))
+            in->at++;
+        size_t exponent = count_digits(in);
+        if (exponent == 0 || exponent > 3)
+            return 0;
+    }
+    return in->at < in->end;
+}
+
+static int
+take_word(cursor_t *in, const char *word)
+{
+    size_t length = strlen(word);
+    if ((size_t)(in->end - in->at) <= length || memcmp(in->at, word, length) != 0)
+        return 0;
+    in->at += length;
+    return 1;
+}
+
+/* Pass over any value. Whether there was one that is plain enough. */
+static int
+skip_value(cursor_t *in, int depth)
+{
+    blanks(in);
+    if (in->at >= in->end)
+        return 0;
+    int whole;
+    switch (*in->at) {
+    case '"':
+        return skip_string(in);
+    case 't':
+        return take_word(in, "true");
+    case 'f':
+        return take_word(in, "false");
+    case 'n':
+        return take_word(in, "null");
+    case '[':
+    case '{':
+        break;
+    default:
+        return skip_number(in, &whole);
+    }
+    if (depth >= DEEPEST)
+        return 0;
+    int is_object = *in->at++ == '{';
+    char last = is_object ? '}' : ']';
+    if (take(in, last))
+        return 1;
+    do {
+        if (is_object) {
+            blanks(in);
+            if (!skip_string(in) || !take(in, ':'))
+                return 0;
+        }
+        if (!skip_value(in, depth + 1))
+            return 0;
+    } while (take(in, ','));
+    return take(in, last);
+}
+
+/* A whole number. Whether there was one of at most 18 digits. */
+static inline int
+whole_number(cursor_t *in, int64_t *value)
+{
+    int negative = in->at < in->end && *in->at == '-';
+    in->at += negative;
+    const char *first = in->at;
+    int64_t found = 0;
+    while (in->at < in->end && *in->at >= '0' && *in->at <= '9' && in->at - first <= MOST_DIGITS)
+        found = found * 10 + (*in->at++ - '0');
+    size_t digits = (size_t)(in->at - first);
+    if (digits == 0 || digits > MOST_DIGITS || (*first == '0' && digits > 1) || in->at >= in->end)
+        return 0;
+    if (*in->at == '.' || *in->at == 'e' || *in->at == 'E' || (*in->at >= '0' && *in->at <= '9'))
+        return 0;
+    *value = negative ? -found : found;
+    return 1;
+}
+
+/* Microseconds with at most three decimals as nanoseconds. Whether there were such. */
+static inline int
+time_of(cursor_t *in, int64_t *time_ns)
+{
+    const char *first = in->at;
+    int64_t found = 0;
+    while (in->at < in->end && *in->at >= '0' && *in->at <= '9' && in->at - first <= MOST_DIGITS_OF_TIME)
+        found = found * 10 + (*in->at++ - '0');
+    size_t digits = (size_t)(in->at - first);
+    if (digits == 0 || digits > MOST_DIGITS_OF_TIME || (*first == '0' && digits > 1))
+        return 0;
+    int decimals = 0;
+    if (in->at < in->end && *in->at == '.') {
+        in->at++;
+        for (; decimals < 3 && in->at < in->end && *in->at >= '0' && *in->at <= '9'; decimals++)
+            found = found * 10 + (*in->at++ - '0');
+        if (decimals == 0)
+            return 0;
+    }
+    if (in->at >= in->end || *in->at == '.' || *in->at == 'e' || *in->at == 'E' || (*in->at >= '0' && *in->at <= '9'))
+        return 0;
+    for (; decimals < 3; decimals++)
+        found *= 10;
+    *time_ns = found;
+    return 1;
+}
+
+/* ------------------------------------------------------------------ one event */
+
+/* What an event may have; a bit each in `event_t.has`. */
+enum {
+    PH = 1 << 0, TS = 1 << 1, DUR = 1 << 2, TID = 1 << 3, ARGS = 1 << 4, LOCAL = 1 << 5,
+    SITE = 1 << 6, ID = 1 << 7, PARENT = 1 << 8, ROOT = 1 << 9, SELF = 1 << 10, ACTIVE = 1 << 11, TASK = 1 << 12,
+    THREAD = 1 << 13, TOTAL = 1 << 14, CLIPPED = 1 << 15, ERROR = 1 << 16, ATTRIBUTES = 1 << 17,
+    OWNER = 1 << 18, DEVICE = 1 << 19, STREAM = 1 << 20, ENCLOSING = 1 << 21, LABEL = 1 << 22, UNCERTAINTY = 1 << 23,
+    PLACE = 1 << 24, REMOTE = 1 << 25,
+};
+
+typedef struct {
+    const char *text;
+    size_t length;
+} part_t;
+
+typedef struct {
+    uint32_t has;
+    char phase;
+    int64_t ts, dur, tid;
+    part_t local, error, label, attributes;
+    int clipped;
+    int64_t site, id, parent, root, self_ns, active_ns, task, thread, total_ns;
+    int64_t owner, device, stream, enclosing, uncertainty_ns, place;
+} event_t;
+
+typedef struct {
+    const char *name;
+    size_t length;
+    uint32_t bit;
+    size_t number; /* where the whole number belongs, 0 for what is no number */
+} argument_t;
+
+#define ARGUMENT(name, bit, field) {name, sizeof(name) - 1, bit, offsetof(event_t, field)}
+static const argument_t arguments[] = {
+    ARGUMENT("site", SITE, site), ARGUMENT("id", ID, id), ARGUMENT("parent", PARENT, parent),
+    ARGUMENT("root", ROOT, root), ARGUMENT("self_ns", SELF, self_ns), ARGUMENT("task", TASK, task),
+    ARGUMENT("active_ns", ACTIVE, active_ns), ARGUMENT("thread", THREAD, thread),
+    ARGUMENT("total_ns", TOTAL, total_ns), ARGUMENT("owner", OWNER, owner), ARGUMENT("device", DEVICE, device),
+    ARGUMENT("stream", STREAM, stream), ARGUMENT("enclosing_stream", ENCLOSING, enclosing),
+    ARGUMENT("uncertainty_ns", UNCERTAINTY, uncertainty_ns), ARGUMENT("place", PLACE, place),
+    {"clipped", 7, CLIPPED, 0}, {"error", 5, ERROR, 0}, {"label", 5, LABEL, 0}, {"attributes", 10, ATTRIBUTES, 0},
+    {"remote", 6, REMOTE, 0},
+};
+
+/* The value of an argument. Whether it is plain. */
+static int
+argument_value(cursor_t *in, event_t *event, const char *key, size_t length)
+{
+    blanks(in);
+    for (size_t i = 0; i < sizeof arguments / sizeof *arguments; i++) {
+        const argument_t *known = &arguments[i];
+        if (known->length != length || memcmp(known->name, key, length) != 0)
+            continue;
+        if (event->has & known->bit || known->bit == REMOTE)
+            return 0;
+        event->has |= known->bit;
+        if (known->number != 0)
+            return whole_number(in, (int64_t *)((char *)event + known->number));
+        if (known->bit == CLIPPED) {
+            event->clipped = in->at < in->end && *in->at == 't';
+            return take_word(in, event->clipped ? "true" : "false");
+        }
+        if (known->bit == ATTRIBUTES) {
+            event->attributes.text = in->at;
+            if (in->at >= in->end || *in->at != '{' || !skip_value(in, 0))
+                return 0;
+            event->attributes.length = (size_t)(in->at - event->attributes.text);
+            return 1;
+        }
+        part_t *part = known->bit == ERROR ? &event->error : &event->label;
+        return plain_string(in, &part->text, &part->length);
+    }
+    return skip_value(in, 0);
+}
+
+static int
+arguments_of(cursor_t *in, event_t *event)
+{
+    if (!take(in, '{'))
+        return 0;
+    if (take(in, '}'))
+        return 1;
+    do {
+        const char *key;
+        size_t length;
+        blanks(in);
+        if (!plain_string(in, &key, &length) || !take(in, ':') || !argument_value(in, event, key, length))
+            return 0;
+    } while (take(in, ','));
+    return take(in, '}');
+}
+
+/* `{"local":"0x5"}` and nothing else. */
+static int
+local_of(cursor_t *in, event_t *event)
+{
+    const char *key;
+    size_t length;
+    if (!take(in, '{'))
+        return 0;
+    blanks(in);
+    if (!plain_string(in, &key, &length) || length != 5 || memcmp(key, "local", 5) != 0 || !take(in, ':'))
+        return 0;
+    blanks(in);
+    return plain_string(in, &event->local.text, &event->local.length) && take(in, '}');
+}
+
+#define IS(key, length, literal) ((length) == sizeof(literal) - 1 && memcmp(key, literal, sizeof(literal) - 1) == 0)
+
+/* An event. Whether it is plain. */
+static int
+event_of(cursor_t *in, event_t *event)
+{
+    memset(event, 0, sizeof *event);
+    if (!take(in, '{'))
+        return 0;
+    if (take(in, '}'))
+        return 1;
+    do {
+        const char *key, *text;
+        size_t length, text_length;
+        uint32_t bit = 0;
+        blanks(in);
+        if (!plain_string(in, &key, &length) || !take(in, ':'))
+            return 0;
+        blanks(in);
+        if (IS(key, length, "ph"))
+            bit = PH;
+        else if (IS(key, length, "ts"))
+            bit = TS;
+        else if (IS(key, length, "dur"))
+            bit = DUR;
+        else if (IS(key, length, "tid"))
+            bit = TID;
+        else if (IS(key, length, "args"))
+            bit = ARGS;
+        else if (IS(key, length, "id2"))
+            bit = LOCAL;
+        if (event->has & bit)
+            return 0;
+        event->has |= bit;
+        int plain;
+        switch (bit) {
+        case PH:
+            plain = plain_string(in, &text, &text_length);
+            event->phase = plain && text_length == 1 ? *text : ' ';
+            break;
+        case TS:
+            plain = time_of(in, &event->ts);
+            break;
+        case DUR:
+            plain = time_of(in, &event->dur);
+            break;
+        case TID:
+            plain = whole_number(in, &event->tid);
+            break;
+        case ARGS:
+            plain = arguments_of(in, event);
+            break;
+        case LOCAL:
+            plain = local_of(in, event);
+            break;
+        default:
+            plain = skip_value(in, 0);
+        }
+        if (!plain)
+            return 0;
+    } while (take(in, ','));
+    return take(in, '}');
+}
+
+/* ------------------------------------------------------------------ the reader */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *spans, *intervals, *rows; /* those of the twin: a list, and two dicts */
+    PyObject *sites;                    /* a tuple */
+    PyObject *make_row;
+    int64_t base_ns;
+    PyObject *text; /* the one that is being read, and two places in it that are the same */
+    Py_ssize_t character;
+    size_t byte;
+    table_t owners; /* span id -> its place in `spans`, once device intervals have come */
+    Py_ssize_t owners_of;
+    int direct; /* whether an interval is given to its span at once */
+} Reader;
+
+/* A text that many events share. */
+static PyObject *
+shared_text(part_t *part)
+{
+    PyObject *text = PyUnicode_DecodeUTF8(part->text, (Py_ssize_t)part->length, NULL);
+    if (text != NULL)
+        PyUnicode_InternInPlace(&text);
+    return text;
+}
+
+/* The value of an attribute: a new reference, NULL without an error where it is not plain. */
+static PyObject *
+attribute_value(cursor_t *in)
+{
+    part_t part;
+    int64_t number;
+    blanks(in);
+    if (in->at >= in->end)
+        return NULL;
+    switch (*in->at) {
+    case '"':
+        return plain_string(in, &part.text, &part.length)
+                   ? PyUnicode_DecodeUTF8(part.text, (Py_ssize_t)part.length, NULL)
+                   : NULL;
+    case 't':
+        return take_word(in, "true") ? Py_NewRef(Py_True) : NULL;
+    case 'f':
+        return take_word(in, "false") ? Py_NewRef(Py_False) : NULL;
+    case 'n':
+        return take_word(in, "null") ? Py_NewRef(Py_None) : NULL;
+    case '[':
+    case '{':
+        return NULL;
+    }
+    const char *first = in->at;
+    if (whole_number(in, &number))
+        return PyLong_FromLongLong(number);
+    in->at = first;
+    int is_whole;
+    char digits[80], *after;
+    if (!skip_number(in, &is_whole) || is_whole || in->at - first >= (Py_ssize_t)sizeof digits)
+        return NULL;
+    memcpy(digits, first, (size_t)(in->at - first));
+    digits[in->at - first] = '\0';
+    double value = PyOS_string_to_double(digits, &after, NULL);
+    if (value == -1.0 && PyErr_Occurred())
+        return NULL;
+    return PyFloat_FromDouble(value);
+}
+
+/* The attributes of a span: a new reference, NULL without an error where one is not plain. */
+static PyObject *
+attributes_of(event_t *event)
+{
+    cursor_t in = {event->attributes.text, event->attributes.text + event->attributes.length};
+    PyObject *attributes = PyDict_New();
+    take(&in, '{');
+    if (attributes == NULL || take(&in, '}'))
+        return attributes;
+    do {
+        part_t key;
+        blanks(&in);
+        if (!plain_string(&in, &key.text, &key.length) || !take(&in, ':')) {
+            Py_DECREF(attributes);
+            return NULL;
+        }
+        PyObject *name = shared_text(&key), *value = name == NULL ? NULL : attribute_value(&in);
+        int done = value == NULL ? -1 : PyDict_SetItem(attributes, name, value);
+        Py_XDECREF(name);
+        Py_XDECREF(value);
+        if (done < 0) {
+            Py_DECREF(attributes);
+            return NULL;
+        }
+    } while (take(&in, ','));
+    return attributes;
+}
+
+static PyObject *
+local_text(event_t *event)
+{
+    return PyUnicode_DecodeUTF8(event->local.text, (Py_ssize_t)event->local.length, NULL);
+}
+
+/* Take a device interval: 1, 0 where it is not plain, -1 with an error. */
+static int
+add_interval(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns)
+{
+    if (!(event->has & DEVICE) || !(event->has & (STREAM | ENCLOSING)) || event->place < 0)
+        return 0;
+    Interval *interval = PyObject_New(Interval, interval_type);
+    if (interval == NULL)
+        return -1;
+    interval->device = event->device;
+    interval->stream = event->has & STREAM ? event->stream : event->enclosing;
+    interval->start_ns = start_ns;
+    interval->end_ns = end_ns;
+    interval->uncertainty_ns = event->has & UNCERTAINTY ? event->uncertainty_ns : 0;
+    interval->label = NULL;
+    int64_t place = event->has & PLACE ? event->place : 0;
+    int done = -1;
+    if (event->has & LABEL && !(event->label.length == 9 && memcmp(event->label.text, "exclusive", 9) == 0)) {
+        interval->label = shared_text(&event->label);
+        if (interval->label == NULL)
+            goto end;
+    }
+    if (self->direct && self->owners_of != PyList_GET_SIZE(self->spans)) {
+        /* Spans come before the intervals in a file: the table is made once. If not, or if two spans have one id, all
+         * intervals are handed out at the end. */
+        Py_ssize_t count = PyList_GET_SIZE(self->spans);
+        self->direct = self->owners_of == 0 && count < NOWHERE;
+        if (self->direct && table_make(&self->owners, (size_t)count) < 0) {
+            PyErr_NoMemory();
+            goto end;
+        }
+        self->owners_of = count;
+        for (Py_ssize_t i = 0; self->direct && i < count; i++) {
+            PyObject *span = PyList_GET_ITEM(self->spans, i);
+            uint32_t *cell = Py_IS_TYPE(span, span_type) ? table_cell(&self->owners, ((Span *)span)->span_id) : NULL;
+            self->direct = cell != NULL && *cell == NOWHERE;
+            if (self->direct)
+                *cell = (uint32_t)i;
+        }
+    }
+    if (self->direct) {
+        uint32_t at = table_get(&self->owners, event->owner);
+        if (at == NOWHERE) {
+            done = 1; /* of a span that is not in the file */
+            goto end;
+        }
+        Span *span = (Span *)PyList_GET_ITEM(self->spans, (Py_ssize_t)at);
+        Py_ssize_t held = span->device == NULL ? 0 : PyTuple_GET_SIZE(span->device);
+        if (place == held && held < 64) {
+            PyObject *more = PyTuple_New(held + 1);
+            if (more == NULL)
+                goto end;
+            for (Py_ssize_t i = 0; i < held; i++)
+                PyTuple_SET_ITEM(more, i, Py_NewRef(PyTuple_GET_ITEM(span->device, i)));
+            PyTuple_SET_ITEM(more, held, Py_NewRef((PyObject *)interval));
+            PyObject_GC_UnTrack(more); /* no interval leads back to it */
+            Py_XSETREF(span->device, more);
+            done = 1;
+            goto end;
+        }
+    }
+    self->direct = 0;
+    PyObject *owner = PyLong_FromLongLong(event->owner), *item = NULL;
+    PyObject *empty = owner == NULL ? NULL : PyList_New(0);
+    PyObject *known = empty == NULL ? NULL : PyDict_SetDefault(self->intervals, owner, empty); /* borrowed */
+    if (known != NULL)
+        item = Py_BuildValue("(LO)", (long long)place, (PyObject *)interval);
+    if (item != NULL)
+        done = PyList_Append(known, item) < 0 ? -1 : 1;
+    Py_XDECREF(owner);
+    Py_XDECREF(empty);
+    Py_XDECREF(item);
+end:
+    Py_DECREF(interval);
+    return done;
+}
+
+/* The row of an async lane, borrowed; NULL where there is none, with or without an error. */
+static PyObject *
+row_of(Reader *self, PyObject *local)
+{
+    PyObject *row = local == NULL ? NULL : PyDict_GetItemWithError(self->rows, local);
+    if (row != NULL && (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 4 || !PyList_Check(PyTuple_GET_ITEM(row, 3)))) {
+        PyErr_SetString(PyExc_TypeError, "a row is a tuple of four");
+        return NULL;
+    }
+    return row;
+}
+
+static int64_t
+number_in(PyObject *row, int at)
+{
+    return PyLong_AsLongLong(PyTuple_GET_ITEM(row, at));
+}
+
+/* Take a span: 1, 0 where it is not plain, -1 with an error. */
+static int
+add_span(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns, int is_open)
+{
+    if (!(event->has & SITE) || !(event->has & ID) || event->site < 0 || event->site >= PyTuple_GET_SIZE(self->sites))
+        return 0;
+    int64_t parent_id = event->has & PARENT ? event->parent : 0, task_id = 0;
+    int64_t root_id = parent_id != 0 ? parent_id : event->id;
+    PyObject *local = NULL, *row = NULL, *attributes = NULL, *error = NULL;
+    int done = -1;
+    if (is_open) {
+        if (!(event->has & LOCAL))
+            return 0;
+        local = local_text(event);
+        row = row_of(self, local);
+        if (row == NULL && PyErr_Occurred())
+            goto end;
+        if (row != NULL && number_in(row, 0) != event->id) {
+            root_id = number_in(row, 1);
+            task_id = number_in(row, 2);
+        } else
+            row = NULL;
+        if (PyErr_Occurred())
+            goto end;
+        Py_XINCREF(row);
+    }
+    if (event->has & ATTRIBUTES && event->attributes.length > 2) {
+        attributes = attributes_of(event);
+        if (attributes == NULL) {
+            done = PyErr_Occurred() ? -1 : 0;
+            goto end;
+        }
+    }
+    if (event->has & ERROR && (error = shared_text(&event->error)) == NULL)
+        goto end;
+    Span *span = PyObject_New(Span, span_type);
+    if (span == NULL)
+        goto end;
+    int64_t total_ns = end_ns - start_ns;
+    span->site = Py_NewRef(PyTuple_GET_ITEM(self->sites, event->site));
+    span->span_id = event->id;
+    span->parent_id = parent_id;
+    span->root_id = event->has & ROOT ? event->root : root_id;
+    span->thread_id = event->has & THREAD ? event->thread : event->tid;
+    span->task_id = event->has & TASK ? event->task : task_id;
+    span->start_ns = start_ns;
+    span->end_ns = end_ns;
+    span->active_ns = event->has & ACTIVE ? event->active_ns : total_ns;
+    span->self_ns = event->has & SELF ? event->self_ns : total_ns;
+    span->error = error;
+    span->attributes = attributes;
+    span->device = span->remote = NULL;
+    span->clipped = event->has & CLIPPED ? (char)event->clipped : 0;
+    error = attributes = NULL;
+    done = PyList_Append(self->spans, (PyObject *)span) < 0 ? -1 : 1;
+    if (done > 0 && is_open) {
+        if (row == NULL) {
+            row = PyObject_CallFunction(self->make_row, "LLL[]", (long long)span->span_id, (long long)span->root_id,
+                                        (long long)span->task_id);
+            if (row == NULL || PyDict_SetItem(self->rows, local, row) < 0)
+                done = -1;
+        }
+        PyObject *item = done < 0 ? NULL
+                                  : Py_BuildValue("(OOO)", (PyObject *)span, event->has & ACTIVE ? Py_False : Py_True,
+                                                  event->has & SELF ? Py_False : Py_True);
+        if (item == NULL || PyList_Append(PyTuple_GET_ITEM(row, 3), item) < 0)
+            done = -1;
+        Py_XDECREF(item);
+    }
+    Py_DECREF(span);
+end:
+    Py_XDECREF(row);
+    Py_XDECREF(local);
+    Py_XDECREF(attributes);
+    Py_XDECREF(error);
+    return done;
+}
+
+/* End the innermost open span of an async lane: 1, 0 where it is not plain, -1 with an error. */
+static int
+end_span(Reader *self, event_t *event, int64_t end_ns)
+{
+    if (!(event->has & LOCAL))
+        return 0;
+    PyObject *local = local_text(event), *row = row_of(self, local);
+    Py_XDECREF(local);
+    if (row == NULL)
+        return PyErr_Occurred() ? -1 : 1;
+    PyObject *open = PyTuple_GET_ITEM(row, 3);
+    Py_ssize_t last = PyList_GET_SIZE(open) - 1;
+    if (last < 0)
+        return 1;
+    PyObject *item = PyList_GET_ITEM(open, last);
+    if (!PyTuple_CheckExact(item) || PyTuple_GET_SIZE(item) != 3 || !Py_IS_TYPE(PyTuple_GET_ITEM(item, 0), span_type))
+        return 0;
+    Span *span = (Span *)PyTuple_GET_ITEM(item, 0);
+    if (end_ns < span->start_ns)
+        return 0;
+    span->end_ns = end_ns;
+    if (PyTuple_GET_ITEM(item, 1) == Py_True)
+        span->active_ns = end_ns - span->start_ns;
+    if (PyTuple_GET_ITEM(item, 2) == Py_True)
+        span->self_ns = end_ns - span->start_ns;
+    return PyList_SetSlice(open, last, last + 1, NULL) < 0 ? -1 : 1;
+}
+
+/* Take an event: 1, 0 where it is not plain, -1 with an error. */
+static int
+add_event(Reader *self, event_t *event)
+{
+    char phase = event->has & PH ? event->phase : ' ';
+    if (phase == 'C')
+        return 0;
+    if (phase != 'X' && phase != 'b' && phase != 'e')
+        return 1; /* nothing that a trace is read from */
+    int64_t start_ns, end_ns;
+    if (!(event->has & TS) || __builtin_add_overflow(self->base_ns, event->ts, &start_ns))
+        return 0;
+    if (phase == 'e')
+        return end_span(self, event, start_ns);
+    if (!(event->has & ARGS))
+        return 0;
+    int is_open = phase == 'b' && !(event->has & TOTAL);
+    int64_t total_ns = is_open ? 0 : phase == 'X' ? event->dur : event->total_ns;
+    if ((phase == 'X' && !(event->has & DUR)) || total_ns < 0 || __builtin_add_overflow(start_ns, total_ns, &end_ns))
+        return 0;
+    if (event->has & OWNER)
+        return is_open ? 0 : add_interval(self, event, start_ns, end_ns);
+    if (!(event->has & TID))
+        return 0;
+    return add_span(self, event, start_ns, end_ns, is_open);
+}
+
+/* How many characters begin in these bytes of UTF-8. */
+static Py_ssize_t
+characters_in(const char *from, const char *to)
+{
+    Py_ssize_t count = 0;
+    for (; from < to; from++)
+        count += ((unsigned char)*from & 0xC0) != 0x80;
+    return count;
+}
+
+/* scan(text, at): take the events that begin at the place, as many as are plain; the place after the last of them. */
+static PyObject *
+Reader_scan(Reader *self, PyObject *args)
+{
+    PyObject *text;
+    Py_ssize_t at, size;
+    if (!PyArg_ParseTuple(args, "Un:scan", &text, &at))
+        return NULL;
+    const char *bytes = PyUnicode_AsUTF8AndSize(text, &size);
+    if (bytes == NULL)
+        return NULL;
+    int is_ascii = PyUnicode_IS_ASCII(text);
+    if (text != self->text || at < self->character) {
+        Py_INCREF(text);
+        Py_XSETREF(self->text, text);
+        self->character = 0;
+        self->byte = 0;
+    }
+    if (at < 0 || at > PyUnicode_GET_LENGTH(text)) {
+        PyErr_SetString(PyExc_IndexError, "no place in the text");
+        return NULL;
+    }
+    if (is_ascii)
+        self->byte = (size_t)at;
+    else
+        for (; self->character < at; self->byte++)
+            self->character += ((unsigned char)bytes[self->byte + 1] & 0xC0) != 0x80;
+    self->character = at;
+    cursor_t in = {bytes + self->byte, bytes + size};
+    const char *done = in.at;
+    for (;;) {
+        event_t event;
+        if (!event_of(&in, &event))
+            break;
+        int taken = add_event(self, &event);
+        if (taken < 0)
+            return NULL;
+        if (taken == 0)
+            break;
+        done = in.at;
+        if (!take(&in, ','))
+            break;
+    }
+    self->character += is_ascii ? done - (bytes + self->byte) : characters_in(bytes + self->byte, done);
+    self->byte = (size_t)(done - bytes);
+    return PyLong_FromSsize_t(self->character);
+}
+
+static void
+Reader_dealloc(Reader *self)
+{
+    table_free(&self->owners);
+    Py_XDECREF(self->spans);
+    Py_XDECREF(self->intervals);
+    Py_XDECREF(self->rows);
+    Py_XDECREF(self->sites);
+    Py_XDECREF(self->make_row);
+    Py_XDECREF(self->text);
+    PyObject_Free(self);
+}
+
+/* Reader(spans, intervals, rows, make_row, sites, base_ns) */
+static PyObject *
+Reader_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
+{
+    PyObject *spans, *intervals, *rows, *make_row, *sites;
+    long long base_ns;
+    if (!PyArg_ParseTuple(args, "O!O!O!OOL:Reader", &PyList_Type, &spans, &PyDict_Type, &intervals, &PyDict_Type, &rows,
+                          &make_row, &sites, &base_ns))
+        return NULL;
+    Reader *self = PyObject_New(Reader, type);
+    if (self == NULL)
+        return NULL;
+    memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
+    self->spans = Py_NewRef(spans);
+    self->intervals = Py_NewRef(intervals);
+    self->rows = Py_NewRef(rows);
+    self->make_row = Py_NewRef(make_row);
+    self->base_ns = base_ns;
+    self->direct = 1;
+    self->sites = PySequence_Tuple(sites);
+    if (self->sites == NULL)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static PyMethodDef Reader_methods[] = {
+    {"scan", (PyCFunction)Reader_scan, METH_VARARGS, "Take the plain events from a place on; the place after them."},
+    {NULL},
+};
+
+static PyTypeObject Reader_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "instrument.chrome._reading.Reader",
+    .tp_basicsize = sizeof(Reader),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Reads the plain events of a trace that `dump` wrote.",
+    .tp_new = Reader_new,
+    .tp_dealloc = (destructor)Reader_dealloc,
+    .tp_methods = Reader_methods,
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "instrument.chrome._reading",
+    .m_doc = "Events into spans, in C. See `instrument.chrome.reading`.",
+    .m_size = -1,
+};
+
+PyMODINIT_FUNC
+PyInit__reading(void)
+{
+    text_exclusive = PyUnicode_InternFromString("exclusive");
+    if (text_exclusive == NULL || import_spans(&span_type, &interval_type) < 0 || PyType_Ready(&Reader_Type) < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddObjectRef(module, "Reader", (PyObject *)&Reader_Type) < 0)
+        Py_CLEAR(module);
+    return module;
+}

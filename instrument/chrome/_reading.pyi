@@ -1,0 +1,20 @@
+"""Types of the native reader. What it does stands beside its twin `_Own` in `instrument.chrome.reading`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from instrument.spans import Site, Span
+
+@final
+class Reader:
+    def __init__(
+        self,
+        spans: list[Span],
+        intervals: dict[int, list[Any]],
+        rows: dict[str, Any],
+        make_row: Callable[..., Any],
+        sites: Sequence[Site],
+        base_ns: int,
+        /,
+    ) -> None: ...
+    def scan(self, text: str, at: int, /) -> int: ...
