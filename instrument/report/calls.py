@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from instrument.report.table import share
 from instrument.report.utilisation import UNTIMED
-from instrument.spans import Interval, Site, Span, length, union
+from instrument.spans import DeviceInterval, Interval, Site, Span, length, union
 
 NEVER = 1 << 63
 """Later, and longer, than any time of a span."""
@@ -136,7 +136,7 @@ class _Reader:
         for span in spans:
             start_ns, end_ns = span.start_ns, span.end_ns
             if start_ns < first_ns or end_ns > last_ns:
-                if end_ns <= first_ns or start_ns >= last_ns:
+                if _lies_outside(span, self._window):
                     continue
                 start_ns, end_ns = max(start_ns, first_ns), min(end_ns, last_ns)
             span_id, parent_id = span.span_id, span.parent_id
@@ -194,9 +194,9 @@ class _Reader:
         first_ns, last_ns = self._window
         stretches: list[Interval] = []
         for interval in span.device:
-            start_ns, end_ns = max(interval.start_ns, first_ns), min(interval.end_ns, last_ns)
-            if interval.label in UNTIMED or start_ns > end_ns:
+            if interval.label in UNTIMED or _lies_outside(interval, self._window):
                 continue
+            start_ns, end_ns = max(interval.start_ns, first_ns), min(interval.end_ns, last_ns)
             stretches.append((start_ns, end_ns))
             of_stream = place.streams.get((interval.device, interval.stream))
             took_ns = end_ns - start_ns
@@ -219,9 +219,16 @@ class _Reader:
         around, up = place.parent, span
         while around is not None and (around.wanted or around.inside):
             up = self._above[up.parent_id]
-            if around.wanted and not _encloses(up, stretches):
+            if around.wanted and not _encloses(up, stretches) and not _lies_outside(up, self._window):
                 self._stretches.setdefault(up.span_id, []).extend(stretches)
             around = around.parent
+
+
+def _lies_outside(one: Span | DeviceInterval, window: Interval) -> bool:
+    """Whether nothing of it lies in the window. One without length on an edge is in it."""
+    first_ns, last_ns = window
+    start_ns, end_ns = one.start_ns, one.end_ns
+    return (end_ns <= first_ns and start_ns < first_ns) or (start_ns >= last_ns and end_ns > last_ns)
 
 
 def _encloses(span: Span, stretches: Sequence[Interval]) -> bool:

@@ -231,8 +231,8 @@ def _order_lines(order: InOrder) -> list[str]:
     if not order.timed:
         return [*lines, "None is left to be timed.", ""]
     lines += [
-        "Seconds for each timed iteration, on the device where the operator has device time; an outer operator's",
-        "hold those of the ones in it.",
+        "Seconds for each timed iteration, on the device where the operator has device time. An outer",
+        "operator's hold those of the ones in it.",
         "",
     ]
     for one in order.operators:
