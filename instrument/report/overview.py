@@ -199,7 +199,7 @@ class _Found:
                 stretches = of_site[span.site] = self.kinds.setdefault(span.site.kind, _Stretches())
             stretches.starts.append(start_ns)
             stretches.ends.append(end_ns)
-        communicates = _below_comm(trace.spans) if with_device and "comm" in self.kinds else set()
+        communicates = _below_comm(trace.spans) if with_device else set()
         for span in with_device:
             works = ["copies"] if span.site.kind == "copy" else ["compute"]
             works += ["communication"] * (span.span_id in communicates and span.site.kind != "copy")
@@ -224,11 +224,11 @@ class _Found:
 
 def _below_comm(spans: Sequence[Span]) -> set[int]:
     """The ids of the spans of kind `comm` and of all below them."""
+    pending = [span.span_id for span in spans if span.site.kind == "comm"]
     children: dict[int, list[int]] = {}
-    for span in spans:
+    for span in spans if pending else ():
         children.setdefault(span.parent_id, []).append(span.span_id)
     found: set[int] = set()
-    pending = [span.span_id for span in spans if span.site.kind == "comm"]
     while pending:
         span_id = pending.pop()
         if span_id not in found:
