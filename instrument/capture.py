@@ -7,14 +7,14 @@ kept by the sample alone, and at once, because such a root may stay open for the
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from typing import Any
 
 from instrument.profile import Capture, Rate
 from instrument.recorder import Recorder
 from instrument.ring import Row
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
-from instrument.spans import RemoteParent, Span
+from instrument.spans import RemoteParent, Site, Span
 
 
 class Trees:
@@ -170,6 +170,24 @@ class Trees:
     def counts(self) -> Mapping[str, Any]:
         """Requests seen and kept, and what was not kept, by reason."""
         return {**self._counts, **self._shelf.counts}
+
+
+class Ends:
+    """When the spans of some sites have ended. Used by one thread; goes through every row, at 0.5 us each."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._cursor = recorder.cursor()
+
+    @property
+    def lost(self) -> int:
+        """Rows that were overwritten before they were looked at."""
+        return self._cursor.lost
+
+    def take(self, sites: Container[Site]) -> list[int]:
+        """The ends since the last time, in order."""
+        site_of = self._recorder.site_of
+        return sorted(row[6] for _, rows in self._cursor.read() for row in rows if site_of(row) in sites)
 
 
 class _Allowance:

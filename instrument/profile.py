@@ -162,7 +162,7 @@ class Schedule:
     """Which steps are recorded: `skip_first` once, then `closed`, `ready` and `record` steps, `repeat` times.
 
     `repeat` 0 means for ever. In a file ``[start, end]`` is short for skipping `start` steps and recording up to
-    `end`, once.
+    `end`, once. A call of the function `step` (`module:qualname`) is a step, or a request where it is left out.
     """
 
     record: int
@@ -170,6 +170,7 @@ class Schedule:
     closed: int = 0
     ready: int = 0
     repeat: int = 0
+    step: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +359,13 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     values = document.read(_part("", dict))
     if document.problems:
         raise ProfileError(document.problems)
-    return Profile(**values, source=name, origins=document.origins)
+    profile = Profile(**values, source=name, origins=document.origins)
+    schedule = profile.schedule
+    if schedule is None or schedule.step is None:
+        return profile
+    # The last rule, so that one of the file's own that names the function says how it is recorded.
+    counted = FunctionRule((schedule.step,), kind="step", text=f"schedule.step {schedule.step}")
+    return replace(profile, functions=(*profile.functions, counted))
 
 
 _TOO_LARGE = "more than 1 MiB; is this the right file?"
@@ -428,6 +435,7 @@ def _with_fields(text: str) -> str:
 _SEGMENT = r"(?:\*\*?|\*?\w+(?:\*\w+)*\*?)"
 _LAYER_SEGMENT = _SEGMENT.replace(r"\w", r"[\w-]")
 FUNCTION_SYNTAX = rf"!?{_SEGMENT}(?:\.{_SEGMENT})*:{_SEGMENT}(?:\.{_SEGMENT})*"
+NAME_SYNTAX = r"\w+(?:\.\w+)*:\w+(?:\.\w+)*"
 LAYER_SYNTAX = rf"!?{_LAYER_SEGMENT}(?:\.{_LAYER_SEGMENT})*"
 ARGUMENT_SYNTAX = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 CLASS_SYNTAX = r"[^\W\d]\w*"
@@ -441,6 +449,7 @@ HEADER_VALUE_SYNTAX = r"[\t -~]*"
 
 _WILDCARDS = "no empty segment; * stands for any part of a segment, ** alone for any number of segments"
 _function_pattern = spelled(FUNCTION_SYNTAX, f"module:qualname with one ':' and {_WILDCARDS}", _with_colon)
+_function_name = spelled(NAME_SYNTAX, "module:qualname of one function, such as train:step", _with_colon)
 _layer_pattern = spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
 _class_name = spelled(
     CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
@@ -737,6 +746,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "ready": Key("ready", whole(0)),
         "record": Key("record", whole(1), required="how many steps to record, from 1"),
         "repeat": Key("repeat", whole(0)),
+        "step": Key("step", _function_name),
     },
     "capture": {
         "sample": Key("sample", _share),

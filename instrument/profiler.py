@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument import chrome, clock, files, otlp
-from instrument.capture import Trees
+from instrument.capture import Ends, Trees
 from instrument.control import Control, folder_of
 from instrument.device.cuda import CudaDriver
 from instrument.device.gauges import Gauges
@@ -187,7 +187,13 @@ class Session:
         self.end_ns: int | None = None
         self._clock_renewed_ns = self.start_ns
         self._windows = Windows(self.profile.schedule, self.start_ns)
+        self._count_steps()
         self._trees = Trees(RECORDER, self.profile.capture, self.profile.limits.spans_per_request, self._keep)
+
+    def _count_steps(self) -> None:
+        """From now on, the calls of the function that the schedule names, if it does."""
+        schedule = self.profile.schedule
+        self._step_ends = Ends(RECORDER) if schedule is not None and schedule.step is not None else None
 
     def _start(self) -> None:
         RECORDER.reset(self.profile.limits.ring_bytes)
@@ -352,7 +358,11 @@ class Session:
 
     def _look(self) -> None:
         """Sort the newest spans into their trees, and cut the windows that end with them."""
-        for _, end_ns in self._trees.take():
+        ends = [end_ns for _, end_ns in self._trees.take()]
+        step = self.profile.schedule.step if self.profile.schedule is not None else None
+        if self._step_ends is not None and step is not None:
+            ends = self._step_ends.take(self.selection.sites_of(step))
+        for end_ns in ends:
             window = self._windows.step(end_ns)
             if window is not None:
                 self._cut.append((window, self.origin()))
@@ -523,6 +533,8 @@ class Session:
         if profile.budget != before.budget:
             self._govern_by(profile.budget)
         self.profile = profile
+        if profile.schedule != before.schedule:
+            self._count_steps()
         self.generation += 1
         self._digest = profile.digest
         if self._exporter is not None:
@@ -627,6 +639,8 @@ class Session:
         if self._timing is not None:
             counts.update(self._timing.losses())
         counts.update(self._gauges.losses())
+        if self._step_ends is not None:
+            counts["spans overwritten before the steps in them were counted"] = self._step_ends.lost
         if self._exporter is not None:
             counts.update(self._exporter.metrics.losses())
             kept = self._trees.counts()

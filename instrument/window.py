@@ -56,7 +56,8 @@ def schedule(
             problems.append(f"schedule: {name}: found {count!r}; allowed: a whole number from {least}")
     if problems:
         raise ProfileError(problems)
-    return partial(state_at, Schedule(**asked))
+    wanted = Schedule(record=record, closed=closed, ready=ready, repeat=repeat, skip_first=skip_first)
+    return partial(state_at, wanted)
 
 
 def _always(step: int) -> State:

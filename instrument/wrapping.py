@@ -47,7 +47,8 @@ def wrap(recorder: Any, function: Function, site: Site, attributes: Attributes |
         recorder.note_shape(site, "wrapper")
     else:
         made = recorder.make_function(function, site)
-        recorder.may_mute(site, made)
+        if site.kind != "step":  # or a schedule that counts them would stand still
+            recorder.may_mute(site, made)
     functools.update_wrapper(made, function)
     for name in ("cache_info", "cache_clear"):  # of functools.lru_cache: methods of its type, which are not copied
         if hasattr(function, name) and not hasattr(made, name):

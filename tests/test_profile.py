@@ -173,6 +173,14 @@ class TestWhatEachKeyGives:
         export = read(text).export
         assert (export.chrome is not None, export.otlp is not None, export.summary is not None) == expected
 
+    def test_the_function_whose_calls_are_steps_is_recorded_as_one(self) -> None:
+        profile = read("schedule: {record: 1, step: 'train:step'}\nfunctions: [{match: 'train:*'}]")
+        assert profile.schedule == Schedule(record=1, step="train:step")
+        assert [(rule.match, rule.kind) for rule in profile.functions] == [
+            (("train:*",), "op"),
+            (("train:step",), "step"),
+        ]
+
     def test_two_steps_are_short_for_a_schedule(self) -> None:
         assert read("schedule: [2, 10]").schedule == Schedule(record=8, skip_first=2, repeat=1)
 
@@ -666,6 +674,12 @@ export:
             ("schedule: [5, 5]", "1:11: schedule: found [5, 5]; allowed: [start, end] with 0 <= start < end"),
             ("schedule: [1, 2, 3]", "1:11: schedule: found [1, 2, 3]"),
             ("schedule: [-1, 2]", "1:12: schedule[0]: found the number -1"),
+            (
+                "schedule: {record: 1, step: train.Trainer.step}",
+                "1:29: schedule.step: found 'train.Trainer.step'; allowed: module:qualname of one function, such as "
+                "train:step; did you mean 'train:Trainer.step'?",
+            ),
+            ("schedule: {record: 1, step: 't:*'}", "1:29: schedule.step: found 't:*'; allowed: module:qualname"),
             ("schedule: 5", "1:11: schedule: found the number 5; allowed: a mapping of skip_first"),
             ("capture: {sample: 1.01}", "1:19: capture.sample: found the number 1.01; allowed: a number from 0 to 1"),
             ("capture: {sample: .nan}", "1:19: capture.sample: found the number .nan"),
@@ -893,6 +907,7 @@ class TestSchema:
         patterns = {part["pattern"] for part in parts(SCHEMA) if isinstance(part.get("pattern"), str)}
         for name in (
             "FUNCTION",
+            "NAME",
             "LAYER",
             "CLASS",
             "CHROME",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -620,3 +621,86 @@ def test_a_request_inside_a_span_of_the_services_own_tracer_becomes_its_child_at
     assert len(requests) == 2
     for span in requests:
         assert children[span.span_id].trace_id == span.trace_id
+
+
+STEPPED = """
+class Trainer:
+    def step(self, number): return number
+    def other(self): ...
+async def serve(number): return number
+"""
+
+
+@pytest.mark.parametrize(
+    ("rules", "name"),
+    [("", "stepped:Trainer.step"), ("functions: [{match: 'stepped:**', device: true}]", "stepped:Trainer.step")],
+    ids=["no rule of its own", "another rule has it"],
+)
+def test_the_calls_of_a_named_function_are_the_steps_of_a_schedule(
+    rules: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "stepped.py").write_text(STEPPED)
+    monkeypatch.delitem(sys.modules, "stepped", raising=False)
+    session = begin(f"schedule: {{skip_first: 1, closed: 1, record: 2, repeat: 2, step: '{name}'}}\n{rules}\n{CHROME}")
+    import stepped  # type: ignore[import-not-found]
+
+    trainer = stepped.Trainer()
+    for number in range(9):
+        request()  # is none of the steps
+        with scope("mark", attributes={"at": number}):
+            assert trainer.step(number) == number
+        if number % 2:
+            session.flush()
+    instrument.stop()
+    (verdict,) = (verdict for verdict in session.verdicts() if verdict.rule == f"schedule.step {name}")
+    assert verdict.state in ("attached", "uncalled")
+    windows = []
+    for index in range(2):
+        trace, _ = chrome.load(f"traces/shop-{os.getpid()}-{index}.json")
+        windows.append(sorted(span.attributes["at"] for span in trace.spans if span.site.name == "mark"))
+    # A window begins when the step before it has ended, with that step's mark still open.
+    assert windows == [[1, 2, 3], [4, 5, 6]]
+    assert len(list(Path("traces").iterdir())) == 2
+
+
+def test_a_step_that_is_not_there_is_named_and_one_that_comes_by_reload_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "stepped.py").write_text(STEPPED)
+    monkeypatch.delitem(sys.modules, "stepped", raising=False)
+    import stepped
+
+    session = begin(f"schedule: {{record: 1, step: 'stepped:Trainer.stop'}}\n{CHROME}")
+    assert any(
+        "schedule.step stepped:Trainer.stop" in note and "nearest is stepped:Trainer.step" in note
+        for note in session.notes()
+    )
+    for _ in range(3):
+        request()
+        stepped.Trainer().step(1)
+    session.flush()
+    assert not Path("traces").exists()
+    session.reload(loads(f"schedule: {{record: 2, step: 'stepped:serve'}}\n{CHROME}", environ={}))
+
+    async def loop() -> None:
+        for number in range(4):
+            assert await stepped.serve(number) == number
+
+    asyncio.run(loop())
+    session.flush()
+    calls = [chrome.load(path)[0] for path in sorted(Path("traces").iterdir())]
+    assert [sum(span.site.name == "serve" for span in trace.spans) for trace in calls] == [0, 2, 2]
+
+
+def test_a_budget_never_mutes_what_a_schedule_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "stepped.py").write_text(STEPPED)
+    monkeypatch.delitem(sys.modules, "stepped", raising=False)
+    begin("schedule: {record: 1, step: 'stepped:Trainer.step'}\nfunctions: [{match: 'stepped:Trainer.other'}]")
+    import stepped
+
+    stepped.Trainer().step(1)
+    assert not RECORDER.mute(stepped.Trainer.step.__instrument__)
+    assert RECORDER.mute(stepped.Trainer.other.__instrument__)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import instrument
@@ -257,6 +257,7 @@ def windows_by_hand(wanted: Schedule, ended: int, begun_in_last: bool) -> list[t
     return found
 
 
+@settings(deadline=None)
 @given(
     st.builds(Schedule, record=st.integers(1, 4), closed=COUNT, ready=COUNT, skip_first=COUNT, repeat=COUNT),
     st.integers(0, 25),
@@ -290,6 +291,7 @@ def shared_session() -> Iterator[None]:
     yield
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["record", "closed", "ready", "repeat", "skip_first"]),
@@ -316,6 +318,7 @@ def test_any_argument_of_a_schedule_that_is_no_such_number_is_named(asked: dict[
 OPEN_CLOSE_STEP = st.lists(st.sampled_from(["open", "close first", "close last", "step"]), max_size=40)
 
 
+@settings(deadline=None)
 @given(OPEN_CLOSE_STEP, st.integers(1, 3), st.integers(0, 2))
 def test_ranges_that_cross_each_other_and_steps_are_in_every_window_that_they_reach_into(
     deeds: list[str], record: int, closed: int

@@ -76,6 +76,11 @@ class Functions:
         """What carries a probe: labels, with the site that each records as."""
         return {probe.target.label: probe.site for probe in self._probes}
 
+    def sites_of(self, label: str) -> set[Site]:
+        """What calls of a function are recorded as."""
+        found = (targets.get(label) for targets in list(self._found.values()))
+        return {verdict.site for verdict in found if verdict is not None and verdict.site is not None}
+
     def wants(self, module_name: str) -> bool:
         """Whether a rule could have a target in that module."""
         return any(matches(text, module_name) for text in self._module_patterns)

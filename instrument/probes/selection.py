@@ -22,7 +22,7 @@ from instrument.probes.rules import Functions
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
 from instrument.recorder import RECORDER, Recorder
-from instrument.spans import Span
+from instrument.spans import Site, Span
 
 
 class Probes(Protocol):
@@ -182,6 +182,12 @@ class Selection:
         with self._lock:
             self.settle()
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
+
+    def sites_of(self, label: str) -> set[Site]:
+        """What calls of a function that a rule names, `module:qualname`, are recorded as."""
+        family = self._families.get("functions")
+        with self._lock:
+            return family.sites_of(label) if isinstance(family, Functions) else set()
 
     def finish_nodes(self) -> None:
         """A window has ended: read what ONNX Runtime has timed by itself until now."""
