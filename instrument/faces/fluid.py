@@ -116,18 +116,18 @@ class Profiler:
     def __init__(self, enabled: bool = True, options: Mapping[str, Any] | None = None) -> None:
         self._enabled = enabled
         self._options = {**self.DEFAULTS, **(options or {})}
-        first, end, *more = (*self._options["batch_range"], None, None)[:3]
         problems = [
             f"Profiler: options: found the key {key!r}; allowed: {', '.join(self.DEFAULTS)}"
             for key in self._options
             if key not in self.DEFAULTS
         ]
-        if any(more) or not (isinstance(first, int) and isinstance(end, int) and 0 <= first < end):
-            found = self._options["batch_range"]
+        found = self._options["batch_range"]
+        pair = found if isinstance(found, (list, tuple)) else ()
+        if not (len(pair) == 2 and all(isinstance(batch, int) for batch in pair) and 0 <= pair[0] < pair[1]):
             problems.append(f"Profiler: batch_range: found {found!r}; allowed: [first, end] with 0 <= first < end")
         if problems:
             raise ProfileError(problems)
-        self._first, self._end = first, end
+        self._first, self._end = pair
         self.batch_id = 0
 
     def start(self) -> None:

@@ -23,7 +23,7 @@ from instrument.profiler import Session
 from instrument.recorder import RECORDER, Scope
 from instrument.steps import join
 
-EVERY_LAYER = Profile(layers=(LayerRule(text="every layer"),), source="instrument.faces.minicaffe")
+EVERY_LAYER = Profile(layers=(LayerRule(match=("**",), text="every layer"),), source="instrument.faces.minicaffe")
 
 
 class _Opened(threading.local):

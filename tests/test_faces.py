@@ -1,0 +1,383 @@
+"""Faces: old calls give what they gave, where that was right, over the same session."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trees import outline, tree_of
+
+import instrument
+from instrument import StateError, chrome, profiled, scope
+from instrument.errors import ProfileError
+from instrument.faces import fluid, minicaffe, paddle
+from instrument.handlers import Window
+from instrument.profile import loads
+from instrument.window import State
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(autouse=True)
+def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Each test works in a folder of its own; what a failing test left running is stopped."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("INSTRUMENT_PROFILE", raising=False)
+    yield
+    fluid._run = None
+    minicaffe._is_on, minicaffe._open_count, minicaffe._own = False, 0, None
+    minicaffe._opened.scopes.clear()
+    instrument.stop()
+
+
+@profiled("work")
+def work() -> None: ...
+
+
+def calls_of(text: str, name: str) -> int:
+    """The calls in the first row of a report that has this name."""
+    return next(int(line.split()[1]) for line in text.splitlines() if line.split()[:1] == [name])
+
+
+class TestFluid:
+    def test_the_report_and_the_timeline_are_of_what_ran_between(self, capsys: pytest.CaptureFixture[str]) -> None:
+        fluid.start_profiler("All", "OpDetail")
+        for _ in range(3):
+            work()
+        fluid.stop_profiler("total", "profile")
+        text = capsys.readouterr().out
+        assert "Profiling Report" in text
+        assert "Sorted by total time in descending order" in text
+        assert "Place: All" in text
+        assert calls_of(text, "thread0::work") == 3
+        assert chrome.load("profile")[1].calls == 3
+        with pytest.raises(StateError, match="no session runs"):
+            instrument.session()
+
+    def test_two_threads_have_a_merged_report_and_then_their_own(self, capsys: pytest.CaptureFixture[str]) -> None:
+        fluid.start_profiler("CPU")
+        work()
+        other = threading.Thread(target=work)
+        other.start()
+        other.join()
+        fluid.stop_profiler(profile_path=None)
+        text = capsys.readouterr().out
+        assert text.index("This Report merge all thread info into one") < text.index("thread0::work")
+        assert calls_of(text, "work") == 2
+        assert (calls_of(text, "thread0::work"), calls_of(text, "thread1::work")) == (1, 1)
+
+    def test_it_counts_every_call_when_the_rings_have_long_been_overwritten(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Path("small.yaml").write_text("limits: {ring: 64KiB}")
+        monkeypatch.setenv("INSTRUMENT_PROFILE", "small.yaml")
+        fluid.start_profiler("CPU")
+        for _ in range(5_000):
+            work()
+        fluid.stop_profiler(profile_path=None)
+        assert calls_of(capsys.readouterr().out, "thread0::work") == 5_000
+
+    def test_start_while_it_runs_and_stop_while_it_does_not_are_nothing(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        fluid.stop_profiler()
+        fluid.reset_profiler()
+        assert capsys.readouterr().out == ""
+        fluid.start_profiler("CPU")
+        work()
+        fluid.start_profiler("All", "AllOpDetail")
+        fluid.stop_profiler(profile_path=None)
+        text = capsys.readouterr().out
+        assert "Place: CPU" in text
+        assert calls_of(text, "thread0::work") == 1
+
+    def test_reset_drops_what_was_recorded_and_goes_on(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with fluid.profiler("CPU", "calls", "profile"):
+            with scope("around"):
+                work()
+                fluid.reset_profiler()
+                work()
+            work()
+        text = capsys.readouterr().out
+        assert (calls_of(text, "thread0::around"), calls_of(text, "thread0::work")) == (1, 1)
+        assert chrome.load("profile")[1].calls == 3
+
+    def test_an_exception_ends_the_block_with_a_report(self, capsys: pytest.CaptureFixture[str]) -> None:
+        def fail() -> None:
+            with fluid.profiler("CPU", profile_path=None):
+                work()
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
+        assert "Profiling Report" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (lambda: fluid.start_profiler("gpu"), "state: found 'gpu'; allowed: CPU, GPU, All"),
+            (lambda: fluid.start_profiler("All", "Full"), "tracer_option: found 'Full'; allowed: Default, OpDetail"),
+            (lambda: fluid.stop_profiler("time"), "sorted_key: found 'time'; allowed: default, calls, total, max"),
+            (
+                lambda: fluid.Profiler(options={"batch": 1}),
+                "options: found the key 'batch'; allowed: state, sorted_key",
+            ),
+            (lambda: fluid.Profiler(options={"batch_range": [5, 5]}), r"batch_range: found \[5, 5\]; allowed: \[first"),
+            (lambda: fluid.Profiler(options={"batch_range": 5}), r"batch_range: found 5; allowed: \[first"),
+        ],
+    )
+    def test_bad_arguments_are_value_errors(self, call: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+    def test_a_session_that_runs_is_looked_at_and_goes_on(self, capsys: pytest.CaptureFixture[str]) -> None:
+        session = instrument.start(loads("", environ={}))
+        work()
+        with fluid.profiler("CPU", profile_path=None):
+            work()
+        assert calls_of(capsys.readouterr().out, "thread0::work") == 1
+        assert instrument.session() is session
+
+    @pytest.mark.parametrize(("first", "end", "batches"), [(0, 2, 2), (2, 5, 3), (3, 100, 5)])
+    def test_a_range_of_batches_is_recorded(
+        self, first: int, end: int, batches: int, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        options = {"state": "CPU", "batch_range": [first, end], "profile_path": "batches"}
+        with fluid.Profiler(options=options) as profiler:
+            for _ in range(8):
+                work()
+                profiler.record_step()
+        assert calls_of(capsys.readouterr().out, "thread0::work") == batches
+        assert chrome.load("batches")[1].calls == batches
+
+    def test_one_that_is_not_enabled_does_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with fluid.Profiler(enabled=False) as profiler:
+            work()
+            profiler.record_step()
+        assert capsys.readouterr().out == ""
+
+
+class TestPaddle:
+    def test_the_loop_of_its_documentation_runs(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with paddle.Profiler(
+            targets=[paddle.ProfilerTarget.CPU],
+            scheduler=paddle.make_scheduler(closed=1, ready=1, record=2, repeat=2),
+            on_trace_ready=paddle.export_chrome_tracing("profiler_log"),
+        ) as p:
+            for _ in range(12):
+                with paddle.RecordEvent("forward", event_type=paddle.TracerEventType.PythonUserDefined):
+                    work()
+                p.step(num_samples=4)
+            line = p.step_info()
+            assert line.startswith("batch_cost: ")
+            assert line.endswith(" samples/s")
+        assert p.summary(
+            sorted_by=paddle.SortedKeys.CPUTotal, views=[paddle.SummaryView.OperatorView, paddle.SummaryView.UDFView]
+        )
+        text = capsys.readouterr().out
+        assert calls_of(text, "work") == 2
+        assert calls_of(text, "forward") == 2
+        assert "2 steps timed, the first 10 skipped" in text
+        names = sorted(path.name for path in Path("profiler_log").iterdir())
+        assert len(names) == 2
+        result = paddle.load_profiler_result(Path("profiler_log") / names[1])
+        assert "work" in result.summary(op_detail=False, thread_sep=True, time_unit="us")
+        assert [span.site.name for span in result.trace.spans].count("forward") == 2
+
+    def test_a_range_of_steps_begins_at_0_where_it_begins_before(self) -> None:
+        found: list[Window] = []
+        with paddle.Profiler(scheduler=(-3, 2), on_trace_ready=found.append) as p:
+            for _ in range(4):
+                p.step()
+        assert [(window.first_step, window.last_step) for window in found] == [(0, 1)]
+
+    def test_a_scheduler_may_be_a_function_of_its_states(self) -> None:
+        found: list[Window] = []
+
+        def states(step: int) -> State:
+            return paddle.ProfilerState.RECORD_AND_RETURN if step == 2 else paddle.ProfilerState.CLOSED
+
+        with paddle.Profiler(scheduler=states, on_trace_ready=found.append) as p:
+            for _ in range(4):
+                p.step()
+        assert [(window.first_step, window.last_step) for window in found] == [(2, 2)]
+
+    def test_targets_that_are_none_are_told(self) -> None:
+        for targets in ([], ["GPU"]):
+            with pytest.raises(ProfileError, match=r"targets: found \[.*\]; allowed: a list of ProfilerTarget"):
+                paddle.Profiler(targets=targets)  # type: ignore[arg-type]
+
+    def test_a_range_is_a_context_a_decorator_and_a_pair(self) -> None:
+        session = instrument.start(loads("", environ={}))
+        assert session is not None
+        event = paddle.RecordEvent("pair")
+        event.end()
+        event.begin()
+        event.begin()
+        event.end()
+        event.end()
+
+        @paddle.RecordEvent("decorated", paddle.TracerEventType.PythonOp)
+        def add(a: int, b: int) -> int:
+            return a + b
+
+        assert add(1, b=2) == 3
+        with paddle.RecordEvent("context", paddle.TracerEventType.Dataloader):
+            pass
+        with pytest.raises(KeyError), paddle.RecordEvent("failed"):
+            raise KeyError
+        spans = {span.site.name: span for span in session.trace().spans}
+        assert {name: span.site.kind for name, span in spans.items()} == {
+            "pair": "user", "decorated": "op", "context": "loader", "failed": "user",
+        }  # fmt: skip
+        assert spans["failed"].error == "KeyError"
+        assert session.tally().calls == 4
+
+    def test_ranges_that_cross_each_other_steps_and_tasks_are_neither_fatal_nor_lost(self) -> None:
+        found: list[Window] = []
+        a, b, c = (paddle.RecordEvent(name) for name in "abc")
+
+        async def other() -> None:
+            b.end()
+            c.begin()
+
+        with paddle.Profiler(on_trace_ready=found.append) as p:
+            a.begin()
+            b.begin()
+            p.step()
+            a.end()
+            asyncio.run(other())
+            p.step()
+            c.end()
+        names = sorted(span.site.name for span in found[0].trace.spans if span.site.kind != "step")
+        assert (names, p.failures) == (["a", "b", "c"], 0)
+
+
+class TestMiniCaffe:
+    def test_its_states_are_told_as_it_told_them(self) -> None:
+        with pytest.raises(StateError, match="asked to disable the profiler, but it is off"):
+            minicaffe.disable()
+        minicaffe.open_scope("while off")
+        minicaffe.close_scope()
+        minicaffe.enable()
+        with pytest.raises(StateError, match="asked to enable the profiler, but it is on already"):
+            minicaffe.enable()
+        with pytest.raises(StateError, match="asked to close a scope, but this thread has none open"):
+            minicaffe.close_scope()
+        minicaffe.open_scope("outer")
+        minicaffe.open_scope("inner")
+        with pytest.raises(StateError, match="asked to disable the profiler with 2 scopes open"):
+            minicaffe.disable()
+        minicaffe.close_scope()
+        minicaffe.close_scope()
+        minicaffe.disable()
+
+    def test_the_golden_scopes_nest_as_they_did(self) -> None:
+        events = json.loads((GOLDEN / "minicaffe_profile.json").read_text())["traceEvents"]
+        # By time; at equal times an end comes before a begin, and inner ends before outer ones.
+        events.sort(key=lambda event: (event["ts"], event["ph"] == "B", -len(event["name"])))
+        minicaffe.enable()
+        for event in events:
+            if event["ph"] == "B":
+                minicaffe.open_scope(event["name"].rpartition(":")[2])
+            else:
+                minicaffe.close_scope()
+        minicaffe.disable()
+        trace, _ = chrome.load(minicaffe.dump("profile.json"))
+        assert tree_of(trace.spans) == outline(
+            """
+            req
+              conv1
+                im2col
+              fc
+            """
+        )
+
+    def test_a_dump_at_any_time_holds_all_windows_and_resets_nothing(self) -> None:
+        minicaffe.enable()
+        minicaffe.open_scope("first")
+        while_open = chrome.load(minicaffe.dump("a.json"))[0]
+        minicaffe.close_scope()
+        minicaffe.disable()
+        work()  # not recorded: the session is the profiler's own
+        minicaffe.open_scope("never")
+        minicaffe.enable()
+        minicaffe.open_scope("second: a 'name' is \n data")
+        minicaffe.close_scope()
+        minicaffe.disable()
+        names = {span.site.name for span in chrome.load(minicaffe.dump("b.json"))[0].spans}
+        assert [(span.site.name, span.clipped) for span in while_open.spans] == [("first", True)]
+        assert names == {"first", "second: a 'name' is \n data"}
+
+    def test_a_session_that_runs_goes_on_when_the_profiler_is_off(self) -> None:
+        session = instrument.start(loads("", environ={}))
+        assert session is not None
+        minicaffe.enable()
+        minicaffe.open_scope("mine")
+        minicaffe.close_scope()
+        minicaffe.disable()
+        minicaffe.open_scope("nothing")
+        work()
+        assert [row.path[-1].name for row in session.tally().rows()] == ["mine", "work"]
+
+    def test_layers_are_recorded_by_default(self) -> None:
+        torch = pytest.importorskip("torch")
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        minicaffe.enable()
+        minicaffe.open_scope("forward")
+        model(torch.zeros(1, 4))
+        minicaffe.close_scope()
+        minicaffe.disable()
+        trace, _ = chrome.load(minicaffe.dump("layers.json"))
+        assert tree_of(trace.spans) == outline(
+            """
+            forward
+              Linear
+              ReLU
+            """
+        )
+
+    def test_threads_have_scopes_of_their_own(self) -> None:
+        minicaffe.enable()
+        minicaffe.open_scope("here")
+        told: list[str] = []
+
+        def there() -> None:
+            try:
+                minicaffe.close_scope()
+            except StateError as error:
+                told.append(str(error))
+            minicaffe.open_scope("there")
+            minicaffe.close_scope()
+
+        thread = threading.Thread(target=there)
+        thread.start()
+        thread.join()
+        minicaffe.close_scope()
+        minicaffe.disable()
+        assert len(told) == 1
+        assert instrument.session().tally().calls == 2
+        assert abs(minicaffe.now() - minicaffe.now()) < 10**6
+
+
+def test_switched_off_by_the_environment_the_old_calls_do_nothing_and_fail_at_nothing() -> None:
+    program = """
+from instrument.faces import fluid, minicaffe, paddle
+with fluid.profiler("All", "total", "profile"):
+    pass
+with paddle.Profiler(scheduler=(0, 1)) as p, paddle.RecordEvent("x"):
+    p.step()
+minicaffe.enable(); minicaffe.open_scope("x"); minicaffe.close_scope(); minicaffe.disable()
+"""
+    environ = {**os.environ, "INSTRUMENT": "off"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+    assert not list(Path.cwd().iterdir())
