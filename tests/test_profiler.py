@@ -633,7 +633,7 @@ async def serve(number): return number
 
 @pytest.mark.parametrize(
     ("rules", "name"),
-    [("", "stepped:Trainer.step"), ("functions: [{match: 'stepped:**', device: true}]", "stepped:Trainer.step")],
+    [("", "stepped:Trainer.step"), ("functions: [{match: 'stepped:**', name: trained}]", "stepped:Trainer.step")],
     ids=["no rule of its own", "another rule has it"],
 )
 def test_the_calls_of_a_named_function_are_the_steps_of_a_schedule(
