@@ -18,7 +18,7 @@ from instrument import native
 KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
 """Every kind of span."""
 
-PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post")
+PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer")
 """The parts of a piece of work that a span may be declared to be, under the attribute `phase` of its site."""
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]

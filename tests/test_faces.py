@@ -381,3 +381,11 @@ minicaffe.enable(); minicaffe.open_scope("x"); minicaffe.close_scope(); minicaff
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
     assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize("type_", ["Forward", "Backward", "Optimization"])
+def test_a_phase_of_a_paddle_loop_is_a_phase_here(type_: str) -> None:
+    with paddle.Profiler() as profiler, paddle.RecordEvent("part", getattr(paddle.TracerEventType, type_)):
+        pass
+    (span,) = (span for span in profiler.window.trace.spans if span.site.name == "part")
+    assert span.site.kind == "phase"

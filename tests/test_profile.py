@@ -338,7 +338,8 @@ class TestFunctionRules:
     @pytest.mark.parametrize(
         ("rule", "problem"),
         [
-            ("phase: computing", "functions[0].phase: found 'computing'; allowed: prepare, infer_shape, compute, post; "
+            ("phase: computing", "functions[0].phase: found 'computing'; allowed: prepare, infer_shape, compute, post, "
+             "forward, backward, optimizer; "
              "did you mean 'compute'?"),
             ("where: {min_duration: 50}", "where.min_duration: found the number 50; allowed: a number with a unit"),
             ("where: {min: 5us}", "functions[0].where: found the unknown key 'min'; allowed: min_duration"),
