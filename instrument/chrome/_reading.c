@@ -7,6 +7,7 @@
 
 #include "../_spans.h"
 #include <stddef.h>
+#include <structmember.h>
 
 #define DEEPEST 8 /* lists and objects in one another that are passed over here */
 #define MOST_DIGITS 18
@@ -188,7 +189,7 @@ whole_number(cursor_t *in, int64_t *value)
     in->at += negative;
     const char *first = in->at;
     int64_t found = 0;
-    while (in->at < in->end && *in->at >= '0' && *in->at <= '9' && in->at - first <= MOST_DIGITS)
+    while (in->at < in->end && *in->at >= '0' && *in->at <= '9' && in->at - first < MOST_DIGITS)
         found = found * 10 + (*in->at++ - '0');
     size_t digits = (size_t)(in->at - first);
     if (digits == 0 || digits > MOST_DIGITS || (*first == '0' && digits > 1) || in->at >= in->end)
@@ -520,16 +521,16 @@ add_interval(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns)
         if (interval->label == NULL)
             goto end;
     }
-    if (self->direct && self->owners_of != PyList_GET_SIZE(self->spans)) {
+    if (self->direct && (self->owners.keys == NULL || self->owners_of != PyList_GET_SIZE(self->spans))) {
         /* Spans come before the intervals in a file: the table is made once. If not, or if two spans have one id, all
          * intervals are handed out at the end. */
         Py_ssize_t count = PyList_GET_SIZE(self->spans);
-        self->direct = self->owners_of == 0 && count < NOWHERE;
+        self->direct = self->owners.keys == NULL && count < NOWHERE;
         if (self->direct && table_make(&self->owners, (size_t)count) < 0) {
             PyErr_NoMemory();
             goto end;
         }
-        self->owners_of = count;
+        self->owners_of = self->direct ? count : self->owners_of;
         for (Py_ssize_t i = 0; self->direct && i < count; i++) {
             PyObject *span = PyList_GET_ITEM(self->spans, i);
             uint32_t *cell = Py_IS_TYPE(span, span_type) ? table_cell(&self->owners, ((Span *)span)->span_id) : NULL;
@@ -540,13 +541,9 @@ add_interval(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns)
     }
     if (self->direct) {
         uint32_t at = table_get(&self->owners, event->owner);
-        if (at == NOWHERE) {
-            done = 1; /* of a span that is not in the file */
-            goto end;
-        }
-        Span *span = (Span *)PyList_GET_ITEM(self->spans, (Py_ssize_t)at);
-        Py_ssize_t held = span->device == NULL ? 0 : PyTuple_GET_SIZE(span->device);
-        if (place == held && held < 64) {
+        Span *span = at == NOWHERE ? NULL : (Span *)PyList_GET_ITEM(self->spans, (Py_ssize_t)at);
+        Py_ssize_t held = span == NULL || span->device == NULL ? 0 : PyTuple_GET_SIZE(span->device);
+        if (span != NULL && place == held && held < 64) {
             PyObject *more = PyTuple_New(held + 1);
             if (more == NULL)
                 goto end;
@@ -558,8 +555,8 @@ add_interval(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns)
             done = 1;
             goto end;
         }
+        self->direct = span == NULL;
     }
-    self->direct = 0;
     PyObject *owner = PyLong_FromLongLong(event->owner), *item = NULL;
     PyObject *empty = owner == NULL ? NULL : PyList_New(0);
     PyObject *known = empty == NULL ? NULL : PyDict_SetDefault(self->intervals, owner, empty); /* borrowed */
@@ -827,6 +824,11 @@ static PyMethodDef Reader_methods[] = {
     {NULL},
 };
 
+static PyMemberDef Reader_members[] = {
+    {"served", T_PYSSIZET, offsetof(Reader, owners_of), READONLY, "How many spans may have been given intervals at once."},
+    {NULL},
+};
+
 static PyTypeObject Reader_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "instrument.chrome._reading.Reader",
     .tp_basicsize = sizeof(Reader),
@@ -835,6 +837,7 @@ static PyTypeObject Reader_Type = {
     .tp_new = Reader_new,
     .tp_dealloc = (destructor)Reader_dealloc,
     .tp_methods = Reader_methods,
+    .tp_members = Reader_members,
 };
 
 static struct PyModuleDef definition = {

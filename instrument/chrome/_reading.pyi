@@ -7,6 +7,7 @@ from instrument.spans import Site, Span
 
 @final
 class Reader:
+    served: int
     def __init__(
         self,
         spans: list[Span],

@@ -298,10 +298,19 @@ class _Own:
         if len(self._samples) > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} samples; record less into one file")
 
+    def _share_intervals(self) -> None:
+        """Give spans that come after device intervals those that were given at once to a span of the same id."""
+        served = 0 if self._reader is None else self._reader.served
+        self._reader = None  # it holds a table of all ids
+        if 0 < served < len(self._spans):
+            given = {span.span_id: span.device for span in self._spans[:served] if span.device}
+            for span in self._spans[served:]:
+                span.device = given.get(span.span_id, ())
+
     def trace(self) -> Trace:
         if any(row.open for row in self._rows.values()):
             raise ValueError("an async slice in it never ends; write or copy it again")
-        self._reader = None  # it may hold a table of all ids
+        self._share_intervals()
         by_start(self._spans)
         for span in self._spans if self._intervals else ():
             more = self._intervals.get(span.span_id)
