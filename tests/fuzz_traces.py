@@ -1,7 +1,7 @@
 """Loads damaged trace files and profiles, as many as asked for: `python tests/fuzz_traces.py [inputs] [seed]`.
 
-Whatever comes out must be a trace or a `TraceError`, the same from both twins of the reader, in bounded memory. Exits with
-1 and says which input it was if not. The inputs are those of the seed; each is written to a file, as `load` reads one.
+Whatever comes out must be a trace or a `TraceError`, the same from both twins of the reader, in bounded memory.
+Exits with 1 and says which input it was if not. The inputs are those of the seed; each is written to a file, as `load` reads one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SLOWEST_S = 20.0
 
 JUNK: list[Any] = [
     None, True, False, 0, -1, 1, 1.5, -0.0, 7, 10**11, 10**12, 10**13, 2**31, 2**53, 2**62, 2**63 - 1, -(2**63), 2**63,
-    2**64, 10**400, 1e308, 1e-320, "", "X", "b", "e", "0x5", "\x00", "\ud800", "\u00e9", "\U0001f600", [], [[]], [1], {},
-    {"name": 5}, {"local": "0x1"}, {"local": 7}, [[-1, 0]], [[0, 0]],
+    2**64, 10**400, 1e308, 1e-320, "", "X", "b", "e", "0x5", "\x00", "\ud800", "\u00e9", "\U0001f600", [], [[]], [1],
+    {}, {"name": 5}, {"local": "0x1"}, {"local": 7}, [[-1, 0]], [[0, 0]],
 ]  # fmt: skip
 BYTES = [b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"\x00", b"\xff", b"\xc3", b"0", b"9", b"-", b".", b"e", b" "]
 
@@ -49,7 +49,9 @@ def sample_trace(seed: int) -> tuple[Trace, Tally | None]:
         above = chance.choice([None, *spans])
         start = chance.randrange(50) if above is None else above.start_ns - 1000 + chance.randrange(5)
         total = chance.randrange(40)
-        interval = DeviceInterval(chance.randrange(2), 7, 1000 + start, 1010 + start, chance.choice(["exclusive", "stale"]))
+        interval = DeviceInterval(
+            chance.randrange(2), 7, 1000 + start, 1010 + start, chance.choice(["exclusive", "stale"])
+        )
         spans.append(
             Span(
                 chance.choice(sites),
@@ -63,7 +65,9 @@ def sample_trace(seed: int) -> tuple[Trace, Tally | None]:
                 chance.choice([total, total // 2]),
                 chance.choice([total, total // 3]),
                 chance.choice([None, None, "ValueError", 'a"b']),
-                chance.choice([{}, {}, {"bytes": 64, "route": "/a", "ok": True, "x": 1.5}, {"shape": (1, 2), "n": None}]),
+                chance.choice(
+                    [{}, {}, {"bytes": 64, "route": "/a", "ok": True, "x": 1.5}, {"shape": (1, 2), "n": None}]
+                ),
                 chance.choice([(), (), (interval,), (interval, interval)]),
                 chance.random() < 0.2,
                 chance.choice([None, None, None, RemoteParent(5, 6, 1)]),
@@ -124,7 +128,9 @@ def changed_document(chance: random.Random, text: bytes) -> bytes:
         elif act == 2:
             source: Any = found
             for key in chance.choice(ways):
-                if isinstance(source, (dict, list)) and (key in source if isinstance(source, dict) else key < len(source)):
+                if isinstance(source, (dict, list)) and (
+                    key in source if isinstance(source, dict) else key < len(source)
+                ):
                     source = source[key]
             inner[last] = json.loads(json.dumps(source))
         else:
@@ -157,7 +163,9 @@ def facts(loaded: tuple[Trace, Tally]) -> Any:
     """What was loaded, by value."""
     trace, tally = loaded
     by_start(trace.spans)
-    spans = [[getattr(span, name) for name in Span.__slots__ if name != "site"] + [span.site.key] for span in trace.spans]
+    spans = [
+        [getattr(span, name) for name in Span.__slots__ if name != "site"] + [span.site.key] for span in trace.spans
+    ]
     rows = [([site.key for site in row.path], row.thread_id, row.totals) for row in tally.rows()]
     others = [getattr(trace, name) for name in Trace.__slots__ if name != "spans"]
     return repr((spans, others, rows, tally.threads))
