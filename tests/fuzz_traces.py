@@ -1,7 +1,8 @@
 """Loads damaged trace files and profiles, as many as asked for: `python tests/fuzz_traces.py [inputs] [seed]`.
 
 Whatever comes out must be a trace or a `TraceError`, the same from both twins of the reader, in bounded memory.
-Exits with 1 and says which input it was if not. The inputs are those of the seed; each is written to a file, as `load` reads one.
+Exits with 1 and says which input it was if not. The inputs are those of the seed; each is written to a
+file, as `load` reads one.
 """
 
 from __future__ import annotations
