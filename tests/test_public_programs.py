@@ -608,7 +608,7 @@ def test_the_server_of_the_standard_library_is_main_and_its_threads_are_seen(
     ours = serve_both(host, use, stop)
     assert [status for status, _ in ours.answers] == [200, 404]
     (report,) = ours.reports
-    assert "SimpleHTTPRequestHandler.do_GET: unreachable (http.server runs as __main__" in report
+    assert "SimpleHTTPRequestHandler.do_GET: unreachable (http.server runs as __main__" in " ".join(report.split())
     assert Counter(only_tree().splitlines()) == {"connection": 3, "  copyfileobj": 1}  # one only looked who listens
 
 
