@@ -1598,8 +1598,8 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
     frame_t *above = current->top;
     node_t *parent;
     frame->above = above;
-    frame->span_id = core->next_id++;
-    core->next_id += core->next_id == 0; /* 0 means none */
+    frame->span_id = core->next_id;
+    core->next_id = core->next_id == INT64_MAX ? 1 : core->next_id + 1; /* 0 means none; readers have 63 bits */
     frame->ring = ring;
     frame->task = current->task;
     frame->children_ns = 0;

@@ -182,12 +182,10 @@ class Tally:
 
     def totals(self, path: tuple[Site, ...], thread_id: int) -> Totals:
         """The totals of a path on a thread, made empty on first sight."""
-        try:
-            key = tuple([self._place_of[site] for site in path]), thread_id
-        except KeyError:
-            for site in path:
+        for site in path:
+            if site not in self._place_of:
                 self._place_of[site] = self._places.setdefault(site.key, len(self._places))
-            key = tuple([self._place_of[site] for site in path]), thread_id
+        key = tuple(map(self._place_of.__getitem__, path)), thread_id
         row = self._cells.get(key)
         if row is None:
             row = self._cells[key] = Row(path, thread_id, Totals())
