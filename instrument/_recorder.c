@@ -13,8 +13,9 @@
  * Which chain is current follows PyThreadState.context: every task, callback and copied context has a Context of its
  * own, and a Current object in one context variable. A new context finds there what its maker published: a Published
  * object, the identity of the span that was innermost when the context was copied. Publishing costs a context variable
- * write, so it is done at each span only where contexts are copied behind our back (under a running event loop);
- * elsewhere `publish` is called by what copies a context.
+ * write, which is more than the rest of a call, so `publish` is called by what copies a context. Under an event loop
+ * contexts are also copied behind our back: there a span that stays open from one step of the loop to the next is
+ * published as it begins and ends, and each span is where the loop does not tell of the tasks that it makes.
  *
  * A service computes between two spans, and that leaves nothing of ours in the processor's caches: a span of 60 ns costs
  * 600 then, all of it waiting for memory. So what a span touches is counted in cache lines, and has few: what a call
@@ -175,12 +176,14 @@ typedef struct current {
     PyObject_HEAD
     frame_t *top;
     uint64_t task;
-    char eager;
+    char eager;   /* whether contexts may be copied behind our back */
+    char is_told; /* whether the loop tells of its tasks, so that only what stays open is published all the same */
     char has_base; /* whether there is what the context was copied under */
     PyObject *context; /* weak reference to the context that this belongs to */
     PyObject *weak_references;
     struct core *core; /* NULL once the core is gone */
     struct current *previous, *next; /* all of a core's */
+    uint64_t published_id; /* the span that a copy of the context would find now, 0 without one */
     uint64_t base_id, base_root;
     node_t *base_node;
     PyObject *base_request;
@@ -245,6 +248,7 @@ typedef struct core {
     PyObject *remote_parent;
     PyObject *remote_key;
     PyObject *task_probe;
+    PyObject *tells_of_tasks; /* whether the loop that runs now does */
     PyObject *thread_name;
     node_t root;
     node_t **nodes;
@@ -1447,6 +1451,18 @@ follow(Core *core, Ring *ring, PyThreadState *state)
         }
         current->eager = task >= 0;
         current->task = task > 0 ? (uint64_t)task : 0;
+        if (current->eager && core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None) {
+            PyObject *ask = Py_NewRef(core->tells_of_tasks), *tells = PyObject_CallNoArgs(ask);
+            current->is_told = tells == Py_True;
+            Py_XDECREF(tells);
+            Py_DECREF(ask);
+            if (forgive() < 0) {
+                Py_DECREF(current);
+                Py_XDECREF(value);
+                return NULL;
+            }
+        }
+        current->published_id = current->base_id;
         if (set_variable(core, (PyObject *)current) < 0 ||
             (current->context = PyWeakref_NewRef(state->context, NULL)) == NULL) {
             Py_DECREF(current);
@@ -1496,42 +1512,106 @@ current_of(Core *core, Ring **found)
     return settle(core, found);
 }
 
-/* Make the innermost span known to contexts that are copied from now on. Errors are cleared: parentage only. */
+static void publish_rest(Core *core, Current *current);
+
+/* Make a span, or without one what the context was copied under, known to contexts that are copied from now on. Errors
+ * are cleared: parentage only. */
 static void
-publish(Core *core, Current *current)
+publish(Core *core, Current *current, frame_t *frame)
 {
-    frame_t *top = current->top;
-    if (top == NULL && !current->has_base) {
-        if (set_variable(core, (PyObject *)current) < 0)
+    uint64_t wanted_id = frame != NULL ? frame->span_id : current->base_id;
+    if (current->published_id == wanted_id)
+        return;
+    PyObject *value = frame == NULL ? (PyObject *)current : NULL;
+    Frame *holder = frame != NULL ? (Frame *)frame->self : NULL;
+    if (holder != NULL && holder->published != NULL && ((Published *)holder->published)->owner == (PyObject *)current)
+        value = holder->published;
+    if (value != NULL) {
+        Py_INCREF(value);
+    } else {
+        /* What it says is taken before it is made, for that may run a finaliser that ends or begins scopes. */
+        frame_t *top = current->top;
+        PyObject *request = Py_XNewRef(frame->request);
+        uint64_t root_id = frame->root_id;
+        node_t *node = frame->node;
+        Py_XINCREF(holder);
+        Published *published = PyObject_GC_New(Published, &PublishedType);
+        if (published == NULL) {
             PyErr_Clear();
-        return;
+            Py_XDECREF(request);
+            Py_XDECREF(holder);
+            return;
+        }
+        published->owner = Py_NewRef((PyObject *)current);
+        published->span_id = wanted_id;
+        published->root_id = root_id;
+        published->node = node;
+        published->request = request;
+        PyObject_GC_Track(published);
+        value = (PyObject *)published;
+        if (holder != NULL && holder->frame.state != CLOSED)
+            Py_XSETREF(holder->published, Py_NewRef(value));
+        Py_XDECREF(holder);
+        if (current->top != top) {
+            Py_DECREF(value);
+            publish_rest(core, current);
+            return;
+        }
     }
-    Frame *holder = top != NULL ? (Frame *)top->self : NULL;
-    if (holder != NULL && holder->published != NULL && ((Published *)holder->published)->owner == (PyObject *)current) {
-        if (set_variable(core, holder->published) < 0)
-            PyErr_Clear();
-        return;
-    }
-    Published *published = PyObject_GC_New(Published, &PublishedType);
-    if (published == NULL) {
+    if (set_variable(core, value) == 0)
+        current->published_id = wanted_id;
+    else
         PyErr_Clear();
+    Py_DECREF(value);
+}
+
+static inline int
+tells_of_tasks(const Core *core)
+{
+    return core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None;
+}
+
+/* A span has begun that stays open during a call, or a step of the loop, alone. */
+static inline void
+publish_begun(Core *core, Current *current)
+{
+    if (current->eager && !(current->is_told && tells_of_tasks(core)))
+        publish(core, current, current->top);
+}
+
+/* A span has ended, or stands still. */
+static void
+publish_rest(Core *core, Current *current)
+{
+    frame_t *frame = current->top;
+    if (!current->eager)
         return;
-    }
-    /* Anew: a finaliser may have ended or begun scopes. */
-    top = current->top;
-    holder = top != NULL ? (Frame *)Py_XNewRef(top->self) : NULL;
-    published->owner = Py_NewRef((PyObject *)current);
-    published->span_id = top != NULL ? top->span_id : current->base_id;
-    published->root_id = top != NULL ? top->root_id : current->base_root;
-    published->node = top != NULL ? top->node : current->base_node;
-    published->request = Py_XNewRef(top != NULL ? top->request : current->base_request);
-    PyObject_GC_Track(published);
-    if (set_variable(core, (PyObject *)published) < 0)
-        PyErr_Clear();
-    if (holder != NULL && holder->frame.state != CLOSED)
-        Py_XSETREF(holder->published, Py_NewRef((PyObject *)published));
-    Py_XDECREF(holder);
-    Py_DECREF(published);
+    if (current->is_told && tells_of_tasks(core))
+        while (frame != NULL && frame->self == NULL)
+            frame = frame->above;
+    publish(core, current, frame);
+}
+
+/* The same for the context that runs now. One without a span of its own passes on what it was copied with. */
+static int
+publish_here(Core *core)
+{
+    PyThreadState *state = UNCHECKED_THREAD_STATE();
+    PyObject *value = NULL;
+    if (state->context == NULL)
+        return 0;
+    if (PyContextVar_Get(core->variable, NULL, &value) < 0)
+        return forgive();
+    Current *current = NULL;
+    if (value != NULL && Py_TYPE(value) == &CurrentType)
+        current = (Current *)Py_NewRef(value);
+    else if (value != NULL && Py_TYPE(value) == &PublishedType)
+        current = (Current *)Py_NewRef(((Published *)value)->owner);
+    Py_XDECREF(value);
+    if (current != NULL && current->core == core && is_here(current, state))
+        publish(core, current, current->top);
+    Py_XDECREF(current);
+    return 0;
 }
 
 static inline int
@@ -1795,7 +1875,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     Py_INCREF(current);
     current->top = frame;
     if (current->eager)
-        publish(core, current);
+        publish(core, current, frame);
     Py_DECREF(current);
     frame->start_ns = frame->counted_from_ns = read_clock(core);
     if (is_timed_on_device(core, frame) && begin_on_device(core, frame) < 0) {
@@ -1997,8 +2077,7 @@ close_frame(Core *core, Frame *self, PyObject *error)
         unlink_frame(current, NULL, frame);
         while (current->top != NULL && current->top->state == CLOSED)
             unlink_frame(current, NULL, current->top);
-        if (current->eager)
-            publish(core, current);
+        publish_rest(core, current);
     } else if (current->top != NULL || current->has_base) {
         if (cross(core, current, frame, end_ns) < 0)
             count(core, FOREIGN);
@@ -2063,8 +2142,7 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
     count_against_above(current, frame, ring, end_ns);
     if (current->top == frame) {
         current->top = frame->above;
-        if (current->eager)
-            publish(core, current);
+        publish_rest(core, current);
     } else if (cross(core, current, frame, end_ns) < 0) {
         count(core, FOREIGN);
         found = 0;
@@ -2120,8 +2198,7 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     Py_INCREF(ring);
     Py_INCREF(current);
     current->top = frame;
-    if (current->eager)
-        publish(core, current);
+    publish_begun(core, current);
     frame->start_ns = frame->counted_from_ns = read_clock(core);
     PyObject *result = NULL;
     node_t *node = frame->node;
@@ -2138,7 +2215,8 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     __builtin_prefetch(current, 1);
     __builtin_prefetch((char *)current + LINE, 1);
     int64_t end_ns = read_clock(core);
-    int plain = result != NULL && current->top == frame && ring->rows != NULL && !current->eager;
+    int plain = result != NULL && current->top == frame && ring->rows != NULL &&
+                !(current->eager && current->published_id == frame->span_id);
     if (plain) {
         count_against_above(current, frame, ring, end_ns);
         current->top = frame->above;
@@ -2732,8 +2810,7 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
     own->above = current->top; /* the references of the inner chain move with it */
     current->top = self->inner;
     self->inner = NULL;
-    if (current->eager)
-        publish(core, current);
+    publish_begun(core, current);
     self->resumed_ns = now_ns;
     Py_DECREF(current);
     Py_DECREF(ring);
@@ -2775,8 +2852,7 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
         caller->has_rows = 1; /* as soon as this has ended */
     if (caller != NULL && caller->ring == ring && caller->task == own->task)
         caller->children_ns += step_ns;
-    if (current->eager)
-        publish(core, current);
+    publish_rest(core, current);
     if (own->pair != NULL && tell_pair(str_pause, &own->pair, 1) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -3734,6 +3810,7 @@ Core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->begin_device);
     Py_VISIT(self->remote_key);
     Py_VISIT(self->task_probe);
+    Py_VISIT(self->tells_of_tasks);
     Py_VISIT(self->thread_name);
     Py_VISIT(self->counts);
     Py_VISIT(self->user_sites);
@@ -3746,6 +3823,7 @@ Core_clear(Core *self)
 {
     Py_CLEAR(self->remote_parent);
     Py_CLEAR(self->begin_device);
+    Py_CLEAR(self->tells_of_tasks);
     return 0;
 }
 
@@ -3771,6 +3849,7 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->begin_device);
     Py_XDECREF(self->remote_key);
     Py_XDECREF(self->task_probe);
+    Py_XDECREF(self->tells_of_tasks);
     Py_XDECREF(self->thread_name);
     Py_XDECREF(self->counts);
     Py_XDECREF(self->user_sites);
@@ -4032,13 +4111,15 @@ Core_current_id(Core *self, PyObject *Py_UNUSED(none))
 static PyObject *
 Core_publish(Core *self, PyObject *Py_UNUSED(none))
 {
-    Ring *ring;
-    Current *current = current_of(self, &ring);
-    if (current != NULL)
-        publish(self, current);
-    else if (forgive() < 0)
+    if (publish_here(self) < 0)
         return NULL;
     Py_RETURN_NONE;
+}
+
+static PyObject *
+Core_copy_context(Core *self, PyObject *Py_UNUSED(none))
+{
+    return publish_here(self) < 0 ? NULL : PyContext_CopyCurrent();
 }
 
 /* Forget what is open in this context. */
@@ -4253,6 +4334,8 @@ static PyMethodDef Core_methods[] = {
     {"innermost_manual", (PyCFunction)Core_innermost_manual, METH_O, "The innermost manual frame, by name or None."},
     {"current_id", (PyCFunction)Core_current_id, METH_NOARGS, "Identity of the current span, 0 if there is none."},
     {"publish", (PyCFunction)Core_publish, METH_NOARGS, "Make the current span known to a context about to be copied."},
+    {"copy_context", (PyCFunction)Core_copy_context, METH_NOARGS,
+     "copy_context($self)\n--\n\nAs contextvars.copy_context; the copy knows the current span."},
     {"forget_current", (PyCFunction)Core_forget_current, METH_NOARGS, "Forget what is open in this context."},
     {"_forget_all", (PyCFunction)Core_forget_all, METH_NOARGS, "Forget what is open in every context."},
     {"_reset", (PyCFunction)Core_reset, METH_O, "Forget every row and total; a new limit in bytes, or None."},
@@ -4275,6 +4358,7 @@ static PyMemberDef Core_members[] = {
     {"ended_too_short", T_ULONGLONG, offsetof(Core, ended_too_short), READONLY, "the same of `too_short`"},
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
     {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
+    {"tells_of_tasks", T_OBJECT, offsetof(Core, tells_of_tasks), 0, "says whether a loop calls publish for a task, or None"},
     {"begin_device", T_OBJECT, offsetof(Core, begin_device), 0, "begins to time a span on a device, or None"},
     {"watches_all", T_BOOL, offsetof(Core, watches_all), 0, "whether begin_device is asked for every span"},
     {NULL},

@@ -1,6 +1,7 @@
 """Types of the native core. What each does stands beside its twin in `instrument.pure` and `instrument.ring`."""
 
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any, final
 
 from instrument.ring import Row
@@ -43,6 +44,7 @@ class Core:
     remote_parent: Callable[[], RemoteParent | None] | None
     begin_device: Callable[[Site | None, Any, int], Any] | None
     watches_all: bool
+    tells_of_tasks: Callable[[], bool] | None
     def __init__(
         self,
         ring_bytes: int,
@@ -63,6 +65,7 @@ class Core:
     def innermost_manual(self, name: str | None, /) -> Frame | None: ...
     def current_id(self) -> int: ...
     def publish(self) -> None: ...
+    def copy_context(self) -> Context: ...
     def forget_current(self) -> None: ...
     def start_ticks(self) -> bool: ...
     def check_ticks(self, limit_ns: int, /) -> int | None: ...
