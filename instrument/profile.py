@@ -47,7 +47,10 @@ DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p", "h2h")
 DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
 COPY_FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
 FRAMEWORKS: tuple[str, ...] = ("onnxruntime", "keras", "jax", "transformers", "sentence_transformers", "sklearn")
-VIEWS: tuple[str, ...] = ("overview", "events", "operators", "kernels", "device", "copies", "user", "requests", "cost")
+VIEWS: tuple[str, ...] = (
+    "overview", "events", "operators", "classes", "ops", "instances", "kernels", "device", "copies", "user", "requests",
+    "cost",
+)  # fmt: skip
 SORT_KEYS: tuple[str, ...] = (
     "default", "calls", "total", "max", "min", "ave",
     "cpu_total", "cpu_max", "cpu_min", "cpu_ave", "gpu_total", "gpu_max", "gpu_min", "gpu_ave",

@@ -136,7 +136,7 @@ class _Reader:
         for span in spans:
             start_ns, end_ns = span.start_ns, span.end_ns
             if start_ns < first_ns or end_ns > last_ns:
-                if _lies_outside(span, self._window):
+                if lies_outside(span, self._window):
                     continue
                 start_ns, end_ns = max(start_ns, first_ns), min(end_ns, last_ns)
             span_id, parent_id = span.span_id, span.parent_id
@@ -194,7 +194,7 @@ class _Reader:
         first_ns, last_ns = self._window
         stretches: list[Interval] = []
         for interval in span.device:
-            if interval.label in UNTIMED or _lies_outside(interval, self._window):
+            if interval.label in UNTIMED or lies_outside(interval, self._window):
                 continue
             start_ns, end_ns = max(interval.start_ns, first_ns), min(interval.end_ns, last_ns)
             stretches.append((start_ns, end_ns))
@@ -219,12 +219,12 @@ class _Reader:
         around, up = place.parent, span
         while around is not None and (around.wanted or around.inside):
             up = self._above[up.parent_id]
-            if around.wanted and not _encloses(up, stretches) and not _lies_outside(up, self._window):
+            if around.wanted and not _encloses(up, stretches) and not lies_outside(up, self._window):
                 self._stretches.setdefault(up.span_id, []).extend(stretches)
             around = around.parent
 
 
-def _lies_outside(one: Span | DeviceInterval, window: Interval) -> bool:
+def lies_outside(one: Span | DeviceInterval, window: Interval) -> bool:
     """Whether nothing of it lies in the window. One without length on an edge is in it."""
     first_ns, last_ns = window
     start_ns, end_ns = one.start_ns, one.end_ns

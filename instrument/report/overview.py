@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from instrument.report.calls import lies_outside
 from instrument.report.device import coverage
 from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
 from instrument.report.utilisation import UNTIMED
@@ -75,7 +76,7 @@ class Overview:
     def lines(self) -> list[str]:
         """The text."""
         lines = [*title("Overview Report"), *self.coverage]
-        if not self.kinds:
+        if not self.kinds and not self.devices and self._options.state != "GPU":
             return [*lines, "", "No span was recorded in it: name functions or layers in the profile, or open a scope."]
         unit, with_steps = self._options.unit, self.steps_ns is not None
         lines.append(f"Time unit: {unit}; unions: what ran side by side counts once, and rows may lie in one another")
@@ -94,7 +95,7 @@ class Overview:
             ]
             lines += section_title("All devices" if device == ALL_DEVICES else f"Device {device}")
             lines += [*named_table(["Work", "Stretches", "Time", *ratios], cells, 12), ""]
-        if not self.devices:
+        if not self.devices and self._options.state != "CPU":
             lines += ["No device time was recorded in it."]
         return lines
 
@@ -191,7 +192,7 @@ class _Found:
                 with_device.append(span)
             start_ns, end_ns = span.start_ns, span.end_ns
             if start_ns < first or end_ns > last:
-                if start_ns >= last or end_ns <= first:
+                if lies_outside(span, trace.held):
                     continue
                 start_ns, end_ns = max(start_ns, first), min(end_ns, last)
             stretches = of_site.get(span.site)
@@ -204,7 +205,7 @@ class _Found:
             works = ["copies"] if span.site.kind == "copy" else ["compute"]
             works += ["communication"] * (span.span_id in communicates and span.site.kind != "copy")
             for interval in span.device:
-                if interval.label not in UNTIMED and interval.start_ns < last and interval.end_ns > first:
+                if interval.label not in UNTIMED and not lies_outside(interval, trace.held):
                     start_ns, end_ns = max(interval.start_ns, first), min(interval.end_ns, last)
                     for work in works:
                         stretches = self.devices.setdefault((interval.device, work), _Stretches())

@@ -16,6 +16,7 @@ from instrument.report.kernels import kernels
 from instrument.report.operators import operators
 from instrument.report.overview import overview
 from instrument.report.requests import requests
+from instrument.report.self_times import classes, instances, ops
 from instrument.report.user import user
 from instrument.report.view import Options, Recording, View, document
 
@@ -23,6 +24,9 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
     "overview": overview,
     "events": events,
     "operators": operators,
+    "classes": classes,
+    "ops": ops,
+    "instances": instances,
     "kernels": kernels,
     "device": device,
     "copies": copies,
