@@ -12,10 +12,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from instrument.spans import Interval, Site, Span, Trace, clip, length, union
+from instrument.spans import AttributeValue, Interval, Site, Span, Trace, clip, length, union
 
 STEP = Site("step", "step", "instrument", "Profiler.step")
-"""The site of every step; its attribute `step` is the number."""
+"""The site of every step; its attribute `step` is the number, `samples` how many it had."""
 
 _FIRST_ID = 1 << 61
 _IDS = itertools.count(_FIRST_ID)
@@ -30,6 +30,7 @@ class Step:
     start_ns: int
     end_ns: int
     thread_id: int
+    samples: float | None = None
     clipped: bool = False
 
 
@@ -73,7 +74,7 @@ def _put(steps: Sequence[Step], spans: Sequence[Span], roots: dict[int, int]) ->
             end_ns=step.end_ns,
             active_ns=step.end_ns - step.start_ns,
             self_ns=0,
-            attributes={"step": step.number},
+            attributes={"step": step.number, **_samples(step)},
             clipped=step.clipped,
         )
         for step, outer in zip(steps, around, strict=True)
@@ -97,6 +98,12 @@ def _put(steps: Sequence[Step], spans: Sequence[Span], roots: dict[int, int]) ->
         if outer is not None:
             outer.self_ns = max(outer.self_ns - step.self_ns, 0)
     return made
+
+
+def _samples(step: Step) -> dict[str, AttributeValue]:
+    if step.samples is None:
+        return {}
+    return {"samples": step.samples if type(step.samples) is int else float(step.samples)}
 
 
 def _depth(span: Span) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -28,13 +28,13 @@ from instrument.probes.loaders import loader
 from instrument.probes.scopes import OFF
 from instrument.profile import STATES, TRACER_OPTIONS, Profile, Schedule, load
 from instrument.profiler import Session
+from instrument.report.benchmark import Benchmark, Loop, counted
+from instrument.report.summary import summary
+from instrument.report.view import Options
 from instrument.step_spans import Step
 from instrument.window import RECORDING, State, States, Windows
 
 T = TypeVar("T")
-
-SKIPPED_STEPS = 10
-"""How many first steps the benchmark of a loop leaves out, as `paddle.profiler` does."""
 
 STEPS_KEPT = 100_000
 """How many of the newest steps of a window are spans of its trace."""
@@ -252,7 +252,7 @@ class Profiler:
             if windows is not None and session is not None:
                 last = windows.steps
                 if windows.state in RECORDING:
-                    self._steps.append(Step(last, began_ns, now_ns, threading.get_native_id()))
+                    self._steps.append(Step(last, began_ns, now_ns, threading.get_native_id(), num_samples))
                 found = windows.advance(now_ns)
                 try:
                     if found is not None:
@@ -388,19 +388,23 @@ class Profiler:
             since, self._since = self._since, Benchmark(skip=0)
         return since.line(unit)
 
-    def benchmark(self) -> Benchmark:
+    def benchmark(self) -> Loop:
         """Cost of the steps since the start, without the first `SKIPPED_STEPS`."""
-        return self._benchmark
+        return self._benchmark.loop()
 
-    def summary(self, **options: Any) -> str:
-        """The newest window's summary (options of `Window.summary`) and the benchmark of the steps."""
+    def summary(self, *, views: Sequence[str] = ("events",), unit: str = "ms", **options: Any) -> str:
+        """The newest window's summary (options of `Window.summary`) and the benchmark of all steps since the start."""
         window = self.window
-        parts = [self._benchmark.table()]
         if window is not None:
-            parts.insert(0, f"{str(window).capitalize()}\n{window.summary(**options)}")
-        elif not self._timer_only:
-            parts.insert(0, "instrument is off (INSTRUMENT=off)\n" if OFF else "No window has ended yet.\n")
-        return "\n".join(parts)
+            recording = window._recording()
+            recording.benchmark = self._benchmark
+            text = summary(
+                [*dict.fromkeys([*views, "benchmark"])], recording, window._options({"unit": unit, **options})
+            )
+            return f"{str(window).capitalize()}\n{text}"
+        why = "instrument is off (INSTRUMENT=off)" if OFF else "No window has ended yet."
+        lines = counted(self._benchmark, Options(unit=unit)).lines()
+        return "\n".join([*([] if self._timer_only else [why]), *lines]).rstrip("\n") + "\n"
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the newest window as a Chrome trace. Raises `StateError` where none has ended, and `TraceError`."""
@@ -408,102 +412,3 @@ class Profiler:
         if window is None:
             raise StateError(f"asked to export a window to {os.fspath(path)}, but none has ended; see the schedule")
         return window.export(path)
-
-
-@dataclass
-class Extent:
-    """Sum, least and most of what was counted `count` times."""
-
-    count: int = 0
-    total: float = 0.0
-    least: float | None = None
-    most: float | None = None
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.total += value
-        self.least = value if self.least is None else min(self.least, value)
-        self.most = value if self.most is None else max(self.most, value)
-
-    @property
-    def mean(self) -> float | None:
-        return self.total / self.count if self.count else None
-
-
-class Benchmark:
-    """What the steps of a loop cost from index `skip` on: averages divide by the steps that were timed.
-
-    `reader_s` and `batch_s` are in seconds a step, `rate` is of samples, or of steps where any step had no samples.
-    The mean of a rate is the sum of the work over the sum of the time.
-    """
-
-    def __init__(self, skip: int = SKIPPED_STEPS) -> None:
-        self.skip = skip
-        self.skipped = 0
-        self.reader_s = Extent()
-        self.batch_s = Extent()
-        self._samples = 0
-        self._by_samples = Extent()
-        self._by_steps = Extent()
-
-    def add(self, batch_ns: int, reader_ns: int, num_samples: int | None) -> None:
-        """One step has ended; what it read is part of what it took."""
-        if self.skipped < self.skip:
-            self.skipped += 1
-            return
-        batch_s = max(batch_ns, 1) / 1e9
-        self.batch_s.add(batch_s)
-        if reader_ns:
-            self.reader_s.add(reader_ns / 1e9)
-        self._by_steps.add(1 / batch_s)
-        if num_samples is not None:
-            self._samples += num_samples
-            self._by_samples.add(num_samples / batch_s)
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether every timed step said how many samples it had."""
-        return 0 < self._by_samples.count == self.batch_s.count
-
-    @property
-    def reader_mean_s(self) -> float | None:
-        """Reader cost of a step, over all timed steps; None where nothing was read through `Profiler.loader`."""
-        return self.reader_s.total / self.batch_s.count if self.reader_s.count else None
-
-    @property
-    def rate(self) -> Extent:
-        """Samples or steps in a second; its `total` and `mean` are not used, see `rate_mean`."""
-        return self._by_samples if self.counts_samples else self._by_steps
-
-    @property
-    def rate_mean(self) -> float | None:
-        """Samples or steps in a second over all timed steps together."""
-        if not self.batch_s.count:
-            return None
-        return (self._samples if self.counts_samples else self.batch_s.count) / self.batch_s.total
-
-    def line(self, unit: str | None = None) -> str:
-        """Averages as one line."""
-        of = (unit or "samples") if self.counts_samples else "steps"
-        reader = "" if self.reader_mean_s is None else f"reader_cost: {self.reader_mean_s:.5f} s "
-        return f"{reader}batch_cost: {_cell(self.batch_s.mean)} s ips: {_cell(self.rate_mean, 3)} {of}/s"
-
-    def table(self) -> str:
-        """Averages, greatest and least as a table, with what was skipped and what was timed."""
-        of = "samples" if self.counts_samples else "steps"
-        lines = [
-            f"Perf Summary: {self.batch_s.count} steps timed, the first {self.skipped} skipped",
-            f"Time unit: s, ips unit: {of}/s",
-            f"{'':<14}{'avg':>15}{'max':>15}{'min':>15}",
-        ]
-        rows = [("batch_cost", self.batch_s, self.batch_s.mean), ("ips", self.rate, self.rate_mean)]
-        if self.reader_mean_s is not None and self.batch_s.mean:
-            lines.insert(2, f"Reader ratio: {self.reader_mean_s / self.batch_s.mean:.3%} of batch_cost")
-            rows.insert(0, ("reader_cost", self.reader_s, self.reader_mean_s))
-        for name, extent, mean in rows:
-            lines.append(f"{name:<14}{_cell(mean):>15}{_cell(extent.most):>15}{_cell(extent.least):>15}")
-        return "\n".join(lines) + "\n"
-
-
-def _cell(value: float | None, digits: int = 5) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -20,6 +20,7 @@ from instrument.handlers import Handler, export_chrome
 from instrument.probes.functions import profiled
 from instrument.profile import VIEWS
 from instrument.recorder import RECORDER, Scope
+from instrument.report.benchmark import counted
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.spans import Trace
@@ -174,11 +175,10 @@ class Profiler(_Profiler):
         views: SummaryView | Iterable[SummaryView] | None = None,
     ) -> str:
         """Print the newest window's views and the cost of the steps, and return the text."""
-        parts = [self.benchmark().table()]
+        text = "\n".join(counted(self._benchmark, Options(unit=time_unit)).lines())
         if self.window is not None:
             recording = Recording.of_trace(self.window.trace)
-            parts.insert(0, _text(recording, sorted_by, op_detail, thread_sep, time_unit, views))
-        text = "\n".join(parts)
+            text = f"{_text(recording, sorted_by, op_detail, thread_sep, time_unit, views)}\n{text}"
         print(text, flush=True)
         return text
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from instrument.document import nearest
 from instrument.profile import VIEWS
+from instrument.report.benchmark import benchmark
 from instrument.report.copies import copies
 from instrument.report.cost import cost
 from instrument.report.device import device
@@ -24,14 +25,15 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
     "overview": overview,
     "events": events,
     "operators": operators,
-    "classes": classes,
-    "ops": ops,
-    "instances": instances,
     "kernels": kernels,
     "device": device,
     "copies": copies,
     "user": user,
     "requests": requests,
+    "classes": classes,
+    "ops": ops,
+    "instances": instances,
+    "benchmark": benchmark,
     "cost": cost,
 }
 """What makes each view of `VIEWS`."""

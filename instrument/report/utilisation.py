@@ -323,7 +323,7 @@ class _Found:
                 own.extend(call)
 
 
-class _Timeline:
+class Timeline:
     """Disjoint sorted intervals, and how much of a stretch they cover, in logarithmic time."""
 
     def __init__(self, disjoint: Sequence[Interval]) -> None:
@@ -355,7 +355,7 @@ def _device_use(
     streams = {stream: _together(parts) for stream, parts in by_stream.items()}
     overlap_ns, most_streams = _overlap(list(streams.values()))
     least = found.least_uncertain
-    uses = _request_uses(device, found.own, _Timeline(busy), requests)
+    uses = _request_uses(device, found.own, Timeline(busy), requests)
     use = DeviceUse(
         device=device,
         window_ns=window[1] - window[0],
@@ -403,7 +403,7 @@ def _name_use(name: str, kind: str, intervals: Sequence[Interval], calls: list[i
 
 
 def _request_uses(
-    device: int, own: Mapping[int, Sequence[Interval]], busy: _Timeline, requests: Iterable[Span]
+    device: int, own: Mapping[int, Sequence[Interval]], busy: Timeline, requests: Iterable[Span]
 ) -> list[RequestUse]:
     uses = []
     for span in requests:

@@ -10,11 +10,14 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.spans import Cost, Site, Span, Trace
 from instrument.tally import Tally
+
+if TYPE_CHECKING:
+    from instrument.report.benchmark import Benchmark
 
 THREADS: tuple[str, ...] = ("both", "merged", "apart")
 UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
@@ -104,7 +107,8 @@ class Recording:
 
     `make_tally`, `make_trace` and `make_upkeep` are called when a view first reads what they make. `window_ns` is the
     length of the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace
-    id and the span id under which a span of the trace went to the collector.
+    id and the span id under which a span of the trace went to the collector. `benchmark` has counted the steps of a
+    loop as they went by.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Recording:
         recorder: str = "",
         collector_ids: Callable[[Span], tuple[int, int]] | None = None,
         make_upkeep: Callable[[], Upkeep] | None = None,
+        benchmark: Benchmark | None = None,
     ) -> None:
         self._make_tally = make_tally
         self._make_trace = make_trace
@@ -128,6 +133,7 @@ class Recording:
         self.window_ns = window_ns
         self.recorder = recorder
         self.collector_ids = collector_ids
+        self.benchmark = benchmark
         self._make_upkeep = make_upkeep
 
     @cached_property

@@ -1,0 +1,255 @@
+"""The `benchmark` view: what the steps of a loop cost, how long they waited for input, and how many a second.
+
+A step is a span of kind `step`, or what lies between two calls of `Profiler.step`. Its batch cost is its host time; the
+reader cost is the part of it in which a loader of its thread (and of its task, where it has one) was asked for the next
+item. Averages divide by the steps that were timed: those from the index `skip` on, counted from 0.
+
+`paddle.profiler` divides by one step less than it times, so that twelve steps of 10 ms read as 15 ms, prints a least of
+`inf` where each step is longer than the one before, and counts samples by hand only. Here 10 ms is 10 ms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from instrument.report.device import Coverage
+from instrument.report.table import MISSING, compact, safe, section_title, shorten, table, tenths, title
+from instrument.report.utilisation import Timeline
+from instrument.report.view import UNITS, Options, Recording
+from instrument.spans import Interval, Span, Trace, union
+from instrument.tally import Totals, bucket
+
+SKIPPED_STEPS = 10
+"""How many first steps the benchmark of a `Profiler` leaves out, as `paddle.profiler` does."""
+
+NAME_WIDTH = 25
+SECOND_NS = 10**9
+MOST_SAMPLES = 10**18
+"""No step has more: a number that is none, such as infinity, does not spoil the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean, least, most and percentiles of what was counted; a percentile is within 0.8 % (None: not counted)."""
+
+    mean: float
+    least: float
+    most: float
+    p50: float | None = None
+    p99: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What the steps of one loop cost, in ns. `reader` is None where no step waited for a loader.
+
+    `rate` is of samples a second, or of steps where any step had no `samples` (None); its mean is the sum of the work
+    over the sum of the time. `cut` steps reach over an edge of the window and are in nothing else. Without any step
+    that was timed, `batch` and `rate` are None.
+    """
+
+    name: str
+    steps: int
+    skipped: int
+    cut: int
+    samples: float | None
+    reader: Spread | None
+    batch: Spread | None
+    rate: Spread | None
+
+    @property
+    def reader_ratio(self) -> float | None:
+        """Reader cost as a share of batch cost."""
+        return self.reader.mean / self.batch.mean if self.reader is not None and self.batch is not None else None
+
+    @property
+    def rate_of(self) -> str:
+        """What the rate counts."""
+        return "steps" if self.samples is None else "samples"
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """The loops by the name of their steps. `coverage` is None where the steps were counted as they went by."""
+
+    coverage: Coverage | None
+    loops: tuple[Loop, ...]
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """A table for each loop."""
+        unit = self._options.unit
+        lines = [*title("Benchmark Report"), *(self.coverage.lines() if self.coverage is not None else [])]
+        lines += [f"Time unit: {unit}; ips: in a second", ""]
+        if not self.loops:
+            return [
+                *lines,
+                "No step was recorded. A step is what lies between two calls of `Profiler.step()`, or a span of",
+                'kind `step`: with scope("train", kind="step").',
+                "",
+            ]
+        for loop in self.loops:
+            lines += [*section_title(shorten(safe(loop.name) or "(no name)", NAME_WIDTH)), *_loop_lines(loop, unit), ""]
+        return [*lines, "p50, p99: within 0.8 %. Averages are over the steps that were timed.", ""]
+
+
+def benchmark(recording: Recording, options: Options) -> Loops:
+    """The view: of all steps of a `Profiler` that runs, else from the spans that are held.
+
+    `skip_first` leaves out the first steps of each loop, by the number that a step bears or else by their begin; a
+    `Profiler` that runs has decided that itself (`SKIPPED_STEPS`).
+    """
+    if recording.benchmark is not None:
+        return counted(recording.benchmark, options)
+    trace = recording.trace
+    return Loops(Coverage.of(trace), _loops(trace, options.skip_first), options)
+
+
+def counted(steps: Benchmark, options: Options) -> Loops:
+    """The view of steps that were counted as they went by."""
+    loop = steps.loop()
+    return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
+
+
+@dataclass(slots=True)
+class Benchmark:
+    """Counts the steps of a loop as they go by, in constant memory. `cut` counts what is no whole step.
+
+    `batch` and `reader` hold times in ns, `reader` of each step that was timed, 0 where it waited for nothing.
+    """
+
+    skip: int = SKIPPED_STEPS
+    skipped: int = 0
+    cut: int = 0
+    batch: Totals = field(default_factory=Totals)
+    reader: Totals = field(default_factory=Totals)
+    _samples: float = 0.0
+    _with_samples: int = 0
+    _least_rate: float = math.inf
+    _most_rate: float = 0.0
+
+    def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
+        """One step has ended; what it read is part of what it took."""
+        if self.skipped < self.skip:
+            self.skipped += 1
+            return
+        batch_ns = max(batch_ns, 1)
+        _count(self.batch, batch_ns)
+        _count(self.reader, reader_ns)
+        if num_samples is not None and num_samples < MOST_SAMPLES:
+            samples = float(num_samples)
+            rate = samples * SECOND_NS / batch_ns
+            self._samples += samples
+            self._with_samples += 1
+            self._least_rate, self._most_rate = min(self._least_rate, rate), max(self._most_rate, rate)
+
+    def loop(self, name: str = "steps") -> Loop:
+        """What was counted up to now."""
+        batch, steps = self.batch, self.batch.calls
+        samples, rate = None, None
+        if steps and self._with_samples == steps:
+            samples = self._samples
+            rate = Spread(samples * SECOND_NS / batch.total_ns, self._least_rate, self._most_rate)
+        elif steps:
+            rate = Spread(steps * SECOND_NS / batch.total_ns, SECOND_NS / batch.max_ns, SECOND_NS / batch.min_ns)
+        return Loop(
+            name=name,
+            steps=steps,
+            skipped=self.skipped,
+            cut=self.cut,
+            samples=samples,
+            reader=_spread(self.reader) if self.reader.total_ns else None,
+            batch=_spread(batch),
+            rate=rate,
+        )
+
+    def line(self, unit: str | None = None) -> str:
+        """Averages as one line, in seconds; `unit` names the samples."""
+        loop = self.loop()
+        of = "steps" if loop.samples is None else unit or "samples"
+        reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
+        batch = MISSING if loop.batch is None else f"{loop.batch.mean / SECOND_NS:.5f}"
+        rate = MISSING if loop.rate is None else f"{loop.rate.mean:.3f}"
+        return f"{reader}batch_cost: {batch} s ips: {rate} {of}/s"
+
+
+def _count(totals: Totals, time_ns: int) -> None:
+    """Count one time. `Totals.merge` would do so too, at five times the cost on the thread of the loop."""
+    totals.min_ns = min(totals.min_ns, time_ns) if totals.calls else time_ns
+    totals.max_ns = max(totals.max_ns, time_ns)
+    totals.calls += 1
+    totals.total_ns += time_ns
+    place = bucket(time_ns)
+    totals.histogram[place] = totals.histogram.get(place, 0) + 1
+
+
+def _spread(totals: Totals) -> Spread | None:
+    if not totals.calls:
+        return None
+    mean_ns = totals.total_ns / totals.calls
+    return Spread(mean_ns, totals.min_ns, totals.max_ns, totals.percentile(0.5), totals.percentile(0.99))
+
+
+# From spans.
+
+
+def _loops(trace: Trace, skip: int) -> tuple[Loop, ...]:
+    steps: dict[str, list[Span]] = {}
+    loads: dict[tuple[int, int | None], list[Interval]] = {}
+    for span in trace.spans:
+        kind = span.site.kind
+        if kind == "step":
+            steps.setdefault(span.site.name, []).append(span)
+        elif kind == "loader":
+            part = span.start_ns, span.end_ns
+            loads.setdefault((span.thread_id, None), []).append(part)
+            loads.setdefault((span.thread_id, span.task_id), []).append(part)
+    timelines = {key: Timeline(union(parts)) for key, parts in loads.items()}
+    return tuple(_loop(name, of_it, timelines, trace.held, skip) for name, of_it in steps.items())
+
+
+def _loop(
+    name: str, steps: list[Span], loads: dict[tuple[int, int | None], Timeline], held: Interval, skip: int
+) -> Loop:
+    found = Benchmark(skip=0)
+    steps.sort(key=lambda span: (span.start_ns, span.span_id))
+    for index, span in enumerate(steps):
+        number = span.attributes.get("step")
+        if (number if isinstance(number, int) and not isinstance(number, bool) else index) < skip:
+            found.skipped += 1
+            continue
+        if span.clipped or span.start_ns < held[0] or span.end_ns > held[1]:
+            found.cut += 1
+            continue
+        waited = loads.get((span.thread_id, span.task_id or None))
+        reader_ns = 0 if waited is None else waited.within(span.start_ns, span.end_ns)
+        samples = span.attributes.get("samples")
+        is_count = isinstance(samples, (int, float)) and not isinstance(samples, bool) and samples >= 0
+        found.add(span.total_ns, reader_ns, samples if is_count else None)  # type: ignore[arg-type]
+    return found.loop(name)
+
+
+# The text.
+
+
+def _loop_lines(loop: Loop, unit: str) -> list[str]:
+    cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
+    lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
+    if loop.samples is not None:
+        lines.append(f"Samples: {compact(loop.samples, 15)}")
+    if loop.reader_ratio is not None:
+        lines.append(f"Reader: {tenths(loop.reader_ratio, 1)} of batch_cost")
+    rows = [("batch_cost", loop.batch, UNITS[unit]), (f"ips ({loop.rate_of})", loop.rate, 1)]
+    if loop.reader is not None:
+        rows.insert(0, ("reader_cost", loop.reader, UNITS[unit]))
+    cells = [[name, *_cells(spread, scale)] for name, spread, scale in rows]
+    return [*lines, "", *table(["", "Ave.", "p50", "p99", "Min.", "Max."], cells, [16, *[10] * 5])]
+
+
+def _cells(spread: Spread | None, scale: int) -> Iterable[str]:
+    values: Sequence[float | None] = [None] * 5
+    if spread is not None:
+        values = [spread.mean, spread.p50, spread.p99, spread.least, spread.most]
+    return [MISSING if value is None else compact(value / scale) for value in values]
