@@ -21,7 +21,6 @@ from instrument.report.table import (
     safe,
     section_title,
     share,
-    table,
     tenths,
     title,
     wrapped,
@@ -30,7 +29,6 @@ from instrument.report.utilisation import NO_EVENTS, UNTIMED
 from instrument.report.view import Options, Recording, Upkeep
 from instrument.spans import Cost, Site, Trace
 
-LABEL_WIDTH = 44
 MEBIBYTE = 1 << 20
 
 
@@ -253,8 +251,8 @@ def _cost_lines(view: InstrumentationCost, unit: str) -> list[str]:
     cells.append(["in all", in_unit(view.cost.total_ns, unit), _percent(view.ratio)])
     calls = f"{view.cost.calls} calls x {number(view.cost.per_call_ns)} ns"
     return [
-        *table(["Part", "Time", "Of window"], cells, [LABEL_WIDTH, 0, 0]),
-        f"{calls}, in the mean; the window is {number(view.window_ns / 1e9)} s of wall time, threads run beside it",
+        *named_table(["Part", "Time", "Of window"], cells, 0),
+        *wrapped(f"{calls} in the mean; the window is {number(view.window_ns / 1e9)} s of wall time"),
     ]
 
 
@@ -267,7 +265,7 @@ def _site_lines(view: InstrumentationCost, unit: str) -> list[str]:
     for one in view.sites:
         times = number(float(f"{one.each_ns:.4g}")), in_unit(one.cost_ns, unit)
         cells.append(
-            [_place(one), one.kind or MISSING, str(one.calls), *times, _tenths(one.ratio), _tenths(one.burden)]
+            [_place(one), one.kind or MISSING, str(one.calls), *times, tenths(one.ratio, 1), tenths(one.burden, 1)]
         )
     each = "" if view.is_each_known else ". Each: the mean of all probes, for a saved trace knows no other"
     return [
@@ -282,16 +280,12 @@ def _place(one: SiteCost | MutedSite) -> str:
     return f"{one.name} [{one.place}]" if one.place and one.place != one.name else one.name
 
 
-def _tenths(ratio: float | None) -> str:
-    return tenths(ratio, 1)
-
-
 def _held_lines(view: InstrumentationCost) -> list[str]:
     lines = []
     if view.rings is not None:
         rings = view.rings
         lines.append(
-            f"Rings: {rings.held_rows} of {rings.rows} rows are taken ({_tenths(rings.ratio)}), "
+            f"Rings: {rings.held_rows} of {rings.rows} rows are taken ({tenths(rings.ratio, 1)}), "
             f"of {number(rings.memory_bytes / MEBIBYTE)} MiB at most"
         )
     if view.device_asked:

@@ -22,6 +22,7 @@ from instrument.report.table import (
     table,
     tenths,
     title,
+    wrapped,
 )
 from instrument.report.utilisation import (
     NO_EVENTS,
@@ -108,7 +109,7 @@ class Device:
         if self.gauges is not None:
             lines += self.gauges.lines()
         if not self.devices:
-            lines += [_nothing(self), ""]
+            lines += [*wrapped(_nothing(self)), ""]
         for one in self.devices:
             lines += _device_lines(one, self)
         lines += _unanswered_lines(self)
@@ -151,7 +152,7 @@ def device(recording: Recording, options: Options) -> Device:
 
 def _other_names(rest: Sequence[NameUse]) -> NameUse:
     calls, summed_ns = sum(name.calls for name in rest), sum(name.summed_ns for name in rest)
-    return NameUse("", "", calls, summed_ns, None, None, None, remaining=len(rest))
+    return NameUse("", "", calls, summed_ns, None, None, None, None, remaining=len(rest))
 
 
 def other_endpoints(rest: Sequence[EndpointUse]) -> EndpointUse:
@@ -177,22 +178,21 @@ def _device_lines(one: DeviceUse, view: Device) -> list[str]:
     unit = view._options.unit
     lines = section_title(f"Device {one.device}")
     parts = [
-        ("Busy with compute", one.compute_ns),
-        ("Busy with copies alone", one.copy_ns),
-        ("Idle while a request was in flight (starved)", one.starved_ns),
-        ("Idle while none was", one.unasked_ns),
-        ("Window", one.window_ns),
+        ("Busy with compute", one.compute_ns, one.compute_ratio),
+        ("Busy with copies alone", one.copy_ns, one.copy_ratio),
+        ("Idle while a request was in flight (starved)", one.starved_ns, one.starved_ratio),
+        ("Idle while none was", one.unasked_ns, one.unasked_ratio),
+        ("Window", one.window_ns, 1.0 if one.window_ns else None),
     ]
-    cells = [[label, in_unit(part_ns, unit), tenths(part_ns, one.window_ns)] for label, part_ns in parts]
+    cells = [[label, in_unit(part_ns, unit), tenths(ratio, 1)] for label, part_ns, ratio in parts]
     lines += table(["Time of the device", "Time", "Of window"], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0])
-    copies_ns = one.copy_ns + one.hidden_copy_ns
     more = [
-        ("Busy", one.busy_ns, one.window_ns, "window"),
-        ("Two or more streams busy", one.overlap_ns, one.busy_ns, "busy"),
-        ("Copies beside compute", one.hidden_copy_ns, copies_ns, "copies"),
-        ("Starved, of the time with requests in flight", one.starved_ns, view.in_flight_ns, "in flight"),
+        ("Busy", one.busy_ns, one.busy_ratio, "window"),
+        ("Two or more streams busy", one.overlap_ns, one.overlap_ratio, "busy"),
+        ("Copies beside compute", one.hidden_copy_ns, one.hidden_copy_ratio, "copies"),
+        ("Starved, of the time with requests in flight", one.starved_ns, one.starved_in_flight_ratio, "in flight"),
     ]
-    cells = [[label, in_unit(part_ns, unit), tenths(part_ns, base_ns), base] for label, part_ns, base_ns, base in more]
+    cells = [[label, in_unit(part_ns, unit), tenths(ratio, 1), base] for label, part_ns, ratio, base in more]
     widths = [LABEL_WIDTH, COLUMN_WIDTH, COLUMN_WIDTH, 0]
     lines += ["", *table(["Unions of time", "Time", "Ratio", "Of"], cells, widths), ""]
     lines += [*_stream_lines(one, unit), "", *_label_lines(one, unit), "", *_name_lines(one, unit), ""]
@@ -210,7 +210,7 @@ def _stream_lines(one: DeviceUse, unit: str) -> list[str]:
             str(stream.stream),
             str(stream.intervals),
             in_unit(stream.busy_ns, unit),
-            tenths(stream.busy_ns, one.window_ns),
+            tenths(stream.window_ratio, 1),
             in_unit(stream.summed_ns, unit),
         ]
         for stream in one.streams
@@ -234,19 +234,19 @@ def _label_lines(one: DeviceUse, unit: str) -> list[str]:
 
 def _name_lines(one: DeviceUse, unit: str) -> list[str]:
     kinds = Counter(use.name for use in one.names)
-    cells = [_name_cells(use, one, unit, with_kind=kinds[use.name] > 1) for use in one.names]
+    cells = [_name_cells(use, unit, with_kind=kinds[use.name] > 1) for use in one.names]
     header = ["By name", "Calls", "Sum", "Mean", "p50", "p99", "Busy", "Of busy"]
     return named_table(header, cells, COLUMN_WIDTH)
 
 
-def _name_cells(use: NameUse, one: DeviceUse, unit: str, *, with_kind: bool) -> list[str]:
+def _name_cells(use: NameUse, unit: str, *, with_kind: bool) -> list[str]:
     name = f"{use.name} ({use.kind})" if with_kind else use.name
     times = use.summed_ns, use.mean_ns, use.p50_ns, use.p99_ns, use.busy_ns
     return [
         f"(remaining {use.remaining})" if use.remaining else name,
         str(use.calls),
         *(in_unit(time_ns, unit) for time_ns in times),
-        tenths(use.busy_ns, one.busy_ns),
+        tenths(use.busy_ratio, 1),
     ]
 
 
@@ -254,11 +254,14 @@ def endpoint_table(endpoints: Sequence[EndpointUse], unit: str) -> list[str]:
     """What a device did within requests, by their name: means, and shares of the wall."""
     cells = []
     for endpoint in endpoints:
-        count, wall_ns = endpoint.requests, endpoint.wall_ns
-        parts = [endpoint.own_ns, endpoint.others_ns, endpoint.starved_ns]
-        shares = [cell for part in parts for cell in (in_unit(part / count, unit), tenths(part, wall_ns))]
+        parts = [
+            (endpoint.own_mean_ns, endpoint.own_ratio),
+            (endpoint.others_mean_ns, endpoint.others_ratio),
+            (endpoint.starved_mean_ns, endpoint.starved_ratio),
+        ]
+        shares = [cell for mean_ns, ratio in parts for cell in (in_unit(mean_ns, unit), tenths(ratio, 1))]
         name = f"(remaining {endpoint.remaining})" if endpoint.remaining else endpoint.name
-        cells.append([name, str(count), in_unit(wall_ns / count, unit), *shares])
+        cells.append([name, str(endpoint.requests), in_unit(endpoint.wall_mean_ns, unit), *shares])
     header = ["By request", "Requests", "Wall", "Own", "", "Others", "", "Starved", ""]
     return named_table(header, cells, 0)
 

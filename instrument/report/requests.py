@@ -142,12 +142,8 @@ class RequestTimes:
         lines += [f"Requests: {self.requests}{cut}", ""]
         if not self.requests:
             why = "No request ended within the window." if self.requests_cut else "No request was recorded."
-            return [
-                *lines,
-                f"{why} A request is what a rule with `kind: request` names in the profile,",
-                'or a `with scope(name, kind="request")` around the handling of one.',
-                "",
-            ]
+            how = "A request is what a rule with `kind: request` names in the profile, or a scope around the handling"
+            return [*lines, *wrapped(f'{why} {how} of one: with scope(name, kind="request").'), ""]
         lines += [*section_title("Endpoints"), *_endpoint_lines(self.endpoints, unit), ""]
         lines += [*section_title("Where the time went"), *_phase_lines(self.endpoints, unit), ""]
         for one in self.devices:
@@ -409,16 +405,12 @@ def _endpoint_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
     for one in endpoints:
         times = (one.mean_ns, one.p50_ns, one.p90_ns, one.p99_ns, one.max_ns)
         shown = [compact(time_ns / UNITS[unit]) for time_ns in times]
-        cells.append([_name(one), str(one.requests), str(one.errors), *shown, _percent(one.ratio)])
+        cells.append([_name(one), str(one.requests), str(one.errors), *shown, tenths(one.ratio, 1)])
     return [*named_table(header, cells, 0), "Of all: of the sum of the walls of all requests."]
 
 
 def _name(one: Endpoint | PhaseTime) -> str:
     return f"(remaining {one.remaining})" if one.remaining else safe(one.name) or "(no name)"
-
-
-def _percent(ratio: float | None) -> str:
-    return MISSING if ratio is None else tenths(ratio, 1)
 
 
 def _phase_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
@@ -429,8 +421,8 @@ def _phase_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
         for phase in one.phases:
             mean = compact(phase.mean_ns / UNITS[unit])
             count = MISSING if phase.requests is None else str(phase.requests)
-            cells.append(["  " + _name(phase), count, mean, _percent(phase.ratio)])
-        unknown = compact(one.unknown_mean_ns / UNITS[unit]), _percent(one.unknown_ratio)
+            cells.append(["  " + _name(phase), count, mean, tenths(phase.ratio, 1)])
+        unknown = compact(one.unknown_mean_ns / UNITS[unit]), tenths(one.unknown_ratio, 1)
         cells.append(["  unknown (no phase ran)", MISSING, *unknown])
     return [
         *named_table(["Request, and its phases", "Requests", "Mean", "Of wall"], cells, 10),
@@ -448,5 +440,5 @@ def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
         own = f", span {one.collector_span_id}" if one.collector_span_id else ""
         lines += wrapped(f"   in the collector, if it was kept: trace {one.trace_id}{own}")
     largest = sorted(one.phases, key=lambda phase: -phase.summed_ns)
-    parts = [f"{_name(phase)} {_percent(phase.ratio)}" for phase in largest]
-    return [*lines, *wrapped("   " + ", ".join([*parts, f"unknown {_percent(one.unknown_ratio)}"]))]
+    parts = [f"{_name(phase)} {tenths(phase.ratio, 1)}" for phase in largest]
+    return [*lines, *wrapped("   " + ", ".join([*parts, f"unknown {tenths(one.unknown_ratio, 1)}"]))]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+from instrument.report.table import share
 from instrument.spans import DeviceInterval, Interval, Site, Span, Trace, clip, intersect, length, subtract, union
 
 UNTIMED: frozenset[str] = frozenset({"captured", "dropped"})
@@ -25,12 +26,13 @@ NO_EVENTS = "no events"
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
-    """One stream: how many timed intervals it has, the sum of their lengths, and their union."""
+    """One stream: its timed intervals, the sum of their lengths, their union, and its share of the window."""
 
     stream: int
     intervals: int
     summed_ns: int
     busy_ns: int
+    window_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class NameUse:
     """Device time of the spans of one name and kind on one device.
 
     `calls` are those with device time. `summed_ns` is the sum over calls of the union of a call's intervals, `busy_ns`
-    the union over all calls; p50 and p99 are exact, by nearest rank. One with `remaining` stands for so many names
+    the union over all calls, and `busy_ratio` its share of the time in which the device was busy, where an outer call
+    holds those below it; p50 and p99 are exact, by nearest rank. One with `remaining` stands for so many names
     that were left out; it has sums alone.
     """
 
@@ -58,6 +61,7 @@ class NameUse:
     busy_ns: int | None
     p50_ns: int | None
     p99_ns: int | None
+    busy_ratio: float | None
     remaining: int = 0
 
     @property
@@ -97,16 +101,53 @@ class EndpointUse:
     starved_ns: int
     remaining: int = 0
 
+    @property
+    def wall_mean_ns(self) -> float:
+        """Of a request."""
+        return self.wall_ns / self.requests
+
+    @property
+    def own_mean_ns(self) -> float:
+        """Of a request."""
+        return self.own_ns / self.requests
+
+    @property
+    def others_mean_ns(self) -> float:
+        """Of a request."""
+        return self.others_ns / self.requests
+
+    @property
+    def starved_mean_ns(self) -> float:
+        """Of a request."""
+        return self.starved_ns / self.requests
+
+    @property
+    def own_ratio(self) -> float | None:
+        """Of the wall."""
+        return share(self.own_ns, self.wall_ns)
+
+    @property
+    def others_ratio(self) -> float | None:
+        """Of the wall."""
+        return share(self.others_ns, self.wall_ns)
+
+    @property
+    def starved_ratio(self) -> float | None:
+        """Of the wall."""
+        return share(self.starved_ns, self.wall_ns)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
     """One device: `compute_ns`, `copy_ns`, `starved_ns` and `unasked_ns` add up to the window.
 
     `compute_ns` is the union of the intervals of all spans that are no copies, `copy_ns` that of copies outside of it,
-    `starved_ns` is idle while at least one request was in flight, `unasked_ns` idle while none was.
-    `hidden_copy_ns` is the time of copies beside compute. `overlap_ns` is the time in which at least two streams were
-    busy, `most_streams` how many were at once. `uncertainty_ns` is the least and the greatest of the intervals' places
-    on the host clock. `outside` counts timed intervals that lie outside of the window.
+    `starved_ns` is idle while at least one request was in flight, `unasked_ns` idle while none was. Their ratios are of
+    the window; `starved_in_flight_ratio` is of the time in which a request was in flight.
+    `hidden_copy_ns` is the time of copies beside compute, and its ratio is of all time with copies. `overlap_ns` is the
+    time in which at least two streams were busy, its ratio is of the busy time, `most_streams` how many were at once.
+    `uncertainty_ns` is the least and the greatest of the intervals' places on the host clock. `outside` counts timed
+    intervals that lie outside of the window.
     """
 
     device: int
@@ -115,6 +156,7 @@ class DeviceUse:
     copy_ns: int
     starved_ns: int
     unasked_ns: int
+    starved_in_flight_ratio: float | None
     hidden_copy_ns: int
     overlap_ns: int
     most_streams: int
@@ -129,6 +171,41 @@ class DeviceUse:
     def busy_ns(self) -> int:
         """Time in which any stream was busy."""
         return self.compute_ns + self.copy_ns
+
+    @property
+    def busy_ratio(self) -> float | None:
+        """Of the window."""
+        return share(self.busy_ns, self.window_ns)
+
+    @property
+    def compute_ratio(self) -> float | None:
+        """Of the window."""
+        return share(self.compute_ns, self.window_ns)
+
+    @property
+    def copy_ratio(self) -> float | None:
+        """Of the window."""
+        return share(self.copy_ns, self.window_ns)
+
+    @property
+    def starved_ratio(self) -> float | None:
+        """Of the window."""
+        return share(self.starved_ns, self.window_ns)
+
+    @property
+    def unasked_ratio(self) -> float | None:
+        """Of the window."""
+        return share(self.unasked_ns, self.window_ns)
+
+    @property
+    def overlap_ratio(self) -> float | None:
+        """Of the busy time."""
+        return share(self.overlap_ns, self.busy_ns)
+
+    @property
+    def hidden_copy_ratio(self) -> float | None:
+        """Of all time in which copies ran."""
+        return share(self.hidden_copy_ns, self.copy_ns + self.hidden_copy_ns)
 
     @property
     def mean_streams(self) -> float | None:
@@ -363,19 +440,20 @@ def _device_use(
         copy_ns=length(copies_alone),
         starved_ns=starved_ns,
         unasked_ns=length(idle) - starved_ns,
+        starved_in_flight_ratio=share(starved_ns, length(in_flight)),
         hidden_copy_ns=length(copies) - length(copies_alone),
         overlap_ns=overlap_ns,
         most_streams=most_streams,
         uncertainty_ns=None if least is None else (least, found.most_uncertain),
         outside=found.outside,
-        streams=tuple(_stream_use(stream, found, streams[stream]) for stream in sorted(streams)),
+        streams=tuple(_stream_use(stream, found, streams[stream], window) for stream in sorted(streams)),
         labels=tuple(
             LabelUse(label, count, None if label in UNTIMED else summed_ns)
             for label, (count, summed_ns) in sorted(found.labels.items(), key=lambda item: (-item[1][0], item[0]))
         ),
         names=tuple(
             sorted(
-                (_name_use(*name, *parts) for name, parts in found.names.items()),
+                (_name_use(*name, *parts, length(busy)) for name, parts in found.names.items()),
                 key=lambda use: (-use.summed_ns, use.name, use.kind),
             )
         ),
@@ -390,16 +468,18 @@ def _together(parts: Iterable[list[Interval]]) -> list[Interval]:
     return filled[0] if len(filled) == 1 else union(chain.from_iterable(filled))
 
 
-def _stream_use(stream: int, found: _Found, busy: Sequence[Interval]) -> StreamUse:
+def _stream_use(stream: int, found: _Found, busy: Sequence[Interval], window: Interval) -> StreamUse:
     intervals = [interval for is_copy in (False, True) for interval in found.streams.get((stream, is_copy), ())]
-    return StreamUse(stream, len(intervals), length(intervals), length(busy))
+    busy_ns = length(busy)
+    return StreamUse(stream, len(intervals), length(intervals), busy_ns, share(busy_ns, window[1] - window[0]))
 
 
-def _name_use(name: str, kind: str, intervals: Sequence[Interval], calls: list[int]) -> NameUse:
+def _name_use(name: str, kind: str, intervals: Sequence[Interval], calls: list[int], device_busy_ns: int) -> NameUse:
     calls.sort()
     ranks = [-(-percent * len(calls) // 100) - 1 for percent in (50, 99)]
     p50_ns, p99_ns = (calls[rank] for rank in ranks)
-    return NameUse(name, kind, len(calls), sum(calls), length(union(intervals)), p50_ns, p99_ns)
+    busy_ns = length(union(intervals))
+    return NameUse(name, kind, len(calls), sum(calls), busy_ns, p50_ns, p99_ns, share(busy_ns, device_busy_ns))
 
 
 def _request_uses(

@@ -1,0 +1,287 @@
+"""Every view that a profile may name: no name breaks it, it fits a terminal, and its document has every number."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
+from instrument.report.summary import VIEW_OF, made, summary, summary_document
+from instrument.report.table import LINE, columns, safe
+from instrument.report.view import UNITS, Options, Recording, Upkeep
+from instrument.spans import (
+    HOST,
+    KINDS,
+    Cost,
+    DeviceInterval,
+    Gpu,
+    Origin,
+    RemoteParent,
+    Sample,
+    Site,
+    Span,
+    Trace,
+    assign_self_times,
+)
+from instrument.tally import Tally
+
+MS = 1_000_000
+HOSTILE = [
+    "", "a/b", "50%", "x::y", "two\nlines", 'a "quoted" name', "\x1b[2J", "\u202eturned", "漢字" * 60, "n" * 500,
+    "{}%s", "-", "\ud800", "queue", "unknown", "p50", "thread0", "(remaining 2)", "1e5", "a\tb\r", "é" * 99,
+]  # fmt: skip
+ATTRIBUTES: list[tuple[tuple[str, Any], ...]] = [
+    (), (("direction", "h2d"), ("sync", True), ("pinned", False)), (("direction", "p2p"),), (("phase", "prepare"),),
+    (("phase", "compute"),), (("phase", 7),), (("direction", 7), ("sync", "yes")),
+]  # fmt: skip
+
+
+def span(span_id: int, site: Site, start_ms: float, end_ms: float, parent: int = 0, root: int = 0) -> Span:
+    start, end = round(start_ms * MS), round(end_ms * MS)
+    return Span(site, span_id, parent, root or parent or span_id, 1, 0, start, end, end - start, 0)
+
+
+def service() -> Trace:
+    """A bit of everything, so that every part of every view has something to say."""
+    copy_in = Site("memcpy h2d", "copy", "torch", "Tensor.to", device=True, attributes=ATTRIBUTES[1])
+    layer = Site("Linear", "layer", instance="model.layers.0.mlp.up", device=True)
+    spans = []
+    for number in range(6):
+        first, at = number * 20 + 1, number * 40
+        of_request = [
+            span(first, Site("POST /chat" if number % 2 else "POST /embed", "request"), at, at + 33 + number),
+            span(first + 1, Site("queue", "phase"), at, at + 4.5, first),
+            span(first + 2, Site("train", "step"), at + 5, at + 31.25, first),
+            span(first + 3, Site("next", "loader"), at + 5, at + 7 + number, first + 2, first),
+            span(first + 4, copy_in, at + 13, at + 14.125, first + 2, first),
+            span(first + 5, layer, at + 14.5, at + 21 + number, first + 2, first),
+            span(first + 6, Site("all_reduce", "comm"), at + 28, at + 31, first + 2, first),
+            span(first + 7, Site("detokenise", "phase", attributes=ATTRIBUTES[3]), at + 31.5, at + 33, first),
+            span(first + 8, Site("log", "user", device=True), at + 33, at + 33 + 1e-6 * number, first),
+        ]
+        of_request[2].attributes = {"samples": 16 + number}
+        of_request[4].attributes = {"bytes": 3_000_000 + number}
+        of_request[4].device = (DeviceInterval(0, 13, (at + 14) * MS, (at + 16) * MS, "exclusive", 3000),)
+        of_request[5].device = (DeviceInterval(0, 7, (at + 15) * MS, (at + 29 + number) * MS, "overlapped", 5000),)
+        of_request[0].error = "TimeoutError" if number == 3 else None
+        of_request[0].remote = RemoteParent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 7) if number == 4 else None
+        spans += of_request
+    assign_self_times(spans)
+    return Trace(
+        Origin(7, "shop", 0, 1_700_000_000 * 10**9, "native"), 0, 250 * MS, spans, {1: "MainThread"},
+        losses={"spans overwritten by newer ones": 12}, notes=["rule 3 matched nothing"],
+        cost=Cost(54, 61.25, 250 * MS, 1_500_000), samples=[
+            Sample("process_cpu", HOST, 100, 31.5), Sample("utilization", 0, 100, 75), Sample("power", 0, 100, None),
+            Sample("process_cpu", HOST, 100 + 50 * MS, 44.25), Sample("a\nb" * 40, 0, 100, 1.0),
+        ], gpus=[Gpu(0, "NVIDIA H200 漢字" * 20, "GPU-aaaa\x1b")], held_from_ns=3 * MS,
+    )  # fmt: skip
+
+
+def foreign() -> Trace:
+    """As another profiler's file reads: no cost, no clock, kernels as spans of their own."""
+    spans = [span(1, Site("aten::mul", "op"), 0, 1), span(2, Site("Memcpy HtoD", "copy"), 0, 1)]
+    return Trace(Origin(0, "", 0, 0, "other"), 0, 2 * MS, spans)
+
+
+def hostile() -> Trace:
+    spans = []
+    for number, name in enumerate(HOSTILE):
+        kind = KINDS[number % len(KINDS)]
+        site = Site(name, kind, name, name, name, number, name, True, ATTRIBUTES[number % len(ATTRIBUTES)])
+        first = 3 * number + 1
+        root = span(first, Site(name, "request"), number, number + 3)
+        root.error = name
+        child = span(first + 1, site, number, number + 2, first)
+        child.device = (DeviceInterval(number % 3, number, number * MS, (number + 2) * MS, name or "stale"),)
+        child.attributes = {"bytes": 10**15, "samples": 10**400, "step": "first"}
+        spans += [root, child, span(first + 2, site, number, number + 1)]
+    return Trace(
+        Origin(1, "s\n", 0, 10**30, "\x1b"), 0, 20 * MS, spans, {1: "漢字" * 60}, losses=dict.fromkeys(HOSTILE, 10**9),
+        notes=HOSTILE, cost=Cost(10**12, 1e9, 1, 10**15),
+        samples=[Sample(name, number, 5, 1e300) for number, name in enumerate(HOSTILE)],
+        gpus=[Gpu(number, name, name) for number, name in enumerate(HOSTILE)],
+    )  # fmt: skip
+
+
+TRACES = {
+    "a service": service(),
+    "hostile names": hostile(),
+    "an empty recording": Trace(Origin(1, "shop", 5, 5), 0, 0, []),
+    "one span": Trace(Origin(1, "shop", 5, 5), 0, 2 * MS, [span(1, Site("work"), 0, 1)]),
+    "one span of no length": Trace(Origin(1, "shop", 5, 5), 0, 0, [span(1, Site("work", "request"), 0, 0)]),
+    "another profiler's trace": foreign(),
+}
+OPTIONS = {
+    "as it is": Options(),
+    "bounded": Options(rows=1, threads="merged", sorted_by="total", unit="us", tracer_option="AllOpDetail"),
+    "apart": Options(threads="apart", corrected=True, unit="s", state="GPU", tracer_option="OpDetail", skip_first=2),
+    "at least": Options(least_ns=6 * MS, unit="ns", state="CPU", sorted_by="max"),
+}
+
+
+def running(trace: Trace) -> Recording:
+    """The recording of a process that has these spans and still runs."""
+    return Recording(
+        lambda: Tally.of_spans(trace.spans, trace.threads), lambda: trace, cost=trace.cost, losses=trace.losses,
+        notes=trace.notes, window_ns=trace.end_ns, recorder="native",
+        collector_ids=lambda span: (span.root_id, 2**64 - 1),
+        make_upkeep=lambda: Upkeep(
+            "time stamp counter", lambda site: 48.5, 300.0, {"\n" + "x" * 200: 7_000, "": 11},
+            {span.site: 900 for span in trace.spans}, {span.site for span in trace.spans[::2]}, 54, 4096, 64 << 20,
+        ),
+    )  # fmt: skip
+
+
+def check(text: str) -> None:
+    for line in text.split("\n"):
+        assert columns(line) <= LINE, line
+        assert line.isprintable(), line
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("trace", TRACES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_trace_breaks_a_view_its_lines_or_its_document(view: str, trace: str, options: str) -> None:
+    for recording in (Recording.of_trace(TRACES[trace]), running(TRACES[trace])):
+        text = summary([view], recording, OPTIONS[options])
+        check(text)
+        assert len([line for line in text.split("\n") if line]) >= 2
+        assert json.dumps(summary_document([view], recording, OPTIONS[options]), allow_nan=False)
+
+
+def test_every_name_of_a_view_makes_one() -> None:
+    assert set(VIEW_OF) == set(VIEWS)
+
+
+# Every number of the text is in the document.
+
+
+def numbers_of(document: Any) -> Iterator[float]:
+    if isinstance(document, dict):
+        for value in document.values():
+            yield from numbers_of(value)
+    elif isinstance(document, list):
+        for value in document:
+            yield from numbers_of(value)
+    elif isinstance(document, (int, float)) and not isinstance(document, bool):
+        yield document
+
+
+def strings_of(document: Any) -> Iterator[str]:
+    if isinstance(document, dict):
+        yield from document
+        for value in document.values():
+            yield from strings_of(value)
+    elif isinstance(document, list):
+        for value in document:
+            yield from strings_of(value)
+    elif isinstance(document, str):
+        yield document
+
+
+NUMBER = re.compile(r"(?<![\w.^-])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w^])")
+SENTENCES = re.compile(
+    r"10\^\d+|100\.0%$|^\d+\. |within 0\.8 %|below 0\.01 ms|exceed 100?%|exceed 1\.|Calls 0:|GPU Time is 0"
+    r"|period \(.*?\)"
+)
+"""Numbers that are part of a sentence, or number the lines."""
+
+SCALES = (1, 1e-3, 1e-6, 1e-9, 100, 1 / 2**20, 1e3)
+"""Units of time, of which the document has ns, fractions as percentages, 10^6 bytes, MiB, and GB/s of bytes in ns."""
+
+
+def shown_numbers(text: str, document: Any) -> list[str]:
+    """The numbers of a text that are no part of a name."""
+    for word in sorted({safe(word) for word in strings_of(document) if len(word) > 1}, key=len, reverse=True):
+        text = text.replace(word, " ")
+    return [found for line in text.split("\n") for found in NUMBER.findall(SENTENCES.sub(" ", line))]
+
+
+def is_there(shown: str, known: list[float]) -> bool:
+    """Whether a number is one of those that are known, in some unit, to the digits that are shown."""
+    mantissa, _, exponent = shown.partition("e")
+    digits = len(mantissa.partition(".")[2])
+    value, half = float(shown), 0.5 * 10.0 ** (int(exponent or 0) - digits)
+    return any(abs(number * scale - value) <= half * (1 + 1e-9) for number in known for scale in SCALES)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_number_of_the_text_is_in_the_document(view: str, options: str) -> None:
+    for recording in (Recording.of_trace(service()), running(service())):
+        document = json.loads(json.dumps(summary_document([view], recording, OPTIONS[options])))
+        text = "\n".join(made([view], recording, OPTIONS[options])[view].lines())
+        known = list(numbers_of(document))
+        shown = shown_numbers(text, document)
+        assert len(shown) >= 8
+        assert [number for number in shown if not is_there(number, known)] == []
+
+
+def test_a_number_that_is_not_in_the_document_is_found() -> None:
+    assert is_there("1.235e-4", [123.46])
+    assert not is_there("1.235e-4", [123.4])
+    assert not is_there("17", [16.4, 17.6])
+
+
+# Any spans.
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    spans: list[Span] = []
+    sites = [
+        Site(draw(st.sampled_from(HOSTILE)), kind, instance=draw(st.sampled_from(HOSTILE)), device=draw(st.booleans()),
+             attributes=draw(st.sampled_from(ATTRIBUTES)))
+        for kind in KINDS
+    ]  # fmt: skip
+    for span_id in range(1, draw(st.integers(1, 15))):
+        parent = draw(st.integers(0, span_id - 1))
+        root = spans[parent - 1].root_id if parent else span_id
+        start = draw(st.integers(0, 10**9))
+        end = start + draw(st.integers(0, 10**9))
+        made_of = Span(
+            draw(st.sampled_from(sites)), span_id, parent, root, draw(st.integers(1, 2)), 0, start, end, 0, 0
+        )
+        for _ in range(draw(st.integers(0, 2))):
+            begin = draw(st.integers(0, 10**9))
+            label = draw(st.sampled_from(["exclusive", "stale", "captured", "dropped", "x\n"]))
+            finish = begin + (0 if label in ("captured", "dropped") else draw(st.integers(0, 10**9)))
+            made_of.device += (DeviceInterval(draw(st.integers(0, 1)), 7, begin, finish, label),)
+        made_of.attributes = draw(st.sampled_from([{}, {"bytes": 5}, {"bytes": "x"}, {"samples": 3}, {"step": True}]))
+        made_of.clipped = draw(st.integers(0, 9)) == 0
+        spans.append(made_of)
+    assign_self_times(spans)
+    return Trace(
+        Origin(1, "", 0, 1), 0, draw(st.integers(0, 3 * 10**9)), spans, held_from_ns=draw(st.integers(0, 10**9))
+    )
+
+
+CHOICES = st.builds(
+    Options,
+    tracer_option=st.sampled_from(TRACER_OPTIONS),
+    state=st.sampled_from(STATES),
+    sorted_by=st.sampled_from(SORT_KEYS),
+    rows=st.none() | st.integers(1, 4),
+    threads=st.sampled_from(["both", "merged", "apart"]),
+    corrected=st.booleans(),
+    least_ns=st.sampled_from([0, 10**6, 10**12]),
+    skip_first=st.integers(0, 3),
+    unit=st.sampled_from(list(UNITS)),
+)
+
+
+@settings(max_examples=60)
+@given(traces(), CHOICES)
+def test_any_spans_and_options_make_every_view(trace: Trace, options: Options) -> None:
+    recording = Recording.of_trace(trace)
+    check(summary(VIEWS, recording, options))
+    document = summary_document(VIEWS, recording, options)
+    json.dumps(document, allow_nan=False)
+    assert all(math.isfinite(number) for number in numbers_of(document))
