@@ -134,7 +134,8 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
                 except (Exception, SystemExit) as error:
                     found = f"{type(error).__name__}: {error}{_nearest_to_import(name, error)}"
                     problems.append(f"{profile.source}: module {name} fails to import: {found}")
-            frameworks = {"torch"} if profile.layers or profile.copies or profile.loaders == "auto" else set()
+            uses_torch = "auto" in (profile.loaders, profile.phases, profile.comm)
+            frameworks = {"torch"} if profile.layers or profile.copies or uses_torch else set()
             frameworks.update(rule.name for rule in profile.frameworks if not rule.auto)
             for name in () if problems else sorted(frameworks):
                 try:

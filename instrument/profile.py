@@ -280,7 +280,8 @@ class Export:
 class Profile:
     """One `profile.yaml`. `Profile()` is what an empty file gives; `schedule` None means always on.
 
-    `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`.
+    `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`; so are `phases`, for
+    what a training loop does with torch (forward, backward, optimizer), and `comm`, for what torch.distributed does.
 
     `source` is the file's path, or the name that `loads` was given. `origins` tells, for each setting that a variable
     can give, where its value came from: ``profile``, the variable's name, or ``default``. Two profiles are equal when
@@ -296,6 +297,8 @@ class Profile:
     layers: tuple[LayerRule, ...] = ()
     copies: tuple[CopyRule, ...] = ()
     loaders: str = "off"
+    phases: str = "off"
+    comm: str = "off"
     frameworks: tuple[FrameworkRule, ...] = ()
     schedule: Schedule | None = None
     capture: Capture = field(default_factory=Capture)
@@ -703,6 +706,8 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "layers": Key("layers", each(_layer_rule, _RULES)),
         "copies": Key("copies", each(_copy_rule, _RULES)),
         "loaders": Key("loaders", one_of("auto", "off")),
+        "phases": Key("phases", one_of("auto", "off")),
+        "comm": Key("comm", one_of("auto", "off")),
         "frameworks": Key("frameworks", _frameworks),
         "schedule": Key("schedule", _schedule),
         "capture": Key("capture", _part("capture", Capture)),

@@ -48,6 +48,12 @@ def left_behind() -> list[str]:
             found.append("Module.__init_subclass__")
         if hasattr(torch.nn.Linear.forward, "__instrument_layers__"):
             found.append("Linear.forward")
+        if hasattr(torch.nn.Module.__call__, "__instrument_phase__"):
+            found.append("Module.__call__")
+        distributed = sys.modules.get("torch.distributed.distributed_c10d")
+        wait = getattr(getattr(distributed, "Work", None), "wait", None)
+        if "instrument" in getattr(getattr(wait, "__code__", None), "co_filename", ""):
+            found.append("Work.wait")
         if "to" in vars(torch.Tensor):
             found.append("Tensor.to")
         if "__call__" in vars(torch.jit.RecursiveScriptModule):

@@ -107,6 +107,8 @@ class TestWhatEachKeyGives:
               - {frameworks: [cupy, torch], directions: h2h}
               - {}
             loaders: auto
+            phases: auto
+            comm: auto
             frameworks: [sklearn, {name: onnxruntime, nodes: true}]
             schedule: {skip_first: 5, closed: 1, ready: 2, record: 4, repeat: 3}
             capture: {sample: 0.001, slow: 250ms, errors: false, limit: 30/min, before: 2s}
@@ -142,7 +144,7 @@ class TestWhatEachKeyGives:
             CopyRule(("h2h",), frameworks=("cupy", "torch"), text="h2h from 0 B of cupy torch"),
             CopyRule(DEVICE_DIRECTIONS, 0, text="h2d d2h d2d p2p from 0 B"),
         )
-        assert profile.loaders == "auto"
+        assert (profile.loaders, profile.phases, profile.comm) == ("auto", "auto", "auto")
         assert profile.frameworks == (FrameworkRule("sklearn"), FrameworkRule("onnxruntime", nodes=True))
         assert [rule.line for rule in profile.functions] == [6, 8, 11]
         assert profile.schedule == Schedule(record=4, skip_first=5, closed=1, ready=2, repeat=3)
@@ -339,8 +341,7 @@ class TestFunctionRules:
         ("rule", "problem"),
         [
             ("phase: computing", "functions[0].phase: found 'computing'; allowed: prepare, infer_shape, compute, post, "
-             "forward, backward, optimizer; "
-             "did you mean 'compute'?"),
+             "forward, backward, optimizer; did you mean 'compute'?"),
             ("where: {min_duration: 50}", "where.min_duration: found the number 50; allowed: a number with a unit"),
             ("where: {min: 5us}", "functions[0].where: found the unknown key 'min'; allowed: min_duration"),
             ("attributes: {record: size}", "functions[0].attributes.argument: found nothing; allowed: a parameter"),
@@ -1046,6 +1047,8 @@ PROFILES = mapping(
         max_size=2,
     ),
     loaders=st.sampled_from(["auto", "off", False]),
+    phases=st.sampled_from(["auto", "off", False]),
+    comm=st.sampled_from(["auto", "off", False]),
     frameworks=st.sampled_from(["auto", "all", *FRAMEWORKS])
     | st.lists(
         st.sampled_from(FRAMEWORKS) | mapping(name=st.sampled_from(FRAMEWORKS), nodes=st.booleans()), max_size=3

@@ -12,12 +12,14 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from instrument import imports
+from instrument.probes.comm import Comm
 from instrument.probes.copies import Copies
 from instrument.probes.frameworks import Frameworks
 from instrument.probes.functions import Undo
 from instrument.probes.holders import loaded_modules, namespace
 from instrument.probes.layers import Layers
 from instrument.probes.loaders import Loaders
+from instrument.probes.phases import Phases
 from instrument.probes.rules import Functions
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
@@ -59,6 +61,8 @@ FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
     "layers": Layers,
     "copies": Copies,
     "loaders": Loaders,
+    "phases": Phases,
+    "comm": Comm,
     "frameworks": Frameworks,
 }
 """What attaches the rules of each key of a profile, in the order in which they attach."""

@@ -177,7 +177,8 @@ class Block:
 class Overhead:
     """How the Total time of all threads splits into computation and the rest.
 
-    Computation is that of layers and of phases named `compute` or declared so (`phase: compute`), the topmost of them.
+    Computation is that of layers and of phases named `compute` or declared so (`phase: compute`, and forward, backward
+    and optimizer), the topmost of them.
     Where it went on beside or beyond the calls around it, it is more than the Total time and the rest is not known.
     """
 
@@ -544,9 +545,12 @@ def _is_topmost_computation(row: Row) -> bool:
     return _computes(row.path[-1]) and not any(_computes(site) for site in row.path[:-1])
 
 
+_COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
+
+
 def _computes(site: Site) -> bool:
     declared = dict(site.attributes).get("phase")
-    return declared == "compute" or (
+    return declared in _COMPUTING or (
         declared is None and (site.kind == "layer" or (site.kind == "phase" and site.name == "compute"))
     )
 
