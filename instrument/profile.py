@@ -48,8 +48,8 @@ DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
 COPY_FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
 FRAMEWORKS: tuple[str, ...] = ("onnxruntime", "keras", "jax", "transformers", "sentence_transformers", "sklearn")
 VIEWS: tuple[str, ...] = (
-    "overview", "events", "operators", "kernels", "device", "copies", "user", "requests", "classes", "ops",
-    "instances", "benchmark", "cost",
+    "overview", "events", "phases", "operators", "kernels", "device", "copies", "distribution", "user",
+    "requests", "classes", "ops", "instances", "benchmark", "cost",
 )  # fmt: skip
 SORT_KEYS: tuple[str, ...] = (
     "default", "calls", "total", "max", "min", "ave",

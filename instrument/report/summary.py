@@ -11,11 +11,13 @@ from instrument.report.benchmark import benchmark
 from instrument.report.copies import copies
 from instrument.report.cost import cost
 from instrument.report.device import device
+from instrument.report.distribution import distribution
 from instrument.report.events import events
 from instrument.report.instrumentation import instrumentation
 from instrument.report.kernels import kernels
 from instrument.report.operators import operators
 from instrument.report.overview import overview
+from instrument.report.phases import phases
 from instrument.report.requests import requests
 from instrument.report.self_times import classes, instances, ops
 from instrument.report.user import user
@@ -24,10 +26,12 @@ from instrument.report.view import Options, Recording, View, document
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
     "overview": overview,
     "events": events,
+    "phases": phases,
     "operators": operators,
     "kernels": kernels,
     "device": device,
     "copies": copies,
+    "distribution": distribution,
     "user": user,
     "requests": requests,
     "classes": classes,

@@ -1,0 +1,311 @@
+"""The `distribution` view: communication beside computation, on the host and on each device.
+
+It is the Distribution Summary of `paddle.profiler`. All times are unions, clipped to the steps, or to the window where
+no step was recorded, and ratios are of these. Communication of the host is the time in spans of kind `comm`, and from
+the call of an asynchronous one to the end of the wait for it; that of a device is what such spans put there, and
+kernels of NCCL and XCCL in traces of other profilers. Computation of a device is all else but copies; that of the host
+is the time in operators, layers and phases, less what the same thread spent in communication, copies and loading.
+
+`together` is communication on the host or on a device, beside computation of the devices (of the host where no device
+computed). What a device computes while another one communicates is no overlap, and what a communication puts on a
+device is no computation; that profiler counts both.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from instrument.report.device import coverage
+from instrument.report.phases import steps_of
+from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
+from instrument.report.utilisation import UNTIMED
+from instrument.report.view import Options, Recording
+from instrument.spans import Interval, Site, Span, Trace, clip, intersect, length, subtract, union
+
+COMPUTES = frozenset({"op", "layer", "phase"})
+"""Kinds of span in which the host computes."""
+
+PAUSES = frozenset({"comm", "copy", "loader"})
+"""Kinds of span in which the thread that computes around them does not."""
+
+KERNELS = ("nccl", "xccl")
+"""What the names of kernels that communicate hold, in traces of other profilers."""
+
+HOST, TOGETHER = "host", "together"
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """The view. `of` is `step` or `window`, of whose time, `base_ns`, ratios are."""
+
+    coverage: tuple[str, ...]
+    of: str
+    base_ns: int
+    places: tuple[PlaceUse, ...]
+    operations: tuple[OperationUse, ...]
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """The text."""
+        lines = [*title("Distribution Report"), *self.coverage]
+        if not self.places:
+            return [
+                *lines,
+                "",
+                "No communication was recorded: `comm: auto` in the profile records that of torch.distributed;",
+                "`kind: comm` in a function rule or a scope declares any other.",
+            ]
+        unit = self._options.unit
+        steps = "the time in steps" if self.of == "step" else "the window"
+        lines += [
+            f"Time unit: {unit}; unions; ratios are of {steps}, {in_unit(self.base_ns, unit)}",
+            "Exposed: communication beside which nothing computes.",
+            "",
+        ]
+        cells = [
+            [
+                place.name,
+                *(
+                    cell
+                    for part_ns in (
+                        place.communication_ns, place.computation_ns, place.overlap_ns, place.exposed_ns,
+                    )
+                    for cell in (in_unit(part_ns, unit), tenths(share(part_ns, self.base_ns), 1))
+                ),
+            ]
+            for place in self.places
+        ]  # fmt: skip
+        header = ["Place", "Communication", "", "Computation", "", "Overlap", "", "Exposed", ""]
+        lines += [*named_table(header, cells, 0), ""]
+        if self.operations:
+            cells = [
+                [
+                    one.name,
+                    str(one.calls),
+                    number(one.moved_bytes / 1e6),
+                    in_unit(one.host_ns, unit),
+                    in_unit(one.waited_ns, unit),
+                    in_unit(one.device_ns, unit),
+                ]
+                for one in self.operations
+            ]
+            lines += section_title("Operations")
+            lines += [*named_table(["Operation", "Calls", "MB", "Calls took", "Waits took", "Device"], cells, 10), ""]
+            lines += ["MB: 10^6 bytes, the larger of what a rank hands over and gets. Times are sums over calls."]
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceUse:
+    """Communication and computation of the `host`, of a device, or `together`."""
+
+    name: str
+    communication_ns: int
+    computation_ns: int
+    overlap_ns: int
+
+    @property
+    def exposed_ns(self) -> int:
+        """Communication beside which nothing computed."""
+        return self.communication_ns - self.overlap_ns
+
+
+@dataclass(frozen=True, slots=True)
+class OperationUse:
+    """Calls of one operation in one group: sums over calls, and over the waits for asynchronous ones.
+
+    `device_ns` is None where none has device time.
+    """
+
+    name: str
+    calls: int
+    moved_bytes: int
+    host_ns: int
+    waited_ns: int
+    device_ns: int | None
+
+
+def distribution(recording: Recording, options: Options) -> Distribution:
+    """The view of the spans that are held. `state`, `rows`, `least_ns` and `unit` mean something to it.
+
+    `rows` and `least_ns` are of the operations, by the time of their calls and waits.
+    """
+    trace = recording.trace
+    found = _Found(trace)
+    of, base = _base(trace)
+    base_ns = length(base)
+    told = tuple(coverage(trace))
+    if not found.communicates:
+        return Distribution(told, of, base_ns, (), (), options)
+    communicates = {place: intersect(own.parts(), base) for place, own in found.communicates.items()}
+    computes = {place: intersect(own.parts(), base) for place, own in found.computes.items()}
+    on_host = communicates.pop(HOST, [])
+    by_host = computes.pop(HOST, [])
+    devices = sorted({*communicates, *computes}, key=lambda device: (len(device), device))
+    places: list[PlaceUse] = []
+    if options.state != "GPU":
+        places.append(_place(HOST, on_host, by_host))
+    if options.state != "CPU":
+        places += [_place(device, communicates.get(device, []), computes.get(device, [])) for device in devices]
+    if devices and options.state == "All":
+        beside = [
+            intersect(union([*on_host, *communicates.get(device, [])]), computes.get(device, [])) for device in devices
+        ]
+        everywhere = union([*on_host, *(part for parts in communicates.values() for part in parts)])
+        computing = union(part for device in devices for part in computes.get(device, []))
+        if not computing:
+            computing, beside = by_host, [intersect(everywhere, by_host)]
+        overlap = union(part for parts in beside for part in parts)
+        places.append(PlaceUse(TOGETHER, length(everywhere), length(computing), length(overlap)))
+    return Distribution(told, of, base_ns, tuple(places), tuple(_operations(found.calls, options)), options)
+
+
+def _place(name: str, communicates: Sequence[Interval], computes: Sequence[Interval]) -> PlaceUse:
+    return PlaceUse(name, length(communicates), length(computes), length(intersect(communicates, computes)))
+
+
+def _base(trace: Trace) -> tuple[str, list[Interval]]:
+    """The time in steps, or the part of the window that is held."""
+    steps = steps_of(span for span in trace.spans if span.site.kind == "step")
+    base = clip(union((span.start_ns, span.end_ns) for own in steps.values() for span in own), trace.held)
+    if base:
+        return "step", base
+    return "window", [trace.held]
+
+
+class _Growing:
+    """A union that takes little memory while it grows, for intervals that come by their ends or by their starts.
+
+    Those that fit neither order wait in `loose`.
+    """
+
+    __slots__ = ("ends", "loose", "starts")
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.loose: list[Interval] = []
+
+    def add(self, start_ns: int, end_ns: int) -> None:
+        starts, ends = self.starts, self.ends
+        if starts and end_ns < starts[-1]:
+            self.loose.append((start_ns, end_ns))
+            return
+        while starts and start_ns <= ends[-1]:  # the last one touches it, and so may those before
+            start_ns, end_ns = min(start_ns, starts.pop()), max(end_ns, ends.pop())
+        starts.append(start_ns)
+        ends.append(end_ns)
+
+    def parts(self) -> list[Interval]:
+        """The union, sorted and disjoint."""
+        parts = list(zip(self.starts, self.ends, strict=True))
+        return union([*parts, *self.loose]) if self.loose else parts
+
+
+class _Found:
+    """The time in which each place communicates and computes, and the spans of communication."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.communicates: dict[str, _Growing] = {}
+        self.computes: dict[str, _Growing] = {}
+        self.calls: list[Span] = []
+        computing: dict[int, _Growing] = {}
+        pausing: dict[int, _Growing] = {}
+        with_device: list[Span] = []
+        facts: dict[Site, tuple[bool, bool, bool]] = {}
+        for span in trace.spans:
+            site = span.site
+            fact = facts.get(site)
+            if fact is None:
+                fact = facts[site] = (site.kind in COMPUTES, site.kind in PAUSES, site.kind == "comm")
+            computes, pauses, communicates = fact
+            if computes or pauses:
+                by_thread = computing if computes else pausing
+                own = by_thread.get(span.thread_id)
+                if own is None:
+                    own = by_thread[span.thread_id] = _Growing()
+                own.add(span.start_ns, span.end_ns)
+            if communicates:
+                self.calls.append(span)
+            if span.device:
+                with_device.append(span)
+        for span in self.calls:
+            self.communicates.setdefault(HOST, _Growing()).add(*_in_flight(span))
+        self._share_out(with_device)
+        if self.communicates:
+            for thread_id, own in computing.items():
+                paused = pausing[thread_id].parts() if thread_id in pausing else []
+                for part in subtract(own.parts(), paused):
+                    self.computes.setdefault(HOST, _Growing()).loose.append(part)
+
+    def _share_out(self, spans: Iterable[Span]) -> None:
+        """What of the devices' time is communication, and what computation."""
+        within: dict[tuple[int, int], _Growing] = {}
+        for span in self.calls:
+            within.setdefault((span.thread_id, span.task_id), _Growing()).add(span.start_ns, span.end_ns)
+        calls = {key: own.parts() for key, own in within.items()}
+        named: dict[Site, bool] = {}
+        for span in spans:
+            site = span.site
+            if site not in named:
+                named[site] = site.kind == "comm" or any(kernel in site.name.lower() for kernel in KERNELS)
+            is_comm = named[site] or _holds(calls.get((span.thread_id, span.task_id), ()), span)
+            if not is_comm and site.kind == "copy":
+                continue
+            places = self.communicates if is_comm else self.computes
+            for interval in span.device:
+                if interval.label not in UNTIMED:
+                    own = places.setdefault(f"device {interval.device}", _Growing())
+                    own.add(interval.start_ns, interval.end_ns)
+
+
+def _holds(disjoint: Sequence[Interval], span: Span) -> bool:
+    index = bisect_right(disjoint, span.start_ns, key=lambda part: part[0]) - 1
+    return index >= 0 and span.end_ns <= disjoint[index][1]
+
+
+def _in_flight(span: Span) -> Interval:
+    """The time from the call of a communication to the end of the span, as far as the span tells it."""
+    flight_ns = span.attributes.get("in_flight_ns")
+    if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
+        return min(span.start_ns, span.end_ns - flight_ns), span.end_ns
+    return span.start_ns, span.end_ns
+
+
+def _operations(calls: Iterable[Span], options: Options) -> list[OperationUse]:
+    """The operations by the time of their calls and waits, the rest as one row more."""
+    found: dict[str, list[int]] = {}
+    names: dict[Site, tuple[str, bool]] = {}
+    for span in calls:
+        if span.site not in names:
+            names[span.site] = _operation(span.site)
+        name, waits = names[span.site]
+        sums = found.setdefault(name, [0] * 6)
+        moved = span.attributes.get("bytes")
+        sums[0] += not waits
+        sums[1] += moved if isinstance(moved, int) and not isinstance(moved, bool) and moved > 0 else 0
+        sums[3 if waits else 2] += span.total_ns
+        sums[4] += span.device_ns
+        sums[5] += any(interval.label not in UNTIMED for interval in span.device)
+    ordered = sorted(found.items(), key=lambda item: (-item[1][2] - item[1][3], item[0]))
+    large = [item for item in ordered if item[1][2] + item[1][3] >= options.least_ns][: options.rows]
+    uses = [_operation_use(name, sums) for name, sums in large]
+    rest = [sums for _, sums in ordered[len(large) :]]
+    if rest:
+        uses.append(_operation_use(f"(remaining {len(rest)})", [sum(column) for column in zip(*rest, strict=True)]))
+    return uses
+
+
+def _operation_use(name: str, sums: Sequence[int]) -> OperationUse:
+    calls, moved_bytes, host_ns, waited_ns, device_ns, timed = sums
+    return OperationUse(name, calls, moved_bytes, host_ns, waited_ns, device_ns if timed else None)
+
+
+def _operation(site: Site) -> tuple[str, bool]:
+    """What an operation is called, with its group, and whether the span is of the wait for one."""
+    operation = dict(site.attributes).get("op")
+    if not isinstance(operation, str):
+        return site.name, False
+    return f"{operation} ({site.instance})" if site.instance else operation, site.name == f"{operation}.wait"

@@ -1,0 +1,511 @@
+"""The `phases` view: what the time of steps went to: loading, forward, backward, optimizer, and what no phase covers.
+
+It is the Model Summary of `paddle.profiler` and the two lines of SINGA's first verbosity. Where no step was recorded,
+it is of requests; where no request was either, of the window.
+
+A phase is a span that is declared one (`phase:` in a rule or scope), one of kind `phase` by its name, or a loader. At
+each instant one phase is under way on a thread: of those open, the one that began first, so that what lies in a phase
+belongs to it. An optimizer makes way for what its closure calls. Each instant thus counts once, the rows add up to the
+steps, and `others` is never negative, as it may be with that profiler, which adds up phases that overlap.
+
+Device time is that of what a phase put on streams, copies too. Work of one stream counts once, of several streams for
+each. `others` is what lies on a stream and in no stretch of a phase.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from instrument.report.device import coverage
+from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
+from instrument.report.utilisation import UNTIMED
+from instrument.report.view import Options, Recording
+from instrument.spans import PHASES, Interval, Site, Span, Trace, subtract
+
+LOADER = "loader"
+OPTIMIZER = "optimizer"
+ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
+"""The phases of a training step, in its order; then come the others that a span may be declared to be."""
+
+OTHERS = "others"
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Times of a row on the host or on devices: their sum, and the mean, greatest and least of a call.
+
+    `ratio` is of the row of steps. What does not exist is None: a call of `others`, a ratio to nothing.
+    """
+
+    total_ns: int
+    mean_ns: float | None
+    max_ns: int | None
+    min_ns: int | None
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRow:
+    """One row: the steps, a phase of them, or the others. `device` is None where no device time was recorded."""
+
+    name: str
+    calls: int | None
+    host: PhaseTimes
+    device: PhaseTimes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The view. `of` is what the phases are of: `step`, `request` or `window`.
+
+    `timed` of these are whole, `cut` reach over an edge of what is held, and `skipped` steps came before the first.
+    `mean_ns` are the means of a phase in a whole one, by its name. `beside` calls of phases, of `beside_ns`, ran where
+    there is no step or request.
+    """
+
+    coverage: tuple[str, ...]
+    of: str
+    timed: int
+    skipped: int
+    cut: int
+    rows: tuple[PhaseRow, ...]
+    mean_ns: Mapping[str, float]
+    beside: int
+    beside_ns: int
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """The text."""
+        lines = [*title("Phases Report"), *self.coverage]
+        if not self.rows:
+            return [
+                *lines,
+                "",
+                "No phase was recorded: `phases: auto` and `loaders: auto` in the profile record those of",
+                "torch; others are declared by `phase:` in a function rule, in @profiled or in scope.",
+            ]
+        lines += [self._counted(), f"Time unit: {self._options.unit}"]
+        if self._options.state != "GPU":
+            lines += [
+                "Each instant counts for the phase that is under way: the rows add up to the first one, of which",
+                "ratios are.",
+                "",
+                *section_title("Host time"),
+                *self._table({row.name: row.host for row in self.rows}),
+                "",
+            ]
+        on_device = {row.name: row.device for row in self.rows if row.device is not None}
+        if on_device and self._options.state != "CPU":
+            lines += [*section_title("Device time"), *self._table(on_device), ""]
+            lines += [
+                "Device: sums over streams of what each phase put there; stretches, in which a stream may wait.",
+                "",
+            ]
+        elif self._options.state == "GPU":
+            lines += ["", "No device time was recorded in it.", ""]
+        lines += self._propagation()
+        if self.beside:
+            where = "on threads without a step" if self.of == "step" else "in no request"
+            lines.append(
+                f"Not counted: {self.beside} call{'s' * (self.beside > 1)} of phases {where}, "
+                f"{in_unit(self.beside_ns, self._options.unit)} {self._options.unit}"
+            )
+        return lines
+
+    def _counted(self) -> str:
+        if self.of == "window":
+            return "Phases of the window: there is no step (Profiler.step, or kind: step in a rule) and no request"
+        also = [f"{self.skipped} skipped before"] * bool(self.skipped) + [f"{self.cut} cut at an edge"] * bool(self.cut)
+        return f"{self.of.capitalize()}s: {', '.join([f'{self.timed} whole', *also])}"
+
+    def _table(self, times: Mapping[str, PhaseTimes]) -> list[str]:
+        unit = self._options.unit
+        calls = {row.name: row.calls for row in self.rows}
+        cells = [
+            [
+                name if not index else f"  {name}",
+                MISSING if calls[name] is None else str(calls[name]),
+                *(in_unit(value, unit) for value in (one.total_ns, one.mean_ns, one.max_ns, one.min_ns)),
+                tenths(one.ratio, 1),
+            ]
+            for index, (name, one) in enumerate(times.items())
+        ]
+        base = "Of window" if self.of == "window" else f"Of {self.of}s"
+        return named_table(["Phase", "Calls", "Total", "Avg", "Max", "Min", base], cells, 10)
+
+    def _propagation(self) -> list[str]:
+        """SINGA's lines, which put into backward whatever is not forward; here it has names of its own."""
+        if self.of != "step" or not self.timed or not {"forward", "backward"} & self.mean_ns.keys():
+            return []
+        told = [f"{self.timed} iteration{'s' * (self.timed > 1)} timed", f"{self.skipped} skipped"]
+        more = [name for name in self.mean_ns if name not in ("forward", "backward", "step")]
+        return [
+            f"Time Profiling: host time, averages of {', '.join(told)}",
+            *(
+                f"{name.capitalize()} Propagation Time : {_seconds(self.mean_ns.get(name))} sec"
+                for name in ("forward", "backward")
+            ),
+            *(f"{name.capitalize()} Time : {_seconds(self.mean_ns[name])} sec" for name in more),
+            "",
+        ]
+
+
+def phases(recording: Recording, options: Options) -> Phases:
+    """The view of the spans that are held. `state`, `rows`, `least_ns` and `unit` mean something to it.
+
+    `rows` and `least_ns` leave the phases with most time; the order is that of a step. n log n for n phases.
+    """
+    trace = recording.trace
+    found = _Found(trace)
+    shares = _Shares(found)
+    told = tuple(coverage(trace))
+    if not shares.own_ns and not found.beside:
+        return Phases(told, found.of, 0, 0, 0, (), {}, 0, 0, options)
+    streams = _Streams(found, shares)
+    units = [unit for line in found.lines for unit in line.units]
+    lengths = [end - start for start, end, _, _ in units]
+    base_ns = sum(lengths)
+    rest_ns = base_ns - sum(sum(own) for own in shares.own_ns.values())
+    rows = [
+        PhaseRow(name, len(own), _times(own, sum(own), base_ns), streams.of_phase(name))
+        for name, own in sorted(shares.own_ns.items(), key=lambda item: _place(item[0]))
+    ]
+    unit_row = PhaseRow(found.of, len(units), _times(lengths, base_ns, base_ns), streams.of_units(len(units)))
+    others = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), streams.of_others())
+    is_counted = found.of != "window"
+    return Phases(
+        coverage=told,
+        of=found.of,
+        timed=shares.whole * is_counted,
+        skipped=min((number for _, _, _, number in units), default=0),
+        cut=(len(units) - shares.whole) * is_counted,
+        rows=(unit_row, *_shown(rows, options, base_ns, streams.base_ns), others),
+        mean_ns=shares.means() if is_counted else {},
+        beside=len(found.beside),
+        beside_ns=sum(found.beside),
+        _options=options,
+    )
+
+
+def phase_of(site: Site) -> str | None:
+    """The phase that spans of a site are, None where they are none."""
+    if site.kind == LOADER:
+        return LOADER
+    declared = dict(site.attributes).get("phase")
+    if isinstance(declared, str) and declared:
+        return declared
+    return site.name if site.kind == "phase" else None
+
+
+def steps_of(spans: Iterable[Span]) -> dict[int, list[Span]]:
+    """The steps of each thread that begin in no other one, in the order of time."""
+    by_thread: dict[int, list[Span]] = {}
+    for span in spans:
+        by_thread.setdefault(span.thread_id, []).append(span)
+    for thread_id, own in by_thread.items():
+        own.sort(key=lambda span: (span.start_ns, -span.end_ns))
+        outermost: list[Span] = []
+        for span in own:
+            if not outermost or span.start_ns >= outermost[-1].end_ns:
+                outermost.append(span)
+        by_thread[thread_id] = outermost
+    return by_thread
+
+
+_Unit = tuple[int, int, bool, int]
+"""Start and end of a step or request, or of the window, whether it is whole, and its number."""
+
+
+class _Line:
+    """Units that follow one another, and the calls of phases beside them: start, end with a minus, number of phase.
+
+    `pieces` are the stretches of the units in which a call is the one under way, with its number among all calls.
+    """
+
+    __slots__ = ("calls", "first_unit", "pieces", "starts", "units")
+
+    def __init__(self, units: list[_Unit], first_unit: int) -> None:
+        self.units = units
+        self.first_unit = first_unit
+        self.starts = [unit[0] for unit in units]
+        self.calls: list[tuple[int, int, int]] = []
+        self.pieces: list[tuple[int, int, int]] = []
+
+    def turns(self, optimizer: int | None) -> list[tuple[int, int, int]]:
+        """Each instant given to one call: start, end and place of the call, in the order of time."""
+        calls = sorted(self.calls)
+        self.calls = calls
+        if optimizer is None or all(phase != optimizer for _, _, phase in calls):
+            return list(_in_turn(calls, range(len(calls))))
+        taken = list(_in_turn(calls, [place for place, call in enumerate(calls) if call[2] != optimizer]))
+        others = [(start, end) for start, end, _ in taken if start < end]
+        for start, end, place in _in_turn(calls, [place for place, call in enumerate(calls) if call[2] == optimizer]):
+            index = bisect_right(others, start, key=lambda part: part[1])
+            stop = bisect_right(others, end, key=lambda part: part[0])
+            free = subtract([(start, end)], others[index:stop]) if index < stop and start < end else [(start, end)]
+            taken.extend((*part, place) for part in free)
+        return sorted(taken)
+
+
+def _in_turn(calls: Sequence[tuple[int, int, int]], places: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """Calls in their order, each from where those before it are over. One that lies in another is left out."""
+    over_ns: int | None = None
+    for place in places:
+        start_ns, minus_end_ns, _ = calls[place]
+        end_ns = -minus_end_ns
+        if over_ns is None or start_ns >= over_ns:
+            yield start_ns, end_ns, place
+        elif end_ns > over_ns:
+            yield over_ns, end_ns, place
+        else:
+            continue
+        over_ns = end_ns
+
+
+class _Found:
+    """What a trace holds: the lines of steps, requests or the window, their phases, and what has device time.
+
+    `beside` are the lengths of calls of phases that have no line.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        steps: list[Span] = []
+        requests: list[Span] = []
+        calls: list[Span] = []
+        inside: set[int] = set()
+        facts: dict[Site, tuple[str, str | None]] = {}
+        self.with_device: list[Span] = []
+        for span in trace.spans:
+            site = span.site
+            fact = facts.get(site)
+            if fact is None:
+                fact = facts[site] = (site.kind, phase_of(site))
+            kind, phase = fact
+            if phase is not None:
+                calls.append(span)
+            elif kind == "step":
+                steps.append(span)
+            elif kind == "request":
+                if span.root_id == span.span_id:
+                    requests.append(span)
+            elif kind in ("comm", "copy"):
+                inside.add(span.span_id)
+            if span.device:
+                self.with_device.append(span)
+        steps = [span for span in steps if _reaches_into(span, trace.held)]
+        requests = [span for span in requests if _reaches_into(span, trace.held)]
+        self.of = "step" if steps else "request" if requests else "window"
+        self._by_key: dict[int, _Line] = {}
+        if steps:
+            count = 0
+            for thread_id, own in steps_of(steps).items():
+                units = [_unit(span, trace.held) for span in own]
+                self._by_key[thread_id] = _Line(units, count)
+                count += len(units)
+        elif requests:
+            self._by_key = {
+                span.span_id: _Line([_unit(span, trace.held)], count) for count, span in enumerate(requests)
+            }
+        else:
+            self._by_key = {0: _Line([(*trace.held, True, 0)], 0)}
+        self.lines = list(self._by_key.values())
+        self.beside: list[int] = []
+        self.names: list[str] = []
+        numbers: dict[str, int] = {}
+        for span in calls:
+            # What a communication or a copy consists of is no phase of the step.
+            if span.parent_id in inside:
+                continue
+            line = self.line_of(span)
+            if line is None:
+                if _reaches_into(span, trace.held):
+                    self.beside.append(min(span.end_ns, trace.held[1]) - max(span.start_ns, trace.held[0]))
+                continue
+            phase = facts[span.site][1] or ""
+            number = numbers.setdefault(phase, len(numbers))
+            line.calls.append((span.start_ns, -span.end_ns, number))
+        self.names = list(numbers)
+
+    def line_of(self, span: Span) -> _Line | None:
+        """The line beside which a span ran."""
+        return self._by_key.get(span.thread_id if self.of == "step" else span.root_id if self.of == "request" else 0)
+
+
+def _reaches_into(span: Span, window: Interval) -> bool:
+    return span.start_ns < window[1] and span.end_ns > window[0]
+
+
+def _unit(span: Span, window: Interval) -> _Unit:
+    """A step or request as far as it lies in the part of the window of which every span is held."""
+    number = span.attributes.get("step")
+    first, last = window
+    is_whole = not span.clipped and first <= span.start_ns and span.end_ns <= last
+    is_number = isinstance(number, int) and not isinstance(number, bool)
+    return max(span.start_ns, first), min(span.end_ns, last), is_whole, number if is_number else 0  # type: ignore[return-value]
+
+
+class _Shares:
+    """How long each call of a phase was the one under way within a unit.
+
+    `own_ns` are these times by phase, `phase_of_call` the numbers of phases by that of the call.
+    """
+
+    def __init__(self, found: _Found) -> None:
+        self.own_ns: dict[str, list[int]] = {}
+        self.phase_of_call: list[int] = []
+        self.whole = 0
+        self._whole_ns = 0
+        self._timed: dict[str, int] = {}
+        names = found.names
+        optimizer = names.index(OPTIMIZER) if OPTIMIZER in names else None
+        for line in found.lines:
+            for start, end, is_whole, _ in line.units:
+                self.whole += is_whole
+                self._whole_ns += (end - start) * is_whole
+            if not line.calls:
+                continue
+            first = len(self.phase_of_call)
+            own: dict[int, int] = {}
+            self._cut(line, line.turns(optimizer), own, first, names)
+            self.phase_of_call.extend(phase for _, _, phase in line.calls)
+            for place, own_ns in own.items():
+                self.own_ns.setdefault(names[line.calls[place][2]], []).append(own_ns)
+
+    def _cut(
+        self, line: _Line, turns: Iterable[tuple[int, int, int]], own: dict[int, int], first: int, names: Sequence[str]
+    ) -> None:
+        """The parts of the turns that lie in units."""
+        units, pieces, timed = line.units, line.pieces, self._timed
+        index = 0
+        for start, end, place in turns:
+            while index < len(units) and units[index][1] <= start:
+                index += 1
+            at = index
+            while at < len(units) and (units[at][0] < end or units[at][0] == start):
+                since, until, is_whole, _ = units[at]
+                piece_start, piece_end = max(start, since), min(end, until)
+                own[place] = own.get(place, 0) + piece_end - piece_start
+                pieces.append((piece_start, piece_end, first + place))
+                if is_whole:
+                    name = names[line.calls[place][2]]
+                    timed[name] = timed.get(name, 0) + piece_end - piece_start
+                if until >= end:
+                    break
+                at += 1
+
+    def means(self) -> dict[str, float]:
+        """The mean time of each phase in a whole unit, and of the others."""
+        if not self.whole:
+            return {}
+        rest_ns = self._whole_ns - sum(self._timed.values())
+        means = {phase: self._timed[phase] / self.whole for phase in sorted(self._timed, key=_place)}
+        return {**means, OTHERS: rest_ns / self.whole}
+
+
+class _Streams:
+    """The device time of units and phases: sums over streams of what was put there, and of each stream the union."""
+
+    def __init__(self, found: _Found, shares: _Shares) -> None:
+        by_call: list[tuple[int, ...]] = []
+        by_unit: list[tuple[int, ...]] = []
+        by_phase: list[tuple[int, ...]] = []
+        for span in found.with_device:
+            line = found.line_of(span)
+            if line is None:
+                continue
+            at_ns = span.start_ns
+            unit = bisect_right(line.starts, at_ns) - 1
+            if unit < 0 or at_ns >= line.units[unit][1]:
+                continue
+            index = bisect_right(line.pieces, at_ns, key=_start) - 1
+            call = line.pieces[index][2] if index >= 0 and at_ns < line.pieces[index][1] else None
+            for interval in span.device:
+                if interval.label not in UNTIMED:
+                    part = interval.device, interval.stream, interval.start_ns, interval.end_ns
+                    by_unit.append((line.first_unit + unit, *part))
+                    if call is not None:
+                        by_call.append((call, *part))
+                        by_phase.append((shares.phase_of_call[call], *part))
+        self._units = _summed(by_unit)
+        self._calls: dict[str, list[int]] = {}
+        for call, device_ns in _summed(by_call).items():
+            self._calls.setdefault(found.names[shares.phase_of_call[call]], []).append(device_ns)
+        self._phases = {found.names[number]: device_ns for number, device_ns in _summed(by_phase).items()}
+        self._counts = {name: len(own) for name, own in shares.own_ns.items()}
+        self.base_ns = sum(_summed((0, *part) for _, *part in by_unit).values())
+        self._covered_ns = sum(_summed((0, *part) for _, *part in by_phase).values())
+
+    def of_units(self, count: int) -> PhaseTimes | None:
+        """Of all units, and of each."""
+        return self._of(list(self._units.values()), count, self.base_ns)
+
+    def of_phase(self, name: str) -> PhaseTimes | None:
+        """Of the calls of one phase, and of each."""
+        return self._of(self._calls.get(name, []), self._counts[name], self._phases.get(name, 0))
+
+    def of_others(self) -> PhaseTimes | None:
+        """What is of no phase."""
+        return _rest(self.base_ns - self._covered_ns, self.base_ns) if self._units else None
+
+    def _of(self, each: list[int], count: int, total_ns: int) -> PhaseTimes | None:
+        """Of so many calls, of which those of `each` put something on a stream."""
+        if not self._units:
+            return None
+        return _times(each if len(each) == count else [*each, 0], total_ns, self.base_ns, count)
+
+
+def _start(piece: tuple[int, int, int]) -> int:
+    return piece[0]
+
+
+def _summed(stretches: Iterable[tuple[int, ...]]) -> dict[int, int]:
+    """By their first number, the time of stretches of streams: sums over streams, unions of each.
+
+    A stretch is that number, device, stream, start and end.
+    """
+    sums: dict[int, int] = {}
+    stream: tuple[int, int, int] | None = None
+    over_ns = 0
+    for key, device, on_stream, start_ns, end_ns in sorted(stretches):
+        if stream != (key, device, on_stream):
+            stream, over_ns = (key, device, on_stream), start_ns
+        if end_ns > over_ns:
+            sums[key] = sums.get(key, 0) + end_ns - max(start_ns, over_ns)
+            over_ns = end_ns
+        else:
+            sums.setdefault(key, 0)
+    return sums
+
+
+def _times(each: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:
+    mean_ns = share(total_ns, len(each) if count is None else count)
+    return PhaseTimes(total_ns, mean_ns, max(each), min(each), share(total_ns, base_ns))
+
+
+def _rest(rest_ns: int, base_ns: int) -> PhaseTimes:
+    return PhaseTimes(rest_ns, None, None, None, share(rest_ns, base_ns))
+
+
+def _place(phase: str) -> tuple[int, str]:
+    known = (*ORDER, *(name for name in PHASES if name not in ORDER))
+    return known.index(phase) if phase in known else len(known), phase
+
+
+def _shown(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
+    """The rows with most time, in their order; the rest is one row more."""
+    large = sorted((row for row in rows if row.host.total_ns >= options.least_ns), key=lambda row: -row.host.total_ns)
+    kept = {row.name for row in large[: options.rows]}
+    rest = [row for row in rows if row.name not in kept]
+    shown = [row for row in rows if row.name in kept]
+    if rest:
+        host = _rest(sum(row.host.total_ns for row in rest), base_ns)
+        timed = [row.device.total_ns for row in rest if row.device is not None]
+        device = _rest(sum(timed), device_base_ns) if timed else None
+        shown.append(PhaseRow(f"(remaining {len(rest)})", sum(row.calls or 0 for row in rest), host, device))
+    return shown
+
+
+def _seconds(value_ns: float | None) -> str:
+    return MISSING if value_ns is None else number(value_ns / 1e9)

@@ -1,0 +1,157 @@
+"""The `distribution` view: Paddle's figures, no kernel counted twice, and every union from spans at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from golden_views import is_golden, text_of
+from hypothesis import given
+from paddle_golden import golden_trace
+from raw_spans import points, traces
+
+from instrument.report.distribution import COMPUTES, PAUSES, Distribution, PlaceUse, distribution
+from instrument.report.phases import steps_of
+from instrument.report.table import columns
+from instrument.report.utilisation import UNTIMED
+from instrument.report.view import Options, Recording
+from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, union
+
+MS = 1_000_000
+STEP, F, COMM = Site("step", "step"), Site("f", "op", device=True), Site("all_reduce", "comm")
+
+
+def view(trace: Trace, **options: object) -> Distribution:
+    return distribution(Recording.of_trace(trace), Options(**options))  # type: ignore[arg-type]
+
+
+def made(*spans: tuple[Site, int, int, int]) -> Trace:
+    """A trace of spans by thread, start and end in ms, in a window of 100 ms."""
+    listed = [
+        Span(one, index + 1, 0, index + 1, thread, 0, start * MS, end * MS, 0, 0)
+        for index, (one, thread, start, end) in enumerate(spans)
+    ]
+    return Trace(Origin(1, "train", 0, 0), 0, 100 * MS, listed, {1: "main"})
+
+
+def numbers(use: Distribution) -> dict[str, tuple[float, float, float]]:
+    return {one.name: (one.communication_ns / MS, one.computation_ns / MS, one.overlap_ns / MS) for one in use.places}
+
+
+def test_the_figures_together_are_those_of_paddles_distribution_summary() -> None:
+    use = view(golden_trace())
+    assert (use.of, use.base_ns) == ("step", 180 * MS)
+    found = numbers(use)
+    assert found["together"] == (30.0, 90.0, 16.0)
+    assert [f"{100 * part / 180:.2f}" for part in found["together"]] == ["16.67", "50.00", "8.89"]
+    assert found["device 0"] == (24.0, 90.0, 10.0)
+    assert found["host"][0] == 20.0
+    launches = view(golden_trace({}, launches=True))
+    assert numbers(launches)["device 0"] == (24.0, 90.0, 10.0), "NCCL is known by the names of its kernels"
+
+
+def test_the_layout_is_that_of_the_file() -> None:
+    assert is_golden("distribution", text_of(view(golden_trace())))
+
+
+def test_what_a_communication_puts_on_a_device_is_no_computation_as_well() -> None:
+    """Paddle counts a kernel whose name is not NCCL's, launched below a communication, for both."""
+    trace = made((COMM, 1, 0, 10), (F, 1, 2, 4), (F, 1, 20, 22))
+    trace.spans[1].device = (DeviceInterval(0, 7, 3 * MS, 9 * MS),)
+    trace.spans[2].device = (DeviceInterval(0, 7, 20 * MS, 30 * MS),)
+    assert numbers(view(trace))["device 0"] == (6.0, 10.0, 0.0)
+
+
+def test_communication_of_one_device_does_not_overlap_computation_of_another() -> None:
+    trace = made((COMM, 1, 0, 1), (F, 1, 5, 6))
+    trace.spans[0].device = (DeviceInterval(0, 7, 10 * MS, 30 * MS),)
+    trace.spans[1].device = (DeviceInterval(1, 7, 20 * MS, 40 * MS),)
+    assert numbers(view(trace)) == {
+        "host": (1.0, 1.0, 0.0), "device 0": (20.0, 0.0, 0.0), "device 1": (0.0, 20.0, 0.0),
+        "together": (21.0, 20.0, 0.0),
+    }  # fmt: skip
+
+
+def test_an_asynchronous_one_lasts_from_its_call_to_the_end_of_its_wait_beside_what_computes() -> None:
+    wait = Site("all_reduce.wait", "comm", instance="gloo default_pg", attributes=(("op", "all_reduce"),))
+    call = replace(wait, name="all_reduce")
+    trace = made((STEP, 1, 0, 50), (call, 1, 10, 11), (F, 1, 11, 30), (wait, 1, 30, 35))
+    trace.spans[1].attributes = {"bytes": 4_000_000}
+    trace.spans[3].attributes = {"in_flight_ns": 25 * MS}
+    use = view(trace)
+    assert numbers(use) == {"host": (25.0, 19.0, 19.0)}
+    assert use.places[0].exposed_ns == 6 * MS
+    (one,) = use.operations
+    assert (one.name, one.calls, one.moved_bytes) == ("all_reduce (gloo default_pg)", 1, 4_000_000)
+    assert (one.host_ns, one.waited_ns, one.device_ns) == (MS, 5 * MS, None)
+    assert view(trace, state="GPU").places == ()
+
+
+def test_the_host_does_not_compute_while_the_same_thread_copies_loads_or_communicates() -> None:
+    inside = [(Site("h2d", "copy"), 1, 2, 4), (Site("read", "loader"), 1, 5, 6), (COMM, 1, 8, 10)]
+    trace = made((F, 1, 0, 20), *inside)
+    assert numbers(view(trace)) == {"host": (2.0, 15.0, 0.0)}
+    trace.spans.append(replace(trace.spans[0], span_id=9, root_id=9, thread_id=2))
+    assert numbers(view(trace)) == {"host": (2.0, 20.0, 2.0)}
+
+
+def test_rows_sum_the_rest_nothing_says_what_to_do_and_hostile_names_fit_the_line() -> None:
+    text = text_of(view(made((F, 1, 0, 1))))
+    assert "No communication was recorded: `comm: auto` in the profile records" in text
+    names = ["x" * 300, "\n\x1b[31m" + "層" * 200, "small"]
+    trace = made(*((Site(name, "comm"), 1, 10 * at, 10 * at + 9 - at) for at, name in enumerate(names)))
+    lines = text_of(view(trace)).splitlines()
+    assert max(map(columns, lines)) <= 100
+    assert "\x1b" not in "".join(lines)
+    use = view(trace, rows=1)
+    assert [(one.calls, one.host_ns / MS) for one in use.operations] == [(1, 9.0), (2, 15.0)]
+    assert use.operations[1].name == "(remaining 2)"
+    assert view(trace, least_ns=8 * MS).operations[-1].name == "(remaining 1)"
+
+
+@given(traces())
+def test_every_union_is_that_of_its_instants(trace: Trace) -> None:
+    use = view(trace)
+    steps = steps_of(span for span in trace.spans if span.site.kind == "step")
+    base = points([(s.start_ns, s.end_ns) for own in steps.values() for s in own]) & points([trace.held])
+    base = base or points([trace.held])
+    assert use.base_ns == len(base)
+    if not use.places:
+        return
+    comm = [span for span in trace.spans if span.site.kind == "comm"]
+    on_host = points((s.start_ns, s.end_ns) for s in comm) & base
+    computing: set[int] = set()
+    for thread in {span.thread_id for span in trace.spans}:
+        own = [span for span in trace.spans if span.thread_id == thread]
+        busy = points((s.start_ns, s.end_ns) for s in own if s.site.kind in COMPUTES)
+        computing |= busy - points((s.start_ns, s.end_ns) for s in own if s.site.kind in PAUSES)
+    computing &= base
+    by_device: dict[str, tuple[set[int], set[int]]] = {}
+    for span in trace.spans:
+        around = union(
+            (s.start_ns, s.end_ns) for s in comm if (s.thread_id, s.task_id) == (span.thread_id, span.task_id)
+        )
+        is_comm = span in comm or any(start <= span.start_ns and span.end_ns <= end for start, end in around)
+        if span.site.kind == "copy" and not is_comm:
+            continue
+        for one in span.device:
+            if one.label not in UNTIMED:
+                parts = by_device.setdefault(f"device {one.device}", (set(), set()))
+                parts[not is_comm].update(points([(one.start_ns, one.end_ns)]) & base)
+
+    def place(name: str, communicates: set[int], computes: set[int]) -> PlaceUse:
+        return PlaceUse(name, len(communicates), len(computes), len(communicates & computes))
+
+    wanted = [place("host", on_host, computing)]
+    wanted += [place(name, *by_device[name]) for name in sorted(by_device)]
+    if by_device:
+        everywhere = on_host.union(*(communicates for communicates, _ in by_device.values()))
+        computes = set[int]().union(*(own for _, own in by_device.values()))
+        overlap = set[int]().union(*((on_host | one) & own for one, own in by_device.values()))
+        if not computes:
+            computes, overlap = computing, everywhere & computing
+        wanted.append(PlaceUse("together", len(everywhere), len(computes), len(overlap)))
+    assert list(use.places) == wanted
+    assert all(one.exposed_ns >= 0 for one in use.places)
+    operations = view(trace).operations
+    assert sum(one.calls for one in operations) == len(comm)
+    assert sum(one.host_ns + one.waited_ns for one in operations) == sum(span.total_ns for span in comm)

@@ -1,0 +1,285 @@
+"""The `phases` view: Paddle's Model Summary where it is right, SINGA's lines, and each instant from spans at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from golden_views import is_golden, text_of
+from hypothesis import given
+from paddle_golden import GOLDEN, golden_trace
+from raw_spans import points, traces
+
+from instrument.report.phases import OTHERS, PhaseRow, Phases, phase_of, phases, steps_of
+from instrument.report.table import columns
+from instrument.report.utilisation import UNTIMED
+from instrument.report.view import Options, Recording, document
+from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
+
+MS = 1_000_000
+DECLARED = {"Net": "forward", "Linear": "forward", "Gradient Backward": "backward", "Optimization Step": "optimizer"}
+
+
+def view(trace: Trace, **options: object) -> Phases:
+    return phases(Recording.of_trace(trace), Options(**options))  # type: ignore[arg-type]
+
+
+def site(phase: str, kind: str = "phase", name: str = "") -> Site:
+    return Site(name or phase, kind, attributes=(("phase", phase),))
+
+
+def paddles_trace() -> Trace:
+    """Paddle's tree, its phases declared as its types of event declare them."""
+    trace, made = golden_trace(), dict[str, Site]()
+    for span in trace.spans:
+        if span.site.name in DECLARED:
+            own = replace(span.site, attributes=(("phase", DECLARED[span.site.name]),))
+            span.site = made.setdefault(span.site.name, own)
+    return trace
+
+
+def paddle_cells() -> dict[str, list[list[str]]]:
+    """Of each row of Paddle's Model Summary its calls, and the numbers of the CPU and of the GPU column."""
+    text = (GOLDEN / "paddle_synthetic_summary.txt").read_text().split("Model Summary-")[1].split("Note:")[0]
+    rows = {}
+    for line in text.splitlines()[4:]:
+        if "/" in line:
+            name, calls, *numbers = [cell.strip() for cell in line.split("  ") if cell.strip()]
+            rows[name] = [[calls], *(cell.split(" / ") for cell in numbers)]
+    return rows
+
+
+def as_paddle(row: PhaseRow) -> list[list[str]]:
+    def cells(times: object) -> list[str]:
+        facts = document(times)
+        parts = [facts[name] for name in ("total_ns", "mean_ns", "max_ns", "min_ns")]
+        return [
+            *("-" if part is None else f"{part / MS:.2f}" for part in parts),
+            f"{100 * facts['ratio']:.2f}",
+        ]
+
+    return [["-" if row.calls is None else str(row.calls)], cells(row.host), cells(row.device)]
+
+
+THEIRS = {
+    "step": "ProfileStep", "loader": "Dataloader", "forward": "Forward", "backward": "Backward",
+    "optimizer": "Optimization", "others": "Others",
+}  # fmt: skip
+
+
+def test_host_times_are_those_of_paddles_model_summary_to_the_digit() -> None:
+    theirs, ours = paddle_cells(), view(paddles_trace())
+    assert [row.name for row in ours.rows] == list(THEIRS)
+    for row in ours.rows:
+        assert as_paddle(row)[:2] == theirs[THEIRS[row.name]][:2]
+
+
+def test_device_times_are_paddles_and_the_memsets_and_copies_that_it_leaves_out() -> None:
+    """The tree has 120 ms of kernels; the phases put 1 ms of memsets and 6 ms of copies on the streams as well."""
+    theirs, ours = paddle_cells(), {row.name: as_paddle(row)[2] for row in view(paddles_trace()).rows}
+    assert theirs["ProfileStep"][2][0] == "120.00"
+    assert ours["step"] == ["127.00", "63.50", "63.50", "63.50", "100.00"]
+    assert theirs["Backward"][2][:4] == ours["backward"][:4] == ["56.00", "28.00", "28.00", "28.00"]
+    assert theirs["Forward"][2][0] == "40.00"
+    assert ours["forward"] == ["41.00", "20.50", "20.50", "20.50", "32.28"]
+    assert theirs["Others"][2][0] == "24.00"
+    assert ours["others"] == ["30.00", "-", "-", "-", "23.62"]
+
+
+def test_the_layout_is_that_of_the_file() -> None:
+    assert is_golden("phases", text_of(view(paddles_trace())))
+
+
+def made(*spans: tuple[Site, int, int], **facts: object) -> Trace:
+    """A trace of spans of one thread in ms, which end a window of 100 ms."""
+    listed = [
+        Span(one, index + 1, 0, index + 1, 1, 0, start * MS, end * MS, 0, 0)
+        for index, (one, start, end) in enumerate(spans)
+    ]
+    return replace(Trace(Origin(1, "train", 0, 0), 0, 100 * MS, listed, {1: "main"}), **facts)  # type: ignore[arg-type]
+
+
+def totals(trace: Trace, **options: object) -> dict[str, tuple[int | None, float]]:
+    return {row.name: (row.calls, row.host.total_ns / MS) for row in view(trace, **options).rows}
+
+
+STEP = Site("step", "step")
+
+
+def test_the_closure_of_an_optimizer_gives_its_time_to_forward_and_backward() -> None:
+    trace = made(
+        (STEP, 0, 40), (site("optimizer"), 10, 40), (site("forward"), 12, 20), (site("backward"), 20, 30),
+        (site("forward"), 22, 25),
+    )  # fmt: skip
+    assert totals(trace) == {
+        "step": (1, 40.0), "forward": (1, 8.0), "backward": (1, 10.0), "optimizer": (1, 12.0), "others": (None, 10.0),
+    }  # fmt: skip
+
+
+def test_phases_that_cross_count_each_instant_once_and_others_is_never_negative() -> None:
+    trace = made((STEP, 0, 20), (site("forward"), 0, 15), (site("backward"), 5, 20), (site("forward"), 14, 18))
+    assert totals(trace) == {"step": (1, 20.0), "forward": (1, 15.0), "backward": (1, 5.0), "others": (None, 0.0)}
+
+
+def test_averages_are_of_whole_steps_and_say_how_many_came_before() -> None:
+    trace = made(
+        (STEP, 0, 10), (site("forward"), 0, 4), (STEP, 10, 30), (site("forward"), 10, 18), (STEP, 30, 40),
+        (site("forward"), 30, 39),
+    )  # fmt: skip
+    steps = [span for span in trace.spans if span.site is STEP]
+    for number, span in enumerate(steps, 5):
+        span.attributes = {"step": number}
+    steps[-1].clipped = True
+    use = view(trace)
+    assert (use.timed, use.skipped, use.cut) == (2, 5, 1)
+    assert use.mean_ns == {"forward": 6 * MS, OTHERS: 9 * MS}
+    text = text_of(use)
+    assert "Steps: 2 whole, 5 skipped before, 1 cut at an edge" in text
+    assert "Time Profiling: host time, averages of 2 iterations timed, 5 skipped" in text
+    assert "Forward Propagation Time : 0.006 sec\nBackward Propagation Time : - sec\nOthers Time : 0.009 sec" in text
+
+
+def test_a_step_of_which_spans_were_overwritten_is_cut_where_they_begin_to_be_held() -> None:
+    trace = made(
+        (STEP, 0, 20), (site("forward"), 0, 20), (STEP, 20, 40), (site("forward"), 20, 30), held_from_ns=10 * MS
+    )
+    use = view(trace)
+    assert (use.timed, use.cut) == (1, 1)
+    assert totals(trace) == {"step": (2, 30.0), "forward": (2, 20.0), "others": (None, 10.0)}
+
+
+def test_without_steps_the_phases_are_of_requests_and_add_up_to_their_wall() -> None:
+    handle = Site("handle", "request")
+    trace = made((handle, 0, 30), (handle, 10, 50), (site("prepare"), 1, 5), (site("compute"), 12, 40))
+    first, second, prepare, compute = trace.spans
+    prepare.root_id, compute.root_id = first.span_id, second.span_id
+    beside = replace(prepare, span_id=9, root_id=9)
+    trace.spans.append(beside)
+    assert totals(trace) == {
+        "request": (2, 70.0), "prepare": (1, 4.0), "compute": (1, 28.0), "others": (None, 38.0),
+    }  # fmt: skip
+    text = text_of(view(trace))
+    assert "Requests: 2 whole" in text
+    assert "Not counted: 1 call of phases in no request, 4 ms" in text
+    assert "Propagation" not in text
+
+
+def test_without_either_they_are_of_the_window() -> None:
+    trace = made((site("forward"), 0, 30), (Site("read", "loader"), 30, 40))
+    assert totals(trace) == {
+        "window": (1, 100.0), "loader": (1, 10.0), "forward": (1, 30.0), "others": (None, 60.0),
+    }  # fmt: skip
+    assert "Phases of the window: there is no step" in text_of(view(trace))
+
+
+def test_phases_on_other_threads_are_named_and_not_counted() -> None:
+    trace = made((STEP, 0, 30), (site("forward"), 0, 10), (site("forward"), 0, 20))
+    trace.spans[2].thread_id = 2
+    use = view(trace)
+    assert (use.beside, use.beside_ns) == (1, 20 * MS)
+    assert "Not counted: 1 call of phases on threads without a step, 20 ms" in text_of(use)
+
+
+def test_rows_and_least_leave_the_largest_in_their_order_and_sum_the_rest() -> None:
+    parts = [(site("prepare"), 0, 1), (site("forward"), 1, 9), (site("backward"), 10, 30), (site("post"), 30, 33)]
+    trace = made((STEP, 0, 40), *parts)
+    wanted = {"step": (1, 40.0), "forward": (1, 8.0), "backward": (1, 20.0), "(remaining 2)": (2, 4.0)}
+    assert totals(trace, rows=2) == totals(trace, least_ns=4 * MS) == {**wanted, "others": (None, 8.0)}
+
+
+def test_state_and_unit_say_which_tables_and_what_they_are_in() -> None:
+    trace = paddles_trace()
+    assert "Device time" not in text_of(view(trace, state="CPU"))
+    assert "Host time" not in text_of(view(trace, state="GPU"))
+    assert "forward    2         38000 " in text_of(view(trace, unit="us"))
+    assert "No device time was recorded in it." in text_of(view(made((STEP, 0, 9), (site("post"), 0, 1)), state="GPU"))
+
+
+def test_nothing_says_what_to_do_and_hostile_names_fit_the_line() -> None:
+    text = text_of(view(made((STEP, 0, 9))))
+    assert "No phase was recorded: `phases: auto` and `loaders: auto` in the profile" in text
+    names = ["x" * 300, "\n\x1b[31m" + "層" * 200, "a/b%c:d"]
+    trace = made((STEP, 0, 90), *((Site(name, "phase"), 10 * at, 10 * at + 5) for at, name in enumerate(names)))
+    lines = text_of(view(trace)).splitlines()
+    assert max(map(columns, lines)) <= 100
+    assert "\x1b" not in "".join(lines)
+    assert any(line.startswith("  a/b%c:d  ") for line in lines)
+
+
+def test_a_site_is_the_phase_that_it_declares_or_its_own_name() -> None:
+    assert phase_of(Site("read", "loader")) == "loader"
+    assert phase_of(site("post", "user", "wrap up")) == "post"
+    assert phase_of(Site("wrap up", "phase")) == "wrap up"
+    assert phase_of(Site("wrap up", "user")) is None
+
+
+RANDOM = [
+    Site("turn", "step"), Site("handle", "request"), Site("read", "loader"), site("forward"), site("backward"),
+    site("optimizer"), Site("f", "op", device=True), Site("all_reduce", "comm"),
+]  # fmt: skip
+
+
+@given(traces(RANDOM))
+def test_each_instant_counts_once_for_the_phase_that_began_first(trace: Trace) -> None:
+    first, last = trace.held
+    use = view(trace)
+
+    def reaches(span: Span) -> bool:
+        return span.start_ns < last and span.end_ns > first
+
+    steps = steps_of(span for span in trace.spans if span.site.kind == "step" and reaches(span))
+    requests = [s for s in trace.spans if s.site.kind == "request" and s.root_id == s.span_id and reaches(s)]
+    units: dict[int, list[tuple[int, int]]]
+    if steps:
+        units = {thread: [(s.start_ns, s.end_ns) for s in own] for thread, own in steps.items()}
+    elif requests:
+        units = {span.span_id: [(span.start_ns, span.end_ns)] for span in requests}
+    else:
+        units = {0: [trace.held]}
+
+    def line_of(span: Span) -> int:
+        return span.thread_id if steps else span.root_id if requests else 0
+
+    inside = {span.span_id for span in trace.spans if span.site.kind in ("comm", "copy")}
+    found = {key: points(parts) & points([trace.held]) for key, parts in units.items()}
+    calls = [s for s in trace.spans if phase_of(s.site) and s.parent_id not in inside and line_of(s) in units]
+    owner: dict[tuple[int, int], Span] = {}
+    for key, instants in found.items():
+        for at in instants:
+            open_now = [s for s in calls if line_of(s) == key and s.start_ns <= at < s.end_ns]
+            if open_now:
+                order = [s for s in open_now if phase_of(s.site) != "optimizer"] or open_now
+                owner[key, at] = min(order, key=lambda s: (s.start_ns, -s.end_ns))
+    base = sum(map(len, found.values()))
+    if not use.rows:
+        assert not owner
+        return
+    host = {row.name: row.host.total_ns for row in use.rows}
+    assert host[use.of] == base
+    assert host[OTHERS] == base - len(owner) >= 0
+    assert sum(host.values()) == 2 * base
+    starts = [(line_of(span), span.start_ns, span.end_ns) for span in calls]
+    if len(set(starts)) == len(starts):  # of two that are the same but for their phase, either may be the first
+        for name in host.keys() - {use.of, OTHERS}:
+            assert host[name] == sum(phase_of(span.site) == name for span in owner.values())
+    for row in use.rows:
+        if row.name not in (use.of, OTHERS) and row.host.ratio is not None:
+            assert row.host.ratio == row.host.total_ns / base
+            assert row.host.mean_ns == row.host.total_ns / (row.calls or 0)
+    streams: dict[tuple[int, int], set[int]] = {}
+    for span in trace.spans:
+        if line_of(span) in units and (span.start_ns in found[line_of(span)]):
+            for one in span.device:
+                if one.label not in UNTIMED:
+                    streams.setdefault((one.device, one.stream), set()).update(points([(one.start_ns, one.end_ns)]))
+    device = [row.device for row in use.rows if row.device is not None]
+    assert sum(map(len, streams.values())) == (device[0].total_ns if device else 0)
+    assert all(0 <= one.total_ns <= device[0].total_ns for one in device)
+
+
+def test_a_stream_that_several_calls_fill_at_once_counts_once() -> None:
+    trace = made((STEP, 0, 40), (site("forward"), 0, 10), (site("forward"), 10, 20))
+    for span in trace.spans[1:]:
+        span.device = (DeviceInterval(0, 7, 0, 30 * MS), DeviceInterval(0, 8, 0, MS))
+    device = {row.name: row.device for row in view(trace).rows}
+    assert [device[name].total_ns / MS for name in ("step", "forward", "others")] == [31, 31, 0]  # type: ignore[union-attr]
+    assert device["forward"].max_ns == 31 * MS  # type: ignore[union-attr]
