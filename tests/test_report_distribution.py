@@ -139,7 +139,7 @@ def test_every_union_is_that_of_its_instants(trace: Trace) -> None:
                 parts[not is_comm].update(points([(one.start_ns, one.end_ns)]) & base)
 
     def place(name: str, communicates: set[int], computes: set[int]) -> PlaceUse:
-        return PlaceUse(name, len(communicates), len(computes), len(communicates & computes))
+        return PlaceUse(name, len(base), len(communicates), len(computes), len(communicates & computes))
 
     wanted = [place("host", on_host, computing)]
     wanted += [place(name, *by_device[name]) for name in sorted(by_device)]
@@ -149,7 +149,7 @@ def test_every_union_is_that_of_its_instants(trace: Trace) -> None:
         overlap = set[int]().union(*((on_host | one) & own for one, own in by_device.values()))
         if not computes:
             computes, overlap = computing, everywhere & computing
-        wanted.append(PlaceUse("together", len(everywhere), len(computes), len(overlap)))
+        wanted.append(PlaceUse("together", len(base), len(everywhere), len(computes), len(overlap)))
     assert list(use.places) == wanted
     assert all(one.exposed_ns >= 0 for one in use.places)
     operations = view(trace).operations

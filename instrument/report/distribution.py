@@ -67,16 +67,13 @@ class Distribution:
         cells = [
             [
                 place.name,
-                *(
-                    cell
-                    for part_ns in (
-                        place.communication_ns, place.computation_ns, place.overlap_ns, place.exposed_ns,
-                    )
-                    for cell in (in_unit(part_ns, unit), tenths(share(part_ns, self.base_ns), 1))
-                ),
+                *_share_cells(place.communication_ns, place.communication_ratio, unit),
+                *_share_cells(place.computation_ns, place.computation_ratio, unit),
+                *_share_cells(place.overlap_ns, place.overlap_ratio, unit),
+                *_share_cells(place.exposed_ns, place.exposed_ratio, unit),
             ]
             for place in self.places
-        ]  # fmt: skip
+        ]
         header = ["Place", "Communication", "", "Computation", "", "Overlap", "", "Exposed", ""]
         lines += [*named_table(header, cells, 0), ""]
         if self.operations:
@@ -99,9 +96,10 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class PlaceUse:
-    """Communication and computation of the `host`, of a device, or `together`."""
+    """Communication and computation of the `host`, of a device, or `together`; ratios are of `base_ns`."""
 
     name: str
+    base_ns: int
     communication_ns: int
     computation_ns: int
     overlap_ns: int
@@ -110,6 +108,26 @@ class PlaceUse:
     def exposed_ns(self) -> int:
         """Communication beside which nothing computed."""
         return self.communication_ns - self.overlap_ns
+
+    @property
+    def communication_ratio(self) -> float | None:
+        """None where the base is no time at all, and so below."""
+        return share(self.communication_ns, self.base_ns)
+
+    @property
+    def computation_ratio(self) -> float | None:
+        """Computation."""
+        return share(self.computation_ns, self.base_ns)
+
+    @property
+    def overlap_ratio(self) -> float | None:
+        """Communication beside which something computed."""
+        return share(self.overlap_ns, self.base_ns)
+
+    @property
+    def exposed_ratio(self) -> float | None:
+        """Communication beside which nothing computed."""
+        return share(self.exposed_ns, self.base_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +164,11 @@ def distribution(recording: Recording, options: Options) -> Distribution:
     devices = sorted({*communicates, *computes}, key=lambda device: (len(device), device))
     places: list[PlaceUse] = []
     if options.state != "GPU":
-        places.append(_place(HOST, on_host, by_host))
+        places.append(_place(HOST, base_ns, on_host, by_host))
     if options.state != "CPU":
-        places += [_place(device, communicates.get(device, []), computes.get(device, [])) for device in devices]
+        places += [
+            _place(device, base_ns, communicates.get(device, []), computes.get(device, [])) for device in devices
+        ]
     if devices and options.state == "All":
         beside = [
             intersect(union([*on_host, *communicates.get(device, [])]), computes.get(device, [])) for device in devices
@@ -158,12 +178,16 @@ def distribution(recording: Recording, options: Options) -> Distribution:
         if not computing:
             computing, beside = by_host, [intersect(everywhere, by_host)]
         overlap = union(part for parts in beside for part in parts)
-        places.append(PlaceUse(TOGETHER, length(everywhere), length(computing), length(overlap)))
+        places.append(PlaceUse(TOGETHER, base_ns, length(everywhere), length(computing), length(overlap)))
     return Distribution(told, of, base_ns, tuple(places), tuple(_operations(found.calls, options)), options)
 
 
-def _place(name: str, communicates: Sequence[Interval], computes: Sequence[Interval]) -> PlaceUse:
-    return PlaceUse(name, length(communicates), length(computes), length(intersect(communicates, computes)))
+def _share_cells(part_ns: int, ratio: float | None, unit: str) -> list[str]:
+    return [in_unit(part_ns, unit), tenths(ratio, 1)]
+
+
+def _place(name: str, base_ns: int, communicates: Sequence[Interval], computes: Sequence[Interval]) -> PlaceUse:
+    return PlaceUse(name, base_ns, length(communicates), length(computes), length(intersect(communicates, computes)))
 
 
 def _base(trace: Trace) -> tuple[str, list[Interval]]:

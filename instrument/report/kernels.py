@@ -339,8 +339,9 @@ def _nothing(view: Kernels) -> list[str]:
     if view.source == KERNELS:
         return ["torch.profiler saw no kernel: it was not asked for ProfilerActivity.CUDA, or nothing ran."]
     return [
-        "No device time was recorded, and torch.profiler was not beside. Ask for device time (`device: true` in a",
-        "rule), or save a trace of torch.profiler and give both files: instrument report ours.json --with theirs.json",
+        "No device time was recorded, and torch.profiler was not beside. Ask for device time (`device:",
+        "true` in a rule), or save a trace of torch.profiler and give both files:",
+        "instrument report ours.json --with theirs.json",
     ]
 
 
@@ -444,7 +445,7 @@ def _without_parameters(name: str) -> str:
 
 def _notes(view: Kernels) -> list[str]:
     lines = [
-        "Total, Avg, Max, Min: of calls; a sum counts each of what ran side by side. Busy: the union on a device.",
+        "Total, Avg, Max, Min: of calls; a sum counts each of what ran side by side. Busy: their union.",
     ]
     if view.source == STRETCHES:
         lines.append("Only the innermost stretches of a stream count. Gaps between kernels are part of a stretch.")
