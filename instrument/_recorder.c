@@ -127,6 +127,7 @@ typedef struct totals {
     uint16_t waiting[BUCKETS_WAITING], waiting_count;
     uint64_t errors, moved_bytes;
     int64_t device_ns, beyond_ns; /* beyond: by what the elapsed time exceeds the total */
+    int64_t first_total_ns;       /* of the call that began first */
     chunk_t *chunks[CHUNKS];
 } totals_t;
 
@@ -724,8 +725,10 @@ merge_totals(Core *core, totals_t *into, totals_t *from)
     count_waiting(core, from);
     if (into->calls == 0 || from->min_ns < into->min_ns)
         into->min_ns = from->min_ns;
-    if (into->calls == 0 || from->first_ns < into->first_ns)
+    if (into->calls == 0 || from->first_ns < into->first_ns) {
         into->first_ns = from->first_ns;
+        into->first_total_ns = from->first_total_ns;
+    }
     if (from->max_ns > into->max_ns)
         into->max_ns = from->max_ns;
     into->calls += from->calls;
@@ -797,6 +800,25 @@ book_as_dict(const book_t *book)
                                             : Py_BuildValue("(KKLLLLKLLLN)", t->calls, t->errors, t->total_ns,
                                                             t->self_ns, t->min_ns, t->max_ns, t->moved_bytes, t->first_ns,
                                                             t->device_ns, elapsed_of(t), histogram);
+        if (key == NULL || value == NULL || PyDict_SetItem(all, key, value) < 0)
+            Py_CLEAR(all);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return all;
+}
+
+/* {node index: (when its first call began, how long that took)} */
+static PyObject *
+firsts_as_dict(const book_t *book)
+{
+    PyObject *all = PyDict_New();
+    for (uint32_t n = 0; all != NULL && n < book->slots * PAGE; n++) {
+        totals_t *t = known_totals(book, n);
+        if (t == NULL || t->calls == 0)
+            continue;
+        PyObject *key = PyLong_FromUnsignedLong(n);
+        PyObject *value = Py_BuildValue("(LL)", t->first_ns, t->first_total_ns);
         if (key == NULL || value == NULL || PyDict_SetItem(all, key, value) < 0)
             Py_CLEAR(all);
         Py_XDECREF(key);
@@ -932,6 +954,12 @@ Ring_copied_totals(Ring *self, PyObject *Py_UNUSED(none))
     return book_as_dict(&self->totals);
 }
 
+static PyObject *
+Ring_firsts(Ring *self, PyObject *Py_UNUSED(none))
+{
+    return firsts_as_dict(&self->totals);
+}
+
 /* For tests: begin a thread's totals of a call path at these: calls, total ns, self ns and times in every bucket that it
  * has. */
 static PyObject *
@@ -971,6 +999,7 @@ static PyMethodDef Ring_methods[] = {
     {"first_after", (PyCFunction)Ring_first_after, METH_O, "The number of the first row that ended after a time."},
     {"usage", (PyCFunction)Ring_usage, METH_NOARGS, "Node index, calls and total ns of each call path."},
     {"copied_totals", (PyCFunction)Ring_copied_totals, METH_NOARGS, "Totals by node index, as tuples."},
+    {"firsts", (PyCFunction)Ring_firsts, METH_NOARGS, "Begin and length of the first call by node index."},
     {"_preset_totals", (PyCFunction)Ring_preset_totals, METH_VARARGS, "For tests: begin a call path's totals at these."},
     {NULL},
 };
@@ -1988,13 +2017,16 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
         if (totals->calls == 0) {
             totals->min_ns = totals->max_ns = total_ns;
             totals->first_ns = frame->start_ns;
+            totals->first_total_ns = total_ns;
         } else {
             if (total_ns < totals->min_ns)
                 totals->min_ns = total_ns;
             if (total_ns > totals->max_ns)
                 totals->max_ns = total_ns;
-            if (frame->start_ns < totals->first_ns)
+            if (frame->start_ns < totals->first_ns) {
                 totals->first_ns = frame->start_ns;
+                totals->first_total_ns = total_ns;
+            }
         }
         totals->calls++;
         if (error != NULL)
@@ -4044,6 +4076,15 @@ Core_ended_totals(Core *self, PyObject *Py_UNUSED(none))
     return totals;
 }
 
+static PyObject *
+Core_ended_firsts(Core *self, PyObject *Py_UNUSED(none))
+{
+    Ring *ended = (Ring *)Py_NewRef((PyObject *)self->ended); /* a reset may come in between */
+    PyObject *firsts = firsts_as_dict(&ended->totals);
+    Py_DECREF(ended);
+    return firsts;
+}
+
 /* The nodes from a number on, as (site, index of the parent or -1). */
 static PyObject *
 Core_nodes_from(Core *self, PyObject *argument)
@@ -4374,6 +4415,7 @@ static PyMethodDef Core_methods[] = {
     {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},
     {"rings", (PyCFunction)Core_rings, METH_NOARGS, "The rings in the order in which their threads first recorded."},
     {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},
+    {"ended_firsts", (PyCFunction)Core_ended_firsts, METH_NOARGS, "Their first calls, as `Ring.firsts` has them."},
     {"nodes_from", (PyCFunction)Core_nodes_from, METH_O, "The nodes from a number on: (site, parent or -1)."},
     {"open_rows", (PyCFunction)Core_open_rows, METH_NOARGS, "(thread id, row) of each span that is open now."},
     {"innermost_manual", (PyCFunction)Core_innermost_manual, METH_O, "The innermost manual frame, by name or None."},

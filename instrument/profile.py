@@ -49,7 +49,7 @@ COPY_FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxrunti
 FRAMEWORKS: tuple[str, ...] = ("onnxruntime", "keras", "jax", "transformers", "sentence_transformers", "sklearn")
 VIEWS: tuple[str, ...] = (
     "overview", "events", "phases", "operators", "kernels", "device", "copies", "distribution", "user",
-    "requests", "classes", "ops", "instances", "benchmark", "cost",
+    "requests", "classes", "ops", "instances", "startup", "benchmark", "cost",
 )  # fmt: skip
 SORT_KEYS: tuple[str, ...] = (
     "default", "calls", "total", "max", "min", "ave",
@@ -281,7 +281,8 @@ class Profile:
     """One `profile.yaml`. `Profile()` is what an empty file gives; `schedule` None means always on.
 
     `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`; so are `phases`, for
-    what a training loop does with torch (forward, backward, optimizer), and `comm`, for what torch.distributed does.
+    what a training loop does with torch (forward, backward, optimizer), `comm`, for what torch.distributed does, and
+    `startup`, for the time of imports and what loads and compiles models.
 
     `source` is the file's path, or the name that `loads` was given. `origins` tells, for each setting that a variable
     can give, where its value came from: ``profile``, the variable's name, or ``default``. Two profiles are equal when
@@ -300,6 +301,7 @@ class Profile:
     phases: str = "off"
     comm: str = "off"
     frameworks: tuple[FrameworkRule, ...] = ()
+    startup: str = "off"
     schedule: Schedule | None = None
     capture: Capture = field(default_factory=Capture)
     limits: Limits = field(default_factory=Limits)
@@ -709,6 +711,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "phases": Key("phases", one_of("auto", "off")),
         "comm": Key("comm", one_of("auto", "off")),
         "frameworks": Key("frameworks", _frameworks),
+        "startup": Key("startup", one_of("auto", "off")),
         "schedule": Key("schedule", _schedule),
         "capture": Key("capture", _part("capture", Capture)),
         "limits": Key("limits", _part("limits", Limits)),

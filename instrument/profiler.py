@@ -31,6 +31,7 @@ from instrument.device.timer import Timing
 from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
 from instrument.governor import Governor
+from instrument.import_times import ImportTimes
 from instrument.probes import contexts, graphs
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
@@ -38,7 +39,7 @@ from instrument.profile import Profile, Summary, load, loads, setting
 from instrument.recorder import RECORDER, ProbeCost, Taken, measure_costs
 from instrument.report.summary import made, summary
 from instrument.report.view import Options, Recording, Upkeep, View
-from instrument.spans import Cost, Gpu, Origin, Sample, Span, Trace
+from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Span, Startup, Trace
 from instrument.tally import Tally
 from instrument.window import Windows
 
@@ -91,6 +92,7 @@ AT_START = {
     "limits.ring": "the rings are made when the session starts",
     "device": "the device is set up when the session starts",
     "control": "it is set up when the session starts",
+    "startup": "what it is about has begun by then",
     "export.otlp": "what sending needs is set up when the session starts",
 }
 """Settings that a reload cannot change, and why."""
@@ -163,6 +165,7 @@ class Session:
         self._waiting: deque[tuple[int, int, list[Span]]] = deque()
         self._intervals_known: deque[tuple[int, int]] = deque(maxlen=INTERVALS_KNOWN)
         self._gauges = Gauges(profile.device, self._keep_samples)
+        self._imports = ImportTimes(RECORDER.current_id)
         self._folder = files.working_folder()
         self._newest_file: Path | None = None
         self._losses: Counter[str] = Counter()
@@ -199,6 +202,8 @@ class Session:
         RECORDER.reset(self.profile.limits.ring_bytes)
         self._begin()
         try:
+            if self.profile.startup == "auto":
+                self._undos.append(self._imports.install())
             if self.profile.export.otlp is not None:
                 self._exporter = otlp.Exporter(self.profile.export.otlp, self.origin(), RECORDER.threads)
                 self._exporter.start()
@@ -492,6 +497,7 @@ class Session:
                 clock=now.clock,
                 device=now.device,
                 control=now.control,
+                startup=now.startup,
                 limits=replace(wanted.limits, ring_bytes=now.limits.ring_bytes),
                 export=replace(wanted.export, otlp=now.export.otlp),
             )
@@ -669,6 +675,8 @@ class Session:
             notes.extend(self._timing.notes())
         if self._ranges.reason:
             notes.append(self._ranges.reason)
+        if self._imports.why_not:
+            notes.append(self._imports.why_not)
         if self._governor is not None:
             notes.extend(self._governor.notes())
         notes.extend(self._gauges.notes())
@@ -752,6 +760,16 @@ class Session:
             held_from_ns=_held_from_ns(spans, *stretch.overwritten),
             samples=self._gauges.samples(first, last),
             gpus=self._gauges.gpus(),
+            startup=self.startup(),
+        )
+
+    def startup(self) -> Startup:
+        """How the process came to serve: kept for ever, whatever the rings have overwritten since."""
+        return Startup(
+            session_ns=self.start_ns,
+            process_ns=clock.process_start_ns(),
+            imports=self._imports.packages() if self.profile.startup == "auto" else None,
+            firsts=tuple(FirstCall(site, *first) for site, first in RECORDER.firsts().items()),
         )
 
     def recording(self) -> Recording:
@@ -767,6 +785,7 @@ class Session:
             recorder="native" if RECORDER.native else "pure",
             make_upkeep=self._upkeep,
             collector_ids=None if self._exporter is None else self._exporter.ids.of,
+            startup=self.startup(),
         )
 
     def summary(self, *, views: Sequence[str] | None = None, **options: Any) -> str:
@@ -920,6 +939,7 @@ class Session:
         self._waiting.clear()
         self._intervals_known.clear()
         self._ranges.after_fork_in_child()
+        self._imports.after_fork_in_child()
         if self._timing is not None:
             self._timing.after_fork_in_child()
         self._begin()

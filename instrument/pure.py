@@ -30,7 +30,7 @@ from types import FunctionType
 from typing import Any
 
 from instrument.errors import FAULTS
-from instrument.ring import Ring, Rings, Row
+from instrument.ring import First, Ring, Rings, Row
 from instrument.spans import Site
 from instrument.tally import Node, Totals
 
@@ -207,6 +207,10 @@ class Core:
     def ended_totals(self) -> dict[int, Totals]:
         """Totals of threads whose rings were given up."""
         return self._rings.copied_ended_totals()
+
+    def ended_firsts(self) -> dict[int, First]:
+        """Their first calls, as `Ring.firsts` has them."""
+        return self._rings.copied_ended_firsts()
 
     def now_ns(self) -> int:
         """The clock that spans are timed with."""

@@ -99,6 +99,7 @@ class _Recording:
         def now_ns(self) -> int: ...
         def innermost_manual(self, name: str | None, /) -> Any: ...
         def ended_totals(self) -> dict[int, Any]: ...
+        def ended_firsts(self) -> dict[int, tuple[int, int]]: ...
         def make_function(self, function: Callable[..., Any], site: Site) -> Any: ...
         def make_async_generator(self, function: Callable[..., Any], site: Site) -> Any: ...
         def make_method(
@@ -301,6 +302,17 @@ class _Recording:
             for index in sorted(cells, key=lambda i: (cells[i].first_ns, i)):
                 tally.totals(nodes[index].path(), thread_id).merge(cells[index])
         return tally
+
+    def firsts(self) -> dict[Site, tuple[int, int]]:
+        """When the first call of each site began that has ended, and how long it took on the host, in ns."""
+        books = [*(ring.firsts() for ring in self.rings()), self.ended_firsts()]
+        nodes = self._known_nodes()
+        found: dict[Site, tuple[int, int]] = {}
+        for book in books:
+            for index, first in book.items():
+                site = nodes[index].site
+                found[site] = min(first, found.get(site, first))
+        return found
 
     def span(self, row: Row, thread_id: int) -> Span:
         """The span that a row stands for."""

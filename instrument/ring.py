@@ -20,8 +20,11 @@ from instrument.tally import Node, Totals, bucket, bucket_start
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
 
-Waiting = tuple[int, int, list[int], list[Row], Any]
-"""Calls that are taken from the ring and not yet counted: node index, start of the first, durations, the rows that have
+First = tuple[int, int]
+"""When a first call began, and how long it took on the host."""
+
+Waiting = tuple[int, First, list[int], list[Row], Any]
+"""Calls that are taken from the ring and not yet counted: node index, the first of all, durations, the rows that have
 more to say (children, a time of their own, an error, attributes), and the `Waiting` of the next node or None."""
 
 ROW_BYTES = 340
@@ -36,8 +39,8 @@ class Ring:
     """The newest rows of one thread, and the totals of all of them by node index."""
 
     __slots__ = (
-        "capacity", "ended", "fold_mask", "folded", "head", "lock", "mask", "name", "nodes", "rows", "thread_id",
-        "too_short", "top", "totals", "waiting",
+        "capacity", "ended", "first_calls", "fold_mask", "folded", "head", "lock", "mask", "name", "nodes", "rows",
+        "thread_id", "too_short", "top", "totals", "waiting",
     )  # fmt: skip
 
     def __init__(self, capacity: int, thread_id: int, name: str, nodes: list[Node]) -> None:
@@ -50,6 +53,7 @@ class Ring:
         self.folded = 0
         self.top: Any = None
         self.totals: dict[int, Totals] = {}
+        self.first_calls: dict[int, First] = {}
         self.waiting: Waiting | None = None
         self.too_short = 0
         self.thread_id = thread_id
@@ -121,7 +125,7 @@ class Ring:
 
     def _count_waiting(self, nodes: list[Node]) -> None:
         while (waiting := self.waiting) is not None:
-            index, first_ns, durations, rarer, rest = waiting
+            index, first, durations, rarer, rest = waiting
             calls, total_ns = len(durations), sum(durations)
             low, high = min(durations), max(durations)
             self_total_ns = total_ns + sum([self_ns(row) - row[6] + row[5] for row in rarer])
@@ -136,13 +140,15 @@ class Ring:
             if min_ns:
                 too_short = sum([duration < min_ns for duration in durations])
                 too_short -= sum([row[6] - row[5] < min_ns and not is_too_short(row, min_ns) for row in rarer])
-            totals = self.totals.get(index) or Totals(first_ns=first_ns, min_ns=low)
+            totals = self.totals.get(index) or Totals(first_ns=first[0], min_ns=low)
             histogram = Counter(totals.histogram)
             # The buckets of `tally.bucket`, written out because a call each would double the cost.
             histogram.update([d if d < 128 else ((e := d.bit_length() - 7) << 6) + (d >> e) for d in durations])
             if self.waiting is waiting:
                 self.waiting = rest
                 self.totals[index] = totals
+                if index not in self.first_calls:
+                    self.first_calls[index] = first
                 self.too_short += too_short
                 totals.calls += calls
                 totals.errors += errors
@@ -193,6 +199,12 @@ class Ring:
             self.fold(self.nodes)
             return {index: totals.copy() for index, totals in self.totals.items()}
 
+    def firsts(self) -> dict[int, First]:
+        """The first call of each call path."""
+        with self.lock:
+            self.fold(self.nodes)
+            return dict(self.first_calls)
+
 
 def is_too_short(row: Row, min_ns: int) -> bool:
     """Whether a row's span is counted and not kept: shorter than its site wants, without children or error."""
@@ -213,14 +225,15 @@ def _grouped(block: list[Row], known: Container[int]) -> Waiting | None:
         durations[row[0]].append(row[6] - row[5])
         if row[7] or row[8] >= 0 or row[9] is not None or row[10] is not None:
             rarer[row[0]].append(row)
-    first_ns = {index: block[-1][6] for index in durations if index not in known}
-    if first_ns:
+    never = (0, 0)
+    firsts = {index: (block[-1][6], 0) for index in durations if index not in known}
+    if firsts:
         for row in block:
-            if row[5] < first_ns.get(row[0], 0):
-                first_ns[row[0]] = row[5]
+            if row[5] < firsts.get(row[0], never)[0]:
+                firsts[row[0]] = (row[5], row[6] - row[5])
     waiting: Waiting | None = None
     for index, of_node in durations.items():
-        waiting = (index, first_ns.get(index, 0), of_node, rarer.get(index, []), waiting)
+        waiting = (index, firsts.get(index, never), of_node, rarer.get(index, []), waiting)
     return waiting
 
 
@@ -250,6 +263,7 @@ class Rings:
     def __init__(self, ring_bytes: int, nodes: list[Node], thread_name: Callable[[], str]) -> None:
         self.local = _Local()
         self.ended_totals: dict[int, Totals] = {}
+        self.ended_firsts: dict[int, First] = {}
         self.ended_rows = 0
         self.ended_too_short = 0
         self._budget = max(ring_bytes // ROW_BYTES, SMALLEST_RING)
@@ -289,6 +303,8 @@ class Rings:
             ring = ended.pop(0)
             for index, totals in ring.copied_totals().items():
                 self.ended_totals.setdefault(index, Totals()).merge(totals)
+            for index, first in ring.firsts().items():
+                self.ended_firsts[index] = min(first, self.ended_firsts.get(index, first))
             self.ended_rows += ring.head
             self.ended_too_short += ring.too_short
             self._rings.remove(ring)
@@ -302,6 +318,11 @@ class Rings:
         """The totals of the threads whose rings were given up."""
         with self._lock:
             return {index: totals.copy() for index, totals in self.ended_totals.items()}
+
+    def copied_ended_firsts(self) -> dict[int, First]:
+        """Their first calls."""
+        with self._lock:
+            return dict(self.ended_firsts)
 
 
 class Cursor:

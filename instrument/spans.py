@@ -18,7 +18,10 @@ from instrument import native
 KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
 """Every kind of span."""
 
-PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer")
+PREPARING: tuple[str, ...] = ("load", "compile")
+"""The phases that make a service ready: to load a model, and to compile it."""
+
+PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer", *PREPARING)
 """The parts of a piece of work that a span may be declared to be, under the attribute `phase` of its site."""
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
@@ -279,6 +282,44 @@ class Allocation:
     reserved_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ImportTime:
+    """The imports of one top-level package: how often one began from outside of it, and how long they took.
+
+    `total_ns` has all that they imported in turn, `self_ns` the modules of the package alone: over all packages these
+    add up, also where threads imported side by side. `in_spans_ns` of it went by while a span was open on the thread.
+    """
+
+    package: str
+    entries: int
+    total_ns: int
+    self_ns: int
+    in_spans_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstCall:
+    """The first call of a site that has ended: when it began and how long it took on the host."""
+
+    site: Site
+    start_ns: int
+    total_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """How a process came to serve, which stays known when its first spans are long overwritten.
+
+    `process_ns` is when the system made the process, None where it does not tell. `imports` is None where they were not
+    timed. `firsts` has every site that has been called, in no order.
+    """
+
+    session_ns: int
+    process_ns: int | None = None
+    imports: tuple[ImportTime, ...] | None = None
+    firsts: tuple[FirstCall, ...] = ()
+
+
 @dataclass(slots=True)
 class Trace:
     """A set of spans as saved or collected, with all that is needed to judge what it can and cannot say.
@@ -287,7 +328,8 @@ class Trace:
     on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time,
     device and name, `gpus` are the devices that they name. `held_from_ns` is the time since when no span was
     overwritten by a newer one, 0 where none was. `kernels` and `allocations`, each in the order of time, are what
-    torch.profiler saw in the part of time that is `watched`, None where it saw nothing.
+    torch.profiler saw in the part of time that is `watched`, None where it saw nothing. `startup` is of the process,
+    None where the trace is not of a session.
     """
 
     origin: Origin
@@ -305,6 +347,7 @@ class Trace:
     kernels: Sequence[Kernel] = ()
     allocations: Sequence[Allocation] = ()
     watched: Interval | None = None
+    startup: Startup | None = None
 
     @property
     def held(self) -> Interval:

@@ -341,7 +341,7 @@ class TestFunctionRules:
         ("rule", "problem"),
         [
             ("phase: computing", "functions[0].phase: found 'computing'; allowed: prepare, infer_shape, compute, post, "
-             "forward, backward, optimizer; did you mean 'compute'?"),
+             "forward, backward, optimizer, load, compile; did you mean 'compute'?"),
             ("where: {min_duration: 50}", "where.min_duration: found the number 50; allowed: a number with a unit"),
             ("where: {min: 5us}", "functions[0].where: found the unknown key 'min'; allowed: min_duration"),
             ("attributes: {record: size}", "functions[0].attributes.argument: found nothing; allowed: a parameter"),

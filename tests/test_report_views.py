@@ -21,12 +21,15 @@ from instrument.spans import (
     KINDS,
     Cost,
     DeviceInterval,
+    FirstCall,
     Gpu,
+    ImportTime,
     Origin,
     RemoteParent,
     Sample,
     Site,
     Span,
+    Startup,
     Trace,
     assign_self_times,
 )
@@ -81,6 +84,10 @@ def service() -> Trace:
             Sample("process_cpu", HOST, 100, 31.5), Sample("utilization", 0, 100, 75), Sample("power", 0, 100, None),
             Sample("process_cpu", HOST, 100 + 50 * MS, 44.25), Sample("a\nb" * 40, 0, 100, 1.0),
         ], gpus=[Gpu(0, "NVIDIA H200 漢字" * 20, "GPU-aaaa\x1b")], held_from_ns=3 * MS,
+        startup=Startup(
+            -40 * MS, -1250 * MS, (ImportTime("torch", 20, 31 * MS, 22 * MS, 3 * MS), ImportTime("漢字", 1, 9, 8)),
+            tuple(FirstCall(one.site, one.start_ns, one.total_ns) for one in spans[:9]),
+        ),
     )  # fmt: skip
 
 
@@ -107,6 +114,10 @@ def hostile() -> Trace:
         notes=HOSTILE, cost=Cost(10**12, 1e9, 1, 10**15),
         samples=[Sample(name, number, 5, 1e300) for number, name in enumerate(HOSTILE)],
         gpus=[Gpu(number, name, name) for number, name in enumerate(HOSTILE)],
+        startup=Startup(
+            5, 10**30, tuple(ImportTime(name, 10**9, 10**18, -1, 3) for name in HOSTILE),
+            tuple(FirstCall(one.site, -5, 10**18) for one in spans),
+        ),
     )  # fmt: skip
 
 
@@ -130,7 +141,7 @@ def running(trace: Trace) -> Recording:
     """The recording of a process that has these spans and still runs."""
     return Recording(
         lambda: Tally.of_spans(trace.spans, trace.threads), lambda: trace, cost=trace.cost, losses=trace.losses,
-        notes=trace.notes, window_ns=trace.end_ns, recorder="native",
+        notes=trace.notes, window_ns=trace.end_ns, recorder="native", startup=trace.startup,
         collector_ids=lambda span: (span.root_id, 2**64 - 1),
         make_upkeep=lambda: Upkeep(
             "time stamp counter", lambda site: 48.5, 300.0, {"\n" + "x" * 200: 7_000, "": 11},

@@ -15,13 +15,16 @@ from instrument.spans import (
     WORK,
     Allocation,
     Cost,
+    FirstCall,
     Gpu,
+    ImportTime,
     Interval,
     Kernel,
     Origin,
     Sample,
     Site,
     Span,
+    Startup,
     Trace,
 )
 from instrument.tally import Tally, Totals
@@ -114,6 +117,7 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
             if not is_number(sample.value)
         ],
         **_watched(trace, base_ns),
+        "startup": trace.startup and _startup(trace.startup, base_ns, sites),
     }
     text = encode(facts)[:-1] + ',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}'
     # JSON allows DEL as it is, but Perfetto 52 and 55 refuse a file that has it outside of the events.
@@ -139,6 +143,18 @@ def _watched(trace: Trace, base_ns: int) -> dict[str, Any]:
             for one in trace.allocations
         ],
     }  # fmt: skip
+
+
+def _startup(startup: Startup, base_ns: int, sites: Sites) -> dict[str, Any]:
+    imports, process_ns = startup.imports, startup.process_ns
+    return {
+        "session_ns": startup.session_ns - base_ns,
+        "process_ns": None if process_ns is None else process_ns - base_ns,
+        "imports": None
+        if imports is None
+        else [[clean(one.package), one.entries, one.total_ns, one.self_ns, one.in_spans_ns] for one in imports],
+        "firsts": [[sites.place(one.site), one.start_ns - base_ns, one.total_ns] for one in startup.firsts],
+    }
 
 
 def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
@@ -197,6 +213,26 @@ class Metadata:
             kernels=self._kernels(),
             allocations=self._allocations(),
             watched=self._watched(),
+            startup=self._startup(),
+        )
+
+    def _startup(self) -> Startup | None:
+        facts = self._facts.get("startup")
+        if facts is None:
+            return None
+        imports, process_ns = facts["imports"], facts["process_ns"]
+        return Startup(
+            session_ns=self.base_ns + checked(facts["session_ns"], int),
+            process_ns=None if process_ns is None else self.base_ns + checked(process_ns, int),
+            imports=None
+            if imports is None
+            else tuple(
+                ImportTime(checked(package, str), *(checked(each, int) for each in sums)) for package, *sums in imports
+            ),
+            firsts=tuple(
+                FirstCall(self.sites[index(site)], self.base_ns + checked(since_ns, int), checked(total_ns, int))
+                for site, since_ns, total_ns in facts["firsts"]
+            ),
         )
 
     def _watched(self) -> Interval | None:

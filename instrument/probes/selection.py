@@ -21,6 +21,7 @@ from instrument.probes.layers import Layers
 from instrument.probes.loaders import Loaders
 from instrument.probes.phases import Phases
 from instrument.probes.rules import Functions
+from instrument.probes.startup import Startup
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
 from instrument.recorder import RECORDER, Recorder
@@ -64,6 +65,7 @@ FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
     "phases": Phases,
     "comm": Comm,
     "frameworks": Frameworks,
+    "startup": Startup,
 }
 """What attaches the rules of each key of a profile, in the order in which they attach."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from instrument.spans import Span, Trace
+from instrument.spans import Site, Span, Trace
 
 SHARED = "(several tasks were open)"
 """The place of what happened while several tasks had spans open on the thread."""
@@ -81,8 +81,10 @@ def _innermost(opened: Sequence[Span]) -> Span | str:
 
 
 def name_of(place: Span | str) -> str:
-    """How a table calls a place: the layer with its path, else the name of the span."""
-    if isinstance(place, str):
-        return place
-    site = place.site
+    """How a table calls a place."""
+    return place if isinstance(place, str) else name_of_site(place.site)
+
+
+def name_of_site(site: Site) -> str:
+    """The layer with its path, else the name."""
     return f"{site.name} ({site.instance})" if site.instance else site.name

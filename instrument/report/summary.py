@@ -20,6 +20,7 @@ from instrument.report.overview import overview
 from instrument.report.phases import phases
 from instrument.report.requests import requests
 from instrument.report.self_times import classes, instances, ops
+from instrument.report.startup import startup
 from instrument.report.user import user
 from instrument.report.view import Options, Recording, View, document
 
@@ -37,6 +38,7 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
     "classes": classes,
     "ops": ops,
     "instances": instances,
+    "startup": startup,
     "benchmark": benchmark,
     "cost": cost,
 }

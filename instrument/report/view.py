@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
-from instrument.spans import Cost, Site, Span, Trace
+from instrument.spans import Cost, Site, Span, Startup, Trace
 from instrument.tally import Tally
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Recording:
     `make_tally`, `make_trace` and `make_upkeep` are called when a view first reads what they make. `window_ns` is the
     length of the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace
     id and the span id under which a span of the trace went to the collector. `benchmark` has counted the steps of a
-    loop as they went by.
+    loop as they went by. `startup` is None where nobody knows how the process came to serve.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class Recording:
         collector_ids: Callable[[Span], tuple[int, int]] | None = None,
         make_upkeep: Callable[[], Upkeep] | None = None,
         benchmark: Benchmark | None = None,
+        startup: Startup | None = None,
     ) -> None:
         self._make_tally = make_tally
         self._make_trace = make_trace
@@ -135,6 +136,7 @@ class Recording:
         self.collector_ids = collector_ids
         self.benchmark = benchmark
         self._make_upkeep = make_upkeep
+        self.startup = startup
 
     @cached_property
     def tally(self) -> Tally:
@@ -162,6 +164,7 @@ class Recording:
             notes=trace.notes,
             window_ns=trace.end_ns - trace.start_ns,
             recorder=trace.origin.recorder,
+            startup=trace.startup,
         )
 
 

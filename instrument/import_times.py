@@ -1,0 +1,117 @@
+"""How long imports take: each top-level package by itself, and with all that it imports in turn.
+
+Python calls one function of its import system for every module that is not in `sys.modules` yet. While imports are
+watched, that function is ours, and calls the real one; loaders, specs and modules are as they would be. A module that
+its own package imports costs 0.3 us more, one of another package 2.3 us.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from instrument.spans import ImportTime
+
+Undo = Callable[[], None]
+
+LIMIT = 2_000
+"""Packages that are told apart; the rest are one more."""
+
+OTHERS = "(other packages)"
+
+_clock = time.monotonic_ns
+
+
+class _Importing:
+    """A package that a thread is importing; `others_ns` went into other packages' modules below it."""
+
+    __slots__ = ("began_ns", "is_outermost", "others_ns", "package")
+
+    def __init__(self, package: str, is_outermost: bool) -> None:
+        self.package = package
+        self.is_outermost = is_outermost
+        self.others_ns = 0
+        self.began_ns = _clock()
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Importing] = []
+
+
+class ImportTimes:
+    """The imports since `install`. `is_inside` tells whether a span of the recorder is open on the calling thread."""
+
+    def __init__(self, is_inside: Callable[[], object]) -> None:
+        self._is_inside = is_inside
+        self.after_fork_in_child()
+        self.why_not = ""
+
+    def after_fork_in_child(self) -> None:
+        """Begin anew: what the parent imported is there already."""
+        self._local = _Local()
+        self._lock = threading.Lock()
+        self._packages: dict[str, list[int]] = {}
+
+    def install(self) -> Undo:
+        """Watch imports from now on; returns the way back. Where Python has no such function, `why_not` says so."""
+        bootstrap: Any = sys.modules.get("_frozen_importlib")
+        original = getattr(bootstrap, "_find_and_load", None)
+        if not isinstance(original, FunctionType):
+            self.why_not = "imports are not timed: this Python does not import by _find_and_load"
+            return lambda: None
+        watching = True
+        end = self._end
+
+        def _find_and_load(name: str, *rest: Any) -> Any:
+            stack = self._local.stack
+            package = name.partition(".")[0]
+            if (stack and stack[-1].package == package) or not watching:
+                return original(name, *rest)
+            importing = _Importing(package, all(above.package != package for above in stack))
+            stack.append(importing)
+            try:
+                return original(name, *rest)
+            finally:
+                end(stack, importing)
+
+        # Python leaves frames of the import system out of tracebacks, which it knows by this name of their file.
+        _find_and_load.__code__ = _find_and_load.__code__.replace(co_filename=original.__code__.co_filename)
+        functools.update_wrapper(_find_and_load, original)
+        bootstrap._find_and_load = _find_and_load
+
+        def undo() -> None:
+            nonlocal watching
+            watching = False
+            if bootstrap._find_and_load is _find_and_load:
+                bootstrap._find_and_load = original
+
+        return undo
+
+    def _end(self, stack: list[_Importing], importing: _Importing) -> None:
+        took_ns = _clock() - importing.began_ns
+        stack.remove(importing)
+        if stack:
+            stack[-1].others_ns += took_ns
+        self_ns = max(took_ns - importing.others_ns, 0)
+        inside_ns = self_ns if self._is_inside() else 0
+        package = importing.package
+        with self._lock:
+            sums = self._packages.get(package)
+            if sums is None:
+                package = package if len(self._packages) < LIMIT else OTHERS
+                sums = self._packages.setdefault(package, [0, 0, 0, 0])
+            sums[0] += 1
+            sums[1] += took_ns if importing.is_outermost else 0
+            sums[2] += self_ns
+            sums[3] += inside_ns
+
+    def packages(self) -> tuple[ImportTime, ...]:
+        """What has been imported up to now, by package. Modules that are being imported are not in it."""
+        with self._lock:
+            return tuple(ImportTime(package, *sums) for package, sums in self._packages.items())

@@ -1,0 +1,375 @@
+"""The `startup` view: how the process came to serve, apart from serving itself.
+
+What it tells is kept for ever: totals of the tally, first calls, and imports as they went. Loading and compiling are
+spans of the phases `load` and `compile`, of which the topmost of a call path count, so that nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from instrument.report.places import name_of_site
+from instrument.report.table import (
+    GAP,
+    LINE,
+    MISSING,
+    in_unit,
+    named_table,
+    number,
+    safe,
+    section_title,
+    share,
+    shorten,
+    table,
+    tenths,
+    title,
+)
+from instrument.report.view import Options, Recording
+from instrument.spans import PREPARING, FirstCall, ImportTime, Site, Startup
+from instrument.tally import Row, Totals, bucket
+
+Use = TypeVar("Use")
+
+WORDS = {"load": "Loading", "compile": "Compiling"}
+
+LABEL_WIDTH = 46
+COLUMN_WIDTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """The calls of one place that load or compile (`phase`).
+
+    `total_ns` is their sum without calls of the same within them, `self_ns` without all that is instrumented below,
+    `in_requests_ns` the part of the total that went by within requests, which somebody has waited for.
+    """
+
+    phase: str
+    name: str
+    calls: int
+    total_ns: int
+    self_ns: int
+    max_ns: int
+    in_requests_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The first call of one place against those after it: `median_ns` is that of the others' elapsed times.
+
+    `extra_ns` is by how much the first took longer, never below 0.
+    """
+
+    name: str
+    kind: str
+    calls: int
+    start_ns: int
+    first_ns: int
+    median_ns: int
+
+    @property
+    def extra_ns(self) -> int:
+        """By how much the first call took longer than the median of the others."""
+        return max(self.first_ns - self.median_ns, 0)
+
+    @property
+    def times(self) -> float | None:
+        """How many times the median of the others the first call took."""
+        return share(self.first_ns, self.median_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One part of the way from the session's start to the first request; `ratio` is of that time."""
+
+    name: str
+    total_ns: int
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The first request: how long after the process began it did, and what it took; `median_ns` is of those after it.
+
+    Where nobody knows when the process began, the session's start stands for it.
+    """
+
+    name: str
+    after_ns: int
+    first_ns: int
+    median_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartupView:
+    """The view.
+
+    `before_ns` is the time of the process until the session began, of which nothing else is known; None where the
+    system did not tell. `way_ns` goes from there to the begin of the first request, None where there was none; `way`
+    is what is known to have gone on meanwhile: sums over threads, with the rest where they leave one. `ran_ns` is
+    how long after the process began each place that was called had run once, `ran_last` the last of them. `imports`
+    is None where they were not timed; `imports_ns` is their sum over all packages. `preparations` are loading and
+    compiling, `warm_ups` the places whose first call took longer than the others.
+    """
+
+    is_known: bool
+    before_ns: int | None
+    way_ns: int | None
+    way: tuple[Phase, ...]
+    request: Request | None
+    ran_ns: int | None
+    ran_last: str
+    imports: tuple[ImportTime, ...] | None
+    imports_ns: int
+    imports_in_spans_ns: int
+    preparations: tuple[Preparation, ...]
+    warm_ups: tuple[WarmUp, ...]
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """The view as text."""
+        lines = title("Startup Report")
+        if not self.is_known:
+            return [*lines, "How this process came to serve is not in this trace: only a session's own trace tells it."]
+        lines += [f"Time unit: {self._options.unit}", "", *_way_lines(self), "", *_import_lines(self), ""]
+        return [*lines, *_preparation_lines(self), "", *_warm_up_lines(self), "", *_notes(self)]
+
+
+def startup(recording: Recording, options: Options) -> StartupView:
+    """The view, from what is kept for ever. `rows` and `least_ns` (of the time that a table is sorted by) bound the
+    tables; `unit` is that of times. The other options mean nothing here."""
+    facts = recording.startup or Startup(0)
+    rows = list(recording.tally.rows()) if recording.startup is not None else []
+    firsts = _by_place(facts.firsts)
+    began_ns = facts.session_ns if facts.process_ns is None else facts.process_ns
+    warm_ups = _warm_ups(firsts, rows)
+    requests = [one for one in firsts.values() if one.site.kind == "request"]
+    first = min(requests, key=lambda one: one.start_ns, default=None)
+    last = max(firsts.values(), key=lambda one: one.start_ns + one.total_ns, default=None)
+    imports = facts.imports
+    imports_ns = sum(one.self_ns for one in imports or ())
+    in_spans_ns = sum(one.in_spans_ns for one in imports or ())
+    way_ns: int | None = None
+    way: list[Phase] = []
+    request: Request | None = None
+    if first is not None:
+        medians = {one.key: one.median_ns for one in warm_ups}
+        request = Request(
+            name_of_site(first.site), first.start_ns - began_ns, first.total_ns, medians.get(first.site.key)
+        )
+        way_ns = first.start_ns - facts.session_ns
+        sums = {} if imports is None else {"Imports, outside of spans": imports_ns - in_spans_ns}
+        sums.update(_before(rows, first.start_ns))
+        rest_ns = way_ns - sum(sums.values())
+        if rest_ns >= 0:
+            sums["Anything else"] = rest_ns
+        way = [Phase(name, total_ns, share(total_ns, way_ns)) for name, total_ns in sums.items()]
+    return StartupView(
+        is_known=recording.startup is not None,
+        before_ns=None if facts.process_ns is None else facts.session_ns - facts.process_ns,
+        way_ns=way_ns,
+        way=tuple(way),
+        request=request,
+        ran_ns=None if last is None else last.start_ns + last.total_ns - began_ns,
+        ran_last="" if last is None else name_of_site(last.site),
+        imports=None if imports is None else tuple(sorted(imports, key=lambda one: (-one.self_ns, one.package))),
+        imports_ns=imports_ns,
+        imports_in_spans_ns=in_spans_ns,
+        preparations=tuple(_preparations(rows)),
+        warm_ups=tuple(one.use for one in warm_ups if one.use.extra_ns),
+        _options=options,
+    )
+
+
+class _Known(NamedTuple):
+    key: tuple[object, ...]
+    median_ns: int
+    use: WarmUp
+
+
+def _by_place(firsts: Iterable[FirstCall]) -> dict[tuple[object, ...], FirstCall]:
+    """The first call of each place; several sites may mean the same."""
+    found: dict[tuple[object, ...], FirstCall] = {}
+    for one in firsts:
+        known = found.get(one.site.key)
+        if known is None or one.start_ns < known.start_ns:
+            found[one.site.key] = one
+    return found
+
+
+def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], rows: Iterable[Row]) -> list[_Known]:
+    """Every place that has been called again, those whose first call took most longer first."""
+    totals: dict[tuple[object, ...], Totals] = {}
+    for row in rows:
+        if row.path:
+            totals.setdefault(row.path[-1].key, Totals()).merge(row.totals)
+    found = []
+    for key, first in firsts.items():
+        of_all = totals.get(key)
+        if of_all is None or of_all.calls < 2 or _phase(first.site) is not None:
+            continue
+        others = of_all.copy()
+        others.calls -= 1
+        # Where the first had device time beyond its host time, another bucket has it: one call of many too much then.
+        index = bucket(first.total_ns)
+        if others.histogram.get(index, 0):
+            others.histogram[index] -= 1
+        median_ns = others.percentile(0.5) or 0
+        name, kind = name_of_site(first.site), first.site.kind
+        use = WarmUp(name, kind, of_all.calls, first.start_ns, first.total_ns, median_ns)
+        found.append(_Known(key, median_ns, use))
+    return sorted(found, key=lambda one: (-one.use.extra_ns, one.use.name))
+
+
+def _phase(site: Site) -> str | None:
+    """Whether a site loads or compiles."""
+    for name, value in site.attributes:
+        if name == "phase" and value in PREPARING:
+            return str(value)
+    return None
+
+
+def _preparations(rows: Iterable[Row]) -> list[Preparation]:
+    """Loading and compiling by place, those that took longest first."""
+    found: dict[tuple[str, tuple[object, ...]], list[int]] = {}
+    sites: dict[tuple[str, tuple[object, ...]], Site] = {}
+    for row in rows:
+        phase = _phase(row.path[-1]) if row.path else None
+        if phase is None:
+            continue
+        *above, site = row.path
+        key = phase, site.key
+        sites.setdefault(key, site)
+        sums = found.setdefault(key, [0, 0, 0, 0, 0])
+        outermost_ns = 0 if any(one.key == site.key for one in above) else row.totals.total_ns
+        sums[0] += row.totals.calls
+        sums[1] += outermost_ns
+        sums[2] += row.totals.self_ns
+        sums[3] = max(sums[3], row.totals.max_ns)
+        sums[4] += outermost_ns if any(one.kind == "request" for one in above) else 0
+    uses = [Preparation(key[0], name_of_site(sites[key]), *sums) for key, sums in found.items()]
+    return sorted(uses, key=lambda use: (-use.total_ns, use.name, use.phase))
+
+
+def _before(rows: Iterable[Row], request_ns: int) -> dict[str, int]:
+    """What loading and compiling took outside of requests where it began before the first, the topmost of each path."""
+    sums = {WORDS[phase]: 0 for phase in PREPARING}
+    for row in rows:
+        phase = _phase(row.path[-1]) if row.path else None
+        apart = phase is not None and not any(one.kind == "request" or _phase(one) for one in row.path[:-1])
+        if phase is not None and apart and row.totals.first_ns < request_ns:
+            sums[WORDS[phase]] += row.totals.total_ns
+    return sums
+
+
+def _way_lines(view: StartupView) -> list[str]:
+    unit = view._options.unit
+    cells = [["Process began, until the session did", in_unit(view.before_ns, unit), ""]]
+    if view.request is None:
+        cells.append(["Session began, until the first request", MISSING, ""])
+        return [*table(["Way to serving", "Time", ""], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0]), "No request has ended."]
+    cells.append(
+        ["Session began, until the first request", in_unit(view.way_ns, unit), tenths(view.way_ns, view.way_ns or 0)]
+    )
+    cells += [
+        [f"  {part.name}", in_unit(part.total_ns, unit), tenths(part.total_ns, view.way_ns or 0)] for part in view.way
+    ]
+    name = shorten(safe(view.request.name), LABEL_WIDTH - len("First request: ") - GAP)
+    cells += [
+        [f"First request: {name}", in_unit(view.request.first_ns, unit), ""],
+        ["  Median of those after it", in_unit(view.request.median_ns, unit), ""],
+        ["All until the first request had ended", in_unit(view.request.after_ns + view.request.first_ns, unit), ""],
+    ]
+    lines = table(["Way to serving", "Time", "Of session to request"], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0])
+    ran = shorten(safe(view.ran_last), LINE // 4)
+    return [
+        *lines,
+        f"Each place that was called had run once after {in_unit(view.ran_ns, unit)} {unit}; the last: {ran}",
+    ]
+
+
+def _import_lines(view: StartupView) -> list[str]:
+    unit = view._options.unit
+    if view.imports is None:
+        return [
+            "Imports were not timed. `startup: auto` in the profile times them, and records what loads and compiles.",
+        ]
+    if not view.imports:
+        return ["Nothing was imported since the session began."]
+    shown, rest = _bounded(view.imports, lambda one: one.self_ns, view._options)
+    cells = [
+        [one.package, str(one.entries), in_unit(one.total_ns, unit), in_unit(one.self_ns, unit),
+         tenths(one.self_ns, view.imports_ns)]
+        for one in shown
+    ]  # fmt: skip
+    if rest:
+        self_ns = sum(one.self_ns for one in rest)
+        entries = str(sum(one.entries for one in rest))
+        cells.append(
+            [f"(remaining {len(rest)})", entries, MISSING, in_unit(self_ns, unit), tenths(self_ns, view.imports_ns)]
+        )
+    of_it = f", {in_unit(view.imports_in_spans_ns, unit)} of it within spans" if view.imports_in_spans_ns else ""
+    return [
+        *section_title("Imports"),
+        f"All imports: {in_unit(view.imports_ns, unit)} {unit}{of_it}",
+        "",
+        *named_table(["Package", "Entered", "Total", "Self", "Of imports"], cells, COLUMN_WIDTH),
+    ]
+
+
+def _preparation_lines(view: StartupView) -> list[str]:
+    unit = view._options.unit
+    if not view.preparations:
+        return ["Nothing was seen to load or compile a model."]
+    shown, rest = _bounded(view.preparations, lambda one: one.total_ns, view._options)
+    cells = [
+        [one.name, one.phase, str(one.calls), *(in_unit(value, unit) for value in (
+            one.total_ns, one.self_ns, one.max_ns, one.in_requests_ns))]
+        for one in shown
+    ]  # fmt: skip
+    if rest:
+        calls, self_ns = sum(one.calls for one in rest), sum(one.self_ns for one in rest)
+        more = [in_unit(self_ns, unit), in_unit(max(one.max_ns for one in rest), unit), MISSING]
+        cells.append([f"(remaining {len(rest)})", MISSING, str(calls), MISSING, *more])
+    header = ["Name", "Phase", "Calls", "Total", "Self", "Longest", "In requests"]
+    return [*section_title("Load and compile"), *named_table(header, cells, 0)]
+
+
+def _warm_up_lines(view: StartupView) -> list[str]:
+    unit = view._options.unit
+    if not view.warm_ups:
+        return ["No first call took longer than those after it."]
+    shown, rest = _bounded(view.warm_ups, lambda one: one.extra_ns, view._options)
+    cells = [
+        [one.name, one.kind, str(one.calls), *(in_unit(value, unit) for value in (one.first_ns, one.median_ns)),
+         number(round(one.times, 1)) if one.times is not None else MISSING, in_unit(one.extra_ns, unit)]
+        for one in shown
+    ]  # fmt: skip
+    if rest:
+        calls = str(sum(one.calls for one in rest))
+        extra_ns = sum(one.extra_ns for one in rest)
+        cells.append([f"(remaining {len(rest)})", MISSING, calls, *[MISSING] * 3, in_unit(extra_ns, unit)])
+    header = ["Name", "Kind", "Calls", "First", "Median after", "Times", "Extra"]
+    return [*section_title("First calls"), *named_table(header, cells, 0)]
+
+
+def _notes(view: StartupView) -> list[str]:
+    lines = []
+    if view.way:
+        lines.append("Parts of the way are sums over threads, without what went by within requests.")
+    if view.imports:
+        lines.append("Self: a package's own modules. Total: with all that these imported. Entered: from outside of it.")
+    if view.preparations:
+        lines.append("Total of what loads and compiles holds what it calls; In requests: somebody has waited for it.")
+    if view.warm_ups:
+        lines.append("Extra: what a first call took beyond the median of the others, calls below it included.")
+    return lines
+
+
+def _bounded(uses: Sequence[Use], time_ns: Callable[[Use], int], options: Options) -> tuple[list[Use], list[Use]]:
+    """The uses that the options leave, and the others."""
+    shown = [use for use in uses if time_ns(use) >= options.least_ns][: options.rows]
+    known = set(map(id, shown))
+    return shown, [use for use in uses if id(use) not in known]

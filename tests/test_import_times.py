@@ -1,0 +1,211 @@
+"""Import times: what each package took, and that imports are otherwise what they would be."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from instrument.import_times import LIMIT, OTHERS, ImportTimes
+from instrument.spans import ImportTime
+
+BOOTSTRAP = sys.modules["_frozen_importlib"]
+MS = 10**6
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Writes modules that can be imported; they are forgotten after the test."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def made(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        importlib.invalidate_caches()
+
+    yield made
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def times() -> Iterator[ImportTimes]:
+    original = BOOTSTRAP._find_and_load
+    made = ImportTimes(lambda: 0)
+    undo = made.install()
+    try:
+        yield made
+    finally:
+        undo()
+        assert BOOTSTRAP._find_and_load is original
+
+
+def of(times: ImportTimes) -> dict[str, ImportTime]:
+    return {one.package: one for one in times.packages()}
+
+
+def test_a_package_has_its_own_modules_and_in_total_those_that_they_import(
+    times: ImportTimes, write: Callable[[str, str], None]
+) -> None:
+    nap = "import time; time.sleep({:g})\n"
+    write("outer/__init__.py", nap.format(0.02) + "import outer.part\nimport inner\nfrom outer import late")
+    write("outer/part.py", nap.format(0.02))
+    write("outer/late.py", nap.format(0.02) + "import inner.more")
+    write("inner/__init__.py", nap.format(0.04))
+    write("inner/more.py", nap.format(0.04) + "import outer.last")
+    write("outer/last.py", nap.format(0.02))
+    others = set(of(times))
+    import outer
+    import outer.part  # noqa: F401 - is there already
+
+    found = {package: one for package, one in of(times).items() if package not in others}
+    assert (found["outer"].entries, found["inner"].entries) == (2, 2)
+    assert found["outer"].self_ns >= 80 * MS
+    assert found["inner"].self_ns >= 80 * MS
+    # What a package takes below another one is part of its own total already.
+    assert found["outer"].total_ns >= found["outer"].self_ns + found["inner"].self_ns
+    assert found["inner"].total_ns >= 80 * MS + 20 * MS
+    assert found["outer"].total_ns == sum(one.self_ns for one in found.values())
+
+
+def test_imports_on_threads_are_counted_apart_and_those_within_spans_told(write: Callable[[str, str], None]) -> None:
+    inside = threading.local()
+    times = ImportTimes(lambda: getattr(inside, "open", 0))
+    for name in ("left", "right"):
+        write(f"{name}.py", "import time; time.sleep(0.03)")
+
+    def work() -> None:
+        inside.open = 7
+        import left  # noqa: F401
+
+    undo = times.install()
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        import right  # noqa: F401
+
+        thread.join()
+    finally:
+        undo()
+    found = of(times)
+    assert found["left"].in_spans_ns == found["left"].self_ns >= 30 * MS
+    assert found["right"].in_spans_ns == 0
+    assert found["right"].total_ns == found["right"].self_ns >= 30 * MS
+
+
+def test_an_import_that_fails_fails_as_it_would_and_leaves_nothing_open(write: Callable[[str, str], None]) -> None:
+    write("broken/__init__.py", "import broken.part")
+    write("broken/part.py", "import nothing_of_that_name")
+
+    def told() -> tuple[list[str], str]:
+        try:
+            import broken  # noqa: F401
+        except ImportError as error:
+            return [frame.filename for frame in traceback.extract_tb(error.__traceback__)], str(error)
+        raise AssertionError("it imports")
+
+    bare = told()
+    times = ImportTimes(lambda: 0)
+    undo = times.install()
+    try:
+        assert told() == bare
+        assert times._local.stack == []
+        with pytest.raises(ModuleNotFoundError, match="No module named 'neither'"):
+            importlib.import_module("neither.this")
+    finally:
+        undo()
+    assert of(times)["broken"].entries == 1
+
+
+def test_modules_specs_and_loaders_are_as_they_would_be(times: ImportTimes, write: Callable[[str, str], None]) -> None:
+    write("plain.py", "import sys; seen = __spec__.loader")
+    import plain  # type: ignore[import-not-found]
+
+    assert type(plain.seen).__name__ == type(plain.__loader__).__name__ == "SourceFileLoader"
+    assert plain.seen is plain.__spec__.loader
+
+
+def test_after_the_undo_a_wrapper_that_somebody_holds_counts_nothing(write: Callable[[str, str], None]) -> None:
+    times = ImportTimes(lambda: 0)
+    undo = times.install()
+    held = BOOTSTRAP._find_and_load
+    BOOTSTRAP._find_and_load = lambda *args: held(*args)
+    theirs = BOOTSTRAP._find_and_load
+    undo()
+    try:
+        assert BOOTSTRAP._find_and_load is theirs
+        write("later.py", "")
+        import later  # type: ignore[import-not-found]  # noqa: F401
+
+        assert times.packages() == ()
+    finally:
+        BOOTSTRAP._find_and_load = held.__wrapped__
+
+
+def test_packages_are_bounded(times: ImportTimes) -> None:
+    for number in range(LIMIT + 20):
+        with pytest.raises(ImportError):
+            importlib.import_module(f"missing_{number}")
+    found = of(times)
+    assert len(found) == LIMIT + 1
+    assert found[OTHERS].entries >= 20
+
+
+def test_a_forked_child_begins_anew() -> None:
+    times = ImportTimes(lambda: 0)
+    undo = times.install()
+    try:
+        with pytest.raises(ImportError):
+            importlib.import_module("missing_here")
+        times.after_fork_in_child()
+        assert times.packages() == ()
+        with pytest.raises(ImportError):
+            importlib.import_module("missing_there")
+        assert set(of(times)) == {"missing_there"}
+    finally:
+        undo()
+
+
+def test_where_python_imports_otherwise_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "_frozen_importlib", object())
+    times = ImportTimes(lambda: 0)
+    times.install()()
+    assert "imports are not timed" in times.why_not
+
+
+def test_a_whole_program_imports_as_before() -> None:
+    """What a service imports, with the watch in place: same modules, same loaders, same exit."""
+    program = """
+import sys
+if sys.argv[1] == "watched":
+    from instrument.import_times import ImportTimes
+    times = ImportTimes(lambda: 0)
+    times.install()
+import asyncio, concurrent.futures, decimal, email.message, http.client, json, logging.config, sqlite3, unittest.mock
+names = {n: type(getattr(m, "__loader__", None)).__name__ for n, m in sys.modules.items() if "instrument" not in n}
+print(sorted((n, l) for n, l in names.items() if n.split(".")[0] in
+      {"asyncio", "concurrent", "decimal", "email", "http", "json", "logging", "sqlite3", "unittest", "_decimal"}))
+"""
+    texts = [
+        subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True).stdout
+        for how in ("bare", "watched")
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].count("asyncio") > 10
+
+
+def test_the_clock_of_imports_is_the_clock_of_spans(times: ImportTimes, write: Callable[[str, str], None]) -> None:
+    write("short.py", "")
+    before = time.monotonic_ns()
+    import short  # type: ignore[import-not-found]  # noqa: F401
+
+    assert 0 < of(times)["short"].total_ns <= time.monotonic_ns() - before

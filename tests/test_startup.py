@@ -1,0 +1,241 @@
+"""`startup: auto`: what loads and compiles a model records, in whatever order things are imported, and only then."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import instrument
+from instrument import chrome, process
+from instrument.probes.selection import Selection
+from instrument.probes.startup import COMPILES, LOADS, Startup
+from instrument.profile import loads
+from instrument.recorder import RECORDER
+from instrument.report.startup import StartupView, startup
+from instrument.report.view import Options, Recording
+
+torch = pytest.importorskip("torch")
+dynamo = importlib.import_module("torch._dynamo.callback")
+
+PROFILE = "startup: auto"
+
+
+def recorded(selection: Selection) -> list[str]:
+    spans = selection._recorder.spans(0)
+    return [one.site.name for one in sorted(spans, key=lambda one: one.start_ns)]
+
+
+def test_loading_a_model_records_each_step_of_it(select: Callable[[str], Selection], tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    before = torch.load, torch.nn.Module.load_state_dict
+    selection = select(PROFILE)
+    assert model.load_state_dict(torch.load(tmp_path / "model.pt")).missing_keys == []
+    exported = torch.export.export(model, (torch.ones(1, 2),))
+    torch.export.save(exported, tmp_path / "model.pt2")
+    assert torch.export.load(tmp_path / "model.pt2").module()(torch.ones(1, 2)).shape == (1, 2)
+    names = [name for name in recorded(selection) if name != "torch.compile"]
+    assert [*dict.fromkeys(names)] == ["torch.load", "load_state_dict", "torch.export.export", "torch.export.load"]
+    phases = {dict(one.site.attributes)["phase"] for one in selection._recorder.spans(0)}
+    assert phases == {"load", "compile"}
+    selection.undo()
+    assert (torch.load, torch.nn.Module.load_state_dict) == before
+
+
+def test_what_torch_compiles_is_a_span_of_the_call_that_waits_for_it(
+    select: Callable[[str], Selection], recorder: Any
+) -> None:
+    handler = dynamo.CompilationCallbackHandler
+    before = handler.install_callbacks
+    selection = select(PROFILE)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def double(x: Any) -> Any:
+        return x * 2 + 1
+
+    with recorder.make_scope("request", kind="request"):
+        assert double(torch.ones(3)).tolist() == [3, 3, 3]
+    with recorder.make_scope("again", kind="request"):
+        double(torch.ones(3))
+    spans = {one.site.name: one for one in recorder.spans(0)}
+    compiled = [one for one in recorder.spans(0) if one.site.name == "torch.compile"]
+    assert len(compiled) == 1
+    assert compiled[0].parent_id == spans["request"].span_id
+    selection.undo()
+    assert handler.install_callbacks is before
+    torch._dynamo.reset()
+
+
+def test_a_compilation_that_fails_fails_as_it_would(select: Callable[[str], Selection], recorder: Any) -> None:
+    select(PROFILE)
+    handler = dynamo.CompilationCallbackHandler()
+    with pytest.raises(ZeroDivisionError), handler.install_callbacks(dynamo.CallbackTrigger.DYNAMO, "0"):
+        raise ZeroDivisionError
+    (one,) = recorder.spans(0)
+    assert (one.site.name, one.error) == ("torch.compile", "ZeroDivisionError")
+    recorder.on = False
+    with handler.install_callbacks(dynamo.CallbackTrigger.DYNAMO, "0"):
+        pass
+    assert len(recorder.spans(0)) == 1
+
+
+def test_a_torch_that_does_not_tell_is_named(recorder: Any) -> None:
+    family = Startup(recorder=recorder)
+    family.imported(types.ModuleType("torch._dynamo.callback"))
+    (verdict,) = family.verdicts()
+    assert str(verdict) == "startup: torch.compile: unreachable (this version of torch does not tell when it compiles)"
+    family.undo()
+
+
+def test_every_name_that_is_installed_here_is_where_the_table_says(select: Callable[[str], Selection]) -> None:
+    for target in (*LOADS, *COMPILES):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(target.partition(":")[0])
+    selection = select(PROFILE)
+    there = {label for label in (*LOADS, *COMPILES) if label.partition(":")[0] in sys.modules}
+    attached = {verdict.target for verdict in selection.verdicts() if verdict.state == "attached"}
+    assert attached == {*there, "torch.compile"}
+    assert len(there) >= 6
+
+
+def test_a_reload_without_it_takes_every_probe_off(select: Callable[[str], Selection]) -> None:
+    selection = select(PROFILE)
+    before = torch.load
+    selection.change(loads("", environ={}))
+    assert torch.load is not before
+    assert selection.verdicts() == []
+    selection.change(loads(PROFILE, environ={}))
+    assert torch.load is not before
+    assert any(verdict.target == "torch.compile" for verdict in selection.verdicts())
+
+
+# ---------------------------------------------------------------- in a session
+
+
+def view_of(session: Any) -> StartupView:
+    view = session.views(["startup"])["startup"]
+    assert isinstance(view, StartupView)
+    return view
+
+
+def test_first_calls_stay_known_when_their_spans_are_long_overwritten() -> None:
+    session = instrument.start(loads("limits: {ring: 64KiB}", environ={}))
+    assert session is not None
+    try:
+        for turn in range(5_000):
+            with instrument.scope("handle", kind="request"):
+                sum(range(30_000 if turn == 0 else 1))
+        view = view_of(session)
+        (warm,) = view.warm_ups
+        assert (warm.name, warm.calls) == ("handle", 5_000)
+        assert warm.first_ns > 10 * warm.median_ns > 0
+        assert view.request is not None
+        assert view.request.first_ns == warm.first_ns
+        assert not any(span.start_ns == warm.start_ns for span in session.trace().spans)
+    finally:
+        process.stop()
+
+
+def test_a_thread_that_ended_leaves_its_first_call(make_recorder: Any) -> None:
+    import threading
+
+    recorder = make_recorder(1 << 16)
+
+    def work() -> None:
+        with recorder.make_scope("only here"):
+            pass
+
+    for _ in range(40):  # more than the rings of ended threads that are kept
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    ((site, (start_ns, total_ns)),) = recorder.firsts().items()
+    rows = list(recorder.tally().rows())
+    assert site.name == "only here"
+    assert start_ns == min(row.totals.first_ns for row in rows)
+    assert 0 < total_ns <= max(row.totals.max_ns for row in rows)
+
+
+def test_the_first_call_is_the_one_that_began_first(recorder: Any) -> None:
+    for nap in (5_000, 10, 10):
+        with recorder.make_scope("call"):
+            sum(range(nap))
+    spans = sorted(recorder.spans(0), key=lambda one: one.start_ns)
+    assert list(recorder.firsts().values()) == [(spans[0].start_ns, spans[0].total_ns)]
+
+
+PROGRAM = """
+import fractions
+import instrument
+import torch
+from pathlib import Path
+
+@instrument.profiled("handle", kind="request")
+def handle(model, x):
+    import wave
+    return model(x)
+
+model = torch.nn.Linear(4, 4)
+torch.save(model.state_dict(), "model.pt")
+model.load_state_dict(torch.load("model.pt"))
+for _ in range(3):
+    handle(model, torch.ones(2, 4))
+print(instrument.summary(views=["startup"]))
+"""
+
+
+def test_a_program_under_run_tells_its_whole_way_to_serving(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(PROGRAM)
+    (tmp_path / "p.yaml").write_text("startup: auto\nexport: {chrome: {path: trace.json.gz}}\n")
+    words = [sys.executable, "-m", "instrument", "run", "--profile", "p.yaml", "--", "app.py"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    trace, tally = chrome.load(tmp_path / "trace.json.gz")
+    view = startup(Recording.of_trace(trace, tally), Options())
+    assert view.imports is not None
+    imports = {one.package: one for one in view.imports}
+    assert {"torch", "fractions", "wave"} <= set(imports)
+    assert view.imports[0].package == "torch"
+    assert imports["wave"].in_spans_ns == imports["wave"].self_ns > 0
+    assert {one.name: one.calls for one in view.preparations} == {"torch.load": 1, "load_state_dict": 1}
+    assert view.before_ns is not None
+    assert 0 < view.before_ns < 120 * 10**9
+    parts = {part.name: part.total_ns for part in view.way}
+    assert sum(parts.values()) == view.way_ns
+    assert parts["Imports, outside of spans"] > parts["Loading"] > 0
+    for told in ("First request: handle", "torch ", "torch.load"):
+        assert told in done.stdout
+
+
+def test_a_session_without_it_touches_no_import_and_says_what_to_do() -> None:
+    bootstrap = sys.modules["_frozen_importlib"]
+    before = bootstrap._find_and_load
+    session = instrument.start(loads("", environ={}))
+    assert session is not None
+    try:
+        assert bootstrap._find_and_load is before
+        text = session.summary(views=["startup"])
+        assert "`startup: auto` in the profile times them" in text
+        assert "No request has ended." in text
+    finally:
+        process.stop()
+    assert not RECORDER.on
+
+
+def test_a_reload_cannot_begin_it_and_says_why() -> None:
+    session = instrument.start(loads("", environ={}))
+    assert session is not None
+    try:
+        done = session.reload(loads("startup: auto", environ={}))
+        assert done.refused == ("startup keeps its value until a restart: what it is about has begun by then",)
+    finally:
+        process.stop()
