@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from trees import outline, tree_of
 import instrument
 from instrument import StateError, chrome, profiled, scope
 from instrument.errors import ProfileError
-from instrument.faces import fluid, minicaffe, paddle
+from instrument.faces import fluid, minicaffe, paddle, singa, theano
 from instrument.handlers import Window
 from instrument.profile import loads
 from instrument.window import State
@@ -368,9 +370,171 @@ class TestMiniCaffe:
         assert abs(minicaffe.now() - minicaffe.now()) < 10**6
 
 
+class TestSinga:
+    def test_operators_are_printed_in_order_and_divide_by_the_iterations_that_were_timed(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        device = singa.Device()
+        device.SetVerbosity(2)
+        device.SetSkipIteration(2)
+        for _ in range(5):
+            with scope("conv", kind="op"):
+                work()
+            with scope("all_reduce", kind="comm"):
+                pass
+            device.EndIteration()
+        device.PrintTimeProfiling()
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:2] == ["", "Time Profiling:"]
+        assert [line.split(" : ")[0] for line in lines[2:-1]] == ["OP_ID0. conv", "OP_ID1. work", "OP_ID2. all_reduce"]
+        assert all(line.endswith(" sec") for line in lines[2:-1])
+        assert lines[-1] == "Timed iterations: 3"
+        device.SetVerbosity(3)
+        device.PrintTimeProfiling()
+        assert [line.split(" : ")[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == ["OP_ID2. all_reduce"]
+        device.SetVerbosity(0)
+        with pytest.raises(StateError, match="asked to print the time profiling with verbosity 0"):
+            device.PrintTimeProfiling()
+        with pytest.raises(StateError, match="no session runs"):
+            instrument.session()
+
+    def test_verbosity_1_is_forward_and_backward_of_the_iterations_that_were_timed(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        device = singa.Device()
+        device.SetVerbosity(1)
+        device.SetSkipIteration(1)
+        for index in range(4):
+            with scope("forward", kind="phase"):
+                time.sleep(0.5 if index == 0 else 0.01)
+            with scope("backward", kind="phase"):
+                time.sleep(0.02)
+            device.EndIteration()
+        device.PrintTimeProfiling()
+        device.SetVerbosity(0)
+        *_, forward, backward, timed = capsys.readouterr().out.splitlines()
+        assert forward.startswith("Forward Propagation Time : ")
+        assert backward.startswith("Backward Propagation Time : ")
+        assert 0.01 <= float(forward.split()[-2]) < 0.1  # the one of 0.5 s is not timed
+        assert float(backward.split()[-2]) >= 0.02
+        assert timed == "Timed iterations: 3"
+
+    def test_bad_numbers_are_told(self) -> None:
+        with pytest.raises(ProfileError, match="SetVerbosity: found 4; allowed: 0, 1, 2, 3"):
+            singa.Device().SetVerbosity(4)
+        with pytest.raises(ProfileError, match="SetSkipIteration: found -1; allowed: a whole number from 0"):
+            singa.Device().SetSkipIteration(-1)
+
+
+class TestTheano:
+    def test_a_function_has_a_profile_of_what_runs_within_its_calls(self) -> None:
+        @theano.function(profile=True)
+        def outer() -> None:
+            work()
+            work()
+
+        outer()
+        work()  # not within it
+        assert (outer.profile.calls, outer.profile.call_ns > 0) == (1, True)
+        lines = outer.profile.summary().splitlines()
+        assert lines[:2] == ["Function profiling", "=================="]
+        assert re.fullmatch(r"  Message: test_faces\.py:\d+", lines[2])
+        text = "\n".join(lines)
+        for heading in ("Classes Report", "Ops Report", "Instances Report"):
+            assert heading in text
+        assert any(re.match(r"work .* 2 +1$", line) for line in lines)  # of the calls within it alone
+        instrument.stop()
+
+    def test_functions_that_share_an_object_have_one_profile_and_calls_of_one_another_count_once(self) -> None:
+        both = theano.ProfileStats("both")
+
+        @theano.function(profile=both)
+        def inner() -> None:
+            work()
+
+        @theano.function(profile=both, name="other")
+        def outer() -> None:
+            inner()
+
+        outer()
+        inner()
+        assert outer.profile is inner.profile is both
+        assert both.calls == 2
+        assert "  Message: both" in both.summary()
+        instrument.stop()
+
+    def test_nothing_is_recorded_where_no_profile_is_asked_for_and_a_wrong_one_is_told(self) -> None:
+        assert theano.function(profile=False)(work) is work
+        with pytest.raises(ProfileError, match="function: profile: found 7; allowed: True, False, a message, a Prof"):
+            theano.function(profile=7)  # type: ignore[arg-type]
+
+    def test_all_profiles_and_their_sum_are_printed_when_the_interpreter_exits(self) -> None:
+        program = """
+from instrument.faces import theano
+
+@theano.function(profile="slow one")
+def slow():
+    sum(range(200_000))
+
+@theano.function(profile="quick one")
+def quick():
+    slow()
+
+@theano.function(profile="never called")
+def never():
+    pass
+
+quick()
+slow()
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stderr.index("Skipping empty Profile: never called") < done.stderr.index("Message: ")
+        assert done.stderr.index("Message: slow one") < done.stderr.index("Message: quick one")
+        (total,) = re.findall(r"Sum of all\(2\) printed profiles at exit", done.stderr)
+        of_sum = done.stderr.partition(total)[2]
+        assert "all functions" in of_sum
+        assert done.stdout == ""
+
+
+def readme_rows() -> list[tuple[str, list[tuple[str, str]]]]:
+    """The systems of the migration tables of the README, with the old line and ours of each row."""
+    section = (Path(__file__).parent.parent / "README.md").read_text().partition("## From another profiler\n")[2]
+    systems: list[tuple[str, list[tuple[str, str]]]] = []
+    for line in section.partition("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if not line.startswith("|") or line.startswith("|---"):
+            continue
+        if not cells[0].startswith("`"):
+            systems.append((cells[0], []))
+            continue
+        systems[-1][1].append((cells[0].strip("`"), cells[1].strip("`")))
+    return systems
+
+
+FACES = ["Paddle fluid", "Paddle", "SINGA", "Mini-Caffe"]
+"""Whose old lines are the same but for the import; graphs of Theano are not, and that cannot be installed any more."""
+
+
+def test_the_readme_has_a_table_for_every_system() -> None:
+    assert [name for name, _ in readme_rows()] == [*FACES, "Theano"]
+
+
+@pytest.mark.parametrize(
+    ("system", "is_ours"), [*[(name, False) for name in FACES], *[(name, True) for name in [*FACES, "Theano"]]]
+)
+def test_every_line_of_the_readmes_tables_runs(system: str, is_ours: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = dict(readme_rows())[system]
+    assert len(rows) >= 4
+    names: dict[str, Any] = {"work": work, "y": work}
+    for old, ours in rows:
+        exec(ours if is_ours or old.startswith(("from ", "import ")) else old, names)
+    capsys.readouterr()
+    instrument.stop()
+
+
 def test_switched_off_by_the_environment_the_old_calls_do_nothing_and_fail_at_nothing() -> None:
     program = """
-from instrument.faces import fluid, minicaffe, paddle
+from instrument.faces import fluid, minicaffe, paddle, singa
 with fluid.profiler("All", "total", "profile"):
     pass
 with paddle.Profiler(scheduler=(0, 1)) as p, paddle.RecordEvent("x"):

@@ -120,6 +120,22 @@ def test_phases_that_cross_count_each_instant_once_and_others_is_never_negative(
     assert totals(trace) == {"step": (1, 20.0), "forward": (1, 15.0), "backward": (1, 5.0), "others": (None, 0.0)}
 
 
+def test_steps_to_be_skipped_are_in_no_row_by_the_number_that_they_bear_or_else_by_their_begin() -> None:
+    trace = made(
+        (STEP, 0, 10), (site("forward"), 0, 9), (STEP, 10, 30), (site("forward"), 10, 18), (STEP, 30, 40),
+        (site("forward"), 30, 34),
+    )  # fmt: skip
+    use = view(trace, skip_first=1)
+    assert (use.timed, use.skipped) == (2, 1)
+    assert totals(trace, skip_first=1) == {"step": (2, 30.0), "forward": (2, 12.0), "others": (None, 18.0)}
+    assert view(trace, skip_first=3).rows == ()
+    assert "No step was left: 3 were recorded" in text_of(view(trace, skip_first=3))
+    for number, span in enumerate([span for span in trace.spans if span.site is STEP], 7):
+        span.attributes = {"step": number}
+    assert (view(trace, skip_first=8).timed, view(trace, skip_first=8).skipped) == (2, 8)
+    assert (view(trace, skip_first=5).timed, view(trace, skip_first=5).skipped) == (3, 7)
+
+
 def test_averages_are_of_whole_steps_and_say_how_many_came_before() -> None:
     trace = made(
         (STEP, 0, 10), (site("forward"), 0, 4), (STEP, 10, 30), (site("forward"), 10, 18), (STEP, 30, 40),

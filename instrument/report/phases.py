@@ -79,6 +79,8 @@ class Phases:
     def lines(self) -> list[str]:
         """The text."""
         lines = [*title("Phases Report"), *self.coverage]
+        if not self.rows and self.skipped:
+            return [*lines, "", f"No step was left: {self.skipped} were recorded, and all of them were to be skipped."]
         if not self.rows:
             return [
                 *lines,
@@ -153,18 +155,19 @@ class Phases:
 
 
 def phases(recording: Recording, options: Options) -> Phases:
-    """The view of the spans that are held. `state`, `rows`, `least_ns` and `unit` mean something to it.
+    """The view of the spans that are held. `state`, `rows`, `least_ns`, `skip_first` and `unit` mean something to it.
 
-    `rows` and `least_ns` leave the phases with most time; the order is that of a step. n log n for n phases.
+    `rows` and `least_ns` leave the phases with most time; the order is that of a step. `skip_first` leaves out the
+    first steps of each thread, by the number that a step bears or else by their begin. n log n for n phases.
     """
     trace = recording.trace
-    found = _Found(trace)
+    found = _Found(trace, options.skip_first)
     shares = _Shares(found)
     told = tuple(coverage(trace))
-    if not shares.own_ns and not found.beside:
-        return Phases(told, found.of, 0, 0, 0, (), {}, 0, 0, options)
-    streams = _Streams(found, shares)
     units = [unit for line in found.lines for unit in line.units]
+    if not units or (not shares.own_ns and not found.beside):
+        return Phases(told, found.of, 0, found.skipped, 0, (), {}, 0, 0, options)
+    streams = _Streams(found, shares)
     lengths = [end - start for start, end, _, _ in units]
     base_ns = sum(lengths)
     rest_ns = base_ns - sum(sum(own) for own in shares.own_ns.values())
@@ -179,7 +182,7 @@ def phases(recording: Recording, options: Options) -> Phases:
         coverage=told,
         of=found.of,
         timed=shares.whole * is_counted,
-        skipped=min((number for _, _, _, number in units), default=0),
+        skipped=max(min((number for _, _, _, number in units), default=0), found.skipped),
         cut=(len(units) - shares.whole) * is_counted,
         rows=(unit_row, *_shown(rows, options, base_ns, streams.base_ns), others),
         mean_ns=shares.means() if is_counted else {},
@@ -267,10 +270,10 @@ def _in_turn(calls: Sequence[tuple[int, int, int]], places: Iterable[int]) -> It
 class _Found:
     """What a trace holds: the lines of steps, requests or the window, their phases, and what has device time.
 
-    `beside` are the lengths of calls of phases that have no line.
+    `beside` are the lengths of calls of phases that have no line, `skipped` is how many first steps were left out.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, skip_first: int) -> None:
         steps: list[Span] = []
         requests: list[Span] = []
         calls: list[Span] = []
@@ -298,10 +301,13 @@ class _Found:
         requests = [span for span in requests if _reaches_into(span, trace.held)]
         self.of = "step" if steps else "request" if requests else "window"
         self._by_key: dict[int, _Line] = {}
+        self.skipped = 0
         if steps:
             count = 0
             for thread_id, own in steps_of(steps).items():
-                units = [_unit(span, trace.held) for span in own]
+                timed = [span for index, span in enumerate(own) if _number(span, index) >= skip_first]
+                self.skipped += len(own) - len(timed)
+                units = [_unit(span, trace.held) for span in timed]
                 self._by_key[thread_id] = _Line(units, count)
                 count += len(units)
         elif requests:
@@ -337,13 +343,17 @@ def _reaches_into(span: Span, window: Interval) -> bool:
     return span.start_ns < window[1] and span.end_ns > window[0]
 
 
+def _number(span: Span, otherwise: int) -> int:
+    """The number that a step bears."""
+    number = span.attributes.get("step")
+    return number if isinstance(number, int) and not isinstance(number, bool) else otherwise
+
+
 def _unit(span: Span, window: Interval) -> _Unit:
     """A step or request as far as it lies in the part of the window of which every span is held."""
-    number = span.attributes.get("step")
     first, last = window
     is_whole = not span.clipped and first <= span.start_ns and span.end_ns <= last
-    is_number = isinstance(number, int) and not isinstance(number, bool)
-    return max(span.start_ns, first), min(span.end_ns, last), is_whole, number if is_number else 0  # type: ignore[return-value]
+    return max(span.start_ns, first), min(span.end_ns, last), is_whole, _number(span, 0)
 
 
 class _Shares:

@@ -1,0 +1,155 @@
+"""The profiles of Theano: one for each function and their sum, printed when the interpreter exits.
+
+``@function(profile=True)`` stands for ``theano.function(..., profile=True)``: what runs within the calls of the Python
+function is its profile, and the views `classes`, `ops` and `instances` are its sections Class, Ops and Apply. The first
+such function begins a session where none runs. Differences: times are self times of spans in place of thunks, and
+nothing is compiled. Functions that call each other have what their own calls took; their sum counts that once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from instrument import process
+from instrument.errors import FAULTS, ProfileError, StateError
+from instrument.probes.functions import profiled, site_on
+from instrument.report.summary import made
+from instrument.report.table import safe
+from instrument.report.view import Options, Recording
+from instrument.spans import Site, Trace
+from instrument.steps import join
+from instrument.tally import Tally
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SECTIONS = ("classes", "ops", "instances")
+ROWS = 20
+SUM = Site("all functions")
+"""Stands for every function in their sum."""
+
+
+class ProfileStats:
+    """The profile of a function, or of all functions that were given this object.
+
+    `message` names it, else the place of the first function. `calls` and `call_ns` are exact, whatever the rings hold.
+    """
+
+    def __init__(self, message: str | None = None) -> None:
+        self.message = message
+        self._sites: list[Site] = []
+
+    def _add(self, site: Site) -> None:
+        self._sites.append(site)
+        if self.message is None:
+            self.message = f"{os.path.basename(site.file)}:{site.line}"  # noqa: PTH119 - of a text
+
+    @property
+    def calls(self) -> int:
+        """Calls of the functions, but not those from one of them."""
+        return sum(row.totals.calls for row in self._tally().rows() if len(row.path) == 1)
+
+    @property
+    def call_ns(self) -> int:
+        """Time in these calls, in ns."""
+        return sum(row.totals.total_ns for row in self._tally().rows() if len(row.path) == 1)
+
+    def summary(self, *, rows: int = ROWS) -> str:
+        """The profile as text, `rows` in each section. Raises `StateError` where no session runs."""
+        lines = ["Function profiling", "==================", f"  Message: {safe(self.message or '')}", ""]
+        return "\n".join([*lines, *_sections(self._tally(), rows)]) + "\n"
+
+    def _tally(self) -> Tally:
+        return _below(process.session().tally(), self._sites)
+
+
+_profiles: list[ProfileStats] = []
+_lock = threading.RLock()
+
+
+def function(*, profile: bool | str | ProfileStats = True, name: str | None = None) -> Callable[[Function], Function]:
+    """A decorator whose result has its `profile`: one of its own, by a message, or one that functions share.
+
+    `name` is that of its spans, else the function's own. `profile=False` records nothing.
+    """
+    if not isinstance(profile, (bool, str, ProfileStats)):
+        raise ProfileError([f"function: profile: found {profile!r}; allowed: True, False, a message, a ProfileStats"])
+    if profile is False:
+        return lambda target: target
+    stats = (
+        profile if isinstance(profile, ProfileStats) else ProfileStats(profile if isinstance(profile, str) else name)
+    )
+
+    def decorate(target: Function) -> Function:
+        recorded = profiled(name)(target) if name else profiled(target)
+        site = site_on(recorded)
+        if site is None:
+            return recorded  # switched off by the environment
+        stats._add(site)
+        recorded.profile = stats  # type: ignore[attr-defined]
+        with _lock:
+            if stats not in _profiles:
+                _profiles.append(stats)
+            _begin()
+        return recorded
+
+    return decorate
+
+
+def _begin() -> None:
+    try:
+        process.session()
+    except StateError:
+        join(None)
+    atexit.unregister(_print_at_exit)
+    atexit.register(_print_at_exit)  # before the session's own end, which was registered earlier
+
+
+def _print_at_exit() -> None:
+    try:
+        process.session()
+        sys.stderr.write(report())
+    except StateError:
+        pass  # it was stopped before, and said what it was asked to say
+    except Exception as fault:
+        FAULTS.note("profiles at exit", fault)
+
+
+def report() -> str:
+    """Each profile, that with most time in calls first, and their sum; what is printed at exit."""
+    with _lock:
+        profiles = sorted(_profiles, key=lambda stats: stats.call_ns, reverse=True)
+    called = [stats for stats in profiles if stats.calls]
+    texts = [f"Skipping empty Profile: {safe(stats.message or '')}\n" for stats in profiles if not stats.calls]
+    texts += [stats.summary() for stats in called]
+    if len(called) > 1:
+        lines = [f"Sum of all({len(called)}) printed profiles at exit", ""]
+        tally = _below(process.session().tally(), [site for stats in called for site in stats._sites], SUM)
+        texts.append("\n".join([*lines, *_sections(tally, ROWS)]) + "\n")
+    return "\n".join(texts)
+
+
+def _sections(tally: Tally, rows: int) -> list[str]:
+    recording = Recording(lambda: tally, _no_trace)
+    views = made(SECTIONS, recording, Options(rows=rows, sorted_by="total"))
+    return [line for view in views.values() for line in view.lines()]
+
+
+def _no_trace() -> Trace:
+    raise AssertionError("these views are made of a tally alone")
+
+
+def _below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
+    """The part of a tally that lies in calls of these sites, below the outermost of them, or `root` in its place."""
+    keys = {site.key for site in sites}
+    part = Tally(tally.threads)
+    for row in tally.rows():
+        first = next((depth for depth, site in enumerate(row.path) if site.key in keys), None)
+        if first is not None:
+            path = row.path[first:]
+            part.totals(path if root is None else (root, *path[1:]), row.thread_id).merge(row.totals)
+    return part
