@@ -1,12 +1,13 @@
 """Loads damaged trace files and profiles, as many as asked for: `python tests/fuzz_traces.py [inputs] [seed]`.
 
-Whatever comes out must be a trace or a `TraceError`, the same from both twins of the reader, in bounded memory.
-Exits with 1 and says which input it was if not. The inputs are those of the seed; each is written to a
-file, as `load` reads one.
+Whatever comes out must be a trace or a `TraceError`, the same from both twins of the reader, in bounded memory, and
+every view can be made of what is a trace. Exits with 1 and says which input it was if not. The inputs are those of the
+seed; each is written to a file for `load`.
 """
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import random
@@ -22,17 +23,23 @@ from typing import Any
 from instrument import chrome, profile
 from instrument.chrome import reading
 from instrument.errors import ProfileError, TraceError
+from instrument.profile import SORT_KEYS, VIEWS
+from instrument.report.summary import summary, summary_document
+from instrument.report.view import Options, Recording
 from instrument.spans import Cost, DeviceInterval, Gpu, Origin, RemoteParent, Sample, Site, Span, Trace, by_start
 from instrument.tally import Tally
 
 MOST_BYTES = 500 << 20
 SLOWEST_S = 20.0
+VIEWS_EACH = 5
+"""Of how many inputs the views are made once."""
 
 JUNK: list[Any] = [
     None, True, False, 0, -1, 1, 1.5, -0.0, 7, 10**11, 10**12, 10**13, 2**31, 2**53, 2**62, 2**63 - 1, -(2**63), 2**63,
     2**64, 10**400, 1e308, 1e-320, "", "X", "b", "e", "0x5", "\x00", "\ud800", "\u00e9", "\U0001f600", [], [[]], [1],
     {}, {"name": 5}, {"local": "0x1"}, {"local": 7}, [[-1, 0]], [[0, 0]],
 ]  # fmt: skip
+ATTRIBUTES = {"bytes": 64, "route": "/a", "ok": True, "x": 1.5}
 BYTES = [b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"\x00", b"\xff", b"\xc3", b"0", b"9", b"-", b".", b"e", b" "]
 
 
@@ -135,7 +142,7 @@ def changed_document(chance: random.Random, text: bytes) -> bytes:
                     source = source[key]
             inner[last] = json.loads(json.dumps(source))
         else:
-            inner[last] = chance.choice(JUNK)
+            inner[last] = copy.deepcopy(chance.choice(JUNK))
     style: dict[str, Any] = chance.choice([{}, {"separators": (",", ":")}, {"indent": 1}, {"ensure_ascii": False}])
     return json.dumps(found, **style).encode("utf-8", "surrogatepass")
 
@@ -212,6 +219,10 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
             if native is not None:
                 reading._native = None
                 assert outcome(path) == first, "the twins differ"
+            if first[0] == "loaded" and number % VIEWS_EACH == 0:
+                recording = Recording.of_trace(*chrome.load(path))
+                summary(VIEWS, recording, Options(sorted_by=chance.choice(SORT_KEYS), rows=chance.choice([None, 1])))
+                json.dumps(summary_document(VIEWS, recording, Options()), allow_nan=False)
         except BaseException:
             kept = Path(tempfile.gettempdir(), f"instrument-fuzz-{seed}-{number}")
             kept.write_bytes(data)
@@ -246,7 +257,7 @@ def main() -> None:
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     with tempfile.TemporaryDirectory() as folder:
         traces = fuzz_traces(Path(folder), count, seed)
-        profiles = fuzz_profiles(Path(folder), count // 100, seed)
+        profiles = fuzz_profiles(Path(folder), count // 10, seed)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     for what, found in (("traces", traces), ("profiles", profiles)):
         print(f"{what}: {found.total()} inputs, {found['loaded']} loaded, {found['refused']} refused")

@@ -123,7 +123,7 @@ def overview(recording: Recording, options: Options) -> Overview:
 
     kinds = [KindUse(kind, stretches.count, *facts(stretches)) for kind, stretches in found.kinds.items()]
     by_calls = SortKey.of(options).column == "calls"
-    kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns, KINDS.index(use.kind)))
+    kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns, _place(use.kind)))
     devices = [
         DeviceWork(device, work, stretches.count, *facts(stretches)) for device, work, stretches in found.by_work()
     ]
@@ -135,6 +135,11 @@ def overview(recording: Recording, options: Options) -> Overview:
         tuple(devices) if options.state != "CPU" else (),
         options,
     )
+
+
+def _place(kind: str) -> int:
+    """The place of a kind among the others; a file may name one that there is not."""
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
 class _Stretches:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The native recorder under the sanitisers of gcc: `bash tests/bench/sanitise.sh [address|thread] [pytest options]`.
+# The native parts under the sanitisers of gcc: `bash tests/bench/sanitise.sh [address|thread] [pytest options]`.
 #
-#   address   (the default) AddressSanitizer and UndefinedBehaviorSanitizer over the tests of the recorder: reads and
+#   address   (the default) AddressSanitizer and UndefinedBehaviorSanitizer over the tests of the recorder and of traces: reads and
 #             writes outside of what is allocated or after it was freed, overflow of signed integers, misaligned or null
 #             pointers. Leaks are not looked for: the interpreter itself leaves memory behind at its end.
 #   thread    ThreadSanitizer over the stress of the ring. The GIL is a mutex that it knows, so what it proves is that
@@ -18,8 +18,8 @@ python=${PYTHON:-python3}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-cp -r instrument tests pyproject.toml "$folder"
-rm -f "$folder"/instrument/_recorder*.so
+cp -r instrument tests configs pyproject.toml "$folder"
+find "$folder" -name '*.so' -delete
 suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 case $mode in
@@ -27,8 +27,10 @@ case $mode in
     thread) flags=(-fsanitize=thread) libraries=(libtsan.so) ;;
     *) echo "sanitise.sh: found mode '$mode'; allowed: address, thread" >&2; exit 2 ;;
 esac
-gcc -O1 -g -fno-omit-frame-pointer "${flags[@]}" -Wno-cast-function-type -shared -fPIC -I"$include" \
-    instrument/_recorder.c -o "$folder/instrument/_recorder$suffix"
+for part in _recorder _spans chrome/_reading chrome/_slices; do
+    gcc -O1 -g -fno-omit-frame-pointer "${flags[@]}" -Wno-cast-function-type -shared -fPIC -I"$include" \
+        "instrument/$part.c" -o "$folder/instrument/$part$suffix"
+done
 preload=
 for library in "${libraries[@]}"; do
     preload+="$(realpath "$(gcc -print-file-name="$library")") "
@@ -43,18 +45,22 @@ export PYTHONMALLOC=malloc INSTRUMENT_SANITISED=$mode
 export ASAN_OPTIONS=detect_leaks=0:log_path=$findings:exitcode=86:allocator_may_return_null=1
 export UBSAN_OPTIONS=print_stacktrace=1:log_path=$findings:exitcode=86
 export TSAN_OPTIONS=log_path=$findings:exitcode=86:report_signal_unsafe=0
-LD_PRELOAD=$preload "$python" -c 'from instrument.recorder import Recorder; assert Recorder.native, "not the native one"'
-tests=(tests/test_recorder.py tests/test_recorder_faults.py tests/test_programs.py tests/test_functions.py tests/test_capture.py)
+LD_PRELOAD=$preload "$python" -c 'from instrument import native; assert not native.why_missing(), native.why_missing()'
+tests=(tests/test_recorder.py tests/test_recorder_faults.py tests/test_programs.py tests/test_functions.py tests/test_capture.py
+    tests/test_spans.py tests/test_tally.py tests/test_chrome.py)
 only=(--deselect "tests/test_functions.py::test_off_by_environment_returns_the_very_function_and_records_nothing"
-    -k "not pure and not greenlet")
+    -k "not pure and not greenlet and not bomb and not never_in_memory")
 # That test's process has no environment, and with that no sanitiser. Greenlets copy whole stacks, which AddressSanitizer
-# takes for an overrun.
+# takes for an overrun. What bounds memory is measured without.
 if [ "$mode" = thread ]; then
     tests=(tests/test_recorder_faults.py)
     only=(-k "stress and native")
 fi
 status=0
 LD_PRELOAD=$preload "$python" -X faulthandler -m pytest -q -p no:cacheprovider "${tests[@]}" "${only[@]}" "$@" || status=$?
+if [ "$mode" = address ]; then
+    LD_PRELOAD=$preload "$python" -X faulthandler tests/fuzz_traces.py 5000 || status=$?
+fi
 for file in "$findings".*; do
     [ -e "$file" ] || continue
     status=1

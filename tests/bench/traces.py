@@ -1,0 +1,140 @@
+"""What saved traces cost, a million spans on threads and as many in tasks: `python tests/bench/traces.py [N]`.
+
+Writing and reading are timed in processes of their own, whose peak memory is that of the interpreter, the trace and the
+work. The first write of a file also pays the system for memory that was never touched, so the best of three counts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+SPANS = 1_000_000
+OPEN_TASKS = 16
+TARGETS = {"write .json": 0.5, "write .json.gz": 1.3, "bytes .json.gz": 25.0, "report s": 3.0, "report MB": 400.0}
+
+
+def make(count: int, in_tasks: bool) -> Any:
+    """A service's trace: requests of steps of layers, on four threads, or in sixteen tasks at a time on one."""
+    from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
+
+    chance = random.Random(1)
+    request = Site("POST /chat", "request" if in_tasks else "op", "chat.server", "handle", "server.py", 10)
+    step = Site("engine.step", "op", "chat.engine", "Engine.step", "engine.py", 30)
+    layers = [Site("Linear", "layer", instance=f"model.layers.{i}.mlp", device=True) for i in range(2)]
+    lanes = OPEN_TASKS if in_tasks else 4
+    now = [10**12] * lanes
+    nodes: list[tuple[int, int, int | None, Any, int]] = []  # start, lane, place of the parent, site, end
+    trees: list[tuple[int, int]] = []
+    while len(nodes) < count:
+        lane = chance.randrange(lanes)
+        at, first = now[lane], len(nodes)
+        nodes.append((at, lane, None, request, 0))
+        for _ in range(8):
+            at += chance.randrange(500, 5000)
+            own = len(nodes)
+            nodes.append((at, lane, first, step, 0))
+            for layer in layers:
+                at += chance.randrange(100, 900)
+                end = at + chance.randrange(3000, 40000)
+                nodes.append((at, lane, own, layer, end))
+                at = end
+            at += chance.randrange(100, 900)
+            nodes[own] = (*nodes[own][:4], at)
+        nodes[first] = (*nodes[first][:4], at + 700)
+        now[lane] = at + chance.randrange(2000, 90000)
+        trees.append((first, chance.randrange(1 << 20) * 64 + 140 * 10**12))
+    nodes = nodes[:count]
+    ids = {place: number for number, place in enumerate(sorted(range(len(nodes)), key=lambda i: nodes[i][0]), start=1)}
+    inside = [0] * len(nodes)
+    for start, _, parent, _, end in nodes:
+        if parent is not None:
+            inside[parent] += end - start
+    spans = []
+    firsts = iter(trees)
+    root, task, following = 0, 0, next(firsts)
+    for place, (start, lane, parent, site, end) in enumerate(nodes):
+        if following is not None and place == following[0]:
+            root, task = following
+            following = next(firsts, (-1, 0))
+        facts = {"http.route": "/chat", "http.status_code": 200} if parent is None and in_tasks else {}
+        device = ()
+        if site in layers and chance.random() < 0.1:
+            device = (DeviceInterval(0, 7, start + 100, end + 500),)
+        parent_id = 0 if parent is None else ids[parent]
+        identity = ids[place], parent_id, ids[root], 100 if in_tasks else 100 + lane, task if in_tasks else 0
+        spans.append(
+            Span(site, *identity, start, end, end - start, end - start - inside[place], attributes=facts, device=device)
+        )
+    threads = {100 + lane: f"worker-{lane}" for lane in range(1 if in_tasks else 4)}
+    origin = Origin(1234, "chat", 10**12, 1_700_000_000 * 10**9)
+    return Trace(origin, 10**12, max(span.end_ns for span in spans), spans, threads)
+
+
+def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
+    from instrument import chrome
+    from instrument.tally import Tally
+
+    trace = make(count, in_tasks)
+    started = time.perf_counter()
+    tally = Tally.of_spans(trace.spans, trace.threads)
+    found = {"tally s": time.perf_counter() - started}
+    for suffix in (".json", ".json.gz"):
+        best = float("inf")
+        for _ in range(3):
+            started = time.perf_counter()
+            written = chrome.dump(path + suffix, trace, tally)
+            best = min(best, time.perf_counter() - started)
+        found[f"write {suffix}"] = best / count * 1e6
+        found[f"bytes {suffix}"] = written.stat().st_size / count
+    return found
+
+
+def measured(command: list[str]) -> tuple[float, float]:
+    """Seconds and peak MB of a process, the better of two runs."""
+    runs = []
+    for _ in range(2):
+        started = time.perf_counter()
+        child = "import resource, runpy, sys; sys.argv = sys.argv[1:]"
+        child += "\ntry: runpy.run_module('instrument', run_name='__main__')"
+        child += "\nfinally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+        done = subprocess.run([sys.executable, "-c", child, *command], capture_output=True, text=True, check=True)
+        runs.append((time.perf_counter() - started, int(done.stderr.split()[-1]) / 1e3))
+    return min(runs)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--write"]:
+        print(json.dumps(write(int(sys.argv[2]), sys.argv[3] == "tasks", sys.argv[4])))
+        return
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else SPANS
+    rows: list[tuple[str, str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("threads", "tasks"):
+            path = f"{folder}/{kind}"
+            command = [sys.executable, __file__, "--write", str(count), kind, path]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            rows += [(kind, what, value) for what, value in json.loads(done.stdout).items()]
+            for suffix in (".json", ".json.gz"):
+                for view in ("events", "device", "copies"):
+                    seconds, megabytes = measured(["instrument", "report", path + suffix, "--view", view])
+                    rows += [
+                        (kind, f"report s {view} {suffix}", seconds),
+                        (kind, f"report MB {view} {suffix}", megabytes),
+                    ]
+    print(f"{count} spans; write in us a span, bytes a span")
+    print(f"{'trace':<10}{'what':<34}{'found':>10}{'target':>10}")
+    for kind, what, value in rows:
+        target = next(
+            (f"{limit:g}" for name, limit in TARGETS.items() if what == name or what.startswith(f"{name} ")), ""
+        )
+        print(f"{kind:<10}{what:<34}{value:>10.2f}{target:>10}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Damaged files by the ten thousand are traces or `TraceError`, the same from both twins, in bounded memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_damaged_files_load_or_are_refused_by_both_twins_alike() -> None:
+    # A process of its own, because its memory is measured.
+    command = [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fuzz_traces.py")), "20000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "traces: 20000 inputs" in done.stdout
