@@ -3237,6 +3237,16 @@ static PyTypeObject AsyncStepType = {
     .tp_methods = AsyncStep_methods,
 };
 
+/* What the generator's own finaliser calls: ours tells the event loop. */
+static PyObject *
+leave_to_us(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(generator))
+{
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef leave_to_us_method = {"leave_to_us", leave_to_us, METH_O, NULL};
+static PyObject *left_to_us;
+
 /* The generator's method is called where no event loop listens: the loop is told of us, who stand for it, as it would
  * have been told of the generator. */
 static PyObject *
@@ -3252,7 +3262,9 @@ call_unheard(AsyncGenerator *self, PyObject *name, PyObject *args)
         self->has_hooks = 1;
         firstiter = state->async_gen_firstiter;
         finaliser = state->async_gen_finalizer;
-        state->async_gen_firstiter = state->async_gen_finalizer = NULL;
+        state->async_gen_firstiter = NULL;
+        /* In a cycle the collector may come to the generator first, which would close itself on the spot. */
+        state->async_gen_finalizer = finaliser == NULL ? NULL : left_to_us;
     }
     PyObject *awaitable = PyObject_CallObject(method, args);
     Py_DECREF(method);
@@ -3341,6 +3353,14 @@ AsyncGenerator_traverse(AsyncGenerator *self, visitproc visit, void *arg)
     return 0;
 }
 
+static int
+AsyncGenerator_clear(AsyncGenerator *self)
+{
+    Py_CLEAR(self->generator);
+    Py_CLEAR(self->finaliser);
+    return 0;
+}
+
 /* As a generator's own: the event loop closes it, or, without one, the generator closes itself. */
 static void
 AsyncGenerator_finalize(AsyncGenerator *self)
@@ -3426,6 +3446,7 @@ static PyTypeObject AsyncGeneratorType = {
     .tp_dealloc = (destructor)AsyncGenerator_dealloc,
     .tp_finalize = (destructor)AsyncGenerator_finalize,
     .tp_traverse = (traverseproc)AsyncGenerator_traverse,
+    .tp_clear = (inquiry)AsyncGenerator_clear,
     .tp_repr = (reprfunc)AsyncGenerator_repr,
     .tp_getattro = (getattrofunc)AsyncGenerator_getattro,
     .tp_weaklistoffset = offsetof(AsyncGenerator, weak_references),
@@ -4650,6 +4671,8 @@ execute(PyObject *made)
     for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++)
         if ((*texts[i].kept = PyUnicode_InternFromString(texts[i].text)) == NULL)
             return -1;
+    if (left_to_us == NULL && (left_to_us = PyCFunction_New(&leave_to_us_method, NULL)) == NULL)
+        return -1;
     if (PyModule_AddObjectRef(made, "Core", (PyObject *)&CoreType) < 0 ||
         PyModule_AddObjectRef(made, "Frame", (PyObject *)&FrameType) < 0 ||
         PyModule_AddObjectRef(made, "Function", (PyObject *)&FunctionType_) < 0 ||

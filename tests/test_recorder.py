@@ -369,6 +369,142 @@ def test_an_async_generator_behaves_as_without_us_when_sent_to_thrown_into_and_c
     assert [span.error for span in recorder.spans()] == [None, None]
 
 
+async def _given_up(make: Any, box: list[Any]) -> None:
+    generator = make(box)
+    await generator.__anext__()
+    del generator
+    gc.collect()
+    await asyncio.sleep(0.001)
+
+
+async def _given_up_in_a_cycle(make: Any, box: list[Any]) -> None:
+    own = [*box]
+    generator = make(own)
+    own.append(generator)
+    await generator.__anext__()
+    del generator, own
+    gc.collect()
+    await asyncio.sleep(0.001)
+
+
+async def _held_until_the_loop_ends(make: Any, box: list[Any]) -> None:
+    box.append(make(box))
+    await box[-1].__anext__()
+
+
+async def _left_by_break(make: Any, box: list[Any]) -> None:
+    async for _ in make(box):
+        break
+    gc.collect()
+    await asyncio.sleep(0.001)
+
+
+async def _cancelled_in_a_step(make: Any, box: list[Any]) -> None:
+    async def wait(generator: Any) -> None:
+        async for number in generator:
+            box.append(number)
+
+    generator = make(box)
+    task = asyncio.create_task(wait(generator))
+    await asyncio.sleep(0.001)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    with contextlib.suppress(StopAsyncIteration):
+        await generator.__anext__()
+
+
+async def _closed_by_another_task_in_a_step(make: Any, box: list[Any]) -> None:
+    generator = make(box)
+    step = asyncio.create_task(generator.__anext__())
+    await asyncio.sleep(0)
+    await step
+    step = asyncio.ensure_future(generator.asend(None))
+    await asyncio.sleep(0)
+    try:
+        await generator.aclose()
+    except RuntimeError as error:
+        box.append(str(error))
+    step.cancel()
+    with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+        await step
+
+
+async def _a_step_that_is_never_awaited(make: Any, box: list[Any]) -> None:
+    generator = make(box)
+    await generator.__anext__()
+    generator.__anext__()
+    await generator.aclose()
+
+
+@pytest.mark.parametrize(
+    "drive",
+    [
+        _given_up, _given_up_in_a_cycle, _held_until_the_loop_ends, _left_by_break, _cancelled_in_a_step,
+        _closed_by_another_task_in_a_step, _a_step_that_is_never_awaited,
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:coroutine method 'asend':RuntimeWarning")
+def test_an_async_generator_that_does_not_come_to_its_end_closes_as_without_us(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch, drive: Any
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: events.append(repr(found.exc_value)))
+
+    async def plain(box: list[Any]) -> Any:
+        try:
+            for number in range(5):
+                yield number
+                await asyncio.sleep(0.005)
+        finally:
+            events.append("closing")
+            await asyncio.sleep(0)
+            wrapped(recorder, "below")(lambda: None)()
+            events.append("closed")
+
+    def seen(make: Any) -> tuple[list[str], list[Any]]:
+        events.clear()
+        box: list[Any] = ["box"]
+        asyncio.run(drive(make, box))
+        gc.collect()
+        return list(events), [item for item in box if isinstance(item, (int, str))]
+
+    expected = seen(plain)
+    assert expected[0] == ["closing", "closed"]
+    recorder.reset()
+    assert seen(recorder.wrap(plain, Site("g"))) == expected
+    assert sorted(span.site.name for span in recorder.spans()) == ["below", "g"]
+    assert recorder.open_rows() == []
+
+
+def test_an_async_generator_without_an_event_loop_closes_as_without_us_when_it_is_given_up(recorder: Any) -> None:
+    events: list[str] = []
+
+    async def plain(box: list[Any]) -> Any:
+        try:
+            yield len(box)
+            yield 2
+        finally:
+            events.append("closed")
+
+    def drive(make: Any, in_a_cycle: bool) -> list[str]:
+        events.clear()
+        box: list[Any] = []
+        generator = make(box)
+        if in_a_cycle:
+            box.append(generator)
+        with pytest.raises(StopIteration):
+            generator.__anext__().send(None)
+        del generator, box
+        gc.collect()
+        return list(events)
+
+    for in_a_cycle in (False, True):
+        assert drive(plain, in_a_cycle) == drive(recorder.wrap(plain, Site("g")), in_a_cycle) == ["closed"]
+    assert [span.site.name for span in recorder.spans()] == ["g", "g"]
+    assert recorder.open_rows() == []
+
+
 def test_a_generator_abandoned_in_the_middle_is_recorded_when_it_is_collected(recorder: Any) -> None:
     @wrapped(recorder)
     def numbers() -> Iterator[int]:
