@@ -155,6 +155,7 @@ class Session:
         self._postponed = 0
         self._undos: list[Callable[[], None]] = []
         self._last_undos: list[Callable[[], object]] = [lambda: forget(self)]
+        self.onlookers: list[Callable[[], object]] = []
         self._stopping = threading.Event()
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -825,8 +826,10 @@ class Session:
         """Undo every change, write what the profile asks for and wait for the collector, at most five seconds.
 
         A second call does nothing but wait for the first. Raises nothing: what could not be written is logged and
-        stands in `losses`.
+        stands in `losses`. The `onlookers` are called first: functions of those who look at the session as it runs.
         """
+        while self.onlookers:
+            _attempt("end of one who looks on", self.onlookers.pop())
         self._stopping.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -27,7 +27,7 @@ from instrument.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, W
 from instrument.probes.loaders import loader
 from instrument.probes.scopes import OFF
 from instrument.profile import STATES, TRACER_OPTIONS, Profile, Schedule, load
-from instrument.profiler import Session
+from instrument.profiler import EXIT_LIMIT_NS, Session
 from instrument.report.benchmark import Benchmark, Loop, counted
 from instrument.report.summary import summary
 from instrument.report.view import Options
@@ -35,6 +35,9 @@ from instrument.step_spans import Step
 from instrument.window import RECORDING, State, States, Windows
 
 T = TypeVar("T")
+
+STEP_LIMIT_S = 1.0
+"""The longest that the session's end waits for a step that is under way on another thread."""
 
 STEPS_KEPT = 100_000
 """How many of the newest steps of a window are spans of its trace."""
@@ -106,9 +109,9 @@ class Profiler:
     `tracer_option` are those of the profile. `timer_only` measures the steps and records nothing, whatever the profile
     says.
 
-    May be nested and used side by side. `step` may be called from any thread or task. A Profiler that runs when the
-    interpreter exits is stopped; in a forked child, whose session is another one, it does nothing. Raises
-    `ProfileError` for an argument that cannot be used.
+    May be nested and used side by side. `step` may be called from any thread or task. A Profiler is stopped with its
+    session, by SIGTERM and the interpreter's exit too; in a forked child, whose session is another one, it does
+    nothing. Raises `ProfileError` for an argument that cannot be used.
     """
 
     def __init__(
@@ -190,6 +193,7 @@ class Profiler:
                 self._session = session
                 if session is not None:
                     session.cost()  # measures the probes once, in 10 ms that no step should take
+                    session.onlookers.append(self._stop_with_the_session)
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
             self.window = None
             self._steps.clear()
@@ -270,6 +274,9 @@ class Profiler:
         Empty is a window in which no step has ended and no span begun; a step in which no span has begun is not its
         last one. A second call does nothing.
         """
+        self._stop(WAIT_LIMIT_NS)
+
+    def _stop(self, limit_ns: int) -> None:
         now_ns = time.monotonic_ns()
         if self._pid != os.getpid():
             return
@@ -289,12 +296,24 @@ class Profiler:
                 FAULTS.note("last window of a Profiler", fault)
             finally:
                 if session is not None:
-                    self._end(session)
+                    self._end(session, limit_ns)
 
-    def _end(self, session: Session) -> None:
+    def _stop_with_the_session(self) -> None:
+        """The session ends, by SIGTERM perhaps, which may have come in the middle of a step."""
+        if self._pid != os.getpid():
+            return
+        if self._lock.acquire(timeout=STEP_LIMIT_S):
+            try:
+                self._stop(EXIT_LIMIT_NS // 2)
+            finally:
+                self._lock.release()
+        elif self._session is not None:
+            self._session.count_loss("windows of loops that were not written", 1)
+
+    def _end(self, session: Session, limit_ns: int) -> None:
         """Wait for the handlers that run beside the loop, and leave the session."""
         try:
-            self._backlog.stop(WAIT_LIMIT_NS)
+            self._backlog.stop(limit_ns)
             for known in self._delivered:  # what those that somebody holds will tell is known while the session runs
                 window = known()
                 if window is not None:
@@ -303,6 +322,8 @@ class Profiler:
             FAULTS.note("windows of a Profiler", fault)
         finally:
             atexit.unregister(self.stop)
+            if self._stop_with_the_session in session.onlookers:
+                session.onlookers.remove(self._stop_with_the_session)
             if self.failures > 1:
                 session._complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
             leave(session)

@@ -401,8 +401,7 @@ async def _left_by_break(make: Any, box: list[Any]) -> None:
 
 async def _cancelled_in_a_step(make: Any, box: list[Any]) -> None:
     async def wait(generator: Any) -> None:
-        async for number in generator:
-            box.append(number)
+        box.extend([number async for number in generator])
 
     generator = make(box)
     task = asyncio.create_task(wait(generator))

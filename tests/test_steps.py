@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -624,6 +625,76 @@ profiler.step()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "window 0, steps 0 to 1, partial\n"), done.stderr
+
+
+@pytest.mark.parametrize("where", ["between steps", "in a step", "in a handler that waits"])
+def test_a_sigterm_delivers_the_partial_window_before_the_session_ends(where: str) -> None:
+    Path("profile.yaml").write_text("export: {chrome: {path: whole.json}}\n")
+    Path("train.py").write_text(
+        f"""
+import os, signal, sys, time
+from instrument import Profiler, export_chrome, scope
+from instrument.window import State
+
+where = {where!r}
+
+def kill():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+def told(window):
+    print(window, flush=True)
+    if "waits" in where and window.index == 0:
+        kill()
+
+def plan(step):
+    return State.RECORD_AND_RETURN if step == 1 else State.RECORD
+
+with Profiler(schedule=plan, on_trace_ready=[told, export_chrome("traces")]) as profiler:
+    for number in range(4):
+        with scope("work"):
+            pass
+        if where == "in a step" and number == 3:
+            with profiler._lock:  # as the main thread has it within `step`
+                kill()
+        profiler.step()
+    kill()
+"""
+    )
+    command = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    told = {
+        "between steps": ["window 0, steps 0 to 1", "window 1, steps 2 to 3, partial"],
+        "in a step": ["window 0, steps 0 to 1"],
+        "in a handler that waits": ["window 0, steps 0 to 1"],
+    }
+    assert done.stdout.splitlines() == told[where]
+    trace, _ = chrome.load("whole.json")
+    if where == "between steps":
+        assert len(list(Path("traces").iterdir())) == 2
+        assert trace.losses == {}
+    else:
+        assert trace.losses == {"windows of loops that were not written": 1}
+
+
+def test_the_end_of_the_session_ends_those_who_look_at_it() -> None:
+    edges_seen: list[tuple[int, int]] = []
+    instrument.start(loads("{}"))
+    profiler = Profiler(on_trace_ready=lambda window: edges_seen.append((window.first_step, window.last_step)))
+    profiler.start()
+    work()
+    profiler.step()
+    instrument.stop()
+    assert edges_seen == [(0, 0)]
+    profiler.stop()
+    assert edges_seen == [(0, 0)]
+    own = Profiler(on_trace_ready=lambda window: edges_seen.append((window.first_step, window.last_step)))
+    own.start()
+    own.step()
+    work()
+    instrument.stop()
+    assert edges_seen == [(0, 0), (0, 1)]
 
 
 def test_a_forked_child_delivers_nothing_of_its_parents_window() -> None:
