@@ -193,7 +193,7 @@ class Profiler:
                 self._session = session
                 if session is not None:
                     session.cost()  # measures the probes once, in 10 ms that no step should take
-                    session.onlookers.append(self._stop_with_the_session)
+                    session.onlookers.append(self._leave_with_the_session)
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
             self.window = None
             self._steps.clear()
@@ -274,41 +274,42 @@ class Profiler:
         Empty is a window in which no step has ended and no span begun; a step in which no span has begun is not its
         last one. A second call does nothing.
         """
-        self._stop(WAIT_LIMIT_NS)
-
-    def _stop(self, limit_ns: int) -> None:
-        now_ns = time.monotonic_ns()
         if self._pid != os.getpid():
             return
         with self._lock:
-            if not self._is_running:
-                return
-            self._is_running = False
-            windows, self._windows = self._windows, None
-            session = self._session
-            try:
-                found = windows.stop(now_ns) if windows is not None else None
-                if windows is not None and session is not None and found is not None:
-                    window = self._made(session, windows, found, windows.steps, partial=True)
-                    if window.first_step <= window.last_step:
-                        self._deliver(window)
-            except Exception as fault:
-                FAULTS.note("last window of a Profiler", fault)
-            finally:
-                if session is not None:
-                    self._end(session, limit_ns)
+            is_running, self._is_running = self._is_running, False
+            if is_running:
+                self._leave(WAIT_LIMIT_NS)
 
-    def _stop_with_the_session(self) -> None:
-        """The session ends, by SIGTERM perhaps, which may have come in the middle of a step."""
+    def _leave_with_the_session(self) -> None:
+        """The session ends, by SIGTERM perhaps, perhaps within `step`. The loop goes on and is timed alone."""
         if self._pid != os.getpid():
             return
         if self._lock.acquire(timeout=STEP_LIMIT_S):
             try:
-                self._stop(EXIT_LIMIT_NS // 2)
+                self._leave(EXIT_LIMIT_NS // 2)
             finally:
                 self._lock.release()
         elif self._session is not None:
             self._session.count_loss("windows of loops that were not written", 1)
+
+    def _leave(self, limit_ns: int) -> None:
+        """Deliver the window that is open, and leave the session."""
+        now_ns = time.monotonic_ns()
+        windows, self._windows = self._windows, None
+        session = self._session
+        if session is None or windows is None:
+            return
+        try:
+            found = windows.stop(now_ns)
+            if found is not None:
+                window = self._made(session, windows, found, windows.steps, partial=True)
+                if window.first_step <= window.last_step:
+                    self._deliver(window)
+        except Exception as fault:
+            FAULTS.note("last window of a Profiler", fault)
+        finally:
+            self._end(session, limit_ns)
 
     def _end(self, session: Session, limit_ns: int) -> None:
         """Wait for the handlers that run beside the loop, and leave the session."""
@@ -322,8 +323,8 @@ class Profiler:
             FAULTS.note("windows of a Profiler", fault)
         finally:
             atexit.unregister(self.stop)
-            if self._stop_with_the_session in session.onlookers:
-                session.onlookers.remove(self._stop_with_the_session)
+            if self._leave_with_the_session in session.onlookers:
+                session.onlookers.remove(self._leave_with_the_session)
             if self.failures > 1:
                 session._complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
             leave(session)

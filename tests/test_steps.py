@@ -687,6 +687,7 @@ def test_the_end_of_the_session_ends_those_who_look_at_it() -> None:
     profiler.step()
     instrument.stop()
     assert edges_seen == [(0, 0)]
+    profiler.step()  # the loop goes on
     profiler.stop()
     assert edges_seen == [(0, 0)]
     own = Profiler(on_trace_ready=lambda window: edges_seen.append((window.first_step, window.last_step)))
