@@ -72,7 +72,7 @@ sites = st.builds(
 intervals = st.builds(
     lambda device, stream, span_times, label: DeviceInterval(device, stream, *span_times, label, 5),
     st.integers(0, 7),
-    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**63 - 1),
     times,
     st.sampled_from(("exclusive", "overlapped")),
 )

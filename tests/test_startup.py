@@ -102,7 +102,8 @@ def test_every_name_that_is_installed_here_is_where_the_table_says(select: Calla
             importlib.import_module(target.partition(":")[0])
     selection = select(PROFILE)
     there = {label for label in (*LOADS, *COMPILES) if label.partition(":")[0] in sys.modules}
-    attached = {verdict.target for verdict in selection.verdicts() if verdict.state == "attached"}
+    attached = {verdict.target for verdict in selection.verdicts() if verdict.state in ("attached", "partly")}
+    # partly: a table of another package holds the function as it was
     assert attached == {*there, "torch.compile"}
     assert len(there) >= 6
 
