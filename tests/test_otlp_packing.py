@@ -90,7 +90,7 @@ def trees(draw: st.DrawFn) -> list[Span]:
             Span(
                 site=draw(st.sampled_from(places)),
                 span_id=number,
-                parent_id=draw(st.sampled_from(numbers[:place])) if place else 0,
+                parent_id=draw(st.sampled_from(numbers[:place] or [0, 2**63 - 5])),  # of a root: it lies in another tree
                 root_id=numbers[0],
                 thread_id=draw(st.sampled_from((7, 8, 9))),
                 task_id=draw(st.integers(0, 2**62)),
@@ -119,8 +119,9 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
     for of in spans:
         message = next(messages)
         own_id = ids.span_id(of.span_id).to_bytes(8, "big")
-        parent_id = ids.span_id(of.parent_id) if of.parent_id else remote.span_id if remote else None
-        from_remote = not of.parent_id and remote is not None
+        is_root = of.span_id == of.root_id
+        parent_id = ids.span_id(of.parent_id) if not is_root else remote.span_id if remote else None
+        from_remote = is_root and remote is not None
         assert message.trace_id == trace_id
         assert message.span_id == own_id
         assert message.parent_span_id == (b"" if parent_id is None else parent_id.to_bytes(8, "big"))

@@ -24,7 +24,7 @@ from otlp_receiver import receiver
 from trees import outline, tree_of
 
 import instrument
-from instrument import StateError, chrome, profiled, scope
+from instrument import Profiler, StateError, chrome, profiled, scope
 from instrument.errors import ProfileError
 from instrument.profile import Schedule, loads
 from instrument.profiler import COMPLAINTS_KEPT, Session
@@ -621,6 +621,36 @@ def test_a_request_inside_a_span_of_the_services_own_tracer_becomes_its_child_at
     assert len(requests) == 2
     for span in requests:
         assert children[span.span_id].trace_id == span.trace_id
+
+
+@pytest.mark.parametrize("sample", [0, 1])
+def test_a_request_within_other_work_is_the_root_of_a_trace_of_its_own_at_the_collector(sample: int) -> None:
+    from opentelemetry import trace as opentelemetry_trace
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+    caller = SpanContext(trace_id=0xABC << 64, span_id=0xDEF, is_remote=False, trace_flags=TraceFlags(1))
+    with receiver() as collector:
+        begin(
+            f"capture: {{sample: {sample}, slow: 1ns}}\n"
+            f"export: {{otlp: {{endpoint: 'http://127.0.0.1:{collector.http_port}'}}}}"
+        )
+        with Profiler(schedule=(0, 2)) as profiler:
+            with scope("serve", kind="step"):
+                request()
+                with opentelemetry_trace.use_span(NonRecordingSpan(caller)):
+                    request()
+            profiler.step()
+        instrument.stop()
+        spans = {span.span_id: span for span in collector.spans()}
+    names = Counter(span.name for span in spans.values())
+    assert names == {"request": 2, "work": 2} | ({"serve": 1} if sample else {})
+    # Without their tree around them, which may not be kept, nobody finds what a request that names a parent hangs on.
+    roots = {(span.trace_id == 0xABC << 64, span.parent_id) for span in spans.values() if span.name == "request"}
+    assert roots == {(False, 0), (True, 0xDEF)}
+    for span in spans.values():
+        if span.name == "work":
+            assert (spans[span.parent_id].name, spans[span.parent_id].trace_id) == ("request", span.trace_id)
+    assert len({span.trace_id for span in spans.values()}) == 2 + sample
 
 
 STEPPED = """

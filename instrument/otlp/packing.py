@@ -89,7 +89,10 @@ def _mix(value: int) -> int:
 
 
 def identify(spans: Sequence[Span], ids: Ids) -> Iterator[tuple[int, int, int, int, Span, DeviceInterval | None]]:
-    """Trace id, span id, parent id (0: none) and OTLP flags of each span and, right after it, its device intervals."""
+    """Trace id, span id, parent id (0: none) and OTLP flags of each span and, right after it, its device intervals.
+
+    A request within other work is the root of its trace: what it lies in is of another trace, and perhaps not kept.
+    """
     remotes = {span.root_id: span.remote for span in spans if span.remote is not None}
     known: dict[int, int] = {}
     root_id = -1
@@ -100,7 +103,7 @@ def identify(spans: Sequence[Span], ids: Ids) -> Iterator[tuple[int, int, int, i
             trace_id = ids.trace_id(root_id) if remote is None else remote.trace_id
             flags = _HAS_IS_REMOTE | (1 if remote is None else remote.flags & 0xFF)
         own = known[span.span_id] = ids.span_id(span.span_id)
-        if span.parent_id:
+        if span.parent_id and span.span_id != root_id:
             yield trace_id, own, known.get(span.parent_id) or ids.span_id(span.parent_id), flags, span, None
         elif remote is None:
             yield trace_id, own, 0, flags, span, None
