@@ -90,7 +90,7 @@ def trees(draw: st.DrawFn) -> list[Span]:
             Span(
                 site=draw(st.sampled_from(places)),
                 span_id=number,
-                parent_id=draw(st.sampled_from(numbers[:place] or [0, 2**63 - 5])),  # of a root: it lies in another tree
+                parent_id=draw(st.sampled_from(numbers[:place] or [0, 2**63 - 5])),  # the root lies in another tree
                 root_id=numbers[0],
                 thread_id=draw(st.sampled_from((7, 8, 9))),
                 task_id=draw(st.integers(0, 2**62)),

@@ -78,8 +78,11 @@ async def health(request: Request) -> Response:
 async def stream_tokens(engine: Engine, generation: Generation) -> AsyncIterator[int]:
     """Tokens as the engine makes them. A reader that leaves early cancels the request."""
     try:
-        while (token := await generation.tokens.get()) is not None:
+        await generation.wait_for_turn()
+        token = await generation.first_token()
+        while token is not None:
             yield token
+            token = await generation.tokens.get()
     finally:
         engine.cancel(generation)
 

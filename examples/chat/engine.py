@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,7 +31,8 @@ class EngineBusyError(Exception):
 class Generation:
     """One accepted request: its tokens arrive on `tokens` of its own event loop, None is the last.
 
-    `random` draws the samples; without it the most likely token is taken. `finish` is set before the None is sent.
+    `random` draws the samples; without it the most likely token is taken. `taken_up` is set once the engine works on
+    it, `finish` before the None is sent.
     """
 
     prompt: list[int]
@@ -38,11 +40,20 @@ class Generation:
     random: torch.Generator | None
     loop: asyncio.AbstractEventLoop
     tokens: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)
+    taken_up: asyncio.Event = field(default_factory=asyncio.Event)
     slot: int = -1
     last: int = -1
     made: int = 0
     cancelled: bool = False
     finish: Finish | None = None
+
+    async def wait_for_turn(self) -> None:
+        """Until the engine begins with the prompt, or has ended the request before it came to that."""
+        await self.taken_up.wait()
+
+    async def first_token(self) -> int | None:
+        """What the prompt gives, None if the request has ended without a token."""
+        return await self.tokens.get()
 
 
 class Engine:
@@ -115,6 +126,7 @@ class Engine:
 
     def prefill(self, generation: Generation) -> None:
         """Compute the prompt of one request, which gives its first token."""
+        _tell(generation, generation.taken_up.set)
         tokens, positions = self.prepare_batch([generation.prompt], [0])
         scores = self.forward(tokens, positions, [layer.slot(generation.slot) for layer in self._cache])
         self._deliver([generation], self.sample([generation], [0], scores))
@@ -161,22 +173,20 @@ class Engine:
                 continue
             generation.last = token
             generation.made += 1
-            _send(generation, token)
+            _tell(generation, generation.tokens.put_nowait, token)
             if generation.made == generation.max_tokens:
                 self._end(generation, "length")
 
     def _end(self, generation: Generation, finish: Finish) -> None:
         self._active.remove(generation)
         self._free.append(generation.slot)
-        generation.finish = finish
-        _send(generation, None)
+        _finish(generation, finish)
 
     def _run(self) -> None:
         while self._wait_for_work():
             self._step_or_fail()
         for generation in [*self._active, *self._waiting]:
-            generation.finish = "stopped"
-            _send(generation, None)
+            _finish(generation, "stopped")
 
     def _step_or_fail(self) -> None:
         try:
@@ -192,8 +202,14 @@ class Engine:
             return self._running
 
 
-def _send(generation: Generation, token: int | None) -> None:
+def _finish(generation: Generation, finish: Finish) -> None:
+    generation.finish = finish
+    _tell(generation, generation.taken_up.set)
+    _tell(generation, generation.tokens.put_nowait, None)
+
+
+def _tell(generation: Generation, what: Callable[..., None], *values: int | None) -> None:
     try:
-        generation.loop.call_soon_threadsafe(generation.tokens.put_nowait, token)
+        generation.loop.call_soon_threadsafe(what, *values)
     except RuntimeError:  # the loop has closed: nobody is left to read
         generation.cancelled = True

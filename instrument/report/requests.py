@@ -38,7 +38,10 @@ from instrument.spans import Interval, Site, Span, Trace
 QUEUE = "queue"
 COPIES = {"h2d": "copy in", "d2h": "copy out"}
 PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
-IN_ORDER = (QUEUE, "load", "prepare", "copy in", "infer_shape", "compute", "comm", "copy", "copy out", "post")
+IN_ORDER = (
+    QUEUE, "load", "prepare", "copy in", "infer_shape", "prefill", "compute", "comm", "generate", "copy", "copy out",
+    "post",
+)  # fmt: skip
 """Phases as they mostly follow each other; others come after them, by their time."""
 
 SLOWEST = 5
