@@ -214,7 +214,8 @@ class Device:
     `gil` says whether a thread of the service keeps the interpreter's lock while it records an event: `hold` or
     `release`.
     `nvml_ns` is for those of GPUs: `AUTO_NS` means every second where there is an NVIDIA driver, without a word where
-    there is none. `host_ns` is for those of process and machine: `AUTO_NS` means whenever GPUs are read, as often.
+    there is none. `host_ns` is for those of process and machine, and of torch's allocator: `AUTO_NS` means whenever
+    GPUs are read, as often.
     """
 
     cuda: str = "auto"

@@ -116,6 +116,11 @@ class _Cuda:
     def is_initialized(self) -> bool:
         return self.initialised_in == os.getpid()
 
+    def device_count(self) -> int:
+        found = ctypes.c_int()
+        self.call("cuDeviceGetCount", ctypes.byref(found))
+        return found.value
+
     def set_device(self, device: int) -> None:
         self.thread.device = device
         self.bind()
@@ -306,8 +311,43 @@ class CUDAGraph:
         self.cuda.call("cuGraphLaunch", ctypes.c_void_p(self.executable), ctypes.c_void_p(stream))
 
 
+SEGMENT_BYTES = 2 << 20
+BLOCK_BYTES = 512
+
+
+class _Allocator:
+    """torch's caching allocator as far as it counts: blocks of 512 bytes in segments of 2 MiB, which stay reserved."""
+
+    def __init__(self, cuda: _Cuda) -> None:
+        self.cuda = cuda
+        self.counts: dict[int, dict[str, int]] = {}
+        self.broken = False
+
+    def take(self, size_bytes: int) -> None:
+        """What a tensor on the current device takes; below 0, what one gives back."""
+        self.cuda.bind()
+        counts = self.counts.setdefault(self.cuda.thread.device, dict.fromkeys(("allocated", "reserved"), 0))
+        taken = -(-abs(size_bytes) // BLOCK_BYTES) * (BLOCK_BYTES if size_bytes > 0 else -BLOCK_BYTES)
+        counts["allocated"] += taken
+        counts["reserved"] = max(counts["reserved"], -(-counts["allocated"] // SEGMENT_BYTES) * SEGMENT_BYTES)
+        for name in ("allocated", "reserved"):
+            counts[f"{name} peak"] = max(counts.get(f"{name} peak", 0), counts[name])
+
+    def stats(self, device: int) -> dict[str, Any]:
+        """`_cuda_memoryStats`: of any device, but not before CUDA is initialised."""
+        if self.broken:
+            raise RuntimeError("custom allocator does not yet support getDeviceStats.\nSee ...")
+        if not self.cuda.is_initialized():
+            raise RuntimeError("Invalid device argument 0: did you call init?")
+        counts = self.counts.get(device, {})
+        return {
+            f"{name}_bytes": {"all": {"current": counts.get(name, 0), "peak": counts.get(f"{name} peak", 0)}}
+            for name in ("allocated", "reserved")
+        }
+
+
 def fake_torch(driver: FakeDriver, *, has_codes: bool = True) -> Any:
-    """A module `torch` with `cuda`, `version` and `_C`, and `work` in place of everything that computes.
+    """A module `torch` with `cuda`, `version` and `_C`, `work` for all that computes, `allocator` for its memory.
 
     has_codes: its errors tell their code, as from torch 2.8 on.
     """
@@ -326,6 +366,9 @@ def fake_torch(driver: FakeDriver, *, has_codes: bool = True) -> Any:
     private._cuda_getCurrentRawStream = cuda.raw_stream
     private._cuda_getCurrentStream = cuda.current_stream
     private._cuda_setStream = cuda.set_stream_by_id
+    private._cuda_getDeviceCount = cuda.device_count
+    torch.allocator = _Allocator(cuda)
+    private._cuda_memoryStats = torch.allocator.stats
     public.Stream = partial(Stream, cuda)
     public.ExternalStream = lambda stream_ptr, device=None: Stream(cuda, device, cuda_stream=stream_ptr)
     public.default_stream = lambda device=None: Stream(cuda, device, cuda_stream=0)

@@ -478,3 +478,75 @@ def test_numba_is_timed_on_its_streams() -> None:
         "named own",
         "memcpy d2h own",
     ]
+
+
+# -------------------------------------------------------------------- torch's allocator
+
+
+def held(running: Session, name: str, device: int = 0) -> list[float | None]:
+    return [one.value for one in running.trace().samples if (one.name, one.device) == (name, device)]
+
+
+def waited(reached: Callable[[], object]) -> None:
+    end = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_the_allocator_is_read_from_when_torch_uses_a_device_and_nothing_is_initialised_for_it(
+    torch: Any, session: Any
+) -> None:
+    running = session("device: {cuda: off, host: 20ms}")
+    waited(lambda: len(held(running, "process_memory", -1)) > 2)
+    assert not torch.cuda.is_initialized()
+    assert held(running, "torch_allocated") == []
+    torch.cuda.set_device(1)
+    torch.allocator.take(3_000_000)
+    waited(lambda: held(running, "torch_allocated", 1))
+    torch.allocator.take(5_000_000)
+    torch.allocator.take(-5_000_000)
+    instrument.stop()
+    # The first reading may have come before the memory was taken; the last one is made at the end.
+    assert [held(running, name, 1)[-1] for name in (
+        "torch_allocated", "torch_allocated_peak", "torch_reserved", "torch_reserved_peak")
+    ] == [3_000_320, 8_000_512, 8 << 20, 8 << 20]  # fmt: skip
+    assert held(running, "torch_allocated", 0) == [], "torch does not use that device, and no context was made there"
+    assert not torch._C._cuda_hasPrimaryContext(0)
+
+
+def test_the_allocator_is_read_seldom_because_torch_waits_for_its_lock_with_the_interpreters(
+    torch: Any, session: Any
+) -> None:
+    torch.allocator.take(1)
+    running = session("device: {cuda: off, host: 10ms}")
+    waited(lambda: len(held(running, "process_memory", -1)) > 20)
+    assert len(held(running, "torch_allocated")) == 1
+    instrument.stop()
+    assert len(held(running, "torch_allocated")) == 2
+
+
+def test_an_allocator_that_does_not_count_is_named_once_and_left_alone(torch: Any, session: Any) -> None:
+    torch.allocator.take(1)
+    torch.allocator.broken = True
+    running = session("device: {cuda: off, host: 10ms}")
+    waited(lambda: len(held(running, "process_memory", -1)) > 5)
+    assert [note for note in running.notes() if "allocator" in note] == [
+        "device.host: torch's allocator is not read any more: RuntimeError: custom allocator does not yet support "
+        "getDeviceStats."
+    ]
+
+
+def test_a_forked_child_does_not_ask_the_allocator_of_its_parent(torch: Any, session: Any) -> None:
+    torch.allocator.take(1)
+    running = session("device: {cuda: off, host: 10ms}")
+    waited(lambda: held(running, "torch_allocated"))
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            waited(lambda: len(held(running, "process_memory", -1)) > 3)
+            code = len(held(running, "torch_allocated"))
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -577,7 +577,7 @@ def test_the_host_is_read_without_any_gpu_where_the_profile_asks_for_it(monkeypa
         instrument.stop()
     samples = session.trace().samples
     assert {(s.name, s.device) for s in samples} == {
-        (name, HOST) for name in ("cores", "process_cpu", "process_memory", "system_cpu")
+        (name, HOST) for name in ("cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu")
     }
     assert samples == sorted(samples, key=lambda s: (s.at_ns, s.device, s.name))
     assert all(s.value is not None and s.value >= 0 for s in samples)
@@ -612,6 +612,20 @@ def test_the_host_agrees_with_psutil() -> None:
     assert 0 < values["cores"] <= len(psutil.Process().cpu_affinity())
 
 
+def test_the_peak_of_resident_memory_outlives_what_no_reading_saw() -> None:
+    program = """if True:
+        import time
+        from instrument.device.host import Host
+        host = Host()
+        block = bytearray(b"x") * (96 << 20)
+        del block
+        print(*(host.read(time.monotonic_ns(), False)[name] for name in ("process_memory", "process_memory_peak")))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    now, peak = map(float, done.stdout.split())
+    assert peak > 96 << 20 > now
+
+
 def made_proc(folder: Path, monkeypatch: pytest.MonkeyPatch, stat: str, **files: str) -> None:
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/stat").write_text(stat)
@@ -637,7 +651,9 @@ def test_processor_time_of_the_machine_counts_guests_once_and_waiting_for_disks_
 def test_what_proc_does_not_tell_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stat: str) -> None:
     made_proc(tmp_path, monkeypatch, stat, statm="torn")
     values = Host().read(time.monotonic_ns() + 1, rarely=True)
-    assert (values["system_cpu"], values["process_memory"]) == (None, None)
+    assert [values[name] for name in ("system_cpu", "process_memory", "process_memory_peak")] == [None] * 3
+    (tmp_path / "proc/self/status").write_text("VmHWM: 3 kB\nName:\tx\nVmHWM:\t     123 kB\nVmRSS:\t 9 kB\n")
+    assert Host().read(time.monotonic_ns() + 1, rarely=True)["process_memory_peak"] == 123 * 1024
 
 
 def test_psutil_stands_in_where_there_is_no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -688,7 +704,9 @@ def test_the_thread_ends_with_a_last_reading_and_a_second_stop_does_nothing() ->
     gauges = begin(Device(nvml_ns=None, host_ns=3600 * 10**9))
     time.sleep(0.15)
     gauges.stop()
-    assert {s.name for s in gauges.samples(0, 1 << 62)} == {"cores", "process_cpu", "process_memory", "system_cpu"}
+    assert {s.name for s in gauges.samples(0, 1 << 62)} == {
+        "cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu"
+    }  # fmt: skip
     gauges.stop()
     assert gauges.thread_ns > 0
 
@@ -810,7 +828,7 @@ def test_a_session_leaves_the_gauges_of_its_gpus_in_its_trace_file(run: Run, tmp
     assert {("utilization", 0), ("sm_active", 0), ("energy", 0), ("process_cpu", HOST), ("cores", HOST)} <= read
     assert (trace.notes, dict(trace.losses)) == ((), {})
     lines = device(Recording.of_trace(trace), Options()).lines()
-    assert any(line.startswith("GPU 0         utilization        %") for line in lines)
+    assert any(line.startswith("GPU 0         utilization           %") for line in lines)
     assert "GPU 0: NVIDIA H200, GPU-aaaa" in lines
 
 

@@ -48,15 +48,15 @@ Read from first to last: 1000 ms, every 1000 ms
 Mean, Min., Max.: of the samples; Sum: growth; n/a: the device does not tell it
 GPU 0: NVIDIA H200, GPU-aaaa
 
-Device        Gauge              Unit     Samples  Mean        Min.        Max.        Sum
-CPU(Process)  cores              cores    1        4           4           4           -
-CPU(Process)  process_cpu        %        2        100         50          150         -
-CPU(Process)  process_memory     MiB      1        1024        1024        1024        -
-CPU(System)   system_cpu         %        1        40          40          40          -
-GPU 0         utilization        %        2        45          0           90          -
-GPU 0         energy             J        2        -           -           -           300.5
-GPU 0         sm_active          %        0        n/a         n/a         n/a         -
-GPU 1         utilization        %        0        n/a         n/a         n/a         -
+Device        Gauge                 Unit   Samples  Mean        Min.        Max.        Sum
+CPU(Process)  cores                 cores  1        4           4           4           -
+CPU(Process)  process_cpu           %      2        100         50          150         -
+CPU(Process)  process_memory        MiB    1        1024        1024        1024        -
+CPU(System)   system_cpu            %      1        40          40          40          -
+GPU 0         utilization           %      2        45          0           90          -
+GPU 0         energy                J      2        -           -           -           300.5
+GPU 0         sm_active             %      0        n/a         n/a         n/a         -
+GPU 1         utilization           %      0        n/a         n/a         n/a         -
 
 cores: cores that the process may use, by its affinity and the limits of its control groups
 process_cpu: % of one core, by all threads of the process since the reading before

@@ -12,6 +12,7 @@ from functools import partial
 from instrument.device import nvml
 from instrument.device.host import Host
 from instrument.device.nvml import Closed, Nvml, NvmlError
+from instrument.device.torch_memory import TorchMemory
 from instrument.errors import FAULTS
 from instrument.profile import AUTO_NS, Device
 from instrument.spans import HOST, Gpu, Sample
@@ -24,7 +25,7 @@ RARELY_NS = 10 * 10**9
 measured, and a loop that read it every 25 ms held up the threads that launched work (MangoHud 2104)."""
 
 SHORTEST_NS = 100 * 10**6
-"""How old the newest reading must be for one more at the end."""
+"""How old the newest reading of a share or a rate must be for one more at the end."""
 
 KEPT_ROWS = 8_192
 """Readings of one device, or of the host, that are kept: an hour with one GPU read every second, 7 MB."""
@@ -33,7 +34,8 @@ STOP_S = 2.0
 """The longest that the end waits for the thread, which may hang in the driver."""
 
 FORK_WAIT_S = 1.0
-"""The longest that a fork waits until the thread is outside of NVML, whose locks the child would inherit."""
+"""The longest that a fork waits until the thread is outside of NVML and of torch's allocator, whose locks the child
+would inherit."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -75,6 +77,7 @@ class Gauges:
         self._reasons: list[str] = []
         self._nvml: Nvml | None = None
         self._host: Host | None = None
+        self._torch = TorchMemory()
         self._nvml_ns = self._host_ns = EVERY_NS
         self.thread_ns = 0
         """Processor time of the thread so far."""
@@ -123,28 +126,31 @@ class Gauges:
 
     def _run(self) -> None:
         gpus, host, opened = self._nvml, self._host, False
-        sources: dict[str, tuple[Callable[[int, bool], bool], int]] = {}
+        sources: dict[str, tuple[Callable[[int, bool], bool], int, int]] = {}
         if gpus is not None:
             opened = self._guarded(partial(self._open, gpus))
             if opened:
-                sources["nvml"] = partial(self._read_gpus, gpus), self._nvml_ns
+                sources["nvml"] = partial(self._read_gpus, gpus), self._nvml_ns, SHORTEST_NS
         if host is not None and (opened or self._settings.host_ns != AUTO_NS):
-            sources["host"] = partial(self._read_host, host), self._host_ns
+            sources["host"] = partial(self._read_host, host), self._host_ns, SHORTEST_NS
+            sources["torch"] = self._read_torch, self._host_ns, 0
         now_ns = time.monotonic_ns()
-        due_ns = {name: now_ns + (interval_ns if name == "host" else 0) for name, (_, interval_ns) in sources.items()}
+        due_ns = {
+            name: now_ns + (interval_ns if name != "nvml" else 0) for name, (_, interval_ns, _) in sources.items()
+        }
         rarely_ns = dict.fromkeys(sources, now_ns)
-        newest_ns = 0
+        newest_ns = dict.fromkeys(sources, 0)
         while due_ns:
             ending = self._halt.wait(max(min(due_ns.values()) - time.monotonic_ns(), 0) / 1e9)
             now_ns = time.monotonic_ns()
-            if ending and now_ns - newest_ns < SHORTEST_NS:
-                break
-            for name in [name for name in due_ns if ending or due_ns[name] <= now_ns]:
-                read, interval_ns = sources[name]
+            for name in list(due_ns):
+                read, interval_ns, shortest_ns = sources[name]
+                if now_ns < (newest_ns[name] + shortest_ns if ending else due_ns[name]):
+                    continue
                 rarely = ending or rarely_ns[name] <= now_ns
                 if rarely:
                     rarely_ns[name] = now_ns + RARELY_NS
-                newest_ns, due_ns[name] = now_ns, max(due_ns[name] + interval_ns, now_ns)
+                newest_ns[name], due_ns[name] = now_ns, max(due_ns[name] + interval_ns, now_ns)
                 if not self._guarded(partial(read, now_ns, rarely)):
                     del due_ns[name]
             if "nvml" not in due_ns and self._settings.host_ns == AUTO_NS:
@@ -206,6 +212,12 @@ class Gauges:
         self._take([(HOST, now_ns, *self._shaped(host.read(now_ns, rarely)))])
         return True
 
+    def _read_torch(self, now_ns: int, rarely: bool) -> bool:
+        with self._inside:
+            told = self._torch.read(rarely)
+        self._take([(device, now_ns, *self._shaped(values)) for device, values in told])
+        return not self._torch.problem
+
     def _shaped(self, values: dict[str, float | None]) -> tuple[tuple[str, ...], tuple[float | None, ...]]:
         """Names and values in the order of names; the same names are kept once."""
         names = tuple(sorted(values))
@@ -238,6 +250,8 @@ class Gauges:
         notes = [f"device.nvml: {reason}" for reason in (*self._reasons, *more)]
         if self._nvml is not None and self._nvml.failures:
             notes.append(f"device.nvml: {self._nvml.failures} calls failed for a reason that may pass")
+        if self._torch.problem:
+            notes.append(f"device.host: {self._torch.problem}")
         return notes
 
     def losses(self) -> dict[str, int]:
@@ -258,7 +272,7 @@ def _hook_forks() -> None:
 
 
 def _before_fork() -> None:
-    """Wait until the thread is outside of NVML: a lock that it holds there would never be released in the child."""
+    """Wait until the thread is outside of NVML and torch: a lock that it holds there is never released in the child."""
     running = _running
     _forking.held = running if running is not None and running._inside.acquire(timeout=FORK_WAIT_S) else None
 

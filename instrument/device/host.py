@@ -41,6 +41,7 @@ class Host:
         elapsed_ns = now_ns - self._at_ns
         values["process_cpu"] = 100 * (process_ns - self._process_ns) / elapsed_ns if elapsed_ns > 0 else None
         values["process_memory"] = self._resident_bytes()
+        values["process_memory_peak"] = self._peak_bytes()
         busy, idle = self._system_times()
         passed = busy - self._busy + idle - self._idle
         # Time that waits for disks may run backwards (man 5 proc), so the sum may, too.
@@ -56,6 +57,15 @@ class Host:
             return int((PROC / "self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError, IndexError):
             return None
+
+    def _peak_bytes(self) -> float | None:
+        """The system's own high water mark, which no two readings miss; None where it keeps none of a process."""
+        try:
+            status = (PROC / "self/status").read_bytes()
+        except OSError:
+            return None
+        _, found, rest = status.partition(b"\nVmHWM:")
+        return int(rest.split(None, 1)[0]) * 1024 if found else None
 
     def _system_times(self) -> tuple[float, float]:
         """Busy and idle time of all cores since the machine started, in any unit; zeros where nobody tells."""

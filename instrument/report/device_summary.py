@@ -17,13 +17,13 @@ NOT_TOLD = "n/a"
 """Stands for what a device does not tell."""
 
 HEADER = ("Device", "Gauge", "Unit", "Samples", "Mean", "Min.", "Max.", "Sum")
-NAME_WIDTH = 17
-WIDTHS = (14, NAME_WIDTH + GAP, 9, 9, 12, 12, 12, 12)
+NAME_WIDTH = 20
+WIDTHS = (14, NAME_WIDTH + GAP, 7, 9, 12, 12, 12, 12)
 
 UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
 """Units that are shown as larger ones."""
 
-_LABELS = {"cores": "CPU(Process)", "process_cpu": "CPU(Process)", "process_memory": "CPU(Process)"}
+_LABELS = dict.fromkeys(("cores", "process_cpu", "process_memory", "process_memory_peak"), "CPU(Process)")
 
 
 @dataclass(frozen=True, slots=True)
