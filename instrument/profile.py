@@ -48,7 +48,7 @@ DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
 COPY_FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
 FRAMEWORKS: tuple[str, ...] = ("onnxruntime", "keras", "jax", "transformers", "sentence_transformers", "sklearn")
 VIEWS: tuple[str, ...] = (
-    "overview", "events", "phases", "operators", "kernels", "device", "copies", "distribution", "user",
+    "overview", "events", "phases", "operators", "kernels", "device", "copies", "memory", "distribution", "user",
     "requests", "classes", "ops", "instances", "startup", "benchmark", "cost",
 )  # fmt: skip
 SORT_KEYS: tuple[str, ...] = (

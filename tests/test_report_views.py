@@ -17,8 +17,10 @@ from instrument.report.summary import VIEW_OF, made, summary, summary_document
 from instrument.report.table import LINE, columns, safe
 from instrument.report.view import UNITS, Options, Recording, Upkeep
 from instrument.spans import (
+    GAUGES,
     HOST,
     KINDS,
+    Allocation,
     Cost,
     DeviceInterval,
     FirstCall,
@@ -82,8 +84,15 @@ def service() -> Trace:
         losses={"spans overwritten by newer ones": 12}, notes=["rule 3 matched nothing"],
         cost=Cost(54, 61.25, 250 * MS, 1_500_000), samples=[
             Sample("process_cpu", HOST, 100, 31.5), Sample("utilization", 0, 100, 75), Sample("power", 0, 100, None),
+            Sample("process_memory", HOST, 100, 7.25e9), Sample("process_memory_peak", HOST, 100, 9.5e9),
+            Sample("torch_reserved", 0, 100, 3 << 30), Sample("torch_reserved_peak", 0, 100, 4 << 30),
             Sample("process_cpu", HOST, 100 + 50 * MS, 44.25), Sample("a\nb" * 40, 0, 100, 1.0),
+            Sample("process_memory", HOST, 100 + 50 * MS, 7.125e9), Sample("torch_reserved", 0, 100 + 50 * MS, 5 << 29),
         ], gpus=[Gpu(0, "NVIDIA H200 漢字" * 20, "GPU-aaaa\x1b")], held_from_ns=3 * MS,
+        allocations=[
+            Allocation(HOST if n % 3 else 0, n * 9 * MS, 1 + n % 2, (2 - n % 4) * 123_457, n % 7, 10**8 + n, n << 21)
+            for n in range(25)
+        ], watched=(1, 240 * MS),
         startup=Startup(
             -40 * MS, -1250 * MS, (ImportTime("torch", 20, 31 * MS, 22 * MS, 3 * MS), ImportTime("漢字", 1, 9, 8)),
             tuple(FirstCall(one.site, one.start_ns, one.total_ns) for one in spans[:9]),
@@ -112,7 +121,11 @@ def hostile() -> Trace:
     return Trace(
         Origin(1, "s\n", 0, 10**30, "\x1b"), 0, 20 * MS, spans, {1: "漢字" * 60}, losses=dict.fromkeys(HOSTILE, 10**9),
         notes=HOSTILE, cost=Cost(10**12, 1e9, 1, 10**15),
-        samples=[Sample(name, number, 5, 1e300) for number, name in enumerate(HOSTILE)],
+        samples=[Sample(name, number, 5, 1e300) for number, name in enumerate((*HOSTILE, *GAUGES))],
+        allocations=[
+            Allocation(-(10 ** (number % 2)), number * MS, number % 3, 10**20 * (-1) ** number, number % 5, 10**21, 7)
+            for number in range(40)
+        ], watched=(3 * MS, 19 * MS),
         gpus=[Gpu(number, name, name) for number, name in enumerate(HOSTILE)],
         startup=Startup(
             5, 10**30, tuple(ImportTime(name, 10**9, 10**18, -1, 3) for name in HOSTILE),

@@ -162,7 +162,9 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     (of a row's total) bound the tables; `unit` is that of times. The other options mean nothing here.
     """
     trace = recording.trace
-    found = _of_torch(trace) if trace.watched is not None else _of_events(trace)
+    # torch.profiler may have been beside for memory alone.
+    beside = trace.watched is not None and (trace.kernels or not any(span.device for span in trace.spans))
+    found = _of_torch(trace) if beside else _of_events(trace)
     total_ns = sum(used.total_ns for used in found.by_name.values())
     uses = [used.use(name, total_ns) for name, used in found.by_name.items()]
     key = BEST_FIRST.get(options.sorted_by, "total_ns")

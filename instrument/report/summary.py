@@ -15,6 +15,7 @@ from instrument.report.distribution import distribution
 from instrument.report.events import events
 from instrument.report.instrumentation import instrumentation
 from instrument.report.kernels import kernels
+from instrument.report.memory import memory
 from instrument.report.operators import operators
 from instrument.report.overview import overview
 from instrument.report.phases import phases
@@ -32,6 +33,7 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
     "kernels": kernels,
     "device": device,
     "copies": copies,
+    "memory": memory,
     "distribution": distribution,
     "user": user,
     "requests": requests,
