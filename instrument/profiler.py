@@ -32,11 +32,12 @@ from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
 from instrument.governor import Governor
 from instrument.import_times import ImportTimes
+from instrument.probe_cost import ProbeCost, measure_cold_ns, measure_costs
 from instrument.probes import contexts, graphs
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary, load, loads, setting
-from instrument.recorder import RECORDER, ProbeCost, Taken, measure_costs
+from instrument.recorder import RECORDER, Taken
 from instrument.report.summary import made, summary
 from instrument.report.view import Options, Recording, Upkeep, View
 from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Span, Startup, Trace
@@ -172,6 +173,7 @@ class Session:
         self._losses: Counter[str] = Counter()
         self._complaints: deque[str] = deque(maxlen=COMPLAINTS_KEPT)
         self._costs: dict[str, ProbeCost] | None = None
+        self._cold_ns: float | None = None
         self._ticks_checked_ns: int | None = None
         self._governor: Governor | None = None
         self._governed_ns = 0
@@ -606,7 +608,8 @@ class Session:
         if counted:
             mean_ns += self._pairs_ns() / counted
         window_ns = (self.end_ns or time.monotonic_ns()) - self.start_ns
-        return Cost(RECORDER.calls, mean_ns, window_ns, sum(self._threads_ns().values()))
+        cold_ns = mean_ns + self._measured_cold_ns() if counted else 0.0
+        return Cost(RECORDER.calls, mean_ns, window_ns, sum(self._threads_ns().values()), cold_ns)
 
     def _pairs_ns(self) -> float:
         return 0.0 if self._timing is None else self._timing.cost_ns()[0]
@@ -638,6 +641,12 @@ class Session:
         if self._costs is None:
             self._costs = measure_costs()
         return self._costs
+
+    def _measured_cold_ns(self) -> float:
+        """By how much a call costs more where its memory is in no cache."""
+        if self._cold_ns is None:
+            self._cold_ns = max(measure_cold_ns() - self._measured_costs()["method"].added_ns, 0.0)
+        return self._cold_ns
 
     def losses(self) -> Mapping[str, int]:
         """Everything that was recorded and not kept, by reason."""

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import Context, copy_context
+from contextvars import Context
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -600,93 +600,6 @@ else:
 
     class NativeScope(Scope, _native.Scope):
         __slots__ = ()
-
-
-class ProbeCost(NamedTuple):
-    """What a span adds to what is recorded, and the part of it that lies outside of the span, in ns."""
-
-    added_ns: float
-    outside_ns: float
-
-
-def measure_costs(calls: int = 1_000, rounds: int = 5) -> dict[str, ProbeCost]:
-    """What a span costs on this machine, by the shape of the probe.
-
-    `call` is a function's, `coroutine` and `generator` (with one step) theirs, `scope` that of a `with` block, `method`
-    that of layers, and `wrapper` that of requests. Each is the best of several short rounds over the bare thing; a few
-    milliseconds in all, ten times that for the recorder in Python.
-    """
-    return copy_context().run(_measure_costs, calls, rounds)
-
-
-def _measure_costs(calls: int, rounds: int) -> dict[str, ProbeCost]:
-    recorder = Recorder(ring_bytes=1 << 20)
-    recorder.on = True
-
-    def nothing() -> None:
-        pass
-
-    async def coroutine() -> None:
-        pass
-
-    def generator() -> Iterator[None]:
-        yield
-
-    def call(function: Callable[[], Any]) -> None:
-        for _ in range(calls):
-            function()
-
-    def drive(function: Callable[[], Any]) -> None:
-        for _ in range(calls):
-            try:
-                function().send(None)
-            except StopIteration:
-                pass
-
-    def consume(function: Callable[[], Any]) -> None:
-        for _ in range(calls):
-            for _ in function():
-                pass
-
-    def scopes(function: Callable[[], Any]) -> None:
-        for _ in range(calls):
-            with recorder.scope("scope"):
-                function()
-
-    def wrapped(function: Callable[..., Any], shape: str, kind: str = "op") -> Any:
-        return recorder.wrap(function, Site(shape, kind))
-
-    def bare_method(_: object) -> None:
-        pass
-
-    layer = object()
-    site = Site("method")
-    method = recorder.wrap_method(bare_method, {id(layer): site}, lambda _: site, lambda: False)
-
-    shapes: dict[str, tuple[Callable[[Any], None], Any, Callable[[Any], None], Any]] = {
-        "call": (call, wrapped(nothing, "call"), call, nothing),
-        "coroutine": (drive, wrapped(coroutine, "coroutine"), drive, coroutine),
-        "generator": (consume, wrapped(generator, "generator"), consume, generator),
-        "scope": (scopes, nothing, call, nothing),
-        "method": (call, lambda: method(layer), call, lambda: bare_method(layer)),
-        "wrapper": (call, wrapped(nothing, "wrapper", "request"), call, nothing),
-    }
-    best: dict[tuple[str, bool], int] = {}
-    for _ in range(rounds):
-        for shape, (run, recorded, run_bare, bare) in shapes.items():
-            for is_bare, runs, function in ((False, run, recorded), (True, run_bare, bare)):
-                start = time.perf_counter_ns()
-                runs(function)
-                spent = time.perf_counter_ns() - start
-                best[shape, is_bare] = min(best.get((shape, is_bare), spent), spent)
-    # What lies inside of a span is what a span of nothing lasts.
-    inside_ns = {row.path[-1].name: row.totals.percentile(0.5) or 0 for row in recorder.tally().rows()}
-    costs = {}
-    for shape in shapes:
-        bare_ns = best[shape, True] / calls
-        added_ns = max(best[shape, False] / calls - bare_ns, 0.0)
-        costs[shape] = ProbeCost(added_ns, max(added_ns - max(inside_ns[shape] - bare_ns, 0.0), 0.0))
-    return costs
 
 
 def stream_handle(stream: Any) -> int:

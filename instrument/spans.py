@@ -160,17 +160,26 @@ class Origin:
 class Cost:
     """What the instrumentation itself cost: `calls` spans at `per_call_ns` each, in `window_ns` of wall time.
 
-    `thread_ns` is the processor time of its own threads, which look through spans and send them.
+    `thread_ns` is the processor time of its own threads, which look through spans and send them. A call that comes back
+    to its own memory in the processor's caches costs `per_call_ns`, one that does not, since a model's arithmetic has
+    used them meanwhile, up to `cold_call_ns` (0: not known); a service's calls lie between the two.
     """
 
     calls: int
     per_call_ns: float
     window_ns: int
     thread_ns: int = 0
+    cold_call_ns: float = 0.0
 
     @property
     def total_ns(self) -> int:
+        """With the calls' memory in the caches."""
         return round(self.calls * self.per_call_ns) + self.thread_ns
+
+    @property
+    def most_ns(self) -> int:
+        """With none of it there."""
+        return round(self.calls * max(self.cold_call_ns, self.per_call_ns)) + self.thread_ns
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ ROOT = Path(instrument.__file__).parent
 FLOORS: list[list[str]] = [
     ["errors", "clock", "document", "native", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
-    ["probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp", "report"],
+    ["probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp", "report"],
     ["process", "profiler", "files", "handlers", "steps"],
     ["", "__main__", "cli", "autostart", "faces"],
 ]

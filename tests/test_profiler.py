@@ -29,6 +29,7 @@ from instrument.errors import ProfileError
 from instrument.profile import Schedule, loads
 from instrument.profiler import COMPLAINTS_KEPT, Session
 from instrument.recorder import RECORDER
+from instrument.spans import Cost
 from instrument.window import Windows
 
 
@@ -203,6 +204,28 @@ def test_the_cost_counts_the_threads_that_look_through_spans() -> None:
         time.sleep(0.05)
     assert cost.total_ns == round(cost.calls * cost.per_call_ns) + cost.thread_ns
     assert "on threads of its own" in " ".join(instrument.summary().split())
+
+
+def test_the_cost_has_a_second_end_for_calls_whose_memory_other_work_has_taken_out_of_the_caches() -> None:
+    begin("")
+    for _ in range(50):
+        with instrument.scope("work"):
+            pass
+    cost = instrument.session().cost()
+    assert cost.cold_call_ns >= cost.per_call_ns
+    assert cost.most_ns == round(cost.calls * cost.cold_call_ns)
+    told = " ".join(instrument.summary().split())
+    assert ("as far as other work uses the processor's caches between the calls" in told) == (
+        cost.most_ns > cost.total_ns
+    )
+    instrument.dump("saved.json")
+    saved = chrome.load("saved.json")[0].cost
+    assert saved is not None
+    assert saved.cold_call_ns == pytest.approx(cost.cold_call_ns)
+
+
+def test_a_saved_cost_without_the_second_end_has_one_end() -> None:
+    assert Cost(5, 10.0, 1000).most_ns == Cost(5, 10.0, 1000).total_ns == 50
 
 
 def test_a_corrected_summary_shows_self_times_without_the_cost_of_the_probes(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trees import outline, tree
 
-from instrument.recorder import measure_costs
+from instrument.probe_cost import measure_cold_ns, measure_costs
 from instrument.spans import RemoteParent, Site
 from instrument.tally import OVERFLOW, Totals, bucket
 
@@ -876,6 +876,15 @@ def test_the_cost_of_each_shape_of_probe_is_measured_without_a_trace_in_this_thr
     assert set(costs) == {"call", "coroutine", "generator", "method", "scope", "wrapper"}
     assert all(1 < cost.added_ns < 1e6 for cost in costs.values())
     assert all(0 <= cost.outside_ns <= cost.added_ns for cost in costs.values())
+
+
+def test_what_a_call_costs_whose_memory_is_in_no_cache_is_measured_without_a_trace_of_it(
+    recorder: Any,
+) -> None:
+    recorder.on = True
+    with recorder.scope("around"):
+        assert 1 < max(measure_cold_ns() for _ in range(3)) < 1e6
+    assert tree(recorder) == "around"
 
 
 def test_frameworks_that_ask_for_a_function_get_one(recorder: Any) -> None:

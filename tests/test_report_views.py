@@ -82,7 +82,7 @@ def service() -> Trace:
     return Trace(
         Origin(7, "shop", 0, 1_700_000_000 * 10**9, "native"), 0, 250 * MS, spans, {1: "MainThread"},
         losses={"spans overwritten by newer ones": 12}, notes=["rule 3 matched nothing"],
-        cost=Cost(54, 61.25, 250 * MS, 1_500_000), samples=[
+        cost=Cost(54, 61.25, 250 * MS, 1_500_000, 707.5), samples=[
             Sample("process_cpu", HOST, 100, 31.5), Sample("utilization", 0, 100, 75), Sample("power", 0, 100, None),
             Sample("process_memory", HOST, 100, 7.25e9), Sample("process_memory_peak", HOST, 100, 9.5e9),
             Sample("torch_reserved", 0, 100, 3 << 30), Sample("torch_reserved_peak", 0, 100, 4 << 30),

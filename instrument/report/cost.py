@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from instrument.report.device import Coverage
+from instrument.report.instrumentation import uncached
 from instrument.report.table import (
     MISSING,
     bounded,
@@ -118,6 +119,11 @@ class InstrumentationCost:
     def ratio(self) -> float | None:
         """The whole cost as a share of the window."""
         return None if self.cost is None else share(self.cost.total_ns, self.window_ns)
+
+    @property
+    def most_ratio(self) -> float | None:
+        """The same where none of the probes' memory was in the processor's caches."""
+        return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
     def lines(self) -> list[str]:
         """What it cost, what is held, what was not kept and what was not observed."""
@@ -252,7 +258,10 @@ def _cost_lines(view: InstrumentationCost, unit: str) -> list[str]:
     calls = f"{view.cost.calls} calls x {number(view.cost.per_call_ns)} ns"
     return [
         *named_table(["Part", "Time", "Of window"], cells, 0),
-        *wrapped(f"{calls} in the mean; the window is {number(view.window_ns / 1e9)} s of wall time"),
+        *wrapped(
+            f"{calls} in the mean; the window is {number(view.window_ns / 1e9)} s of wall time"
+            f"{uncached(view.cost, view.window_ns)}"
+        ),
     ]
 
 

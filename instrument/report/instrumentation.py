@@ -27,4 +27,15 @@ def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
         f"Cost of the instrumentation: {number(cost.total_ns / 1e9)} s "
         f"({cost.calls} calls x {number(cost.per_call_ns)} ns{thread}), "
         f"{percent(cost.total_ns, base_ns)} of the window of {number(base_ns / 1e9)} s{by}"
+        f"{uncached(cost, base_ns)}"
+    )
+
+
+def uncached(cost: Cost, base_ns: int) -> str:
+    """The other end of what it may have cost."""
+    if cost.most_ns <= cost.total_ns:
+        return ""
+    return (
+        f"; up to {number(cost.most_ns / 1e9)} s ({number(cost.cold_call_ns)} ns a call), "
+        f"{percent(cost.most_ns, base_ns)}, as far as other work uses the processor's caches between the calls"
     )
