@@ -24,6 +24,9 @@ from instrument.probes.copies import torch as room  # noqa: E402
 from instrument.probes.copies.transfers import Transfers  # noqa: E402
 from instrument.profile import DIRECTIONS, CopyRule  # noqa: E402
 from instrument.recorder import Recorder  # noqa: E402
+from instrument.report.events import events  # noqa: E402
+from instrument.report.view import Options, Recording  # noqa: E402
+from instrument.spans import Origin, Trace  # noqa: E402
 
 SECOND = f"{NAME}:1"
 
@@ -154,6 +157,15 @@ def test_non_blocking_is_understood_wherever_it_stands(
     attached(CopyRule(DIRECTIONS))
     torch.zeros(2).to(*args, **kwargs)
     assert [dict(span.site.attributes)["sync"] for span in recorder.spans()] == [sync]
+
+
+def test_copies_of_one_call_that_wait_and_that_do_not_are_counted_apart(recorder: Recorder, attached: Any) -> None:
+    attached(CopyRule(("h2d",)))
+    x = torch.zeros(8)
+    for wait in (True, True, False):
+        x.to(NAME, non_blocking=not wait)
+    view = events(Recording(recorder.tally, lambda: Trace(Origin(1, "", 0, 0), 0, 1, [])), Options())
+    assert {one.label: one.calls for one in view.copies} == {"GpuMemcpy": 3, "GpuMemcpyAsync": 1, "GpuMemcpySync": 2}
 
 
 def test_what_moves_nothing_is_no_copy(recorder: Recorder, attached: Any) -> None:

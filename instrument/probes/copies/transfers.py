@@ -157,7 +157,10 @@ class Transfers:
             facts: tuple[tuple[str, str | bool], ...] = (("direction", way), ("sync", sync))
             if pinned is not None:
                 facts += (("pinned", pinned),)
-            new = Site(f"memcpy {way}", "copy", framework, qualname, device=way != "h2h", attributes=facts)
+            # Copies of one call that wait and that do not are two places, or the tally would add them up.
+            modes = ["sync" if sync else "async", *([] if pinned is None else ["pinned" if pinned else "pageable"])]
+            name, instance = f"memcpy {way}", ", ".join(modes)
+            new = Site(name, "copy", framework, qualname, instance=instance, device=way != "h2h", attributes=facts)
             # setdefault, because two threads may be first: one site for each key or the tally would split.
             site = self._sites.setdefault(key, new)
         return site
