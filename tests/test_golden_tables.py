@@ -1,24 +1,30 @@
-"""The tables that the documents of five profilers print, made anew by our views from the times that they were made of.
+"""The tables that the documents of five profilers print, made anew by our views from the times that they are of.
 
-`golden/documents` has them as printed, rows of fluid's tables with the indent that their page has lost. A printed number
-is known to its last digit only: where a time and a share of it stand side by side, the raw time is one that rounds to
-both. What no raw time gives, because the table is wrong, each test says, and why.
+`golden/documents` has them as printed, rows of fluid's tables with the indent that their page has lost. A number is
+known to its last printed digit only: where a time and a share of it stand side by side, the raw time is one that
+rounds to both. What no raw time gives, because the table is wrong, each test says, and why.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import floor, log10
 from pathlib import Path
 
 import pytest
 from golden_views import of_tally
 
+from instrument.report.calls import Times
+from instrument.report.distribution import distribution
 from instrument.report.events import EventRow, Events, events
+from instrument.report.operators import operators
+from instrument.report.overview import overview
+from instrument.report.phases import phases
 from instrument.report.table import number
-from instrument.report.view import Options
-from instrument.spans import Site
+from instrument.report.view import Options, Recording
+from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, assign_self_times
 from instrument.tally import Tally, Totals, bucket
 
 DOCUMENTS = Path(__file__).parent / "golden" / "documents"
@@ -238,3 +244,323 @@ def test_a_type_of_operator_has_what_its_instances_have_and_nothing_beside() -> 
     assert (ours["fill_constant"]["calls"], ours["fill_constant"]["total"]) == ("12", "8.90019")
     for name in ("fill_constant0", "fill_constant1"):
         assert {**ours[name], "ratio": ""} == {**{column: rows[name][column] for column in ours[name]}, "ratio": ""}
+
+
+# -------------------------------------------------------------------- Paddle: a table for each view
+
+
+def paddle_table(name: str, title: str) -> list[tuple[int, list[str]]]:
+    """The rows below the heading of a table: their indent, and name and cells, each cell split at its slashes."""
+    text = re.split(rf"(?m)^-+{title} Summary-+$", document_of(name))[1]
+    text = re.split(r"(?m)^[-=]+[A-Z][a-z]+ Summary[-=]+$", text)[0]
+    rows = []
+    for line in text.splitlines():
+        if line and not line.startswith(("-", "Time unit", "Name", "Device", "Event Type")) and "GPU Time" not in line:
+            cells = re.split(r"\s{2,}", line.strip())
+            rows.append((len(line) - len(line.lstrip()), [part for cell in cells for part in cell.split(" / ")]))
+    return rows
+
+
+def in_hundredths(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def lengths(count: int, total_ns: int, most_ms: str, least_ms: str) -> list[int]:
+    """So many times of that sum, the longest and the shortest as printed, all others alike."""
+    most_ns, least_ns = (round(float(printed) * MS) for printed in (most_ms, least_ms))
+    most_ns, least_ns = max(most_ns, -(-total_ns // count)), min(least_ns, total_ns // count)
+    rest_ns = total_ns - most_ns - least_ns
+    if count > 2 and least_ns <= rest_ns // (count - 2) <= most_ns:
+        return [most_ns, *equal(count - 2, rest_ns), least_ns]
+    if count > 1 and rest_ns < least_ns * (count - 2):
+        return [most_ns, *equal(count - 1, total_ns - most_ns)]
+    return [*equal(count - 1, total_ns - least_ns), least_ns] if count > 1 else [total_ns]
+
+
+def equal(count: int, total_ns: int) -> list[int]:
+    return [total_ns // count + (index < total_ns % count) for index in range(count)]
+
+
+class Drawing:
+    """Spans and device intervals one after the other, as a trace. Times in ns from 0."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def add(
+        self, site: Site, start_ns: int, length_ns: int, *, thread: int = 1, parent: Span | None = None
+    ) -> Span:
+        span_id = len(self.spans) + 1
+        above, root = (parent.span_id, parent.root_id) if parent is not None else (0, span_id)
+        end_ns = start_ns + length_ns
+        self.spans.append(Span(site, span_id, above, root, thread, 0, start_ns, end_ns, length_ns, 0))
+        return self.spans[-1]
+
+    def chain(self, site: Site, each_ns: Iterable[int], *, thread: int = 1, parent: Span | None = None) -> list[Span]:
+        at_ns = 0 if parent is None else parent.start_ns
+        made = []
+        for length_ns in each_ns:
+            made.append(self.add(site, at_ns, length_ns, thread=thread, parent=parent))
+            at_ns += length_ns
+        return made
+
+    def trace(self, end_ns: int) -> Trace:
+        assign_self_times(self.spans)
+        return Trace(Origin(1, "paddle", 0, 0), 0, end_ns, self.spans)
+
+    def recording(self, end_ns: int) -> Recording:
+        return Recording.of_trace(self.trace(end_ns))
+
+
+def intervals(stream: int, start_ns: int, each_ns: Iterable[int], device: int = 2) -> tuple[DeviceInterval, ...]:
+    made = []
+    for length_ns in each_ns:
+        made.append(DeviceInterval(device, stream, start_ns, start_ns + length_ns))
+        start_ns += length_ns
+    return tuple(made)
+
+
+EIGHT_STEPS_NS = round(4945.15 * MS)
+KIND_OF_TYPE = {"ProfileStep": "step", "Dataloader": "loader", "Operator": "op", "UserDefined": "copy"}
+
+
+def test_paddles_overview_distribution_and_use_of_the_device_are_unions_of_the_same_spans() -> None:
+    """Rows by type of event, what of the device they say, and how communication lies beside computation.
+
+    Its three tables agree: communication, computation and their overlap make up the union of all kernels, of which
+    the use of the device is the share of the steps.
+    """
+    told = {cells[0]: cells[1:] for _, cells in paddle_table("paddle_eight_steps", "Overview")}
+    beside = {cells[0]: cells[1:] for _, cells in paddle_table("paddle_eight_steps", "Distribution")}
+    drawing = Drawing()
+    for thread, (kind, (calls, time, share)) in enumerate(told.items()):
+        if kind == "Kernel":
+            break
+        total_ns = raw_ns(time, share, EIGHT_STEPS_NS, hundredths)
+        drawing.chain(Site(kind, KIND_OF_TYPE.get(kind, kind)), equal(int(calls), total_ns), thread=thread)
+
+    parts = {name: raw_ns(*beside[name], EIGHT_STEPS_NS, hundredths) for name in list(beside)[1:]}
+    # As printed they make a union of 2744.62 ms, a hundredth more than the table above has.
+    together_ns = raw_ns(*told["Kernel"][1:], EIGHT_STEPS_NS, hundredths)
+    parts["Computation"] -= 4_000
+    parts["Overlap"] += 2_000
+    assert abs(parts["Communication"] + parts["Computation"] - parts["Overlap"] - together_ns) < 5_000
+    kernels, comms = int(told["Kernel"][0]), int(told["Communication"][0])
+    begin_ns = parts["Communication"] - parts["Overlap"]
+    all_reduce = drawing.add(Site("all_reduce", "comm"), 0, 0, thread=90)
+    all_reduce.device = intervals(9, 0, equal(comms, parts["Communication"]))
+    compute = drawing.spans[sum(int(told[name][0]) for name in ("ProfileStep", "CudaRuntime", "UserDefined"))]
+    fills = int(told["Memset"][0])
+    compute.device = intervals(7, begin_ns, equal(kernels - comms, parts["Computation"])) + intervals(
+        8, begin_ns, equal(fills, round(float(told["Memset"][1]) * MS))
+    )
+    copy = next(span for span in drawing.spans if span.site.kind == "copy")
+    copies, copy_time, copy_share = told["Memcpy"]
+    copy.device = intervals(7, 0, equal(int(copies), raw_ns(copy_time, copy_share, EIGHT_STEPS_NS, hundredths)))
+
+    recording = drawing.recording(EIGHT_STEPS_NS)
+    use = overview(recording, Options())
+
+    def row(calls: int, time_ns: int, ratio: float | None) -> list[str]:
+        return [str(calls), in_hundredths(time_ns / MS), in_hundredths(100 * (ratio or 0))]
+
+    ours = {one.kind: row(one.calls, one.time_ns, one.step_ratio) for one in use.kinds if one.kind != "comm"}
+    hosts = list(told)[: list(told).index("Kernel")]
+    assert list(ours) == [KIND_OF_TYPE.get(name, name) for name in hosts]
+    assert list(ours.values()) == [told[name] for name in hosts]
+    works = {one.work: row(one.stretches, one.time_ns, one.step_ratio) for one in use.devices}
+    # Kernels and memsets are one row here; what was filled, was so beside kernels.
+    assert works["compute"] == [str(kernels + fills), *told["Kernel"][1:]]
+    assert works["copies"] == told["Memcpy"]
+    assert works["communication"] == told["Communication"]
+    assert ("GPU2", [told["Kernel"][2]]) in [(one[0], one[1:]) for _, one in paddle_table("paddle_eight_steps", "Device")]
+
+    found = distribution(recording, Options())
+    (gpu,) = (one for one in found.places if one.name == "device 2")
+    assert (found.of, found.base_ns) == ("step", EIGHT_STEPS_NS)
+    shared = [gpu.communication_ns, gpu.computation_ns, gpu.overlap_ns]
+    assert [[in_hundredths(part / MS), in_hundredths(100 * part / found.base_ns)] for part in shared] == [
+        beside[name] for name in ("Communication", "Computation", "Overlap")
+    ]
+
+
+OUR_PHASE = {"Dataloader": "loader", "Forward": "forward", "Backward": "backward", "Optimization": "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("paddle_eight_steps", "4.02"), ("paddle_one_reader", "0.49"), ("paddle_four_readers", "0.49")],
+)
+def test_paddles_phases_add_up_on_the_host_and_its_device_column_does_not(name: str, others: str) -> None:
+    """Total, mean, greatest, least and share of each phase, and of what is in none.
+
+    Its sums on the device are of kernels alone, but its shares and its `Others` are of kernels, copies and memsets:
+    2790.80 less 1007.64, 1762.11 and 17.03 is 4.02, not 28.22. Ours add up, of whatever the phases put on streams.
+    """
+    rows = {cells[0]: cells[1:] for _, cells in paddle_table(name, "Model")}
+    steps = rows["ProfileStep"]
+    count, base_ns = int(steps[0]), round(float(steps[1]) * MS)
+    drawing, at_ns = Drawing(), 0
+    for length_ns in lengths(count, base_ns, *steps[3:5]):
+        drawing.add(Site("ProfileStep", "step"), at_ns, length_ns)
+        at_ns += length_ns
+    whole = list(drawing.spans)
+    filled = [step.start_ns for step in whole]
+    on_device_ns = 0
+    for phase, ours in OUR_PHASE.items():
+        calls, total, _, most, least, share, *device = rows[phase]
+        kind = "loader" if ours == "loader" else "phase"
+        site = Site(phase, kind, attributes=() if kind == "loader" else (("phase", ours),))
+        each_ns = lengths(int(calls), raw_ns(total, share, base_ns, hundredths), most, least)
+        # A share of a hundred times the calls is a hundredth of it for each: the mean.
+        device_ns = raw_ns(*device[:2], 100 * count * MS, hundredths) if float(device[0]) else 0
+        each_device_ns = lengths(int(calls), device_ns, *device[2:4])
+        for index, step in enumerate(whole):
+            span = drawing.add(site, filled[index], each_ns[index], parent=step)
+            filled[index] += each_ns[index]
+            assert filled[index] <= step.end_ns
+            if float(device[0]):
+                span.device = intervals(7, on_device_ns, each_device_ns[index : index + 1])
+                on_device_ns += each_device_ns[index]
+    rest = drawing.add(Site("rest", "op"), filled[0], 0, parent=whole[0])
+    rest.device = intervals(7, on_device_ns, [round(float(steps[6]) * MS) - on_device_ns])
+
+    view = phases(drawing.recording(base_ns), Options())
+    found = {row.name: row for row in view.rows}
+    theirs = {"step": "ProfileStep", **{ours: phase for phase, ours in OUR_PHASE.items()}, "others": "Others"}
+    assert list(found) == list(theirs)
+    for ours, phase in theirs.items():
+        host, calls = found[ours].host, found[ours].calls
+        times = [host.total_ns, host.mean_ns, host.max_ns, host.min_ns]
+        cells = [in_hundredths(None if time is None else time / MS) for time in times]
+        assert [in_hundredths(None) if calls is None else str(calls), *cells] == rows[phase][:5]
+        assert in_hundredths(100 * (host.ratio or 0)) == rows[phase][5]
+    on_device = {ours: found[ours].device for ours in theirs}
+    assert in_hundredths(on_device["step"].total_ns / MS) == steps[6]  # type: ignore[union-attr]
+    for ours in ("forward", "backward", "optimizer"):
+        device = on_device[ours]
+        assert device is not None
+        times = [device.total_ns, device.mean_ns, device.max_ns, device.min_ns]
+        assert [in_hundredths((time or 0) / MS) for time in times] == rows[OUR_PHASE_OF[ours]][6:10]
+    rest_of_it = on_device["others"]
+    assert rest_of_it is not None
+    assert in_hundredths(rest_of_it.total_ns / MS) == others != rows["Others"][6]
+    assert sum(device.ratio or 0 for ours, device in on_device.items() if device and ours != "step") == pytest.approx(1)
+
+
+OUR_PHASE_OF = {ours: phase for phase, ours in OUR_PHASE.items()}
+
+
+@dataclass
+class Printed:
+    """A row of the operator table: `host` and `device` are total, mean, greatest, least and share as printed."""
+
+    name: str
+    calls: int
+    host: list[str]
+    device: list[str]
+    below: list[Printed] = field(default_factory=list)
+    device_ns: int = 0
+
+
+def operator_rows() -> list[Printed]:
+    levels: list[list[Printed]] = [[], [], []]
+    for indent, cells in paddle_table("paddle_eight_steps", "Operator"):
+        if len(cells) == 12:
+            row = Printed(cells[0], int(cells[1]), cells[2:7], cells[7:])
+            levels[indent // 2].append(row)
+            if indent:
+                levels[indent // 2 - 1][-1].below.append(row)
+    return levels[0]
+
+
+def divide(whole: Printed) -> None:
+    """Choose the device times of what is below, so that each prints as it did and together they are the whole."""
+    base_ns = whole.device_ns
+    for row in whole.below:
+        row.device_ns = raw_ns(row.device[0], row.device[4], base_ns, hundredths) if float(row.device[0]) else 0
+    for row in whole.below:
+        missing_ns = base_ns - sum(one.device_ns for one in whole.below)
+        wanted = row.device_ns + (min(missing_ns, 4_000) if missing_ns > 0 else max(missing_ns, -4_000))
+        percent = 100 * wanted / base_ns
+        if row.device_ns and abs(percent - float(row.device[4])) < 0.005:
+            row.device_ns = wanted if abs(wanted / MS - float(row.device[0])) < 0.005 else row.device_ns
+    assert base_ns == sum(one.device_ns for one in whole.below)
+
+
+def base_of(shares: Sequence[tuple[str, str]]) -> int:
+    """A base of which all these times have the shares that are printed beside them."""
+    least = max((float(time) - 0.005) / (float(share) + 0.005) for time, share in shares)
+    most = min((float(time) + 0.005) / (float(share) - 0.005) for time, share in shares)
+    assert least <= most
+    return round((least + most) / 2 * 100 * MS)
+
+
+def test_paddles_operators_and_what_is_below_them_have_its_shares() -> None:
+    """Of each operator among all of them, of its parts in it, and of each kernel in what launched it.
+
+    A kernel has a stream of its own here, for a pair of events does not know the names of kernels. What a call of an
+    operator had at most and at least on the device is printed, too, but not how it was made up of kernels.
+    """
+    told, drawing = operator_rows(), Drawing()
+    host_ns = base_of([(row.host[0], row.host[4]) for row in told])
+    device_ns = base_of([(row.device[0], row.device[4]) for row in told])
+    streams: dict[str, Printed] = {}
+    busy_ns = [0]
+
+    def launch(row: Printed, by: Sequence[Span]) -> None:
+        for index, length_ns in enumerate(lengths(row.calls, row.device_ns, *row.device[2:4])):
+            by[index % len(by)].device += intervals(len(streams), busy_ns[0], [length_ns])
+            busy_ns[0] += length_ns
+        streams[f"device 2, stream {len(streams)}"] = row
+
+    left = [host_ns, device_ns]
+    for thread, row in enumerate(told):
+        row.device_ns = raw_ns(row.device[0], row.device[4], device_ns, hundredths)
+        own_ns = raw_ns(row.host[0], row.host[4], host_ns, hundredths)
+        left = [left[0] - own_ns, left[1] - row.device_ns]
+        calls = drawing.chain(Site(row.name, "op"), lengths(row.calls, own_ns, *row.host[2:4]), thread=thread)
+        taken = [call.start_ns for call in calls]
+        divide(row)
+        for part in row.below:
+            if part.host[0] == "-":
+                launch(part, calls)
+                continue
+            made = []
+            part_ns = raw_ns(part.host[0], part.host[4], own_ns, hundredths)
+            for index, length_ns in enumerate(lengths(part.calls, part_ns, *part.host[2:4])):
+                site = Site(part.name, "phase", instance=row.name)
+                made.append(drawing.add(site, taken[index], length_ns, thread=thread, parent=calls[index]))
+                taken[index] += length_ns
+            if part.below:
+                divide(part)
+            for kernel in part.below:
+                launch(kernel, made)
+    drawing.add(Site("others", "op"), 0, left[0], thread=99).device = intervals(999, busy_ns[0], left[1:])
+
+    (block,) = operators(drawing.recording(max(host_ns, device_ns)), Options(tracer_option="OpDetail", threads="merged")).blocks
+    assert (block.cpu_base_ns, block.gpu_base_ns) == (host_ns, device_ns)
+
+    def cells(times: Times | None, ratio: float | None) -> list[str]:
+        if times is None:
+            return ["0.00"] * 5
+        each = (times.total_ns, times.ave_ns, times.max_ns, times.min_ns)
+        return [*(in_hundredths((one or 0) / MS) for one in each), in_hundredths(100 * (ratio or 0))]
+
+    seen = 0
+    owner = told[0]
+    for ours in block.rows:
+        if ours.name in ("others", "device 2, stream 999"):
+            continue
+        if not ours.depth:
+            (owner,) = (row for row in told if row.name == ours.name)
+        row = streams.get(ours.name) or next(one for one in (owner, *owner.below) if one.name == ours.name)
+        seen += 1
+        assert ours.calls == row.calls
+        host, device = cells(ours.cpu, ours.cpu_ratio), cells(ours.gpu, ours.gpu_ratio)
+        if ours.cpu is not None:
+            assert host == row.host, row.name
+            assert [device[0], device[4]] == [row.device[0], row.device[4]], row.name
+        else:
+            assert device == row.device, row.name
+    assert seen == sum(1 + len(row.below) + sum(len(part.below) for part in row.below) for row in told)
