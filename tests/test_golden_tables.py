@@ -10,21 +10,28 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor, log10
+from math import floor, inf, log10
 from pathlib import Path
 
 import pytest
 from golden_views import of_tally
+from paddle_golden import golden_trace
 
+from instrument.report.benchmark import Benchmark
 from instrument.report.calls import Times
+from instrument.report.copies import copies
 from instrument.report.distribution import distribution
 from instrument.report.events import EventRow, Events, events
+from instrument.report.kernels import kernels
 from instrument.report.operators import operators
 from instrument.report.overview import overview
 from instrument.report.phases import phases
+from instrument.report.self_times import classes, instances, ops
 from instrument.report.table import number
+from instrument.report.user import user
+from instrument.report.utilisation import utilisation
 from instrument.report.view import Options, Recording
-from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, assign_self_times
+from instrument.spans import DeviceInterval, Kernel, Origin, Site, Span, Trace, assign_self_times
 from instrument.tally import Tally, Totals, bucket
 
 DOCUMENTS = Path(__file__).parent / "golden" / "documents"
@@ -36,16 +43,22 @@ def document_of(name: str) -> str:
     return (DOCUMENTS / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def raw_ns(printed_ms: str, printed_percent: str, base_ns: float, half_of: Callable[[str], float]) -> int:
+def raw_ns(
+    printed_ms: str,
+    printed_percent: str,
+    base_ns: float,
+    half_of: Callable[[str], float],
+    mean: tuple[str, int] = ("", 1),
+) -> int:
     """A time that rounds to what is printed, and so does its share of the base; as near to the printed one as can be.
 
-    `half_of` says how far a number may be from what was printed of it.
+    `half_of` says how far a number may be from what was printed of it. `mean` is that of so many calls, as printed.
     """
-    time_ns, share = float(printed_ms) * MS, float(printed_percent) / 100 * base_ns
-    time_half, share_half = half_of(printed_ms) * MS, half_of(printed_percent) / 100 * base_ns
-    least, most = max(time_ns - time_half, share - share_half), min(time_ns + time_half, share + share_half)
+    printed = [(printed_ms, MS), (printed_percent, base_ns / 100), *[(mean[0], mean[1] * MS)] * bool(mean[0])]
+    least = max((float(text) - half_of(text)) * unit_ns for text, unit_ns in printed)
+    most = min((float(text) + half_of(text)) * unit_ns for text, unit_ns in printed)
     assert least <= most, f"no time is printed as {printed_ms} ms and as {printed_percent} % of {base_ns / MS} ms"
-    return round(min(max(time_ns, least + 1), most - 1))
+    return round(min(max(float(printed_ms) * MS, least + 1), most - 1))
 
 
 def six_digits(printed: str) -> float:
@@ -252,7 +265,7 @@ def test_a_type_of_operator_has_what_its_instances_have_and_nothing_beside() -> 
 def paddle_table(name: str, title: str) -> list[tuple[int, list[str]]]:
     """The rows below the heading of a table: their indent, and name and cells, each cell split at its slashes."""
     text = re.split(rf"(?m)^-+{title} Summary-+$", document_of(name))[1]
-    text = re.split(r"(?m)^[-=]+[A-Z][a-z]+ Summary[-=]+$", text)[0]
+    text = re.split(r"(?m)^[-=]+[A-Z][A-Za-z ]+ Summary[-=]+$", text)[0]
     rows = []
     for line in text.splitlines():
         if line and not line.startswith(("-", "Time unit", "Name", "Device", "Event Type")) and "GPU Time" not in line:
@@ -287,9 +300,7 @@ class Drawing:
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    def add(
-        self, site: Site, start_ns: int, length_ns: int, *, thread: int = 1, parent: Span | None = None
-    ) -> Span:
+    def add(self, site: Site, start_ns: int, length_ns: int, *, thread: int = 1, parent: Span | None = None) -> Span:
         span_id = len(self.spans) + 1
         above, root = (parent.span_id, parent.root_id) if parent is not None else (0, span_id)
         end_ns = start_ns + length_ns
@@ -373,7 +384,9 @@ def test_paddles_overview_distribution_and_use_of_the_device_are_unions_of_the_s
     assert works["compute"] == [str(kernels + fills), *told["Kernel"][1:]]
     assert works["copies"] == told["Memcpy"]
     assert works["communication"] == told["Communication"]
-    assert ("GPU2", [told["Kernel"][2]]) in [(one[0], one[1:]) for _, one in paddle_table("paddle_eight_steps", "Device")]
+    assert ("GPU2", [told["Kernel"][2]]) in [
+        (one[0], one[1:]) for _, one in paddle_table("paddle_eight_steps", "Device")
+    ]
 
     found = distribution(recording, Options())
     (gpu,) = (one for one in found.places if one.name == "device 2")
@@ -412,8 +425,8 @@ def test_paddles_phases_add_up_on_the_host_and_its_device_column_does_not(name: 
         kind = "loader" if ours == "loader" else "phase"
         site = Site(phase, kind, attributes=() if kind == "loader" else (("phase", ours),))
         each_ns = lengths(int(calls), raw_ns(total, share, base_ns, hundredths), most, least)
-        # A share of a hundred times the calls is a hundredth of it for each: the mean.
-        device_ns = raw_ns(*device[:2], 100 * count * MS, hundredths) if float(device[0]) else 0
+        # The shares are not of what is printed (see above), the means are.
+        device_ns = raw_ns(device[0], "0", inf, hundredths, (device[1], count)) if float(device[0]) else 0
         each_device_ns = lengths(int(calls), device_ns, *device[2:4])
         for index, step in enumerate(whole):
             span = drawing.add(site, filled[index], each_ns[index], parent=step)
@@ -538,7 +551,9 @@ def test_paddles_operators_and_what_is_below_them_have_its_shares() -> None:
                 launch(kernel, made)
     drawing.add(Site("others", "op"), 0, left[0], thread=99).device = intervals(999, busy_ns[0], left[1:])
 
-    (block,) = operators(drawing.recording(max(host_ns, device_ns)), Options(tracer_option="OpDetail", threads="merged")).blocks
+    (block,) = operators(
+        drawing.recording(max(host_ns, device_ns)), Options(tracer_option="OpDetail", threads="merged")
+    ).blocks
     assert (block.cpu_base_ns, block.gpu_base_ns) == (host_ns, device_ns)
 
     def cells(times: Times | None, ratio: float | None) -> list[str]:
@@ -564,3 +579,241 @@ def test_paddles_operators_and_what_is_below_them_have_its_shares() -> None:
         else:
             assert device == row.device, row.name
     assert seen == sum(1 + len(row.below) + sum(len(part.below) for part in row.below) for row in told)
+
+
+def test_paddles_kernels_are_sums_and_shares_of_the_sum_over_all_kernels() -> None:
+    told = [cells for _, cells in paddle_table("paddle_eight_steps", "Kernel")]
+    assert len(told) == 13
+    base_ns, at_ns = round(2790.80 * MS), 0  # the device time of the steps in the Model Summary
+    made: list[Kernel] = []
+    left_ns = base_ns
+    for name, calls, total, _, most, least, share in [*told, ["others", "1", "", "", "", "", ""]]:
+        total_ns = raw_ns(total, share, base_ns, hundredths) if total else left_ns
+        left_ns -= total_ns
+        for length_ns in lengths(int(calls), total_ns, most or "0", least or "0"):
+            made.append(Kernel(name, "kernel", 2, 7, at_ns, at_ns + length_ns))
+            at_ns += length_ns
+    trace = Drawing().trace(at_ns)
+    trace.kernels, trace.watched = made, (0, at_ns)
+    view = kernels(Recording.of_trace(trace), Options())
+    assert view.total_ns == base_ns
+    ours = []
+    for use in view.kernels:
+        times = [use.total_ns, use.mean_ns, use.max_ns, use.min_ns]
+        cells = [in_hundredths((time or 0) / MS) for time in times]
+        ours.append([use.name, str(use.calls), *cells, in_hundredths(100 * (use.ratio or 0))])
+    assert [row for row in ours if row[0] != "others"] == told
+
+
+@pytest.mark.parametrize("table", ["Memory Manipulation", "UserDefined"])
+def test_paddles_scopes_have_their_share_of_the_window_and_copies_their_sums(table: str) -> None:
+    """Its device column divides by the sum of all device work in the steps, which is no share of any time."""
+    told = {cells[0]: cells[1:] for _, cells in paddle_table("paddle_eight_steps", table) if len(cells) == 12}
+    scopes, copied = Drawing(), Drawing()
+    for thread, (name, (calls, total, mean, most, least, share, *device)) in enumerate(told.items()):
+        total_ns = raw_ns(total, share, EIGHT_STEPS_NS, hundredths, (mean, int(calls)))
+        each_ns = lengths(int(calls), total_ns, most, least)
+        device_ns = round(float(device[0]) * MS)
+        for drawing, site in ((scopes, Site(name, "user")), (copied, Site(name, "copy"))):
+            spans = drawing.chain(site, each_ns, thread=thread)
+            at_ns = thread * EIGHT_STEPS_NS // 10
+            for span, length_ns in zip(spans, equal(int(calls), device_ns), strict=True):
+                span.device = intervals(thread, at_ns, [length_ns]) if device_ns else ()
+                at_ns += length_ns
+    (block,) = user(scopes.recording(EIGHT_STEPS_NS), Options(threads="merged")).blocks
+    assert {row.name for row in block.rows} == set(told)
+    for row in block.rows:
+        assert row.cpu is not None
+        times = [row.cpu.total_ns, row.cpu.ave_ns, row.cpu.max_ns, row.cpu.min_ns]
+        cells = [in_hundredths((time or 0) / MS) for time in times]
+        assert [str(row.calls), *cells, in_hundredths(100 * (row.cpu_ratio or 0))] == told[row.name][:6]
+        assert in_hundredths(row.gpu.total_ns / MS if row.gpu else 0.0) == told[row.name][6]
+    uses = copies(copied.recording(EIGHT_STEPS_NS), Options()).calls
+    found = {
+        use.call: [str(use.calls), *(in_hundredths(time / MS) for time in (use.host_ns, use.device_ns))] for use in uses
+    }
+    assert found == {name: [cells[0], cells[1], cells[6]] for name, cells in told.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "ips", "reader_share"),
+    [("paddle_one_reader", "0.02582", "38.72", 47.9), ("paddle_four_readers", "0.00789", "126.77", 1.3)],
+)
+def test_paddles_mean_step_is_longer_than_its_longest_and_ours_lies_between(
+    name: str, batch: str, ips: str, reader_share: float
+) -> None:
+    """It divides the sum of five steps by four: a mean of 0.00986 s, a longest of 0.00798 s; 101.4 steps a second,
+    at least 125.3.
+
+    So its share of reading is too small as well: 38.304 % where its Model Summary has 49.11 % of the steps in loaders.
+    A least of `inf` is of a series in which each was the longest so far.
+    """
+    printed = dict(re.findall(r"(?m)^\|\s+(\w+)\s+\|\s+(.*?)\s+\|$", document_of(name)))
+    theirs = {row: re.split(r"[\s|]+", cells) for row, cells in printed.items() if row}
+    means = {row: float(cells[0]) for row, cells in theirs.items()}
+    assert means["batch_cost"] > float(theirs["batch_cost"][1])
+    assert means["ips"] < float(theirs["ips"][2])
+    found = Benchmark(skip=0)
+    batches = lengths(
+        5, round(4 * means["batch_cost"] * 1e9), *(f"{1e3 * float(one)}" for one in theirs["batch_cost"][1:])
+    )
+    for batch_ns in batches:
+        found.add(batch_ns, round(means["reader_cost"] * 1e9), None)
+    loop = found.loop()
+    assert loop.batch is not None
+    assert loop.rate is not None
+    assert loop.reader is not None
+    shown = [f"{one / 1e9:.5f}" for one in (loop.batch.mean, loop.batch.most, loop.batch.least)]
+    assert shown == [batch, *theirs["batch_cost"][1:]]
+    assert loop.batch.least <= loop.batch.mean <= loop.batch.most
+    assert f"{loop.rate.mean:.2f}" == ips
+    assert [loop.rate.most, loop.rate.least] == pytest.approx([float(one) for one in theirs["ips"][1:]], rel=1e-3)
+    assert loop.rate.least <= loop.rate.mean <= loop.rate.most
+    assert f"{loop.reader.mean / 1e9:.5f}" == theirs["reader_cost"][0]
+    assert round(100 * (loop.reader_ratio or 0), 1) == reader_share
+
+
+# -------------------------------------------------------------------- SINGA: operators in the order of execution
+
+
+def test_singas_operators_have_their_numbers_and_their_means_to_the_digit() -> None:
+    lines = [line for line in document_of("singa_resnet").splitlines() if line.startswith("OP_ID")]
+    assert len(lines) == 101
+    iterations, drawing, at_ns = 100, Drawing(), 0
+    sites, means = [], []
+    for line in lines:
+        number_, name, mean = re.fullmatch(r"OP_ID(\d+)\. (\w+) : (\S+) sec", line).groups()  # type: ignore[union-attr]
+        sites.append(Site(name, "op", instance=f"node {number_}"))
+        means.append(float(mean) * 1e9)
+    for iteration in range(iterations):
+        step = drawing.add(Site("graph", "step"), at_ns, round(2 * sum(means)))
+        for site, mean_ns in zip(sites, means, strict=True):
+            length_ns = equal(iterations, round(mean_ns * iterations))[iteration]
+            drawing.add(site, at_ns, length_ns, parent=step)
+            at_ns += length_ns
+        at_ns = step.end_ns
+    ours = operators(drawing.recording(at_ns), Options(tracer_option="AllOpDetail")).lines()
+    found = [re.sub(r" \[.*?\]", "", line) for line in ours if line.startswith("OP_ID")]
+    assert found == lines
+
+
+def test_singas_two_lines_are_forward_and_what_it_calls_backward() -> None:
+    """Its second line is the time of the graph less the first, with the optimizer and all gaps; ours has not."""
+    printed = dict(re.findall(r"(?m)^(\w+) Propagation Time : (\S+) sec$", document_of("singa_resnet")))
+    drawing, at_ns = Drawing(), 0
+    parts = {"forward": printed["Forward"], "backward": printed["Backward"]}
+    iterations = 10
+    for iteration in range(iterations):
+        step = drawing.add(Site("graph", "step"), at_ns, sum(round(float(one) * 1e9) for one in parts.values()) + MS)
+        for phase, mean in parts.items():
+            length_ns = equal(iterations, round(float(mean) * 1e9 * iterations))[iteration]
+            drawing.add(Site(phase, "phase", attributes=(("phase", phase),)), at_ns, length_ns, parent=step)
+            at_ns += length_ns
+        at_ns = step.end_ns
+    lines = phases(drawing.recording(at_ns), Options()).lines()
+    assert "Forward Propagation Time : 0.0409127 sec" in lines
+    assert "Backward Propagation Time : 0.114813 sec" in lines
+    assert "Others Time : 0.001 sec" in lines
+
+
+# -------------------------------------------------------------------- Theano: function, classes, ops, instances
+
+
+TICK_NS = 2**-22 * 1e9
+"""What `time.time()` tells apart about the year 2014: the document's times are whole numbers of it."""
+
+
+@pytest.mark.parametrize(("of", "section"), [("classes", "Class"), ("ops", "Ops"), ("instances", "Apply")])
+def test_theanos_shares_running_sums_and_means_are_ours(of: str, section: str) -> None:
+    text = document_of("theano_elemwise")
+    header, *lines, last = text.split(f"\n{section}\n---")[1].split("\n\n")[0].lstrip("-\n").strip().splitlines()
+    columns = re.findall(r"<([^>]*)>", header)
+    theirs = [dict(zip(columns, line.split(maxsplit=len(columns) - 1), strict=True)) for line in lines]
+    add, mul = (
+        Site(f"Elemwise{{{name},no_inplace}}", "op", "theano.tensor.elemwise", "Elemwise.perform", line=line)
+        for line, name in enumerate(("add", "mul"))
+    )
+    tally, call, inner = Tally(), Site("f", "request"), Site("fn", "phase")
+    ticks = {"x": (add, 13), "mul": (mul, 9), "z": (add, 4)}
+    inside_ns = {place: round(count_ * TICK_NS) for place, (_, count_) in ticks.items()}
+    call_ns, inner_ns = round(239 * TICK_NS), round(50 * TICK_NS)
+
+    def put(path: CallPath, total_ns: int, self_ns: int) -> None:
+        tally.totals(path, 1).merge(Totals(calls=1, total_ns=total_ns, self_ns=self_ns, first_ns=1 + len(tally)))
+
+    put((call,), call_ns, call_ns - inner_ns)
+    put((call, inner), inner_ns, inner_ns - sum(inside_ns.values()))
+    for place, (site, _) in ticks.items():
+        # An instance is a node of the graph: a place in the tree of calls.
+        put((call, inner, Site(place, "phase"), site), inside_ns[place], inside_ns[place])
+
+    make = {"classes": classes, "ops": ops, "instances": instances}[of]
+    (function,) = make(of_tally(tally), Options()).functions
+    seconds = re.findall(r"Time in .*: (\S+)s", text)
+    assert [call_ns, inner_ns] == pytest.approx([float(one) * 1e9 for one in seconds[:2]], abs=0.5)
+    assert f"({100 * (function.inner_ratio or 0):.3f}%)" == text.splitlines()[2].split()[-1]
+    assert f"({100 * (function.work_ratio or 0):.3f}%)" == text.splitlines()[3].split()[-1]
+
+    # Theano's shares are of the time in nodes, ours of the whole function: of the rows that are nodes.
+    of_nodes = [row for row in function.rows if row.where and "Elemwise" in row.names[-1]]
+    whole_ns = sum(row.time_ns for row in of_nodes)
+    assert whole_ns == function.work_ns
+    running_ns, ours = 0, []
+    for row in of_nodes:
+        running_ns += row.time_ns
+        ours.append(
+            {
+                "% time": f"{100 * row.time_ns / whole_ns:.1f}%",
+                "sum %": f"{100 * running_ns / whole_ns:.1f}%",
+                "apply time": f"{row.time_ns / 1e9:.3f}s",
+                "time per call": f"{(row.per_call_ns or 0) / 1e9:.2e}s",
+                "#call": str(row.calls),
+                **({} if of == "instances" else {"#apply": str(row.instances)}),
+            }
+        )
+    assert ours == [{column: row[column] for column in found} for row, found in zip(theirs, ours, strict=True)]
+    assert "remaining 0 " in last
+    assert function.remaining is None
+
+
+# -------------------------------------------------------------------- torch
+
+
+def test_torchs_table_of_self_times_and_kernels() -> None:
+    """1.020 ms of self CPU time, of which the step has 0.260; of 0.200 ms of kernels addmm launched 75 %."""
+    us = 1_000
+    drawing = Drawing()
+    step = drawing.add(Site("ProfilerStep*", "step"), 0, 1020 * us)
+    addmm = drawing.add(Site("aten::addmm", "op"), 100 * us, 500 * us, parent=step)
+    relu = drawing.add(Site("aten::relu", "op"), 700 * us, 260 * us, parent=step)
+    addmm.device, relu.device = intervals(7, 300 * us, [150 * us]), intervals(7, 800 * us, [50 * us])
+    recording = drawing.recording(1020 * us)
+    (function,) = ops(recording, Options()).functions
+    assert {row.names[0]: row.time_ns for row in function.rows}["ProfilerStep*"] == 260 * us
+    assert function.time_ns == 1020 * us
+    (block,) = operators(recording, Options(threads="merged")).blocks
+    shown = {row.name: (row.gpu.total_ns, row.gpu_ratio) for row in block.rows if row.gpu and not row.depth}
+    assert shown["aten::addmm"] == (150 * us, 0.75)
+    assert block.gpu_base_ns == 200 * us
+
+
+# -------------------------------------------------------------------- Paddle's made-up tree: what no other room has
+
+
+def test_the_copies_of_paddles_tree_and_the_use_of_its_device() -> None:
+    text = (DOCUMENTS.parent / "paddle_synthetic_summary.txt").read_text(encoding="utf-8")
+    recording = Recording.of_trace(golden_trace())
+    (copy,) = copies(recording, Options()).calls
+    shown = re.search(r"(?m)^GpuMemcpySync:GPU->CPU +(\d+) +(.*)$", text.split("Memory Manipulation")[1])
+    assert shown is not None
+    host, device = (cells.split(" / ") for cells in re.split(r"\s{2,}", shown[2].strip()))
+    assert [copy.calls, copy.host_ns / MS, copy.device_ns / MS] == [int(shown[1]), float(host[0]), float(device[0])]
+    # Of the 180 ms in steps, which Paddle divides by, and of all 190 ms of the window.
+    assert f"{100 * copy.host_ns / (180 * MS):.2f}" == host[4]
+    (use,) = (one for one in overview(recording, Options()).kinds if one.kind == "copy")
+    assert (f"{100 * (use.step_ratio or 0):.2f}", use.ratio) == (host[4], 16 / 190)
+    (gpu,) = utilisation(recording.trace).devices
+    assert re.search(r"(?m)^GPU0 +57.78", text) is not None
+    (compute,) = (one for one in overview(recording, Options()).devices if one.work == "compute")
+    assert f"{100 * (compute.step_ratio or 0):.2f}" == "57.78"
+    assert gpu.compute_ns == 104 * MS
