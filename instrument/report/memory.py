@@ -23,7 +23,7 @@ from instrument.report.table import (
     title,
     wrapped,
 )
-from instrument.report.view import Options, Recording, SortKey
+from instrument.report.view import Options, Recording
 from instrument.spans import HOST, Allocation, Sample, Site, Trace
 
 BEFORE = "(before it began)"
@@ -180,14 +180,14 @@ class Memory:
 def memory(recording: Recording, options: Options) -> Memory:
     """The view, of the part of the window that torch.profiler watched, and of all readings of gauges.
 
-    `sorted_by` is `calls` (allocations), any other key but `default` (bytes allocated), else by increase; all from the
-    greatest down. `rows` bounds the places, `threads: apart` tells them by thread too. `state` is CPU for the host's
-    memory alone and GPU for that of devices. `unit` is that of times. The other options mean nothing here.
+    `sorted_by` is `calls` (allocations) or `total` (bytes allocated), else by increase, all from the greatest down.
+    `rows` bounds the places, `threads: apart` tells them by thread too. `state` is CPU for the host's memory alone and
+    GPU for that of devices. `unit` is that of times. The other options mean nothing here.
     """
     trace = recording.trace
     found = _Found(trace, options)
     uses = found.places()
-    column = {"default": "increase_bytes", "calls": "allocations"}.get(SortKey.of(options).column, "allocated_bytes")
+    column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
     uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
     shown, rest = uses[: options.rows], uses[options.rows :] if options.rows else []
     watched = trace.watched
@@ -200,14 +200,14 @@ def memory(recording: Recording, options: Options) -> Memory:
         peaks=tuple(found.peaks()),
         devices=tuple(totals.memory(device) for device, totals in sorted(found.by_device.items())),
         places=(*shown, *([_together(rest)] if rest else [])),
-        gauged=tuple(gauged(trace.samples, trace.start_ns, options.state)),
+        gauged=tuple(_gauged(trace.samples, trace.start_ns, options.state)),
         outside=found.outside,
         is_ours=trace.origin.recorder != "other",
         _options=options,
     )
 
 
-def gauged(samples: Iterable[Sample], start_ns: int, state: str = "All") -> Iterator[GaugedMemory]:
+def _gauged(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
     """What each gauge of memory read: the host's first, then those of devices by number."""
     told: dict[tuple[int, str], list[tuple[float, int]]] = {}
     for sample in samples:
@@ -217,10 +217,10 @@ def gauged(samples: Iterable[Sample], start_ns: int, state: str = "All") -> Iter
         for gauge, keeper in PEAK_OF.items():
             values = told.get((device, gauge))
             if values:
-                # Who resets what torch keeps makes it smaller.
                 kept = told.get((device, keeper))
                 most, most_ns = max(values, key=lambda value: (value[0], -value[1]))
-                peak = None if kept is None else max(kept)[0]
+                # The host may have made torch forget its peaks, so that the newest need not be the greatest.
+                peak = None if kept is None else max(most, max(kept)[0])
                 ends = values[0][0], values[-1][0]
                 yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
 
@@ -259,11 +259,7 @@ class _Totals:
         self.earlier_bytes = 0
 
     def memory(self, device: int) -> DeviceMemory:
-        sums = (sum(getattr(use, name) for use in self.uses) for name in SUMS)
-        return DeviceMemory(device, *sums, self.earlier_bytes)
-
-
-SUMS = ("allocations", "frees", "allocated_bytes", "freed_bytes", "held_bytes")
+        return DeviceMemory(device, *_sums(self.uses), self.earlier_bytes)
 
 
 class _Found:
@@ -326,14 +322,12 @@ class _Found:
 
     def places(self) -> list[PlaceMemory]:
         """The places, those of one name and kind together."""
-        merged: dict[tuple[int, str, str, str], list[int]] = {}
+        merged: dict[tuple[int, str, str, str], list[_Used]] = {}
         for device, totals in self.by_device.items():
             for use in totals.uses:
                 thread = _thread_name(self._trace, use.thread_id) if self._apart else ""
-                sums = merged.setdefault((device, *_name_and_kind(use.site), thread), [0] * len(SUMS))
-                for index, name in enumerate(SUMS):
-                    sums[index] += getattr(use, name)
-        return [PlaceMemory(*key, *sums) for key, sums in merged.items()]
+                merged.setdefault((device, *_name_and_kind(use.site), thread), []).append(use)
+        return [PlaceMemory(*key, *_sums(uses)) for key, uses in merged.items()]
 
     def peaks(self) -> Iterator[Peak]:
         for device, totals in sorted(self.by_device.items()):
@@ -373,8 +367,18 @@ def _thread_name(trace: Trace, thread_id: int) -> str:
 
 def _together(uses: Sequence[PlaceMemory]) -> PlaceMemory:
     devices = {use.device for use in uses}
-    sums = (sum(getattr(use, name) for use in uses) for name in SUMS)
-    return PlaceMemory(devices.pop() if len(devices) == 1 else None, "", "", "", *sums, remaining=len(uses))
+    device = devices.pop() if len(devices) == 1 else None
+    return PlaceMemory(device, "", "", "", *_sums(uses), remaining=len(uses))
+
+
+def _sums(uses: Sequence[_Used | PlaceMemory]) -> tuple[int, int, int, int, int]:
+    return (
+        sum(use.allocations for use in uses),
+        sum(use.frees for use in uses),
+        sum(use.allocated_bytes for use in uses),
+        sum(use.freed_bytes for use in uses),
+        sum(use.held_bytes for use in uses),
+    )
 
 
 # Text
@@ -399,7 +403,7 @@ def _seen(view: Memory) -> list[str]:
     names += ["..."] if len(view.threads) > NAMED_THREADS else []
     return [
         f"Allocations: all that torch.profiler saw from {since} s to {until} s{beside}",
-        *wrapped(f"On: {', '.join(names)} (it sees the thread that it was started on, and autograd's for that)"),
+        *wrapped(f"On: {', '.join(names)} (it sees the thread that it was started on, and autograd's)"),
     ]
 
 

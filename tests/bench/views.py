@@ -20,7 +20,7 @@ from instrument.recorder import Recorder
 from instrument.report.events import events
 from instrument.report.summary import made
 from instrument.report.view import Options, Recording
-from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, assign_self_times
+from instrument.spans import HOST, Allocation, DeviceInterval, Origin, Site, Span, Trace, assign_self_times
 
 TARGET_S, TARGET_MB, TARGET_LIVE_MS = 3.0, 400, 20
 
@@ -61,6 +61,25 @@ def trace_of(count: int) -> Trace:
     return Trace(Origin(1, "bench", 0, 1_700_000_000 * 10**9), 0, end_ns, spans, {n: f"worker {n}" for n in range(8)})
 
 
+def allocations_of(trace: Trace, count: int) -> list[Allocation]:
+    """So many, on all threads, of the host and a device: nearly half of them frees of what came shortly before."""
+    chance = random.Random(7)
+    found: list[Allocation] = []
+    live: list[tuple[int, int, int]] = []
+    total = {HOST: 0, 0: 0}
+    for number in range(count):
+        if live and chance.random() < 0.495:
+            device, address, size = live.pop(-chance.randrange(1, min(len(live), 50) + 1))
+            size = -size
+        else:
+            device, address, size = chance.choice((HOST, 0)), (7 << 45) + number * 512, chance.randrange(1, 1 << 20)
+            live.append((device, address, size))
+        total[device] += size
+        at_ns = number * trace.end_ns // count
+        found.append(Allocation(device, at_ns, chance.randrange(8), size, address, total[device], total[device]))
+    return found
+
+
 def memory_mb(field: str) -> float:
     """`VmRSS` or, since it was last forgotten, the greatest of it: `VmHWM`."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -70,6 +89,8 @@ def memory_mb(field: str) -> float:
 def child(view: str, count: int) -> None:
     """Make the view, print it to nowhere, and say what that took."""
     trace = trace_of(count)
+    if view == "memory":
+        trace.allocations, trace.watched = allocations_of(trace, count), (0, trace.end_ns)
     Path("/proc/self/clear_refs").write_text("5")  # forget what making the trace took at most
     before_mb = memory_mb("VmRSS")
     start = time.perf_counter()

@@ -1,0 +1,400 @@
+"""The `memory` view: how far it rose, where, and who took it, told by thread and not by time alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_views import is_golden, text_of
+from hypothesis import given
+from hypothesis import strategies as st
+from kineto import Kineto
+from paddle_golden import GOLDEN, golden_trace
+from test_report_kernels import recordings, span, trace_of
+
+import instrument
+from instrument import chrome, cli
+from instrument.profile import loads
+from instrument.report.memory import BEFORE, Memory, PlaceMemory, memory
+from instrument.report.places import NOWHERE, SHARED, UNKNOWN
+from instrument.report.table import LINE, columns
+from instrument.report.view import Options, Recording, document
+from instrument.spans import HOST, Allocation, Gpu, Sample, Site, Trace
+
+MS = 1_000_000
+MIB = 1 << 20
+
+
+def view_of(trace: Trace, **options: Any) -> Memory:
+    return memory(Recording.of_trace(trace), Options(**options))
+
+
+def allocations_of(*changes: tuple[int, int, int], device: int = 0, thread: int = 4321) -> list[Allocation]:
+    """Of one allocator: time in ms, size, address."""
+    found, total = [], 0
+    for at_ms, size, address in changes:
+        total += size
+        found.append(Allocation(device, at_ms * MS, thread, size, address, total, 0))
+    return found
+
+
+def watched(*spans: Any, allocations: list[Allocation], **facts: Any) -> Trace:
+    return trace_of(*spans, allocations=sorted(allocations, key=lambda one: one.at_ns), watched=(0, 100 * MS), **facts)
+
+
+# ---------------------------------------------------------------- against Paddle's own table
+
+
+def paddle_trace() -> Trace:
+    """The memory events of Paddle's tree, which have no time of their own, at the end of the event that has them."""
+    found: list[Allocation] = []
+
+    def walk(event: dict[str, Any], thread: int) -> None:
+        for one in event["mem"]:
+            assert one["place"] == "Place(gpu:0)"
+            at_ns = round(event["end_ms"] * MS) - 1
+            found.append(Allocation(0, at_ns, thread, one["bytes"], len(found), 0))
+        for child in event["children"]:
+            walk(child, thread)
+
+    for events in json.loads((GOLDEN / "paddle_synthetic_input.json").read_text()).values():
+        for event in events:
+            walk(event, event["tid"])
+    trace = golden_trace()
+    trace.allocations, trace.watched = sorted(found, key=lambda one: one.at_ns), (0, trace.end_ns)
+    return trace
+
+
+def test_counts_and_sizes_are_those_that_paddle_prints_for_the_op_that_the_place_belongs_to() -> None:
+    text = (GOLDEN / "paddle_synthetic_summary.txt").read_text().partition("Memory Summary")[2]
+    printed = {line[:50].strip(): [int(word) for word in line[64:].split()] for line in text.splitlines()[6:8]}
+    assert set(printed) == {"conv2d dygraph", "matmul dygraph"}
+    # Paddle counts for an op what its direct children did; a place of ours is the child itself.
+    op_of = {"conv2d compute": "conv2d dygraph"}
+    assert {
+        op_of.get(use.name, use.name): [
+            use.allocations, use.frees, use.allocated_bytes, use.freed_bytes, use.increase_bytes]
+        for use in view_of(paddle_trace()).places
+    } == printed  # fmt: skip
+
+
+# ---------------------------------------------------------------- the text
+
+
+def a_service_beside_torch(tmp_path: Path) -> Trace:
+    """A request on one thread, two tasks on another, and a thread without a span that frees what they took."""
+    ours = trace_of(
+        span("handle", 1, 0, 90 * MS, site=Site("handle", "request")),
+        span("", 2, 1 * MS, 30 * MS, parent=1, root=1, site=Site("Linear", "layer", instance="model.up")),
+        span("", 3, 30 * MS, 60 * MS, parent=1, root=1, site=Site("Linear", "layer", instance="model.down")),
+        span("serve", 4, 0, 50 * MS, thread=77, task=1),
+        span("embed", 5, 10 * MS, 60 * MS, thread=77, task=2),
+        samples=[
+            Sample("process_memory", HOST, 5 * MS, 3000 * MIB), Sample("process_memory_peak", HOST, 5 * MS, 4096 * MIB),
+            Sample("torch_allocated", 0, 5 * MS, 10 * MIB), Sample("torch_allocated_peak", 0, 5 * MS, 12.5 * MIB),
+            Sample("memory_used", 0, 6 * MS, 70_000 * MIB), Sample("process_memory", HOST, 55 * MS, 3100.5 * MIB),
+            Sample("torch_allocated", 0, 55 * MS, 9 * MIB), Sample("torch_allocated_peak", 0, 55 * MS, 80 * MIB),
+            Sample("process_memory", HOST, 85 * MS, 3050 * MIB), Sample("process_cpu", HOST, 85 * MS, 50.0),
+        ],
+        gpus=[Gpu(0, "NVIDIA H200", "GPU-aaaa")], held_from_ns=MS // 2,
+    )  # fmt: skip
+    file = Kineto()
+    for at_ms, size, address, thread, device in (
+        (0.2, 3 * MIB, 0xE, 0, 0), (2, 4 * MIB, 0xA, 0, 0), (3, MIB, 0xB, 0, 0), (4, -MIB, 0xB, 0, 0),
+        (5, 2 * MIB, 0xC, 77, 0), (20, MIB // 2, 0xD, 77, 0), (35, 1536, 0xF, 0, 0), (40, 16 * MIB, 0x1, 0, -1),
+        (61, -4 * MIB, 0xA, 88, 0), (62, -16 * MIB, 0x1, 88, -1), (63, -3 * MIB, 0x7, 88, 0),
+    ):  # fmt: skip
+        file.memory(round(at_ms * MS), size, address, thread, device=device)
+    theirs, _ = chrome.load(file.save(tmp_path / "torch.json"))
+    return chrome.join(ours, theirs)
+
+
+def test_the_layout_beside_torch(tmp_path: Path) -> None:
+    assert is_golden("memory", text_of(view_of(a_service_beside_torch(tmp_path))))
+
+
+def test_the_layout_by_thread(tmp_path: Path) -> None:
+    assert is_golden("memory_apart", text_of(view_of(a_service_beside_torch(tmp_path), threads="apart", rows=4)))
+
+
+def test_the_layout_of_a_live_service(tmp_path: Path) -> None:
+    live = replace(a_service_beside_torch(tmp_path), allocations=(), watched=None)
+    assert is_golden("memory_live", text_of(view_of(live)))
+
+
+def test_what_there_is_nothing_of_is_said_with_what_to_do() -> None:
+    empty = " ".join(text_of(view_of(trace_of())).split())
+    assert "instrument report ours.json --with theirs.json" in empty
+    assert "`device: {host: 1s}`" in empty
+    assert "not asked for profile_memory=True" in text_of(view_of(trace_of(watched=(0, 5))))
+
+
+def test_names_of_any_kind_keep_the_lines_whole() -> None:
+    for name in ("x" * 300, "名前" * 80, "a\nb\x1b[31m", "", "50%"):
+        trace = watched(span(name, 1, 0, 9 * MS), allocations=allocations_of((1, 10**15, 5)))
+        trace.threads = {4321: name}
+        for threads in ("merged", "apart"):
+            lines = view_of(trace, threads=threads).lines()
+            assert all(line.isprintable() and columns(line) <= LINE for line in lines), lines
+
+
+# ---------------------------------------------------------------- whose it was
+
+
+def test_memory_that_another_thread_takes_meanwhile_is_not_counted_for_a_span() -> None:
+    """torch.profiler itself counts for an event what any thread took during it."""
+    trace = watched(
+        span("answer", 1, 0, 90 * MS),
+        span("prefetch", 2, 20 * MS, 40 * MS, thread=77),
+        allocations=[*allocations_of((10, 100, 1)), *allocations_of((30, 5_000, 2), (35, 70, 3), thread=77)],
+    )
+    assert {use.name: use.allocated_bytes for use in view_of(trace).places} == {"answer": 100, "prefetch": 5_070}
+
+
+def test_the_place_of_memory_is_the_innermost_span_unless_nobody_can_tell(tmp_path: Path) -> None:
+    shown = {(use.name, use.device): use.allocations for use in view_of(a_service_beside_torch(tmp_path)).places}
+    assert shown == {
+        (UNKNOWN, 0): 1,  # at 0.2 ms, of which the rings do not hold every span any more
+        ("Linear (model.up)", 0): 2, ("Linear (model.down)", 0): 1, ("Linear (model.down)", HOST): 1,
+        ("serve", 0): 1, (SHARED, 0): 1, (NOWHERE, 0): 0, (NOWHERE, HOST): 0,
+    }  # fmt: skip
+
+
+def test_a_free_counts_where_it_was_made_and_what_is_held_where_it_was_taken() -> None:
+    trace = watched(
+        span("load", 1, 0, 20 * MS), span("evict", 2, 30 * MS, 60 * MS, thread=77),
+        allocations=[
+            *allocations_of((1, 1_000, 1), (2, 500, 2), (3, 20, 3)),
+            Allocation(0, 40 * MS, 77, -1_000, 1, 520), Allocation(0, 41 * MS, 77, -64, 9, 456),
+        ],
+    )  # fmt: skip
+    load, evict = view_of(trace).places
+    assert (load.name, load.increase_bytes, load.held_bytes) == ("load", 1_520, 520)
+    assert (evict.name, evict.increase_bytes, evict.held_bytes) == ("evict", -1_064, 0)
+    (device,) = view_of(trace).devices
+    assert (device.held_bytes, device.earlier_bytes) == (520, 64)
+
+
+def test_memory_that_is_taken_again_without_a_word_of_its_free_is_held_once() -> None:
+    view = view_of(watched(allocations=allocations_of((1, 1_000, 1), (2, 300, 1))))
+    assert (view.places[0].allocated_bytes, view.places[0].held_bytes) == (1_300, 300)
+
+
+def test_a_peak_has_its_time_place_and_thread_and_may_lie_before_all() -> None:
+    trace = watched(
+        span("up", 1, 0, 5 * MS), span("down", 2, 5 * MS, 9 * MS),
+        allocations=[
+            Allocation(0, 1 * MS, 4321, 10, 1, 110, 2_000), Allocation(0, 6 * MS, 4321, 40, 2, 150, 2_000),
+            Allocation(0, 7 * MS, 4321, 0, 3, 150, 2_000), Allocation(0, 8 * MS, 4321, -40, 2, 110, 1_000),
+            Allocation(1, 7 * MS, 4321, -40, 8, 60, 0),
+        ],
+    )  # fmt: skip
+    allocated, reserved, other = view_of(trace).peaks
+    assert (allocated.peak_bytes, allocated.since_ns, allocated.place) == (150, 6 * MS, "down")
+    assert (allocated.begin_bytes, allocated.end_bytes, allocated.thread) == (100, 110, "MainThread")
+    assert (reserved.what, reserved.peak_bytes, reserved.end_bytes) == ("reserved", 2_000, 1_000)
+    assert (other.device, other.peak_bytes, other.place, other.thread) == (1, 100, BEFORE, "")
+
+
+def test_options_bound_sort_and_choose(tmp_path: Path) -> None:
+    trace = a_service_beside_torch(tmp_path)
+    everything = view_of(trace)
+    assert [use.name for use in everything.places][:2] == ["Linear (model.down)", "Linear (model.up)"]
+    assert view_of(trace, sorted_by="calls").places[0].name == "Linear (model.up)"
+    first, rest = view_of(trace, rows=1).places
+    assert (first, rest.remaining, rest.device) == (everything.places[0], 7, None)
+    assert rest.freed_bytes == sum(use.freed_bytes for use in everything.places[1:])
+    assert {one.device for one in view_of(trace, state="CPU").devices} == {HOST}
+    gpu = view_of(trace, state="GPU")
+    assert {one.device for one in (*gpu.devices, *gpu.places, *gpu.peaks, *gpu.gauged)} == {0}
+
+
+def test_of_gauges_the_greatest_ever_is_known_though_no_reading_saw_it(tmp_path: Path) -> None:
+    gauged = {(one.device, one.gauge): one for one in view_of(a_service_beside_torch(tmp_path)).gauged}
+    process = gauged[HOST, "process_memory"]
+    assert (process.samples, process.growth_bytes, process.most_bytes) == (3, 50 * MIB, 3100.5 * MIB)
+    assert (process.most_ns, process.peak_bytes) == (55 * MS, 4096 * MIB)
+    assert gauged[0, "torch_allocated"].peak_bytes == 80 * MIB
+    assert gauged[0, "memory_used"].peak_bytes is None
+
+
+# ---------------------------------------------------------------- every number, counted by hand
+
+changes = st.builds(
+    Allocation, st.integers(-1, 1), st.integers(-3, 65), st.integers(0, 2), st.integers(-9, 9), st.integers(0, 3),
+    st.integers(0, 50), st.integers(0, 50),
+)  # fmt: skip
+
+
+@given(recordings(), st.lists(changes, max_size=25), st.integers(0, 60))
+def test_every_number_is_that_of_a_count_by_hand(trace: Trace, found: list[Allocation], held_from_ns: int) -> None:
+    trace = replace(trace, allocations=sorted(found, key=lambda one: one.at_ns), held_from_ns=held_from_ns)
+    view = view_of(trace)
+    inside = [one for one in trace.allocations if 0 <= one.at_ns <= 60]
+    assert view.outside == len(found) - len(inside)
+
+    def place_of(one: Allocation) -> str:
+        if one.at_ns < held_from_ns:
+            return UNKNOWN
+        around = [each for each in trace.spans if each.thread_id == one.thread_id
+                  and each.start_ns <= one.at_ns < each.end_ns]  # fmt: skip
+        innermost = max(around, key=lambda each: (each.start_ns, -each.end_ns, each.span_id), default=None)
+        return NOWHERE if innermost is None else innermost.site.name
+
+    def neighbour(at: int, step: int) -> Allocation | None:
+        """What next, or last before, was done at the address."""
+        rest = inside[at + 1 :] if step > 0 else inside[:at][::-1]
+        same = (one for one in rest if (one.device, one.address) == (inside[at].device, inside[at].address))
+        return next(same, None)
+
+    expected: dict[tuple[int, str], list[int]] = {}
+    for at, one in enumerate(inside):
+        sums = expected.setdefault((one.device, place_of(one)), [0] * 5)
+        taken, given = max(one.size_bytes, 0), max(-one.size_bytes, 0)
+        held = taken if neighbour(at, 1) is None else 0
+        sums[:] = map(int.__add__, sums, (one.size_bytes >= 0, one.size_bytes < 0, taken, given, held))
+
+    def sums_of(use: Any) -> list[int]:
+        return [use.allocations, use.frees, use.allocated_bytes, use.freed_bytes, use.held_bytes]
+
+    assert {(use.device, use.name): sums_of(use) for use in view.places} == expected
+    for total in view.devices:
+        of_it = [sums for (device, _), sums in expected.items() if device == total.device]
+        assert sums_of(total) == [sum(column) for column in zip(*of_it, strict=True)]
+        frees = [(at, one) for at, one in enumerate(inside) if one.device == total.device and one.size_bytes < 0]
+        before = ((one, neighbour(at, -1)) for at, one in frees)
+        assert total.earlier_bytes == sum(-one.size_bytes for one, was in before if was is None or was.size_bytes < 0)
+    for peak in view.peaks:
+        of_device = [one for one in inside if one.device == peak.device]
+        is_allocated = peak.what == "allocated"
+        levels = [one.allocated_bytes if is_allocated else one.reserved_bytes for one in of_device]
+        begin = levels[0] - of_device[0].size_bytes if is_allocated else levels[0]
+        assert (peak.begin_bytes, peak.end_bytes, peak.peak_bytes) == (begin, levels[-1], max(begin, *levels))
+        if peak.peak_bytes > begin:
+            reached = of_device[levels.index(peak.peak_bytes)]
+            assert (peak.since_ns, peak.place) == (reached.at_ns, place_of(reached))
+        else:
+            assert (peak.since_ns, peak.place) == (0, BEFORE)
+    apart = view_of(trace, threads="apart").places
+    assert all(use.thread for use in apart)
+    merged: dict[tuple[int | None, str], list[int]] = {}
+    for use in apart:
+        sums = merged.setdefault((use.device, use.name), [0] * 5)
+        sums[:] = map(int.__add__, sums, sums_of(use))
+    assert merged == expected
+    bounded = view_of(trace, rows=2).places
+    assert [sum(column) for column in zip(*map(sums_of, bounded), strict=True)] == [
+        sum(column) for column in zip(*expected.values(), strict=True)
+    ]
+    assert len(bounded) == min(len(expected), 3)
+    assert json.dumps(document(view))
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_allocations_are_saved_and_come_back(tmp_path: Path) -> None:
+    trace = a_service_beside_torch(tmp_path)
+    again, _ = chrome.load(chrome.dump(tmp_path / "both.json.gz", trace))
+    assert text_of(view_of(again)) == text_of(view_of(trace))
+
+
+def test_a_trace_of_torch_alone_is_told_by_its_own_operators(tmp_path: Path) -> None:
+    file = Kineto()
+    file.op("aten::linear", 0, 40_000)
+    file.op("aten::empty", 10_000, 12_000)
+    file.memory(11_000, 4_096, 1, device=-1)
+    theirs, _ = chrome.load(file.save(tmp_path / "torch.json"))
+    (use,) = view_of(theirs).places
+    assert use == PlaceMemory(HOST, "aten::empty", "op", "", 1, 0, 4_096, 0, 4_096)
+
+
+BESIDE_TORCH = """
+import sys, threading, time
+import torch
+from torch.profiler import ProfilerActivity, profile
+import instrument
+
+ours, theirs = sys.argv[1:]
+kept = []
+
+def second():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watching:
+        with instrument.scope("decode"):
+            time.sleep(0.01)
+            kept.append(torch.empty(7_340_032, dtype=torch.uint8))
+            passing = torch.ones(1_048_576, dtype=torch.float32)
+            del passing
+            time.sleep(0.01)
+        with instrument.scope("evict"):
+            time.sleep(0.01)
+            kept.clear()
+            time.sleep(0.01)
+    watching.export_chrome_trace(theirs)
+
+with instrument.scope("main"):
+    thread = threading.Thread(target=second, name="worker")
+    thread.start()
+    with instrument.scope("inner"):
+        mine = torch.empty(123_456, dtype=torch.uint8)
+        thread.join()
+instrument.dump(ours)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_what_a_thread_of_torch_takes_is_its_scopes_and_no_scopes_of_the_main_thread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.yaml").write_text("device: {host: 10ms}\nexport: {chrome: null}\n")
+    (tmp_path / "service.py").write_text(BESIDE_TORCH)
+    ours, theirs = str(tmp_path / "ours.json.gz"), str(tmp_path / "theirs.json")
+    command = [sys.executable, "-m", "instrument", "run", "--profile", "p.yaml", "--", "service.py", ours, theirs]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    arguments = ["report", ours, "--with", theirs, "--view", "memory"]
+    assert cli.main([*arguments, "--json"]) == 0
+    view = json.loads(capsys.readouterr().out)["views"]["memory"]
+    facts = ("device", "allocations", "frees", "allocated_bytes", "freed_bytes", "increase_bytes", "held_bytes")
+    assert {use["name"]: [use[fact] for fact in facts] for use in view["places"]} == {
+        "decode": [HOST, 2, 1, 7_340_032 + 4 * 1_048_576, 4 * 1_048_576, 7_340_032, 0],
+        "evict": [HOST, 0, 1, 0, 7_340_032, -7_340_032, 0],
+    }
+    (peak,) = view["peaks"]
+    assert (peak["peak_bytes"] - peak["begin_bytes"], peak["place"]) == (7_340_032 + 4 * 1_048_576, "decode")
+    process = next(one for one in view["gauged"] if one["gauge"] == "process_memory")
+    assert process["peak_bytes"] >= process["most_bytes"] > 2 * 7_340_032
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "decode" in text
+    assert "worker" in text
+
+
+# ---------------------------------------------------------------- live
+
+
+def test_a_running_service_sees_what_its_process_holds_without_torch() -> None:
+    session = instrument.start(loads("device: {nvml: off, host: 10ms}", environ={}))
+    assert session is not None
+    try:
+        block = bytearray(b"x") * (64 * MIB)
+        end = time.monotonic() + 20
+        while sum(one.name == "process_memory" for one in session.trace().samples) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        del block
+        view = session.views(["memory"])["memory"]
+        assert isinstance(view, Memory)
+        assert [one.gauge for one in view.gauged] == ["process_memory"]
+        assert (view.gauged[0].peak_bytes or 0) >= view.gauged[0].most_bytes > 64 * MIB
+        assert "Process: process_memory" in session.summary(views=["memory"])
+    finally:
+        instrument.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "instrument-nvml"]
