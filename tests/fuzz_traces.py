@@ -257,9 +257,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         traces = fuzz_traces(Path(folder), count, seed)
         profiles = fuzz_profiles(Path(folder), count // 10, seed)
-    # Not ru_maxrss, which begins with what the process had that started this one.
-    (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    peak_bytes = int(peak.split()[1]) << 10
+    # Not ru_maxrss: that begins with what the process had that started this one.
+    status = Path("/proc/self/status").read_text().splitlines()
+    peak_bytes = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
     for what, found in (("traces", traces), ("profiles", profiles)):
         print(f"{what}: {found.total()} inputs, {found['loaded']} loaded, {found['refused']} refused")
     print(f"reader: {'pure Python' if reading._native is None else 'native and its twin'}; peak {peak_bytes >> 20} MiB")

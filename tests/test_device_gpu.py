@@ -8,14 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import instrument
+from instrument import chrome
 from instrument.device.cuda import CudaDriver, misfit
 from instrument.profile import loads
 from instrument.profiler import Session
+from instrument.report.memory import memory
+from instrument.report.view import Options, Recording
 from instrument.spans import Span
 
 pytestmark = pytest.mark.gpu
@@ -201,3 +205,45 @@ def test_a_child_that_does_not_use_the_device_lives_on(session: Any) -> None:
     with instrument.scope("parent", device=True):
         torch.cuda._sleep(1000)
     assert all(span.device for span in settled(running) if span.site.name == "parent")
+
+
+def test_the_allocator_is_read_as_torch_itself_counts_it(session: Any) -> None:
+    block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    del block
+    block = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+    running = session("device: {nvml: off, host: 20ms}")
+    end = time.monotonic() + 30
+    while not (read := {one.name: one.value for one in running.trace().samples if one.device == 0}):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert read == {
+        "torch_allocated": torch.cuda.memory_allocated(),
+        "torch_allocated_peak": torch.cuda.max_memory_allocated(),
+        "torch_reserved": torch.cuda.memory_reserved(),
+        "torch_reserved_peak": torch.cuda.max_memory_reserved(),
+    }
+    assert block.numel() <= torch.cuda.memory_allocated()
+
+
+def test_memory_of_a_device_is_the_scopes_of_the_thread_that_took_it(session: Any, tmp_path: Path) -> None:
+    running = session("device: {nvml: off, host: off}")
+    opened, taken = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        with instrument.scope("elsewhere"):
+            opened.set()
+            taken.wait(30)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    opened.wait(30)
+    with torch.profiler.profile(profile_memory=True) as watching, instrument.scope("decode"):
+        time.sleep(0.01)
+        block = torch.empty(96 << 20, dtype=torch.uint8, device="cuda")
+        time.sleep(0.01)
+    taken.set()
+    thread.join()
+    watching.export_chrome_trace(str(tmp_path / "torch.json"))
+    theirs, _ = chrome.load(tmp_path / "torch.json")
+    view = memory(Recording.of_trace(chrome.join(running.trace(), theirs)), Options(state="GPU"))
+    assert [(use.device, use.name, use.held_bytes) for use in view.places] == [(0, "decode", block.numel())]

@@ -1,8 +1,9 @@
 """What each view costs over a trace of a million spans: `python tests/bench/views.py [--spans N] [--view V]`.
 
 Requests of twenty spans on eight threads that overlap: queue, phases, copies, layers on two devices with four streams
-each, steps and loaders. Each view is made and printed in a process of its own, whose memory beyond that of the spans is
-told. Target: 3 s and 400 MB. Then the same of live tallies: 100 to 10,000 call paths on four threads, target 20 ms.
+each, steps and loaders; for the view `memory` as many allocations too. Each view is made and printed in a process of
+its own, whose memory beyond that of the spans is told. Target: 3 s and 400 MB. Then the same of live tallies: 100 to
+10,000 call paths on four threads, target 20 ms.
 """
 
 from __future__ import annotations
