@@ -25,7 +25,22 @@ from instrument.errors import ProfileError, TraceError
 from instrument.profile import SORT_KEYS, VIEWS
 from instrument.report.summary import summary, summary_document
 from instrument.report.view import Options, Recording
-from instrument.spans import Cost, DeviceInterval, Gpu, Origin, RemoteParent, Sample, Site, Span, Trace, by_start
+from instrument.spans import (
+    HOST,
+    WORK,
+    Allocation,
+    Cost,
+    DeviceInterval,
+    Gpu,
+    Kernel,
+    Origin,
+    RemoteParent,
+    Sample,
+    Site,
+    Span,
+    Trace,
+    by_start,
+)
 from instrument.tally import Tally
 
 MOST_BYTES = 500 << 20
@@ -84,6 +99,15 @@ def sample_trace(seed: int) -> tuple[Trace, Tally | None]:
     if seed % 3 == 0:
         samples = (Sample("power", 0, 1001, 5.5), Sample("power", 0, 1002, None))
         facts = {"samples": samples, "gpus": (Gpu(0, "H200", "GPU-a"),), "cost": Cost(5, 1.5, 100), "notes": ("x",)}
+    if seed % 3 == 1:
+        facts = {
+            "kernels": [Kernel("gemm", chance.choice(WORK), 0, 7, 1010, 1020, chance.choice([0, 11]), 1005)],
+            "allocations": [
+                Allocation(chance.choice([HOST, 0]), 1000 + 7 * n, 11, chance.randrange(-64, 64), n % 3, 99, 128)
+                for n in range(chance.randrange(5))
+            ],
+            "watched": (1001, 1090),
+        }
     trace = Trace(Origin(4711, "chat", 0, 10**18), 1000, 1100, spans, {11: "Main", 12: "w\n"}, {"lost": 3}, **facts)
     return trace, Tally.of_spans(spans, trace.threads) if seed % 2 else None
 
@@ -105,6 +129,9 @@ def foreign(seed: int) -> str:
         }
         for _ in range(chance.randrange(12))
     ]
+    for _ in range(chance.randrange(4) if seed % 4 == 0 else 0):
+        facts = {"Bytes": chance.randrange(-9, 9), "Device Type": chance.randrange(2), "Device Id": 0, "Addr": 5}
+        events.append({"ph": "i", "name": "[memory]", "pid": 9, "tid": 7, "ts": chance.randrange(9), "args": facts})
     return json.dumps(events if seed % 2 else {"traceEvents": events, "baseTimeNanoseconds": 5})
 
 
