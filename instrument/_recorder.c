@@ -698,13 +698,14 @@ count_waiting(Core *core, totals_t *totals)
     }
 }
 
-/* Add to a sum of times, which stays at its largest value instead of turning negative. */
+/* Add to a sum of times, which stays at its largest value instead of turning negative. Without a core nobody is told. */
 static inline void
 add_time(Core *core, int64_t *sum, int64_t more)
 {
     if (__builtin_add_overflow(*sum, more, sum)) {
         *sum = INT64_MAX;
-        count(core, SATURATED);
+        if (core != NULL)
+            count(core, SATURATED);
     }
 }
 
@@ -717,12 +718,10 @@ times_of(const totals_t *totals, uint32_t bucket)
     return (chunk->high == NULL ? 0 : (uint64_t)chunk->high[bucket & 63] << 32) + chunk->low[bucket & 63];
 }
 
+/* Add all but the histogram. */
 static void
-merge_totals(Core *core, totals_t *into, totals_t *from)
+add_totals(Core *core, totals_t *into, const totals_t *from)
 {
-    if (from->calls == 0)
-        return;
-    count_waiting(core, from);
     if (into->calls == 0 || from->min_ns < into->min_ns)
         into->min_ns = from->min_ns;
     if (into->calls == 0 || from->first_ns < into->first_ns) {
@@ -738,6 +737,15 @@ merge_totals(Core *core, totals_t *into, totals_t *from)
     add_time(core, &into->self_ns, from->self_ns);
     add_time(core, &into->device_ns, from->device_ns);
     add_time(core, &into->beyond_ns, from->beyond_ns);
+}
+
+static void
+merge_totals(Core *core, totals_t *into, totals_t *from)
+{
+    if (from->calls == 0)
+        return;
+    count_waiting(core, from);
+    add_totals(core, into, from);
     for (uint32_t c = 0; c < CHUNKS; c++)
         for (uint32_t i = c << 6; from->chunks[c] != NULL && i < (c + 1) << 6; i++)
             if (times_of(from, i))
@@ -770,7 +778,45 @@ elapsed_of(const totals_t *totals)
     return totals->total_ns > INT64_MAX - totals->beyond_ns ? INT64_MAX : totals->total_ns + totals->beyond_ns;
 }
 
-/* {node index: (calls, errors, total, self, min, max, bytes, first, device, elapsed, {bucket: times})} */
+/* A bucket of a packed histogram, and the calls in it: `tally.PACKED`. */
+#define PACKED_BYTES (sizeof(uint32_t) + sizeof(uint64_t))
+
+static size_t
+packed_size(const totals_t *totals)
+{
+    size_t used = 0;
+    for (uint32_t c = 0; c < CHUNKS; c++)
+        for (uint32_t i = c << 6; totals->chunks[c] != NULL && i < (c + 1) << 6; i++)
+            used += times_of(totals, i) != 0;
+    return used * PACKED_BYTES;
+}
+
+/* Where the packed histogram ends. */
+static char *
+pack(char *at, const totals_t *totals)
+{
+    for (uint32_t c = 0; c < CHUNKS; c++)
+        for (uint32_t i = c << 6; totals->chunks[c] != NULL && i < (c + 1) << 6; i++) {
+            uint64_t times = times_of(totals, i);
+            if (times == 0)
+                continue;
+            memcpy(at, &i, sizeof i);
+            memcpy(at + sizeof i, &times, sizeof times);
+            at += PACKED_BYTES;
+        }
+    return at;
+}
+
+/* The fields of `Totals` up to `first_ns`, in their order, and the histogram, packed. It is handed over. */
+static PyObject *
+totals_as_tuple(const totals_t *t, PyObject *packed)
+{
+    return packed == NULL ? NULL
+                          : Py_BuildValue("(KKLLLLLLKLN)", t->calls, t->errors, t->total_ns, t->self_ns, t->device_ns,
+                                          elapsed_of(t), t->min_ns, t->max_ns, t->moved_bytes, t->first_ns, packed);
+}
+
+/* {node index: totals} */
 static PyObject *
 book_as_dict(const book_t *book)
 {
@@ -780,26 +826,11 @@ book_as_dict(const book_t *book)
         if (t == NULL || t->calls == 0)
             continue;
         count_waiting(NULL, t);
-        PyObject *histogram = PyDict_New();
-        for (uint32_t c = 0; histogram != NULL && c < CHUNKS; c++) {
-            for (uint32_t i = c << 6; t->chunks[c] != NULL && i < (c + 1) << 6; i++) {
-                if (times_of(t, i) == 0)
-                    continue;
-                PyObject *bucket = PyLong_FromUnsignedLong(i);
-                PyObject *times = PyLong_FromUnsignedLongLong(times_of(t, i));
-                if (bucket == NULL || times == NULL || PyDict_SetItem(histogram, bucket, times) < 0)
-                    Py_CLEAR(histogram);
-                Py_XDECREF(bucket);
-                Py_XDECREF(times);
-                if (histogram == NULL)
-                    break;
-            }
-        }
+        PyObject *packed = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)packed_size(t));
+        if (packed != NULL)
+            pack(PyBytes_AS_STRING(packed), t);
         PyObject *key = PyLong_FromUnsignedLong(n);
-        PyObject *value = histogram == NULL ? NULL
-                                            : Py_BuildValue("(KKLLLLKLLLN)", t->calls, t->errors, t->total_ns,
-                                                            t->self_ns, t->min_ns, t->max_ns, t->moved_bytes, t->first_ns,
-                                                            t->device_ns, elapsed_of(t), histogram);
+        PyObject *value = totals_as_tuple(t, packed);
         if (key == NULL || value == NULL || PyDict_SetItem(all, key, value) < 0)
             Py_CLEAR(all);
         Py_XDECREF(key);
@@ -4097,6 +4128,64 @@ Core_ended_totals(Core *self, PyObject *Py_UNUSED(none))
     return totals;
 }
 
+/* {node index: totals} of all threads together. A packed histogram may have a bucket once for each thread.
+ *
+ * Everything is read before an object of Python's is made: that may run the collector, and a thread's ring be given up. */
+static PyObject *
+Core_merged_totals(Core *self, PyObject *Py_UNUSED(none))
+{
+    Py_ssize_t rings = PyList_GET_SIZE(self->rings);
+    uint32_t count = self->node_count;
+    totals_t *sums = PyMem_RawCalloc(count + 1, sizeof *sums);
+    size_t *starts = PyMem_RawCalloc(count + 1, sizeof *starts), used = 0, room = 1 << 16;
+    char *packed = PyMem_RawMalloc(room);
+    PyObject *all = NULL;
+    if (sums == NULL || starts == NULL || packed == NULL)
+        goto no_memory;
+    for (uint32_t n = 0; n < count; n++) {
+        starts[n] = used;
+        for (Py_ssize_t i = 0; i <= rings; i++) {
+            Ring *ring = i < rings ? (Ring *)PyList_GET_ITEM(self->rings, i) : self->ended;
+            totals_t *t = known_totals(&ring->totals, n);
+            if (t == NULL || t->calls == 0)
+                continue;
+            count_waiting(NULL, t);
+            size_t size = packed_size(t);
+            if (used + size > room) {
+                room = 2 * (used + size);
+                char *larger = PyMem_RawRealloc(packed, room);
+                if (larger == NULL)
+                    goto no_memory;
+                packed = larger;
+            }
+            pack(packed + used, t);
+            used += size;
+            add_totals(NULL, &sums[n], t);
+        }
+    }
+    starts[count] = used;
+    all = PyDict_New();
+    for (uint32_t n = 0; all != NULL && n < count; n++) {
+        if (sums[n].calls == 0)
+            continue;
+        Py_ssize_t size = (Py_ssize_t)(starts[n + 1] - starts[n]);
+        PyObject *key = PyLong_FromUnsignedLong(n);
+        PyObject *value = totals_as_tuple(&sums[n], PyBytes_FromStringAndSize(packed + starts[n], size));
+        if (key == NULL || value == NULL || PyDict_SetItem(all, key, value) < 0)
+            Py_CLEAR(all);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    goto end;
+no_memory:
+    PyErr_NoMemory();
+end:
+    PyMem_RawFree(sums);
+    PyMem_RawFree(starts);
+    PyMem_RawFree(packed);
+    return all;
+}
+
 static PyObject *
 Core_ended_firsts(Core *self, PyObject *Py_UNUSED(none))
 {
@@ -4435,6 +4524,7 @@ static PyMethodDef Core_methods[] = {
     {"new_span", (PyCFunction)Core_new_span, METH_O, "A scope of a site: a span around a block."},
     {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},
     {"rings", (PyCFunction)Core_rings, METH_NOARGS, "The rings in the order in which their threads first recorded."},
+    {"merged_totals", (PyCFunction)Core_merged_totals, METH_NOARGS, "Totals by node index, of all threads together."},
     {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},
     {"ended_firsts", (PyCFunction)Core_ended_firsts, METH_NOARGS, "Their first calls, as `Ring.firsts` has them."},
     {"nodes_from", (PyCFunction)Core_nodes_from, METH_O, "The nodes from a number on: (site, parent or -1)."},

@@ -699,7 +699,7 @@ class Session:
     def verdicts(self) -> list[Verdict]:
         """What became of every rule and target up to now, with the calls of each target."""
         calls: Counter[object] = Counter()
-        for row in RECORDER.tally().rows():
+        for row in RECORDER.tally(merged=True).rows():
             calls[row.path[-1].key] += row.totals.calls
         for site, passed in RECORDER.muted_calls().items():
             calls[site.key] += passed
@@ -788,6 +788,7 @@ class Session:
         return Recording(
             self.tally,
             self.trace,
+            make_merged=lambda: RECORDER.tally(merged=True),
             cost=cost,
             losses=self.losses(),
             notes=self.notes(),

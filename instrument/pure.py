@@ -208,6 +208,17 @@ class Core:
         """Totals of threads whose rings were given up."""
         return self._rings.copied_ended_totals()
 
+    def merged_totals(self) -> dict[int, Totals]:
+        """Totals of all threads together."""
+        merged = self.ended_totals()
+        for ring in self.rings():
+            for index, totals in ring.copied_totals().items():
+                if index in merged:
+                    merged[index].merge(totals)
+                else:
+                    merged[index] = totals
+        return merged
+
     def ended_firsts(self) -> dict[int, First]:
         """Their first calls, as `Ring.firsts` has them."""
         return self._rings.copied_ended_firsts()

@@ -98,6 +98,7 @@ class _Recording:
         def stop_ticks(self) -> None: ...
         def now_ns(self) -> int: ...
         def innermost_manual(self, name: str | None, /) -> Any: ...
+        def merged_totals(self) -> dict[int, Any]: ...
         def ended_totals(self) -> dict[int, Any]: ...
         def ended_firsts(self) -> dict[int, tuple[int, int]]: ...
         def make_function(self, function: Callable[..., Any], site: Site) -> Any: ...
@@ -290,17 +291,37 @@ class _Recording:
                 self._tree.append(node)
             return self._tree
 
-    def tally(self) -> Tally:
-        """A copy of all totals up to now, by call path and thread."""
+    def tally(self, *, merged: bool = False) -> Tally:
+        """A copy of all totals up to now, by call path and thread, or of all threads `merged` into thread 0.
+
+        Takes some 2 us for each call path, and for each thread that it ran on where they are not merged.
+        """
         tally = Tally()
-        copies = [(ring.thread_id, ring.name, _as_totals(ring.copied_totals())) for ring in self.rings()]
-        copies.append((0, "(ended threads)", _as_totals(self.ended_totals())))
+        if merged:
+            books = [(0, "(all threads)", self.merged_totals())]
+        else:
+            books = [(ring.thread_id, ring.name, ring.copied_totals()) for ring in self.rings()]
+            books.append((0, "(ended threads)", self.ended_totals()))
         nodes = self._known_nodes()
-        for thread_id, name, cells in copies:
-            if cells:
-                tally.threads.setdefault(thread_id, name)
-            for index in sorted(cells, key=lambda i: (cells[i].first_ns, i)):
-                tally.totals(nodes[index].path(), thread_id).merge(cells[index])
+        paths: dict[Node, tuple[Site, ...]] = {}
+        lines: dict[int, dict[Node, Totals]] = {}
+        for thread_id, name, book in books:
+            if not book:
+                continue
+            tally.threads.setdefault(thread_id, name)
+            of_thread = lines.setdefault(thread_id, {})
+            for _, index, totals in sorted((totals.first_ns, index, totals) for index, totals in _as_totals(book)):
+                place = nodes[index].place
+                known = of_thread.get(place)
+                if known is not None:
+                    known.merge(totals)
+                    continue
+                of_thread[place] = totals
+                path = paths.get(place)
+                if path is None:
+                    above = None if place.parent is None else paths.get(place.parent.place)
+                    path = paths[place] = place.path() if above is None else (*above, place.site)
+                tally.append(path, thread_id, totals)
         return tally
 
     def firsts(self) -> dict[Site, tuple[int, int]]:
@@ -644,26 +665,10 @@ def _thread_name() -> str:
     return thread.name if thread is not None else f"thread {threading.get_native_id()}"
 
 
-def _as_totals(cells: dict[int, Any]) -> dict[int, Totals]:
-    """The native core gives tuples: calls, errors, total, self, min, max, bytes, first, device, elapsed, histogram."""
-    return {
-        index: cell
-        if isinstance(cell, Totals)
-        else Totals(
-            calls=cell[0],
-            errors=cell[1],
-            total_ns=cell[2],
-            self_ns=cell[3],
-            min_ns=cell[4],
-            max_ns=cell[5],
-            moved_bytes=cell[6],
-            first_ns=cell[7],
-            device_ns=cell[8],
-            elapsed_ns=cell[9],
-            histogram=cell[10],
-        )
-        for index, cell in cells.items()
-    }
+def _as_totals(book: dict[int, Any]) -> Iterator[tuple[int, Totals]]:
+    """A book's totals by the number of their node. The native core gives tuples."""
+    for index, cell in book.items():
+        yield index, cell if isinstance(cell, Totals) else Totals.of_core(cell)
 
 
 def _clip(span: Span, start_ns: int, end_ns: int) -> None:

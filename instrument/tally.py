@@ -7,9 +7,10 @@ integers and takes minima and maxima, so it is exact and its order does not matt
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument import native
 from instrument.spans import Site, Span, by_start
@@ -19,6 +20,9 @@ OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 
 
 _native = native.find("_spans")
+
+PACKED = struct.Struct("=IQ")
+"""A bucket of a packed histogram, and the calls in it."""
 
 LARGEST_COPY_BYTES = 1 << 50
 """No machine copies more at once; a damaged file that says so does not spoil the sum."""
@@ -54,6 +58,9 @@ class Totals:
     All times in ns. `elapsed` is the union of host and device interval of each call; without device work it equals
     the host total. `first_ns` is the monotonic time at which the first call began (0: no call). `probe_ns` is what the
     probes of the calls cost outside of them, which the self time of what is around them holds (0: not known).
+
+    The native recorder gives histograms as bytes, which few readers ask for: `packed` has them, and whatever else the
+    histogram is the sum of, until it is first read.
     """
 
     calls: int = 0
@@ -68,6 +75,31 @@ class Totals:
     first_ns: int = 0
     histogram: dict[int, int] = field(default_factory=dict)
     probe_ns: int = 0
+    packed: list[dict[int, int] | bytes] | None = field(default=None, init=False, repr=False, compare=False)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The histogram where it is packed: the slot is empty then."""
+            if name != "histogram" or self.packed is None:
+                raise AttributeError(f"'Totals' object has no attribute '{name}'", name=name, obj=self)
+            found = None if _native is None else _native.unpacked(self.packed)
+            if found is None:
+                found = {}
+                for part in self.packed:
+                    for index, count in part.items() if isinstance(part, dict) else PACKED.iter_unpack(part):
+                        found[index] = found.get(index, 0) + count
+            self.histogram, self.packed = found, None
+            return found
+
+    @classmethod
+    def of_core(cls, sums: tuple[Any, ...]) -> Totals:
+        """Of the native recorder's tuple: the fields up to `first_ns` in their order, and the histogram packed."""
+        totals = cls(*sums)
+        packed: Any = totals.histogram
+        del totals.histogram
+        totals.packed = [packed]
+        return totals
 
     def add(self, span: Span) -> None:
         """Count one span."""
@@ -107,6 +139,12 @@ class Totals:
         self.elapsed_ns += other.elapsed_ns
         self.moved_bytes += other.moved_bytes
         self.probe_ns += other.probe_ns
+        if other.packed is not None:
+            if self.packed is None:
+                self.packed = [self.histogram] if self.histogram else []
+                del self.histogram
+            self.packed += other.packed
+            return
         mine = self.histogram
         for index, count in other.histogram.items():
             mine[index] = mine.get(index, 0) + count
@@ -134,15 +172,20 @@ class Totals:
 
 
 class Node:
-    """One call path: a site under a parent path. `children` is keyed by site."""
+    """One call path: a site under a parent path. `children` is keyed by site.
 
-    __slots__ = ("children", "index", "parent", "site")
+    Nodes whose paths are of the same places, which may be known by several sites, have one `place`: the first of them.
+    """
+
+    __slots__ = ("children", "index", "parent", "place", "places", "site")
 
     def __init__(self, index: int, site: Site, parent: Node | None) -> None:
         self.index = index
         self.site = site
         self.parent = parent
         self.children: dict[Site, Node] = {}
+        self.places: dict[tuple[object, ...], Node] = {}
+        self.place: Node = self if parent is None else parent.place.places.setdefault(site.key, self)
 
     def path(self) -> tuple[Site, ...]:
         """The sites from the root's child down to this node."""
@@ -172,29 +215,44 @@ class Tally:
 
     def __init__(self, threads: Mapping[int, str] | None = None) -> None:
         self.threads: dict[int, str] = dict(threads or {})
+        self._rows: list[Row] = []
+        # Those of the rows that have been looked for by path: the first so many.
         self._cells: dict[tuple[tuple[int, ...], int], Row] = {}
         # Sites that mean the same place have one number.
         self._places: dict[tuple[object, ...], int] = {}
         self._place_of: dict[Site, int] = {}
 
     def __len__(self) -> int:
-        return len(self._cells)
+        return len(self._rows)
 
     def totals(self, path: tuple[Site, ...], thread_id: int) -> Totals:
         """The totals of a path on a thread, made empty on first sight."""
+        for row in self._rows[len(self._cells) :]:
+            self._cells[self._key(row.path, row.thread_id)] = row
+        key = self._key(path, thread_id)
+        known = self._cells.get(key)
+        if known is not None:
+            return known.totals
+        totals = Totals()
+        self._cells[key] = self.append(path, thread_id, totals)
+        return totals
+
+    def _key(self, path: tuple[Site, ...], thread_id: int) -> tuple[tuple[int, ...], int]:
         for site in path:
             if site not in self._place_of:
                 self._place_of[site] = self._places.setdefault(site.key, len(self._places))
-        key = tuple(map(self._place_of.__getitem__, path)), thread_id
-        row = self._cells.get(key)
-        if row is None:
-            row = self._cells[key] = Row(path, thread_id, Totals())
-            self.threads.setdefault(thread_id, f"thread {thread_id}")
-        return row.totals
+        return tuple(map(self._place_of.__getitem__, path)), thread_id
+
+    def append(self, path: tuple[Site, ...], thread_id: int, totals: Totals) -> Row:
+        """Add a line of which the caller knows that there is none yet."""
+        row = Row(path, thread_id, totals)
+        self._rows.append(row)
+        self.threads.setdefault(thread_id, f"thread {thread_id}")
+        return row
 
     def rows(self) -> Iterator[Row]:
         """Every line, parents before their children within a thread when the tally was built that way."""
-        return iter(self._cells.values())
+        return iter(self._rows)
 
     def merge(self, other: Tally) -> None:
         """Add another tally, for instance of another process."""

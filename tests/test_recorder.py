@@ -1390,3 +1390,29 @@ def test_a_method_passes_muted_instances_and_what_nobody_could_decide(
     recorder.on = True
     assert recorder.tally().calls == 1
     assert recorder.current_id() == 0
+
+
+def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_recorder: Any) -> None:
+    """Threads that have ended and whose rings were given up too, and sites that mean the same place."""
+    recorder = make_recorder()
+    sites = [Site("f", "op"), Site("f", "op"), Site("g", "layer"), Site("h", "copy")]
+
+    def work(turn: int) -> None:
+        for outer in sites[: 1 + turn % 3]:
+            frame = recorder.open(outer)
+            for inner in sites[turn % 2 :]:
+                recorder.close(recorder.open(inner, {"bytes": turn}), KeyError() if turn == 3 else None)
+            recorder.close(frame)
+
+    for turn in range(1_100):
+        thread = threading.Thread(target=work, args=(turn,))
+        thread.start()
+        thread.join()
+    assert recorder.ended_totals()
+    expected: dict[object, Totals] = {}
+    for row in recorder.tally().rows():
+        expected.setdefault(tuple(site.key for site in row.path), Totals()).merge(row.totals)
+    together = recorder.tally(merged=True)
+    assert {tuple(site.key for site in row.path): row.totals for row in together.rows()} == expected
+    assert len(together) == len(expected)
+    assert {row.thread_id for row in together.rows()} == {0}

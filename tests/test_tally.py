@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument.spans import Site, Span
-from instrument.tally import Tally, Totals, bucket, bucket_middle
+from instrument.tally import PACKED, Tally, Totals, bucket, bucket_middle
 
 SITES = [Site("a"), Site("b", instance="0"), Site("b", instance="1"), Site("copy", "copy")]
 
@@ -135,3 +137,31 @@ def test_correction_does_not_depend_on_when_tallies_are_merged(left: list[Span],
     both = charged(right)
     both.merge(charged(left))
     assert plain(merged.corrected()) == plain(both.corrected())
+
+
+@given(
+    st.lists(st.dictionaries(st.integers(0, 3_839), st.integers(1, 1 << 40)), min_size=1, max_size=5), st.integers(0, 5)
+)
+def test_packed_histograms_add_up_to_those_of_unpacked_totals(histograms: list[dict[int, int]], packed: int) -> None:
+    """In any order of both kinds, however often they are read in between."""
+
+    def totals(histogram: dict[int, int], is_packed: bool) -> Totals:
+        sums = (1, 0, 5, 5, 0, 5, 5, 5, 0, 1)
+        content = b"".join(PACKED.pack(*item) for item in histogram.items())
+        return Totals.of_core((*sums, content)) if is_packed else Totals(*sums, dict(histogram))
+
+    parts = [totals(histogram, index < packed) for index, histogram in enumerate(histograms)]
+    expected, found, read = Counter[int](), Totals(), Totals()
+    for part, histogram in zip(parts, histograms, strict=True):
+        expected.update(histogram)
+        found.merge(part)
+        read.merge(part.copy())
+        assert read.histogram == {**expected}
+    assert found.histogram == {**expected}
+    assert [part.histogram for part in parts] == histograms
+    assert found == read
+
+
+def test_totals_have_no_attributes_that_there_are_not() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'callz'"):
+        _ = Totals().callz  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ READ = (2, 3)
 LIMIT_LINKS = 20_000_000
 """Most links of all call paths together, which bounds the memory that a hostile file can ask for."""
 
-_SUMS = tuple(known.name for known in fields(Totals) if known.name != "histogram")
+_SUMS = tuple(known.name for known in fields(Totals) if known.init and known.name != "histogram")
 _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 
 

@@ -193,7 +193,7 @@ def _parts(spent: Cost, upkeep: Upkeep | None, window_ns: int) -> tuple[CostPart
 
 def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
     found: dict[tuple[object, ...], tuple[Site, list[int]]] = {}
-    for row in recording.tally.rows():
+    for row in recording.merged.rows():
         site = row.path[-1]
         sums = found.setdefault(site.key, (site, [0, 0]))[1]
         sums[0] += row.totals.calls

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from instrument.report.table import (
     GAP,
@@ -41,7 +42,7 @@ from instrument.report.table import (
 )
 from instrument.report.view import UNITS, Options, Recording
 from instrument.spans import Site
-from instrument.tally import Row, Tally, Totals
+from instrument.tally import Tally, Totals
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
 ORDERS = {
@@ -131,19 +132,37 @@ class EventRow:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A row to be: one place in the tree of names. `totals` is by thread, None for all threads together."""
+    """A row to be: one place in the tree of names.
+
+    `parts` are the lines of the tally that it is the sum of, by thread, None for all threads together, and `hidden`
+    those of the phases that are hidden in it. `sums` has what was added up of them.
+    """
 
     role: str
     name: str
     site: Site
     parent: _Entry | None
     depth: int
-    totals: dict[int | None, Totals] = field(default_factory=dict)
+    parts: dict[int | None, list[Totals]] = field(default_factory=dict)
+    hidden: dict[int | None, list[Totals]] | None = None
+    sums: dict[int | None, Totals] = field(default_factory=dict)
     children: dict[tuple[str, object], _Entry] = field(default_factory=dict)
 
     def on(self, thread: int | None) -> Totals:
-        """The totals on a thread, empty ones where it has none."""
-        return self.totals.get(thread) or Totals()
+        """The totals on a thread, empty ones where it has none. They are not to be changed."""
+        sums = self.sums.get(thread)
+        if sums is None:
+            parts = self.parts.get(thread, ())
+            hidden = () if self.hidden is None else self.hidden.get(thread, ())
+            if len(parts) == 1 and not hidden:
+                sums = parts[0]
+            else:
+                sums = Totals()
+                for part in parts:
+                    sums.merge(part)
+                _count_hidden(sums, hidden)
+            self.sums[thread] = sums
+        return sums
 
     @property
     def label(self) -> str:
@@ -256,7 +275,10 @@ def events(recording: Recording, options: Options) -> Events:
     threads merged before the report with a block per thread, unless only one thread recorded; `merged` and `apart` ask
     for one of the two. `corrected` adds a column of self times, less what the probes of the calls below them cost.
     """
-    tally = recording.tally.corrected() if options.corrected else recording.tally
+    if options.corrected:
+        tally = recording.tally.corrected()
+    else:
+        tally = recording.merged if options.threads == "merged" else recording.tally
     blocks = _blocks(tally, options)
     of_all = len(blocks) == 1 or (bool(blocks) and blocks[0].thread is None)
     total_ns = blocks[0].total_ns if of_all else 0
@@ -274,44 +296,70 @@ def events(recording: Recording, options: Options) -> Events:
 # The tree of names.
 
 
-def _tree(tally: Tally, tracer_option: str) -> list[_Entry]:
-    """Every entry, the root first and parents before their children. Iterative, for call paths have no depth limit."""
+def _tree(tally: Tally, tracer_option: str, merged: bool, apart: bool) -> list[_Entry]:
+    """Every entry, the root first and parents before their children. Iterative, for call paths have no depth limit.
+
+    Lines are counted for all threads together where they are to be `merged`, and for each thread where `apart`.
+    """
+    merged = merged or tracer_option == "AllOpDetail"  # instances are numbered over all threads
     root = _Entry(role="root", name="", site=Site(""), parent=None, depth=-1)
     entries = [root]
+    levels_of: dict[Site, list[tuple[str, object]]] = {}
+    # Of each path its entry, and the entries in which what was counted on it is counted.
+    places: dict[tuple[Site, ...], tuple[_Entry, list[_Entry]]] = {(): (root, [])}
     for row in tally.rows():
-        above, counted = root, list[_Entry]()
-        for site in row.path:
-            counted = []
-            for level in _levels(site, above is root, tracer_option):
-                entry = above.children.get(level)
-                if entry is None:
-                    name = level[1] if isinstance(level[1], str) else site.name
-                    entry = above.children[level] = _Entry(level[0], name, site, above, above.depth + 1)
-                    entries.append(entry)
-                counted.append(entry)
-                above = entry
-        for thread in (None, row.thread_id):
+        path = row.path
+        place = places.get(path)
+        if place is None:
+            known = path[:-1]
+            while known not in places:
+                known = known[:-1]
+            above, counted = places[known]
+            for site in path[len(known) :]:
+                levels = levels_of.get(site)
+                if levels is None:
+                    levels = levels_of[site] = _levels(site, tracer_option)
+                # A phase that nothing surrounds is a row like any other, so that no option changes the Total time.
+                if above is root and site.kind == "phase":
+                    levels = [("row", site.name)]
+                counted = []
+                for level in levels:
+                    entry = above.children.get(level)
+                    if entry is None:
+                        name = level[1] if isinstance(level[1], str) else site.name
+                        entry = above.children[level] = _Entry(level[0], name, site, above, above.depth + 1)
+                        entries.append(entry)
+                    counted.append(entry)
+                    above = entry
+            place = places[path] = above, counted
+        above, counted = place
+        for thread in (None, row.thread_id) if merged and apart else (None,) if merged else (row.thread_id,):
             for entry in counted:
-                entry.totals.setdefault(thread, Totals()).merge(row.totals)
+                parts = entry.parts.get(thread)
+                if parts is None:
+                    entry.parts[thread] = [row.totals]
+                else:
+                    parts.append(row.totals)
             if not counted:
-                _count_hidden(above.totals.setdefault(thread, Totals()), row.totals)
-    _number_instances(entries)
+                if above.hidden is None:
+                    above.hidden = {}
+                above.hidden.setdefault(thread, []).append(row.totals)
+    if tracer_option == "AllOpDetail":
+        _number_instances(entries)
     return entries
 
 
-def _count_hidden(around: Totals, phase: Totals) -> None:
-    """Give a hidden phase's self time to the row around it, and a place in time if that row has no call of its own."""
-    around.self_ns += phase.self_ns
-    if not around.calls:
-        around.first_ns = min(around.first_ns or phase.first_ns, phase.first_ns)
+def _count_hidden(around: Totals, phases: Iterable[Totals]) -> None:
+    """Give the self time of hidden phases to the row around them, and a place in time if it has no call of its own."""
+    for phase in phases:
+        around.self_ns += phase.self_ns
+        if not around.calls:
+            around.first_ns = min(around.first_ns or phase.first_ns, phase.first_ns)
 
 
-def _levels(site: Site, at_root: bool, tracer_option: str) -> list[tuple[str, object]]:
-    """The levels that a site adds to the tree: none for a hidden phase, two where instances are shown.
-
-    A phase that nothing surrounds is a row like any other, so that no option changes the Total time.
-    """
-    if site.kind == "phase" and not at_root:
+def _levels(site: Site, tracer_option: str) -> list[tuple[str, object]]:
+    """The levels that a site adds to the tree: none for a hidden phase, two where instances are shown."""
+    if site.kind == "phase":
         return [] if tracer_option == "Default" else [("phase", site.name)]
     if site.kind == "copy":
         return [("copy", _copy_name(site))]
@@ -352,13 +400,19 @@ def _by_entry(
     """
     values: dict[_Entry, float] = {}
     for entry in reversed(entries):
-        totals = entry.on(thread)
+        totals = entry.sums.get(thread) or entry.on(thread)
+        found = values.get(entry)
         if totals.calls:
-            values[entry] = value(totals)
+            found = value(totals)
         elif totals.first_ns:
-            values[entry] = choose(values.get(entry, value(totals)), value(totals))
-        if entry in values and entry.parent is not None:
-            values[entry.parent] = choose(values.get(entry.parent, values[entry]), values[entry])
+            found = value(totals) if found is None else choose(found, value(totals))
+        if found is None:
+            continue
+        values[entry] = found
+        above = entry.parent
+        if above is not None:
+            known = values.get(above)
+            values[above] = found if known is None else choose(known, found)
     return values
 
 
@@ -376,38 +430,63 @@ def _blocks(tally: Tally, options: Options) -> tuple[Block, ...]:
         shown += apart
     if not shown:
         return ()
-    full = _tree(tally, "OpDetail")
-    tree = full if options.tracer_option == "OpDetail" else _tree(tally, options.tracer_option)
+    merged, of_threads = shown[0] is None, shown[-1] is not None
+    tree = _tree(tally, options.tracer_option, merged, of_threads)
+    full = tree if options.tracer_option == "OpDetail" else None
     numbers = {thread: number for number, thread in enumerate(tally.threads)}
     blocks = []
     for thread in shown:
-        total_ns = _total_time(full, thread, options.state)
+        total_ns = _total_time(tree, thread, options.state)
+        if total_ns is None:
+            full = full or _tree(tally, "OpDetail", merged, of_threads)
+            total_ns = _total_time_below(full, thread, options.state)
         number, name = (None, "") if thread is None else (numbers[thread], tally.threads[thread])
         blocks.append(Block(thread, number, name, total_ns, _rows(tree, thread, total_ns, options)))
     return tuple(blocks)
 
 
-def _total_time(full: Sequence[_Entry], thread: int | None, state: str) -> int:
+def _total_time(tree: Sequence[_Entry], thread: int | None, state: str) -> int | None:
+    """The sum of the topmost rows; None where one has no call, so that what may be hidden below it stands for it."""
+    time_ns = _time_in(state)
+    total_ns = 0
+    for entry in tree[0].children.values():
+        totals = entry.on(thread)
+        if not totals.calls and (entry.children or entry.hidden):
+            return None
+        total_ns += time_ns(totals)
+    return total_ns
+
+
+def _total_time_below(full: Sequence[_Entry], thread: int | None, state: str) -> int:
     """The sum of the topmost rows that have calls, of the tree with phases, so that it is the same in every option."""
+    time_ns = _time_in(state)
     total_ns = 0
     without_calls = {full[0]}
     for entry in full[1:]:
         if entry.parent in without_calls:
             totals = entry.on(thread)
-            total_ns += _time_ns(totals, state)
+            total_ns += time_ns(totals)
             if not totals.calls:
                 without_calls.add(entry)
     return total_ns
 
 
+_TIMES = {"All": attrgetter("elapsed_ns"), "CPU": attrgetter("total_ns"), "GPU": attrgetter("device_ns")}
+
+
+def _time_in(state: str) -> Callable[[Totals], int]:
+    """What Total is in a state."""
+    return _TIMES[state]
+
+
 def _time_ns(totals: Totals, state: str) -> int:
-    return {"All": totals.elapsed_ns, "CPU": totals.total_ns, "GPU": totals.device_ns}[state]
+    return _time_in(state)(totals)
 
 
 def _rows(tree: Sequence[_Entry], thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
     state, sorted_by = options.state, options.sorted_by
-    first_ns = _by_entry(tree, thread, lambda totals: totals.first_ns, min)
-    weight = _by_entry(tree, thread, lambda totals: _weight(totals, state, sorted_by), max)
+    first_ns = _by_entry(tree, thread, attrgetter("first_ns"), min)
+    weight = _by_entry(tree, thread, _weight(state, sorted_by), max)
 
     def order(entry: _Entry) -> tuple[float, float]:
         return (0 if sorted_by == "default" else -weight[entry], first_ns[entry])
@@ -430,22 +509,23 @@ def _rows(tree: Sequence[_Entry], thread: int | None, base_ns: int, options: Opt
     return tuple(rows)
 
 
-def _weight(totals: Totals, state: str, sorted_by: str) -> float:
+def _weight(state: str, sorted_by: str) -> Callable[[Totals], float]:
     """The value of the sort key; for the default order, which has none, the Total."""
-    return {
-        "calls": totals.calls,
-        "max": totals.max_ns,
-        "min": totals.min_ns,
-        "ave": share(totals.elapsed_ns, totals.calls) or 0,
-        "cpu_total": totals.total_ns,
-        "cpu_max": totals.max_ns,
-        "cpu_min": -totals.min_ns,
-        "cpu_ave": share(totals.total_ns, totals.calls) or 0,
-        "gpu_total": totals.device_ns,
-        "gpu_max": totals.max_ns,
-        "gpu_min": -totals.min_ns,
-        "gpu_ave": share(totals.device_ns, totals.calls) or 0,
-    }.get(sorted_by, _time_ns(totals, state))
+    chosen: Mapping[str, Callable[[Totals], float]] = {
+        "calls": attrgetter("calls"),
+        "max": attrgetter("max_ns"),
+        "min": attrgetter("min_ns"),
+        "ave": lambda totals: share(totals.elapsed_ns, totals.calls) or 0,
+        "cpu_total": attrgetter("total_ns"),
+        "cpu_max": attrgetter("max_ns"),
+        "cpu_min": lambda totals: -totals.min_ns,
+        "cpu_ave": lambda totals: share(totals.total_ns, totals.calls) or 0,
+        "gpu_total": attrgetter("device_ns"),
+        "gpu_max": attrgetter("max_ns"),
+        "gpu_min": lambda totals: -totals.min_ns,
+        "gpu_ave": lambda totals: share(totals.device_ns, totals.calls) or 0,
+    }
+    return chosen.get(sorted_by, _time_in(state))
 
 
 def _kept(
@@ -538,11 +618,14 @@ def _heading(view: Events, blocks: Sequence[Block]) -> list[str]:
 
 
 def _computation_ns(tally: Tally, state: str) -> int:
-    return sum(_time_ns(row.totals, state) for row in tally.rows() if _is_topmost_computation(row))
-
-
-def _is_topmost_computation(row: Row) -> bool:
-    return _computes(row.path[-1]) and not any(_computes(site) for site in row.path[:-1])
+    sites = {site for row in tally.rows() for site in row.path[-1:]}
+    computing = {site for site in sites if _computes(site)}
+    time_ns = _time_in(state)
+    return sum(
+        time_ns(row.totals)
+        for row in tally.rows()
+        if row.path[-1] in computing and not any(_computes(site) for site in row.path[:-1])
+    )
 
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})

@@ -237,7 +237,7 @@ class _Place:
 
 
 def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
-    tally = recording.tally.corrected() if options.corrected else recording.tally
+    tally = recording.tally.corrected() if options.corrected else recording.merged
     places = _places(tally.rows())
     by_function: dict[Key, list[_Place]] = {}
     for place in places:
@@ -258,18 +258,35 @@ def _places(rows: Iterable[Row]) -> list[_Place]:
     known: dict[Key, int] = {}
     numbers: dict[Site, int] = {}
     found: dict[tuple[int, ...], _Place] = {}
+    summed: set[tuple[int, ...]] = set()
+    # Of each path the numbers of its sites, and where its request is, -1 for none.
+    paths: dict[tuple[Site, ...], tuple[tuple[int, ...], int]] = {(): ((), -1)}
     for row in rows:
-        if not row.path or not row.totals.calls:
+        path, totals = row.path, row.totals
+        if not path or not totals.calls:
             continue
-        for site in row.path:
-            if site not in numbers:
-                numbers[site] = known.setdefault(site.key, len(known))
-        at = tuple([numbers[site] for site in row.path])
+        if path not in paths:
+            upper = path[:-1]
+            while upper not in paths:
+                upper = upper[:-1]
+            at, request = paths[upper]
+            for site in path[len(upper) :]:
+                number = numbers.get(site)
+                if number is None:
+                    number = numbers[site] = known.setdefault(site.key, len(known))
+                if request < 0 and site.kind == "request":
+                    request = len(at)
+                at = (*at, number)
+            paths[path] = at, request
+        at, request = paths[path]
         place = found.get(at)
         if place is None:
-            request = next((index for index, site in enumerate(row.path) if site.kind == "request"), 0)
-            place = found[at] = _Place(row.path, at, request, Totals())
-        place.totals.merge(row.totals)
+            found[at] = _Place(path, at, max(request, 0), totals)
+            continue
+        if at not in summed:
+            summed.add(at)
+            place.totals = place.totals.copy()
+        place.totals.merge(totals)
     places = sorted(found.values(), key=lambda place: place.totals.first_ns)
     for number, place in enumerate(places):
         place.number = number
@@ -280,7 +297,7 @@ def _names(sites: Iterable[Site]) -> dict[Key, str]:
     """What to call each site: its name and instance, and where it is if another one is called the same."""
     names: dict[Key, str] = {}
     called: dict[str, list[Site]] = {}
-    for site in {site.key: site for site in sites}.values():
+    for site in {site.key: site for site in dict.fromkeys(sites)}.values():
         called.setdefault(f"{site.name} [{site.instance}]" if site.instance else site.name, []).append(site)
     for name, same in called.items():
         for site in same:
@@ -319,9 +336,15 @@ def _rows(
     column = SortKey.of(options).column
     base_ns = sum(place.totals.self_ns for place in places)
     groups: dict[Key, list[_Place]] = {}
+    keys: dict[Site, Key] = {}
     for place in places:
+        if of == "instances":
+            groups[place.number,] = [place]
+            continue
         site = place.path[-1]
-        key = {"classes": (class_of(site),), "ops": site.key}.get(of, (place.number,))
+        key = keys.get(site)
+        if key is None:
+            key = keys[site] = (class_of(site),) if of == "classes" else site.key
         groups.setdefault(key, []).append(place)
     found = []
     for group in groups.values():

@@ -105,7 +105,8 @@ class Upkeep:
 class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
 
-    `make_tally`, `make_trace` and `make_upkeep` are called when a view first reads what they make. `window_ns` is the
+    `make_tally`, `make_merged`, `make_trace` and `make_upkeep` are called when a view first reads what they make.
+    `make_merged` makes the tally with all threads as one, where that costs less than the whole. `window_ns` is the
     length of the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace
     id and the span id under which a span of the trace went to the collector. `benchmark` has counted the steps of a
     loop as they went by. `startup` is None where nobody knows how the process came to serve.
@@ -125,8 +126,10 @@ class Recording:
         make_upkeep: Callable[[], Upkeep] | None = None,
         benchmark: Benchmark | None = None,
         startup: Startup | None = None,
+        make_merged: Callable[[], Tally] | None = None,
     ) -> None:
         self._make_tally = make_tally
+        self._make_merged = make_merged
         self._make_trace = make_trace
         self.cost = cost
         self.losses = dict(losses or {})
@@ -142,6 +145,11 @@ class Recording:
     def tally(self) -> Tally:
         """Exact totals of all calls."""
         return self._make_tally()
+
+    @cached_property
+    def merged(self) -> Tally:
+        """The same for views that tell neither threads apart nor what probes cost: all threads may be one."""
+        return self.tally if self._make_merged is None or "tally" in vars(self) else self._make_merged()
 
     @cached_property
     def trace(self) -> Trace:
