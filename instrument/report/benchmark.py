@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.device import Coverage
+from instrument.report.stretches import Timeline
 from instrument.report.table import MISSING, compact, safe, section_title, shorten, table, tenths, title
-from instrument.report.utilisation import Timeline
 from instrument.report.view import UNITS, Options, Recording
 from instrument.spans import Interval, Span, Trace, union
 from instrument.tally import Totals, bucket

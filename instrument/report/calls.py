@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from instrument.report.stretches import UNTIMED
 from instrument.report.table import share
-from instrument.report.utilisation import UNTIMED
 from instrument.spans import DeviceInterval, Interval, Site, Span, length, union
 
 NEVER = 1 << 63

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from instrument.profile import DEVICE_DIRECTIONS, DIRECTIONS
 from instrument.report.device import Coverage
+from instrument.report.stretches import UNTIMED
 from instrument.report.table import MISSING, bounded, in_unit, named_table, number, section_title, title
-from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording
 from instrument.spans import Site, Span, Trace
 from instrument.tally import LARGEST_COPY_BYTES

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from instrument.report.device import Coverage
 from instrument.report.instrumentation import uncached
+from instrument.report.stretches import UNTIMED
 from instrument.report.table import (
     MISSING,
     bounded,
@@ -26,7 +27,7 @@ from instrument.report.table import (
     title,
     wrapped,
 )
-from instrument.report.utilisation import NO_EVENTS, UNTIMED
+from instrument.report.utilisation import NO_EVENTS
 from instrument.report.view import Options, Recording, Upkeep
 from instrument.spans import Cost, Site, Trace
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from instrument.report.device_summary import DeviceSummary, device_summary
+from instrument.report.stretches import UNTIMED
 from instrument.report.table import (
     MISSING,
     bounded,
@@ -26,7 +27,6 @@ from instrument.report.table import (
 )
 from instrument.report.utilisation import (
     NO_EVENTS,
-    UNTIMED,
     DeviceUse,
     EndpointUse,
     NameUse,
@@ -124,7 +124,7 @@ def device(recording: Recording, options: Options) -> Device:
     much of it; the rest is one row more.
     """
     trace = recording.trace
-    use = utilisation(trace)
+    use = recording.once(utilisation)
     reasons = Counter[str]()
     for one in use.unanswered:
         reasons[one.reason] += one.spans

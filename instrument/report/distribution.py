@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 from instrument.report.device import coverage
 from instrument.report.phases import steps_of
+from instrument.report.stretches import UNTIMED
 from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
-from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording
 from instrument.spans import Interval, Site, Span, Trace, clip, intersect, length, subtract, union
 

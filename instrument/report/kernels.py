@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from instrument.report.device import coverage
 from instrument.report.places import SHARED, UNKNOWN, name_of, places
+from instrument.report.stretches import UNTIMED
 from instrument.report.table import (
     MISSING,
     columns,
@@ -28,7 +29,6 @@ from instrument.report.table import (
     tenths,
     title,
 )
-from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording
 from instrument.spans import DeviceInterval, Interval, Kernel, Site, Span, Trace, length, union
 

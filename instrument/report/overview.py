@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from instrument.report.calls import lies_outside
 from instrument.report.device import coverage
+from instrument.report.stretches import UNTIMED
 from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
-from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording, SortKey
 from instrument.spans import KINDS, Site, Span, Trace
 

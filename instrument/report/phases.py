@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.device import coverage
+from instrument.report.stretches import UNTIMED
 from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
-from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording
 from instrument.spans import PHASES, Interval, Site, Span, Trace, subtract
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
 from instrument.report.device import Coverage, endpoint_table, other_endpoints
+from instrument.report.stretches import owners, phases
 from instrument.report.table import (
     MISSING,
     bounded,
@@ -31,9 +32,9 @@ from instrument.report.table import (
     title,
     wrapped,
 )
-from instrument.report.utilisation import EndpointUse, Requests, utilisation
+from instrument.report.utilisation import EndpointUse, requests_within, utilisation
 from instrument.report.view import UNITS, Options, Recording
-from instrument.spans import Interval, Site, Span, Trace
+from instrument.spans import Site, Span
 
 QUEUE = "queue"
 COPIES = {"h2d": "copy in", "d2h": "copy out"}
@@ -170,15 +171,20 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     `least_ns` leaves endpoints and phases with less time in all to the row of the rest.
     """
     trace = recording.trace
-    parts, whole, cut = _parts(trace)
+    known = owners(trace.spans)
+    whole, cut = requests_within(known, trace.held)
+    labels = _labels(trace.spans)
+    numbers = {label: number for number, label in enumerate(dict.fromkeys([None, *labels.values()]))}
+    names = list(numbers)
+    by_site = {site: numbers[label] for site, label in labels.items()}
     wall_ns = sum(span.total_ns for span in whole)
     slowest = heapq.nlargest(options.rows or SLOWEST, whole, key=lambda span: (span.total_ns, -span.start_ns))
     wanted = {span.span_id for span in slowest}
-    labels = _labels(trace.spans)
     found: dict[str, _Found] = {}
     slow: dict[int, _Found] = {}
-    for span in whole:
-        times, unknown_ns = _breakdown((span.start_ns, span.end_ns), parts.pop(span.span_id), labels)
+    for span, by_number in zip(whole, phases(trace.spans, known.ids, whole, by_site), strict=True):
+        unknown_ns = by_number.pop(0, 0)
+        times = {names[number]: time_ns for number, time_ns in by_number.items()}
         of_name = found.get(span.site.name)
         if of_name is None:
             of_name = found[span.site.name] = _Found()
@@ -201,7 +207,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         requests_cut=cut,
         wall_ns=wall_ns,
         endpoints=bounded(endpoints, options, lambda endpoint: endpoint.wall_ns, rest),
-        devices=_devices(trace, options),
+        devices=_devices(recording, options),
         slowest=tuple(_slow(span, slow[span.span_id], recording, options) for span in slowest),
         _options=options,
     )
@@ -226,62 +232,6 @@ def _phase_of(site: Site) -> str | None:
     if site.kind == "phase" or site.name == QUEUE:
         return site.name
     return PHASE_OF_KIND.get(site.kind)
-
-
-def _parts(trace: Trace) -> tuple[dict[int, list[Span]], list[Span], int]:
-    """The phases of each request by its span id, the requests within the window, and how many reach over its edge."""
-    first, last = trace.held
-    known = Requests(trace.spans)
-    whole, cut = list[Span](), 0
-    for span in known.topmost:
-        if first <= span.start_ns and span.end_ns <= last and not span.clipped:
-            whole.append(span)
-        else:
-            cut += span.start_ns < last and span.end_ns > first
-    parts: dict[int, list[Span]] = {span.span_id: [] for span in whole}
-    labels = _labels(trace.spans)
-    for span in trace.spans if parts else ():
-        if labels[span.site] is None:
-            continue
-        of_request = parts.get(span.root_id)
-        owner = span.root_id
-        if of_request is None:
-            owner = known.owner(span)
-            of_request = parts.get(owner)
-        if of_request is not None and span.span_id != owner:
-            of_request.append(span)
-    return parts, whole, cut
-
-
-def _begin(span: Span) -> tuple[int, int, int]:
-    return span.start_ns, -span.end_ns, span.span_id
-
-
-def _breakdown(
-    wall: Interval, parts: list[Span], labels: Mapping[Site, str | None]
-) -> tuple[dict[str | None, int], int]:
-    """How much of the wall each phase has, and how much none has. One sweep over the spans by their begin."""
-    parts.sort(key=_begin)
-    at, last = wall
-    times: dict[str | None, int] = {}
-    unknown_ns = 0
-    running: list[tuple[int, str | None]] = []
-    for span in (*parts, None):
-        start_ns = last if span is None else min(span.start_ns, last)
-        while at < start_ns and running:
-            end_ns, label = running[-1]
-            if end_ns <= at:
-                running.pop()
-                continue
-            until = min(end_ns, start_ns)
-            times[label] = times.get(label, 0) + until - at
-            at = until
-        if at < start_ns:
-            unknown_ns += start_ns - at
-            at = start_ns
-        if span is not None:
-            running.append((span.end_ns, labels[span.site]))
-    return times, unknown_ns
 
 
 @dataclass(slots=True)
@@ -365,12 +315,12 @@ def _weight(endpoint: Endpoint, sorted_by: str) -> float:
     )
 
 
-def _devices(trace: Trace, options: Options) -> tuple[DeviceWithin, ...]:
-    if not any(span.device for span in trace.spans):
+def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
+    if not any(span.device for span in recording.trace.spans):
         return ()
     return tuple(
         DeviceWithin(one.device, bounded(one.endpoints, options, lambda use: use.wall_ns, other_endpoints))
-        for one in utilisation(trace).devices
+        for one in recording.once(utilisation).devices
         if one.endpoints
     )
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.spans import Cost, Site, Span, Startup, Trace
@@ -18,6 +18,8 @@ from instrument.tally import Tally
 
 if TYPE_CHECKING:
     from instrument.report.benchmark import Benchmark
+
+Made = TypeVar("Made")
 
 THREADS: tuple[str, ...] = ("both", "merged", "apart")
 UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
@@ -139,6 +141,7 @@ class Recording:
         self.collector_ids = collector_ids
         self.benchmark = benchmark
         self._make_upkeep = make_upkeep
+        self._made: dict[Callable[[Trace], Any], Any] = {}
         self.startup = startup
 
     @cached_property
@@ -155,6 +158,13 @@ class Recording:
     def trace(self) -> Trace:
         """The spans that are held."""
         return self._make_trace()
+
+    def once(self, make: Callable[[Trace], Made]) -> Made:
+        """What is made of the trace, made once for all views that ask for it."""
+        if make not in self._made:
+            self._made[make] = make(self.trace)
+        found: Made = self._made[make]
+        return found
 
     @cached_property
     def upkeep(self) -> Upkeep | None:
