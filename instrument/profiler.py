@@ -635,6 +635,7 @@ class Session:
             held_rows=sum(min(ring.head, ring.capacity) for ring in rings),
             ring_rows=sum(ring.capacity for ring in rings),
             ring_bytes=self.profile.limits.ring_bytes,
+            notes=self.notes(with_muted=False),
         )
 
     def _measured_costs(self) -> dict[str, ProbeCost]:
@@ -666,8 +667,11 @@ class Session:
             counts["spans overwritten before the export read them"] = self._trees.lost
         return {name: count for name, count in counts.items() if count}
 
-    def notes(self) -> list[str]:
-        """Everything that could not be observed, and what went wrong, in sentences."""
+    def notes(self, *, with_muted: bool = True) -> list[str]:
+        """Everything that could not be observed, and what went wrong, in sentences.
+
+        Without those on sites that are or were muted, where a table says it.
+        """
         verdicts = self.verdicts()
         notes = [str(verdict) for verdict in verdicts if verdict.state not in ("attached", "uncalled")]
         uncalled = sum(verdict.state == "uncalled" for verdict in verdicts)
@@ -687,7 +691,7 @@ class Session:
             notes.append(self._ranges.reason)
         if self._imports.why_not:
             notes.append(self._imports.why_not)
-        if self._governor is not None:
+        if self._governor is not None and with_muted:
             notes.extend(self._governor.notes())
         notes.extend(self._gauges.notes())
         if self._exporter is not None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import instrument
 from instrument import chrome, profiled, scope
 from instrument.profile import loads
+from instrument.recorder import RECORDER
 from instrument.report.cost import InstrumentationCost, cost
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording, Upkeep
@@ -60,6 +61,7 @@ def upkeep() -> Upkeep:
         held_rows=24,
         ring_rows=4096,
         ring_bytes=64 << 20,
+        notes=trace_of_a_service().notes,
     )
 
 
@@ -120,6 +122,29 @@ def test_the_sites_cost_their_calls_at_what_one_of_their_probes_costs() -> None:
     assert (view.device_asked, view.device_missing) == (3, {"no events": 1, "dropped": 1})
     assert view.muted is not None
     assert [(one.name, one.calls, one.now) for one in view.muted] == [("hash", 9000, True), ("tokenise", 30, False)]
+
+
+def test_a_muted_site_is_named_once() -> None:
+    session = instrument.start(loads("budget: 1%"))
+    assert session is not None
+    try:
+
+        @profiled("busy")
+        def busy() -> None: ...
+
+        busy()
+        ((_, site, _, _),) = RECORDER.usage()
+        assert RECORDER.mute(site)
+        for _ in range(3):
+            busy()
+        (note,) = (note for note in session.notes() if "busy" in note)
+        assert "3 calls were not recorded" in note
+        text = session.summary(views=["cost"])
+        (line,) = (line for line in text.split("Not observed")[1].splitlines() if "busy" in line)
+        assert line.split()[-2:] == ["3", "yes"]
+        assert "3 calls were not recorded" in " ".join(session.summary(views=["events"]).split())
+    finally:
+        instrument.stop()
 
 
 def test_a_summary_says_the_cost_once() -> None:

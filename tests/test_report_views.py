@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.summary import VIEW_OF, made, summary, summary_document
-from instrument.report.table import LINE, columns, safe
+from instrument.report.table import LINE, columns, in_unit, safe
 from instrument.report.view import UNITS, Options, Recording, Upkeep
 from instrument.spans import (
     GAUGES,
@@ -159,6 +159,7 @@ def running(trace: Trace) -> Recording:
         make_upkeep=lambda: Upkeep(
             "time stamp counter", lambda site: 48.5, 300.0, {"\n" + "x" * 200: 7_000, "": 11},
             {span.site: 900 for span in trace.spans}, {span.site for span in trace.spans[::2]}, 54, 4096, 64 << 20,
+            trace.notes,
         ),
     )  # fmt: skip
 
@@ -246,6 +247,23 @@ def test_every_number_of_the_text_is_in_the_document(view: str, options: str) ->
         shown = shown_numbers(text, document)
         assert len(shown) >= 2
         assert [number for number in shown if not is_there(number, known)] == []
+
+
+@pytest.mark.parametrize("view", [view for view in VIEWS if view != "events"])
+def test_nanoseconds_are_whole_numbers(view: str) -> None:
+    """In a line of 100 columns the seven numbers of an event leave no room for more than four digits of each."""
+    text = "\n".join(made([view], running(service()), Options(unit="ns"))[view].lines())
+    assert re.findall(r"(?m)(?<!\w)\d[\d.]*e\+?\d+(?!\w)", text) == []
+
+
+def test_a_time_is_in_full_before_an_exponent_would_take_its_digits() -> None:
+    shown = [in_unit(time_ns, unit) for time_ns, unit in (
+        (170_000_000, "ns"), (1234.6, "ns"), (0, "ns"), (1e14, "ns"), (None, "ns"), (12_345_678_900, "us"),
+        (999_999_400, "us"), (1_500, "us"), (3.25e18, "ms"), (0.5, "ms"),
+    )]  # fmt: skip
+    assert shown == [
+        "170000000", "1235", "0", "1e+14", "-", "12345679", "999999", "1.5", "3250000000000", "5e-07",
+    ]  # fmt: skip
 
 
 def test_a_number_that_is_not_in_the_document_is_found() -> None:

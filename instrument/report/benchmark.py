@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from instrument.report.device import Coverage
 from instrument.report.stretches import Timeline
-from instrument.report.table import MISSING, compact, safe, section_title, shorten, table, tenths, title
+from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, section_title, shorten, table, tenths, title
 from instrument.report.view import UNITS, Options, Recording
 from instrument.spans import Interval, Span, Trace, union
 from instrument.tally import Totals, bucket
@@ -244,12 +244,13 @@ def _loop_lines(loop: Loop, unit: str) -> list[str]:
     rows = [("batch_cost", loop.batch, UNITS[unit]), (f"ips ({loop.rate_of})", loop.rate, 1)]
     if loop.reader is not None:
         rows.insert(0, ("reader_cost", loop.reader, UNITS[unit]))
-    cells = [[name, *_cells(spread, scale)] for name, spread, scale in rows]
+    room = WHOLE_DIGITS if unit == "ns" else 7
+    cells = [[name, *_cells(spread, scale, room)] for name, spread, scale in rows]
     return [*lines, "", *table(["", "Ave.", "p50", "p99", "Min.", "Max."], cells, [16, *[10] * 5])]
 
 
-def _cells(spread: Spread | None, scale: int) -> Iterable[str]:
+def _cells(spread: Spread | None, scale: int, room: int) -> Iterable[str]:
     values: Sequence[float | None] = [None] * 5
     if spread is not None:
         values = [spread.mean, spread.p50, spread.p99, spread.least, spread.most]
-    return [MISSING if value is None else compact(value / scale) for value in values]
+    return [MISSING if value is None else compact(value / scale, room) for value in values]

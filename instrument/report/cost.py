@@ -97,6 +97,8 @@ class Rings:
 class InstrumentationCost:
     """The parts add up to `cost.total_ns`. `muted` and `rings` are those of a process that runs, else unknown (None).
 
+    `notes` say what was not observed, but what `muted` does; of a saved trace they say that, too.
+
     `device_asked` counts the held spans that asked for device time, and `device_missing` those without, by reason.
     """
 
@@ -167,7 +169,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         sites=() if spent is None else _sites(recording, spent, options),
         is_each_known=upkeep is not None,
         losses={reason: count for reason, count in recording.losses.items() if count},
-        notes=recording.notes,
+        notes=recording.notes if upkeep is None else tuple(upkeep.notes),
         muted=None if upkeep is None else _muted(upkeep),
         rings=None if upkeep is None else Rings(upkeep.held_rows, upkeep.ring_rows, upkeep.ring_bytes),
         coverage=Coverage.of(recording.trace),

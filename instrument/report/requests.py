@@ -21,6 +21,7 @@ from instrument.report.device import Coverage, endpoint_table, other_endpoints
 from instrument.report.stretches import owners, phases
 from instrument.report.table import (
     MISSING,
+    WHOLE_DIGITS,
     bounded,
     compact,
     named_table,
@@ -357,9 +358,14 @@ def _endpoint_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
     cells = []
     for one in endpoints:
         times = (one.mean_ns, one.p50_ns, one.p90_ns, one.p99_ns, one.max_ns)
-        shown = [compact(time_ns / UNITS[unit]) for time_ns in times]
+        shown = [_time(time_ns, unit, 11) for time_ns in times]
         cells.append([_name(one), str(one.requests), str(one.errors), *shown, tenths(one.ratio, 1)])
     return [*named_table(header, cells, 0), "Of all: of the sum of the walls of all requests."]
+
+
+def _time(time_ns: float, unit: str, room: int = WHOLE_DIGITS) -> str:
+    """Four digits in a unit; ns in full where there is room."""
+    return compact(round(time_ns), room) if unit == "ns" else compact(time_ns / UNITS[unit])
 
 
 def _name(one: Endpoint | PhaseTime) -> str:
@@ -370,12 +376,12 @@ def _phase_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
     cells = []
     for one in endpoints:
         whole = "100.0%" if one.wall_ns else MISSING
-        cells.append([_name(one), str(one.requests), compact(one.mean_ns / UNITS[unit]), whole])
+        cells.append([_name(one), str(one.requests), _time(one.mean_ns, unit), whole])
         for phase in one.phases:
-            mean = compact(phase.mean_ns / UNITS[unit])
+            mean = _time(phase.mean_ns, unit)
             count = MISSING if phase.requests is None else str(phase.requests)
             cells.append(["  " + _name(phase), count, mean, tenths(phase.ratio, 1)])
-        unknown = compact(one.unknown_mean_ns / UNITS[unit]), tenths(one.unknown_ratio, 1)
+        unknown = _time(one.unknown_mean_ns, unit), tenths(one.unknown_ratio, 1)
         cells.append(["  unknown (no phase ran)", MISSING, *unknown])
     return [
         *named_table(["Request, and its phases", "Requests", "Mean", "Of wall"], cells, 10),
@@ -386,7 +392,7 @@ def _phase_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
 
 def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
     error = f", {safe(one.error)}" if one.error else ""
-    lines = wrapped(f"{place}. {safe(one.name) or '(no name)'}: {compact(one.wall_ns / UNITS[unit])} {unit}{error}")
+    lines = wrapped(f"{place}. {safe(one.name) or '(no name)'}: {_time(one.wall_ns, unit)} {unit}{error}")
     at = f"{number(one.begin_ns / 1e9)} s after the start of the trace, span {one.span_id}"
     lines += wrapped(f"   began {f'{one.began}, ' if one.began else ''}{at}")
     if one.trace_id:

@@ -24,6 +24,9 @@ LINE = 100
 NAME_LEAST = 12
 """Columns that are left to a name, however wide the numbers beside it are."""
 
+WHOLE_DIGITS = 14
+"""Digits of a time in full, at most: 27 hours in ns. Five such columns leave room for a name."""
+
 MISSING = "-"
 """Stands for a value that does not exist: no call, or a ratio whose base is zero."""
 
@@ -91,8 +94,15 @@ def ms(value_ns: float | None) -> str:
 
 
 def in_unit(value_ns: float | None, unit: str) -> str:
-    """Nanoseconds in a unit of time."""
-    return MISSING if value_ns is None else number(value_ns / UNITS[unit])
+    """Nanoseconds in a unit of time: those in full, and so whatever six digits would leave to an exponent."""
+    if value_ns is None:
+        return MISSING
+    value = value_ns / UNITS[unit]
+    if unit == "ns" or abs(value) >= 999_999.5:
+        whole = f"{value:.0f}"
+        if len(whole) <= WHOLE_DIGITS:
+            return whole
+    return number(value)
 
 
 def compact(value: float | None, room: int = 7) -> str:

@@ -89,8 +89,8 @@ class Upkeep:
 
     `added_ns` is what a call of a site's probe costs. `pairs_ns` is what pairs of events on a device have cost,
     `threads_ns` the processor time of each thread of ours, by what it does. `passed` counts the calls that were not
-    recorded, by site, to stay within the budget, and `muted` are the sites of which that is so now. `held_rows` of
-    `ring_rows` are taken, of `ring_bytes` in all.
+    recorded, by site, to stay within the budget, and `muted` are the sites of which that is so now; `notes` say what
+    else was not observed. `held_rows` of `ring_rows` are taken, of `ring_bytes` in all.
     """
 
     clock: str
@@ -102,6 +102,7 @@ class Upkeep:
     held_rows: int
     ring_rows: int
     ring_bytes: int
+    notes: Sequence[str] = ()
 
 
 class Recording:
