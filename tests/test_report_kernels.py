@@ -130,6 +130,18 @@ def test_without_torch_the_stretches_of_our_spans_stand_in_and_say_so() -> None:
     assert "a row is a call's stretch of its stream, no kernel" in text_of(view)
 
 
+def test_torch_beside_for_its_memory_alone_leaves_kernels_to_our_spans() -> None:
+    trace = golden_trace(launches=True)
+    trace.watched = (0, trace.end_ns)
+    assert view_of(trace).source == STRETCHES
+
+
+def test_the_place_of_a_launch_before_the_spans_that_are_held_is_not_known() -> None:
+    found = [Kernel("gemm", "kernel", 0, 7, at * MS, (at + 1) * MS, 4321, at * MS) for at in (5, 20)]
+    trace = trace_of(span("step", 1, 0, 90 * MS), kernels=found, watched=(0, 90 * MS), held_from_ns=10 * MS)
+    assert {use.name: use.kernels for use in view_of(trace).places} == {"step": 1, UNKNOWN: 1}
+
+
 # ---------------------------------------------------------------- the text
 
 GEMM = "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>(cutlass_80_simt_sgemm_256x128_8x4::Params)"

@@ -232,7 +232,8 @@ def _attributes(measure: Measure, gpu: Gpu | None, device: int) -> dict[str, str
         "hw.type": "gpu",
         "hw.name": f"GPU {device}",
         **({"hw.model": named.model} if named.model else {}),
-        "hw.vendor": "NVIDIA",
+        # Without NVML's word it may be a GPU of another maker, of which torch alone told.
+        **({"hw.vendor": "NVIDIA"} if gpu is not None else {}),
         "cuda.device.index": device,
         **dict(measure.attributes),
     }

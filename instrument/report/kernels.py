@@ -284,7 +284,9 @@ def _of_torch(trace: Trace) -> _Found:
         (kernel.thread_id, kernel.launched_ns, at) for at, (kernel, _) in enumerate(counted) if kernel.thread_id
     )
     for at, place in places(trace, launches):
-        if isinstance(place, str):
+        if counted[at][0].launched_ns < trace.held[0]:
+            found.place(UNKNOWN, "", *counted[at])
+        elif isinstance(place, str):
             found.place(place, "", *counted[at])
         else:
             site = place.site
@@ -456,7 +458,7 @@ def _notes(view: Kernels) -> list[str]:
     if any(use.name == SHARED for use in view.places):
         lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
     if any(use.name == UNKNOWN for use in view.places):
-        lines.append(f"{UNKNOWN}: the launch is not in the file, as that of a graph's kernels or one before it began.")
+        lines.append(f"{UNKNOWN}: the launch is not in the file (a graph's kernels), or before its spans begin.")
     if view.outside:
         lines.append(f"Outside of the window, and not counted: {view.outside}")
     return lines
