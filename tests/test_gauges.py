@@ -580,7 +580,10 @@ def test_the_host_is_read_without_any_gpu_where_the_profile_asks_for_it(monkeypa
         (name, HOST) for name in ("cores", "process_cpu", "process_memory", "process_memory_peak", "system_cpu")
     }
     assert samples == sorted(samples, key=lambda s: (s.at_ns, s.device, s.name))
-    assert all(s.value is not None and s.value >= 0 for s in samples)
+    told = [s for s in samples if s.value is not None]
+    assert all(s.value is not None and s.value >= 0 for s in told)
+    # The machine's clock ticks every 10 ms, so that between two readings it may not have moved.
+    assert {s.name for s in samples if s.value is None} <= {"system_cpu"}
     assert session.cost().thread_ns > 0
     first = session.start_ns
     assert session.trace(first, first + 1).samples == []

@@ -150,7 +150,8 @@ class Gauges:
                 rarely = ending or rarely_ns[name] <= now_ns
                 if rarely:
                     rarely_ns[name] = now_ns + RARELY_NS
-                newest_ns[name], due_ns[name] = now_ns, max(due_ns[name] + interval_ns, now_ns)
+                # Right after one that came late, another would have no time to tell shares and rates of.
+                newest_ns[name], due_ns[name] = now_ns, max(due_ns[name] + interval_ns, now_ns + interval_ns // 2)
                 if not self._guarded(partial(read, now_ns, rarely)):
                     del due_ns[name]
             if "nvml" not in due_ns and self._settings.host_ns == AUTO_NS:
