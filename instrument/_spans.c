@@ -1453,7 +1453,7 @@ take_call(gathered_t *all, uint32_t site, int64_t owner)
 static int
 gather_span(gathered_t *all, Span *span, int64_t owner)
 {
-    uint32_t site;
+    uint32_t site = 0;
     PyObject *device = span->device;
     site_fact_t *fact = fact_of(&all->sites, span->site, wants_device, NULL, &site);
     if (fact == NULL)
@@ -1630,6 +1630,241 @@ device_time(PyObject *Py_UNUSED(module), PyObject *args)
     Py_DECREF(own);
     return result;
 }
+static int64_t
+nothing_of(PyObject *Py_UNUSED(site), void *Py_UNUSED(context))
+{
+    return 0;
+}
+
+/* Whether nothing of an interval lies in a window. One without length on an edge is in it. */
+static int
+lies_outside(int64_t start, int64_t end, int64_t first, int64_t last)
+{
+    return (end <= first && start < first) || (start >= last && end > last);
+}
+
+/* host_time(spans, first_ns, last_ns): of each site how many spans lie in the window, and where: [(site, spans,
+ * stretches)]. None where one of them is no span of ours. */
+static PyObject *
+host_time(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *spans, *result = NULL;
+    long long first, last;
+    if (!PyArg_ParseTuple(args, "OLL:host_time", &spans, &first, &last))
+        return NULL;
+    PyObject *own = own_spans(spans);
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    sites_t sites = {0};
+    heap_t found = {0}; /* heaps of stretches, by the number of their site */
+    if (table_make(&sites.numbers, 64) < 0) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(own); i++) {
+        Span *span = (Span *)PyTuple_GET_ITEM(own, i);
+        int64_t start = span->start_ns, end = span->end_ns;
+        give_way((size_t)i);
+        if (lies_outside(start, end, first, last))
+            continue;
+        uint32_t number;
+        if (fact_of(&sites, span->site, nothing_of, NULL, &number) == NULL)
+            goto end;
+        if (number == found.used) {
+            heap_t *made = heap_next(&found, sizeof *made);
+            if (made != NULL)
+                *made = (heap_t){0};
+        }
+        stretch_t *stretch = number < found.used ? heap_next(&((heap_t *)found.items)[number], sizeof *stretch) : NULL;
+        if (stretch == NULL) {
+            PyErr_NoMemory();
+            goto end;
+        }
+        *stretch = (stretch_t){start < first ? first : start, end > last ? last : end};
+    }
+    result = PyList_New(0);
+    for (size_t i = 0; result != NULL && i < found.used; i++) {
+        heap_t *its = &((heap_t *)found.items)[i];
+        PyObject *site = ((site_fact_t *)sites.facts.items)[i].site;
+        if (append_new(result, Py_BuildValue("(OnN)", site, (Py_ssize_t)its->used, heap_bytes(its, sizeof(stretch_t)))) < 0)
+            Py_CLEAR(result);
+    }
+end:
+    for (size_t i = 0; i < found.used; i++)
+        PyMem_RawFree(((heap_t *)found.items)[i].items);
+    PyMem_RawFree(found.items);
+    sites_free(&sites);
+    Py_DECREF(own);
+    return result;
+}
+
+typedef struct {
+    int64_t device, stream;
+    stretch_t stretch;
+    uint32_t place, group; /* among all intervals; of its site and device */
+} interval_t;
+
+/* By stream, and on each by start, longer ones first, then as they come. */
+static int
+compare_intervals(const void *a, const void *b)
+{
+    const interval_t *left = a, *right = b;
+    if (left->device != right->device)
+        return left->device < right->device ? -1 : 1;
+    if (left->stream != right->stream)
+        return left->stream < right->stream ? -1 : 1;
+    if (left->stretch.start != right->stretch.start)
+        return left->stretch.start < right->stretch.start ? -1 : 1;
+    if (left->stretch.end != right->stretch.end)
+        return left->stretch.end > right->stretch.end ? -1 : 1;
+    return left->place < right->place ? -1 : left->place > right->place;
+}
+
+typedef struct {
+    PyObject *span; /* one of them */
+    int64_t device;
+    heap_t stretches;
+} named_t;
+
+/* innermost(spans, first_ns, last_ns, untimed): the timed intervals that enclose no other on their stream, as they lie in
+ * the window: how many lie outside of it, and [(a span of the site, device, stretches)]. None where they are not plain. */
+static PyObject *
+innermost(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *spans, *untimed, *result = NULL, *groups = NULL;
+    long long first, last;
+    if (!PyArg_ParseTuple(args, "OLLO!:innermost", &spans, &first, &last, &PyFrozenSet_Type, &untimed))
+        return NULL;
+    PyObject *own = own_spans(spans);
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    sites_t sites = {0};
+    table_t devices = {0}, pairs = {0}, labels = {0};
+    heap_t all = {0}, named = {0}, known = {0}; /* `known`: labels, each with whether it is timed */
+    int plain = 1;
+    long long outside = 0;
+    if (table_make(&sites.numbers, 64) < 0 || table_make(&devices, 64) < 0 || table_make(&pairs, 64) < 0 ||
+        table_make(&labels, 64) < 0)
+        goto no_memory;
+    for (Py_ssize_t i = 0; plain && i < PyTuple_GET_SIZE(own); i++) {
+        Span *span = (Span *)PyTuple_GET_ITEM(own, i);
+        PyObject *device = span->device;
+        give_way((size_t)i);
+        if (span->device == NULL)
+            continue;
+        device = span->device;
+        uint32_t site = 0;
+        if (!(plain = PyTuple_CheckExact(device)))
+            break;
+        if (fact_of(&sites, span->site, nothing_of, NULL, &site) == NULL)
+            goto end;
+        for (Py_ssize_t n = 0; plain && n < PyTuple_GET_SIZE(device); n++) {
+            Interval *interval = (Interval *)PyTuple_GET_ITEM(device, n);
+            plain = Py_IS_TYPE((PyObject *)interval, &Interval_Type) && interval->end_ns >= interval->start_ns &&
+                    all.used < NOWHERE - 1;
+            PyObject *text = plain && interval->label != NULL ? interval->label : text_exclusive;
+            if (!plain || !(plain = PyUnicode_CheckExact(text)))
+                break;
+            uint32_t label = numbered(&labels, (int64_t)(intptr_t)text);
+            if (label == NOWHERE)
+                goto no_memory;
+            if (label == known.used) {
+                site_fact_t *made = heap_next(&known, sizeof *made);
+                if (made == NULL)
+                    goto no_memory;
+                *made = (site_fact_t){Py_NewRef(text), 0};
+                int is_untimed = PySet_Contains(untimed, text);
+                if (is_untimed < 0)
+                    goto end;
+                ((site_fact_t *)known.items)[label].fact = !is_untimed;
+            }
+            if (!((site_fact_t *)known.items)[label].fact)
+                continue;
+            uint32_t number = numbered(&devices, interval->device);
+            uint32_t group = number == NOWHERE ? NOWHERE : numbered(&pairs, PAIR(site, number));
+            if (group == NOWHERE)
+                goto no_memory;
+            if (group == named.used) {
+                named_t *made = heap_next(&named, sizeof *made);
+                if (made == NULL)
+                    goto no_memory;
+                *made = (named_t){(PyObject *)span, interval->device};
+            }
+            interval_t *stored = heap_next(&all, sizeof *stored);
+            if (stored == NULL)
+                goto no_memory;
+            *stored = (interval_t){interval->device, interval->stream, {interval->start_ns, interval->end_ns},
+                                   (uint32_t)all.used - 1, group};
+        }
+    }
+    if (!plain) {
+        result = Py_NewRef(Py_None);
+        goto end;
+    }
+    interval_t *sorted = (interval_t *)all.items;
+    Py_BEGIN_ALLOW_THREADS
+    if (all.used > 1)
+        qsort(sorted, all.used, sizeof *sorted, compare_intervals);
+    Py_END_ALLOW_THREADS
+    /* From the last to begin back: one encloses another if it ends no sooner than any that begins later. */
+    wide_t least_end = 0;
+    for (size_t i = all.used; i-- > 0;) {
+        interval_t *one = &sorted[i];
+        int64_t start = one->stretch.start, end = one->stretch.end;
+        int is_last = i + 1 == all.used || sorted[i + 1].device != one->device || sorted[i + 1].stream != one->stream;
+        if (is_last)
+            least_end = (wide_t)INT64_MAX + 1;
+        if (end >= least_end && start != end)
+            continue;
+        if (start < end && end < least_end)
+            least_end = end;
+        if (start < first || end > last) {
+            if (start >= last || end <= first) {
+                outside++;
+                continue;
+            }
+            start = start < first ? first : start;
+            end = end > last ? last : end;
+        }
+        stretch_t *stretch = heap_next(&((named_t *)named.items)[one->group].stretches, sizeof *stretch);
+        if (stretch == NULL)
+            goto no_memory;
+        *stretch = (stretch_t){start, end};
+    }
+    groups = PyList_New(0);
+    for (size_t i = 0; groups != NULL && i < named.used; i++) {
+        named_t *its = &((named_t *)named.items)[i];
+        if (its->stretches.used > 0 &&
+            append_new(groups, Py_BuildValue("(OLN)", its->span, its->device,
+                                             heap_bytes(&its->stretches, sizeof(stretch_t)))) < 0)
+            Py_CLEAR(groups);
+    }
+    result = groups == NULL ? NULL : Py_BuildValue("(LN)", outside, groups);
+    goto end;
+no_memory:
+    PyErr_NoMemory();
+end:
+    for (size_t i = 0; i < named.used; i++)
+        PyMem_RawFree(((named_t *)named.items)[i].stretches.items);
+    for (size_t i = 0; i < known.used; i++)
+        Py_DECREF(((site_fact_t *)known.items)[i].site);
+    PyMem_RawFree(named.items);
+    PyMem_RawFree(known.items);
+    PyMem_RawFree(all.items);
+    table_free(&devices);
+    table_free(&pairs);
+    table_free(&labels);
+    sites_free(&sites);
+    Py_DECREF(own);
+    return result;
+}
+
 /* The stretches of a piece of memory; NULL with an error where it holds none. */
 static const stretch_t *
 stretches_of(PyObject *packed, size_t *count)
@@ -1982,7 +2217,7 @@ phases(PyObject *Py_UNUSED(module), PyObject *args)
         if (label == NULL)
             goto end;
         if ((size_t)label->fact >= label_count) {
-            PyErr_SetString(PyExc_ValueError, "labels are numbered from 0");
+            PyErr_SetString(PyExc_ValueError, "a label of a site is greater than there are sites");
             goto end;
         }
         places[i] = NOWHERE;
@@ -2143,6 +2378,8 @@ static PyMethodDef functions[] = {
     {"backward", backward, METH_O, "How many spans come before their parents."},
     {"owners", owners, METH_VARARGS, "Of each span the topmost one of a kind at or above it."},
     {"device_time", device_time, METH_VARARGS, "The device time of spans, by site, device, stream and label."},
+    {"host_time", host_time, METH_VARARGS, "Where the spans of each site lie in a window."},
+    {"innermost", innermost, METH_VARARGS, "Where the device intervals lie that enclose no other."},
     {"united", united_stretches, METH_O, "The union of stretches."},
     {"shared_ns", shared_ns, METH_VARARGS, "How long what two unions have in common is."},
     {"at_once", at_once, METH_O, "How long two or more of several unions went on, and how many at most."},

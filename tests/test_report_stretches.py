@@ -79,12 +79,27 @@ def answers(trace: Trace) -> list[object]:
     inside = {
         device: sorted(stretches.within(owned, known.topmost, busy[device])) for device, _, owned in found.devices
     }
-    labels = {span.site: len(span.site.name) % 3 for span in trace.spans}
+    labels = {site: place % 3 for place, site in enumerate(dict.fromkeys(span.site for span in trace.spans))}
     shared = stretches.phases(trace.spans, known.ids, known.topmost, labels)
     for span, times in zip(known.topmost, shared, strict=True):
         assert sum(times.values()) == span.total_ns
         assert all(times.values())
-    return [list(array("q", known.ids)), known.requests, known.topmost, plain(found), inside, shared]
+    hosts = {
+        id(site): (count, sorted(unpacked(parts))) for site, count, parts in stretches.host_time(trace.spans, WINDOW)
+    }
+    outside, kept = stretches.innermost(trace.spans, WINDOW)
+    inner = {(id(span.site), device): sorted(unpacked(parts)) for span, device, parts in kept}
+    return [
+        list(array("q", known.ids)),
+        known.requests,
+        known.topmost,
+        plain(found),
+        inside,
+        shared,
+        hosts,
+        outside,
+        inner,
+    ]
 
 
 @given(traces())

@@ -7,14 +7,16 @@ device intervals of our spans: stretches of a stream between two events, of whic
 from __future__ import annotations
 
 import re
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import sub
 from typing import TypeVar
 
 from instrument.report.device import coverage
 from instrument.report.places import SHARED, UNKNOWN, name_of, places
-from instrument.report.stretches import UNTIMED
+from instrument.report.stretches import innermost, length_ns, united
 from instrument.report.table import (
     MISSING,
     columns,
@@ -30,7 +32,7 @@ from instrument.report.table import (
     title,
 )
 from instrument.report.view import Options, Recording
-from instrument.spans import DeviceInterval, Interval, Kernel, Site, Span, Trace, length, union
+from instrument.spans import Interval, Kernel, Site, Trace
 
 KERNELS = "torch.profiler"
 STRETCHES = "pairs of events"
@@ -196,23 +198,35 @@ class _Used:
     def __init__(self) -> None:
         self.count = self.total_ns = self.max_ns = 0
         self.min_ns: int | None = None
-        self._parts: dict[int, list[Interval]] = {}
+        self._parts: dict[int, array[int]] = {}
 
     def add(self, device: int, part: Interval) -> None:
         took_ns = part[1] - part[0]
-        self.count += 1
-        self.total_ns += took_ns
-        self.max_ns = max(self.max_ns, took_ns)
-        self.min_ns = took_ns if self.min_ns is None else min(self.min_ns, took_ns)
+        self._count(1, took_ns, took_ns, took_ns)
+        self._on(device).extend(part)
+
+    def add_all(self, device: int, stretches: bytes) -> None:
+        parts = array("q", stretches)
+        took_ns = list(map(sub, parts[1::2], parts[::2]))
+        self._count(len(took_ns), sum(took_ns), max(took_ns), min(took_ns))
+        self._on(device).extend(parts)
+
+    def _count(self, count: int, total_ns: int, max_ns: int, min_ns: int) -> None:
+        self.count += count
+        self.total_ns += total_ns
+        self.max_ns = max(self.max_ns, max_ns)
+        self.min_ns = min_ns if self.min_ns is None else min(self.min_ns, min_ns)
+
+    def _on(self, device: int) -> array[int]:
         on_device = self._parts.get(device)
         if on_device is None:
-            on_device = self._parts[device] = []
-        on_device.append(part)
+            on_device = self._parts[device] = array("q")
+        return on_device
 
     @property
     def busy_ns(self) -> int:
         """The union on each device."""
-        return sum(length(union(parts)) for parts in self._parts.values())
+        return sum(length_ns(united([parts.tobytes()])) for parts in self._parts.values())
 
     def use(self, name: str, all_ns: int) -> KernelUse:
         ratio = share(self.total_ns, all_ns)
@@ -241,13 +255,13 @@ class _Found:
             return None
         return max(start_ns, first), min(end_ns, last)
 
-    def add(self, name: str, device: int, part: Interval) -> None:
+    def used(self, name: str, device: int) -> tuple[_Used, _Used]:
+        """Where a kernel counts: by its name and by its device."""
         if name not in self.by_name:
             self.by_name[name] = _Used()
-        self.by_name[name].add(device, part)
         if device not in self.by_device:
             self.by_device[device] = _Used()
-        self.by_device[device].add(device, part)
+        return self.by_name[name], self.by_device[device]
 
     def place(self, name: str, kind: str, kernel: Kernel, part: Interval) -> None:
         """Count a kernel for the place that asked for it."""
@@ -273,7 +287,8 @@ def _of_torch(trace: Trace) -> _Found:
         if part is None:
             continue
         if kernel.kind == "kernel":
-            found.add(kernel.name, kernel.device, part)
+            for used in found.used(kernel.name, kernel.device):
+                used.add(kernel.device, part)
         else:
             found.others.setdefault(kernel.kind, _Used()).add(kernel.device, part)
     counted = [(kernel, part) for kernel, part in zip(trace.kernels, parts, strict=True) if part is not None]
@@ -299,36 +314,14 @@ def _of_torch(trace: Trace) -> _Found:
 
 def _of_events(trace: Trace) -> _Found:
     found = _Found(STRETCHES, trace.held)
-    names: dict[Site, str] = {}
-    for span, interval in _innermost(trace.spans):
-        part = found.clipped(interval.start_ns, interval.end_ns)
-        if part is None:
-            continue
-        site = span.site
-        if site.kind == "copy":
-            found.others.setdefault("copy", _Used()).add(interval.device, part)
-            continue
-        found.add(names.get(site) or names.setdefault(site, name_of(span)), interval.device, part)
+    found.outside, kept = innermost(trace.spans, trace.held)
+    for span, device, stretches in kept:
+        if span.site.kind == "copy":
+            found.others.setdefault("copy", _Used()).add_all(device, stretches)
+        else:
+            for used in found.used(name_of(span), device):
+                used.add_all(device, stretches)
     return found
-
-
-def _innermost(spans: Iterable[Span]) -> Iterable[tuple[Span, DeviceInterval]]:
-    """The timed intervals that enclose no other on their stream, so that their sum counts nothing twice."""
-    streams: dict[tuple[int, int], list[tuple[int, int, Span, DeviceInterval]]] = {}
-    for span in spans:
-        for interval in span.device:
-            if interval.label not in UNTIMED:
-                key = interval.device, interval.stream
-                streams.setdefault(key, []).append((interval.start_ns, -interval.end_ns, span, interval))
-    for on_stream in streams.values():
-        on_stream.sort(key=lambda item: item[:2])
-        # From the last to begin back: one encloses another if it ends no sooner than any that begins later.
-        least_end_ns = max(interval.end_ns for *_, interval in on_stream) + 1
-        for start_ns, minus_end_ns, span, interval in reversed(on_stream):
-            if -minus_end_ns < least_end_ns or start_ns == -minus_end_ns:
-                yield span, interval
-                if start_ns < -minus_end_ns:
-                    least_end_ns = min(least_end_ns, -minus_end_ns)
 
 
 def _seen(trace: Trace, found: _Found) -> list[str]:

@@ -11,15 +11,16 @@ memsets too. Communication is part of it: the stretches of spans of kind `comm` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from instrument.report.calls import lies_outside
 from instrument.report.device import coverage
-from instrument.report.stretches import UNTIMED
+from instrument.report.stretches import Group, device_time, host_time, length_ns, owners, shared_ns, united
 from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
 from instrument.report.view import Options, Recording, SortKey
-from instrument.spans import KINDS, Site, Span, Trace
+from instrument.spans import KINDS, Trace
 
 ALL_DEVICES = -1
 """The device of rows that are of all devices."""
@@ -112,12 +113,12 @@ def overview(recording: Recording, options: Options) -> Overview:
     trace = recording.trace
     found = _Found(trace)
     steps = found.kinds.get("step")
-    steps_ns = steps.time_ns() if steps is not None else None
+    steps_ns = length_ns(steps.union) if steps is not None else None
     window_ns = trace.held[1] - trace.held[0]
 
     def facts(stretches: _Stretches) -> tuple[int, int, float | None, float | None]:
-        time_ns = stretches.time_ns()
-        in_steps_ns = stretches.within_ns(steps, time_ns, steps_ns) if steps is not None and steps_ns else 0
+        time_ns = length_ns(stretches.union)
+        in_steps_ns = shared_ns(stretches.union, steps.union) if steps is not None else 0
         step_ratio = None if steps_ns is None else share(in_steps_ns, steps_ns)
         return time_ns, in_steps_ns, share(time_ns, window_ns), step_ratio
 
@@ -143,44 +144,23 @@ def _place(kind: str) -> int:
 
 
 class _Stretches:
-    """Intervals, as two lists so that a million of them take little memory; neither list need be sorted."""
-
-    __slots__ = ("ends", "starts")
+    """What lies in the window of some spans: how many there are, and where."""
 
     def __init__(self, parts: Iterable[_Stretches] = ()) -> None:
-        self.starts: list[int] = []
-        self.ends: list[int] = []
+        self.count = 0
+        self._pieces: list[bytes] = []
         for part in parts:
-            self.starts += part.starts
-            self.ends += part.ends
+            self.count += part.count
+            self._pieces += part._pieces
 
-    @property
-    def count(self) -> int:
-        return len(self.starts)
+    def add(self, count: int, stretches: bytes) -> None:
+        self.count += count
+        self._pieces.append(stretches)
 
-    def time_ns(self) -> int:
-        """The length of the union.
-
-        The k-th gap of a union is where the k-th end, in order, lies before the start after it: as many intervals have
-        ended as have begun.
-        """
-        self.starts.sort()
-        self.ends.sort()
-        return _union_ns(self.starts, self.ends)
-
-    def within_ns(self, other: _Stretches, own_ns: int, others_ns: int) -> int:
-        """The length of what this union shares with another one: both, less the union of both together."""
-        if other is self:
-            return own_ns
-        together_ns = _union_ns(sorted(self.starts + other.starts), sorted(self.ends + other.ends))
-        return own_ns + others_ns - together_ns
-
-
-def _union_ns(starts: Sequence[int], ends: Sequence[int]) -> int:
-    if not starts:
-        return 0
-    gaps = zip(starts[1:], ends, strict=False)
-    return ends[-1] - starts[0] - sum(start - end for start, end in gaps if start > end)
+    @cached_property
+    def union(self) -> bytes:
+        """To be asked for when all is added."""
+        return united(self._pieces)
 
 
 class _Found:
@@ -189,33 +169,20 @@ class _Found:
     def __init__(self, trace: Trace) -> None:
         self.kinds: dict[str, _Stretches] = {}
         self.devices: dict[tuple[int, str], _Stretches] = {}
-        first, last = trace.held
-        of_site: dict[Site, _Stretches] = {}
-        with_device = []
-        for span in trace.spans:
-            if span.device:
-                with_device.append(span)
-            start_ns, end_ns = span.start_ns, span.end_ns
-            if start_ns < first or end_ns > last:
-                if lies_outside(span, trace.held):
-                    continue
-                start_ns, end_ns = max(start_ns, first), min(end_ns, last)
-            stretches = of_site.get(span.site)
-            if stretches is None:
-                stretches = of_site[span.site] = self.kinds.setdefault(span.site.kind, _Stretches())
-            stretches.starts.append(start_ns)
-            stretches.ends.append(end_ns)
-        communicates = _below_comm(trace.spans) if with_device else set()
-        for span in with_device:
-            works = ["copies"] if span.site.kind == "copy" else ["compute"]
-            works += ["communication"] * (span.span_id in communicates and span.site.kind != "copy")
-            for interval in span.device:
-                if interval.label not in UNTIMED and not lies_outside(interval, trace.held):
-                    start_ns, end_ns = max(interval.start_ns, first), min(interval.end_ns, last)
-                    for work in works:
-                        stretches = self.devices.setdefault((interval.device, work), _Stretches())
-                        stretches.starts.append(start_ns)
-                        stretches.ends.append(end_ns)
+        for site, count, stretches in host_time(trace.spans, trace.held):
+            self.kinds.setdefault(site.kind, _Stretches()).add(count, stretches)
+        for group in device_time(trace.spans, bytes(8 * len(trace.spans)), trace.held).groups:
+            self._add("copies" if group.site.kind == "copy" else "compute", group)
+        if "comm" in self.kinds or any(span.site.kind == "comm" for span in trace.spans):
+            below = array("q", owners(trace.spans, "comm").ids)
+            communicate = [span for span, comm in zip(trace.spans, below, strict=True) if comm and span.device]
+            for group in device_time(communicate, bytes(8 * len(communicate)), trace.held).groups:
+                if group.site.kind != "copy":
+                    self._add("communication", group)
+
+    def _add(self, work: str, group: Group) -> None:
+        if group.timed:
+            self.devices.setdefault((group.device, work), _Stretches()).add(group.intervals, group.stretches)
 
     def by_work(self) -> Iterator[tuple[int, str, _Stretches]]:
         """Devices in their order after all of them together, if there are several, and of each what it did."""
@@ -226,18 +193,3 @@ class _Found:
                 found = [self.devices[one, part] for one in its for part in parts if (one, part) in self.devices]
                 if found:
                     yield device, work, _Stretches(found)
-
-
-def _below_comm(spans: Sequence[Span]) -> set[int]:
-    """The ids of the spans of kind `comm` and of all below them."""
-    pending = [span.span_id for span in spans if span.site.kind == "comm"]
-    children: dict[int, list[int]] = {}
-    for span in spans if pending else ():
-        children.setdefault(span.parent_id, []).append(span.span_id)
-    found: set[int] = set()
-    while pending:
-        span_id = pending.pop()
-        if span_id not in found:
-            found.add(span_id)
-            pending += children.get(span_id, ())
-    return found

@@ -90,12 +90,12 @@ class Owners(NamedTuple):
     topmost: list[Span]
 
 
-def owners(spans: Sequence[Span]) -> Owners:
-    """To which request each span belongs."""
-    found = None if _native is None else _native.owners(spans, "request")
+def owners(spans: Sequence[Span], kind: str = "request") -> Owners:
+    """To which request each span belongs, or to which span of another kind."""
+    found = None if _native is None else _native.owners(spans, kind)
     if found is not None:
         return Owners(*found)
-    requests = [span for span in spans if span.site.kind == "request"]
+    requests = [span for span in spans if span.site.kind == kind]
     ids = {span.span_id for span in requests}
     above = {span.span_id: span.parent_id for span in spans} if ids else {}
     known: dict[int, int] = {}
@@ -218,6 +218,58 @@ def _group(site: Site, device: int, stream: int, label: str, found: Sequence[tup
     return Group(site, device, stream, label, len(found), summed_ns, min(uncertain), max(uncertain), stretches)
 
 
+def host_time(spans: Sequence[Span], window: Interval) -> list[tuple[Site, int, bytes]]:
+    """Of each site how many spans lie in the window, and where. One without length on an edge is in it."""
+    first, last = window
+    found: list[tuple[Site, int, bytes]] | None = None
+    if _native is not None and -FARTHEST_NS < first <= last < FARTHEST_NS:
+        found = _native.host_time(spans, first, last)
+    if found is not None:
+        return found
+    parts: dict[Site, list[Interval]] = {}
+    for span in spans:
+        start_ns, end_ns = span.start_ns, span.end_ns
+        if not ((end_ns <= first and start_ns < first) or (start_ns >= last and end_ns > last)):
+            parts.setdefault(span.site, []).append((max(start_ns, first), min(end_ns, last)))
+    return [(site, len(its), packed(its)) for site, its in parts.items()]
+
+
+def innermost(spans: Sequence[Span], window: Interval) -> tuple[int, list[tuple[Span, int, bytes]]]:
+    """The timed intervals that enclose no other on their stream, so that their sum counts nothing twice.
+
+    How many of them lie outside of the window, and of each site and device one of its spans, the device, and where they
+    lie in it.
+    """
+    first, last = window
+    if _native is not None and -FARTHEST_NS < first <= last < FARTHEST_NS:
+        found: tuple[int, list[tuple[Span, int, bytes]]] | None = _native.innermost(spans, first, last, UNTIMED)
+        if found is not None:
+            return found
+    streams: dict[tuple[int, int], list[tuple[int, int, Span]]] = {}
+    for span in spans:
+        for one in span.device:
+            if one.label not in UNTIMED:
+                streams.setdefault((one.device, one.stream), []).append((one.start_ns, -one.end_ns, span))
+    outside = 0
+    kept: dict[tuple[Site, int], tuple[Span, list[Interval]]] = {}
+    for (device, _), on_stream in streams.items():
+        on_stream.sort(key=lambda item: item[:2])
+        # From the last to begin back: one encloses another if it ends no sooner than any that begins later.
+        least_end_ns = 1 - min(minus_end_ns for _, minus_end_ns, _ in on_stream)
+        for start_ns, minus_end_ns, span in reversed(on_stream):
+            end_ns = -minus_end_ns
+            if end_ns >= least_end_ns and start_ns < end_ns:
+                continue
+            if start_ns < end_ns:
+                least_end_ns = end_ns
+            if (start_ns >= last or end_ns <= first) and not (first <= start_ns and end_ns <= last):
+                outside += 1
+                continue
+            part = max(start_ns, first), min(end_ns, last)
+            kept.setdefault((span.site, device), (span, []))[1].append(part)
+    return outside, [(span, device, packed(its)) for (_, device), (span, its) in kept.items()]
+
+
 def within(owned: bytes, requests: Sequence[Span], busy: bytes) -> list[tuple[int, int, int]]:
     """Of each request with stretches of its own its place, how long these are within its host interval, as a union, and
     how much of a device's `busy` time is. `owned` are the stretches of a device after the ids of their owners."""
@@ -259,7 +311,8 @@ def phases(
     """Of each request how much of its wall each phase has, by label, and what none has under 0.
 
     An instant belongs to the phase that began last of those that ran then; of those that began at once the shorter one
-    began last. `labels` has a number for each site, 0 where its spans are no phase. `owned` are the ids of `Owners`.
+    began last. `labels` has a number for each site, 0 where its spans are no phase, and none above their count. `owned`
+    are the ids of `Owners`.
     """
     found: list[dict[int, int]] | None = None
     if _native is not None:
