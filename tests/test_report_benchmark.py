@@ -201,8 +201,28 @@ def test_every_figure_is_that_of_a_sweep_over_each_nanosecond(
     if batches:
         assert loop.rate is not None
         assert loop.rate.mean == pytest.approx(len(batches) * 1e9 / sum(batches))
-        assert loop.rate.least <= loop.rate.mean * (1 + 1e-9)
-        assert loop.rate.mean <= loop.rate.most * (1 + 1e-9)
+        assert (loop.rate.least, loop.rate.most) == (1e9 / max(batches), 1e9 / min(batches))
+        assert (loop.rate_of, loop.samples) == ("steps", None)
+        for spread, values in ((loop.batch, batches), (loop.reader, waits)):
+            if spread is not None:
+                ranked = sorted(values)
+                nearest = [ranked[-(-percent * len(ranked) // 100) - 1] for percent in (50, 99)]
+                assert [spread.p50, spread.p99] == pytest.approx(nearest, rel=0.008)
+        assert loop.reader_ratio == (sum(waits) / len(waits) / (sum(batches) / len(batches)) if sum(waits) else None)
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 9)), min_size=1, max_size=9))
+def test_samples_a_second_are_those_of_the_sum_and_of_each_step(steps: list[tuple[int, int]]) -> None:
+    at_ns, spans = 0, []
+    for size, samples in steps:
+        spans.append(Span(TRAIN, 0, 0, 0, 1, 0, at_ns, at_ns + size, size, 0, attributes={"samples": samples}))
+        at_ns += size
+    (loop,) = loops_of(trace_of(*spans))
+    each = [samples * 1e9 / size for size, samples in steps]
+    assert loop.rate is not None
+    assert (loop.samples, loop.rate_of) == (sum(samples for _, samples in steps), "samples")
+    assert loop.rate.mean == pytest.approx(loop.samples * 1e9 / at_ns)
+    assert [loop.rate.least, loop.rate.most] == pytest.approx([min(each), max(each)])
 
 
 def test_steps_of_a_session_are_those_that_its_spans_say(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ import pytest
 from golden_views import text_of
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_spans import points, traces
 from trees import outline
 
 from instrument.profile import DIRECTIONS
 from instrument.report import copies as view
 from instrument.report.copies import CopyUse, by_direction, copy_uses
 from instrument.report.table import LINE, columns
+from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording
 from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
 
@@ -203,3 +205,48 @@ def test_the_numbers_are_plain_objects() -> None:
             timed=1, device_ns=2 * MS, timed_bytes=8, waited_ns=MS, waited_bytes=8, staged=0,
         )
     ]  # fmt: skip
+
+
+RAW_SITES = [
+    *(site(way, call, sync, pinned) for way in DIRECTIONS for call in ("Tensor.to", "Tensor.copy_")
+      for sync, pinned in ((True, None), (False, True), (False, False), (None, None))),
+    Site("by hand", "copy"), Site("by hand", "copy", attributes=(("direction", "up"), ("sync", "no"))), Site("f", "op"),
+]  # fmt: skip
+
+
+@given(traces(RAW_SITES), st.lists(st.sampled_from([None, 0, 7, 1 << 40, -1, True, "8"]), min_size=14, max_size=14))
+def test_every_number_is_that_of_the_raw_spans(trace: Trace, sizes: list[Any]) -> None:
+    for span, size in zip(trace.spans, sizes, strict=False):
+        span.attributes = {} if size is None else {"bytes": size}
+    expected: dict[tuple[Any, ...], list[list[int]]] = {}
+    for span in trace.spans:
+        facts = dict(span.site.attributes)
+        way, sync, pinned = facts.get("direction"), facts.get("sync"), facts.get("pinned")
+        if span.site.kind != "copy":
+            continue
+        if way not in DIRECTIONS:
+            way, sync, call = "", None, "by hand"
+        else:
+            call = f"torch.{span.site.qualname}"
+        size = span.attributes.get("bytes")
+        moved = size if type(size) is int and size >= 0 else 0
+        device = points((one.start_ns, one.end_ns) for one in span.device)
+        is_timed = any(one.label not in UNTIMED for one in span.device)
+        crosses = way in ("h2d", "d2h")
+        # Pageable memory is copied by way of pinned memory, for which the call waits whatever was asked for.
+        staged = crosses and sync is False and pinned is False
+        waits = way in ("h2h", "") or (crosses and sync is not False) or staged
+        expected.setdefault((way, call, sync, pinned), []).append(
+            [1, moved, span.end_ns - span.start_ns, is_timed, len(device) * is_timed, moved * is_timed,
+             (span.end_ns - span.start_ns) * waits, moved * waits, staged]
+        )  # fmt: skip
+    sums = {key: [sum(column) for column in zip(*rows, strict=True)] for key, rows in expected.items()}
+    uses = copy_uses(trace)
+    assert sorted(uses, key=repr) == sorted((CopyUse(*key, *numbers) for key, numbers in sums.items()), key=repr)
+    for use in (*uses, *by_direction(uses)):
+        over = {"device": (use.timed_bytes, use.device_ns), "host": (use.waited_bytes, use.waited_ns)}.get(use.base)
+        assert use.rate_gb_s == (None if over is None else over[0] / over[1])
+        assert use.base == ("device" if use.device_ns else "host" if use.waited_ns else "")
+    for one in by_direction(uses):
+        of_it = [numbers for (way, *_), numbers in sums.items() if way == one.direction]
+        assert one == CopyUse(one.direction, "", None, None, *(sum(column) for column in zip(*of_it, strict=True)))

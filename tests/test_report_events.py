@@ -13,13 +13,14 @@ import pytest
 from golden_views import is_golden, of_tally, text_of
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_spans import traces
 
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.report.events import EventRow, Events, events
 from instrument.report.summary import summary
 from instrument.report.table import LINE, columns, compact, number, safe, shorten, table
 from instrument.report.view import THREADS, Options, Recording
-from instrument.spans import Cost, DeviceInterval, Site, Span
+from instrument.spans import Cost, DeviceInterval, Site, Span, Trace
 from instrument.tally import Tally, Totals, bucket
 
 GOLDEN = Path(__file__).parent / "golden" / "fluid185_All_OpDetail_total_compiled.txt"
@@ -926,3 +927,104 @@ def test_what_is_not_printable_is_shown_as_an_escape(text: str, shown: str) -> N
 def test_columns_are_as_wide_as_their_longest_cell_and_a_gap_or_wider() -> None:
     lines = table(["Name", "Calls", "x"], [["漢字", "123456", "1"], ["longer name", "1", "2"]], [4, 8, 4])
     assert lines == ["Name         Calls   x", "漢字         123456  1", "longer name  1       2"]
+
+
+# Every number of the rows and sections, from the raw spans.
+
+
+RAW_SITES = [
+    Site("/chat", "request"), op("f"), op("f", "other"), op("g"), layer("L", "a"), layer("L", "b"), phase("compute"),
+    phase("prepare"), declared("infer", "compute"), Site("mine", "user"), Site("turn", "step"),
+    *(Site(f"memcpy {way}", "copy", instance=str(sync), attributes=(("direction", way), ("sync", sync)))
+      for way, sync in (("h2d", True), ("h2d", False), ("d2h", False), ("h2h", True))),
+]  # fmt: skip
+Level = tuple[str, object]
+
+
+def levels_of(path: CallPath, tracer_option: str) -> list[tuple[Level, ...]]:
+    """The rows that a call of a path counts in, each by the levels from the top; none for a phase that is not shown."""
+    here: tuple[Level, ...] = ()
+    own: list[tuple[Level, ...]] = []
+    for index, site in enumerate(path):
+        if site.kind == "phase" and index and tracer_option == "Default":
+            own = []
+            continue
+        shown: list[Level] = [(("phase" if site.kind == "phase" and index else "row"), site.name)]
+        if site.kind == "copy":
+            shown = [("copy", (dict(site.attributes)["direction"], dict(site.attributes)["sync"]))]
+        elif tracer_option == "AllOpDetail" and site.kind in ("op", "layer"):
+            shown.append(("instance", site.instance))
+        own = [(*here, *shown[: length + 1]) for length in range(len(shown))]
+        here = (*here, *shown)
+    return own
+
+
+def nested(rows: Sequence[tuple[int, tuple[object, ...]]]) -> list[object]:
+    """Rows by depth as a tree whose branches are in no order."""
+    found: list[object] = []
+    index = 0
+    while index < len(rows):
+        depth, numbers = rows[index]
+        end = next((at for at in range(index + 1, len(rows)) if rows[at][0] <= depth), len(rows))
+        found.append((numbers, nested(rows[index + 1 : end])))
+        index = end
+    return sorted(found, key=repr)
+
+
+@given(traces(RAW_SITES), st.sampled_from(TRACER_OPTIONS), st.sampled_from(STATES))
+def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_option: str, state: str) -> None:
+    by_id = {span.span_id: span for span in trace.spans}
+
+    def path_of(span: Span) -> CallPath:
+        above = by_id.get(span.parent_id)
+        return (*(path_of(above) if above is not None else ()), span.site)
+
+    def time_of(span: Span) -> int:
+        return {"All": span.elapsed_ns, "CPU": span.total_ns, "GPU": span.device_ns}[state]
+
+    calls: dict[tuple[Level, ...], list[Span]] = {}
+    for span in trace.spans:
+        for key in levels_of(path_of(span), tracer_option):
+            calls.setdefault(key, []).append(span)
+    base = sum(time_of(span) for key, spans in calls.items() if len(key) == 1 for span in spans)
+
+    def numbers(spans: list[Span]) -> tuple[object, ...]:
+        total, elapsed = sum(map(time_of, spans)), [span.elapsed_ns for span in spans]
+        host, device = sum(span.total_ns for span in spans), sum(span.device_ns for span in spans)
+        whole = sum(elapsed)
+        return (
+            len(spans), sum(span.error is not None for span in spans), total, host, device, whole, min(elapsed),
+            max(elapsed), whole / len(spans), total / base if base else None,
+            (host / whole, device / whole) if whole else (None, None),
+        )  # fmt: skip
+
+    in_order = sorted(calls.items(), key=lambda item: list(map(repr, item[0])))
+    expected = [(len(key) - 1, numbers(spans)) for key, spans in in_order]
+    options = Options(tracer_option=tracer_option, state=state, threads="merged")
+    view = events(Recording.of_trace(trace), options)
+    ours = [
+        (row.depth, (row.calls, row.errors, row.total_ns, row.host_ns, row.device_ns, row.elapsed_ns, row.min_ns,
+                     row.max_ns, row.ave_ns, row.ratio, (row.host_ratio, row.device_ratio)))
+        for block in view.blocks for row in block.rows
+    ]  # fmt: skip
+    assert nested(ours) == nested(expected)
+    if not trace.spans:
+        return
+    assert [block.total_ns for block in view.blocks] == [base]
+
+    def computes(site: Site) -> bool:
+        return site.kind == "layer" or site.name == "compute" or dict(site.attributes).get("phase") == "compute"
+
+    outermost = [s for s in trace.spans if computes(s.site) and not any(map(computes, path_of(s)[:-1]))]
+    assert view.overhead is not None
+    assert (view.overhead.total_ns, view.overhead.computation_ns) == (base, sum(map(time_of, outermost)))
+    assert view.overhead.computation_ratio == (view.overhead.computation_ns / base if base else None)
+    copied = [s for s in trace.spans if s.site.kind == "copy" and dict(s.site.attributes)["direction"] != "h2h"]
+    for one in view.copies:
+        way = one.label.removeprefix("GpuMemcpy")
+        its = [s for s in copied if not way or dict(s.site.attributes)["sync"] == (way == "Sync")]
+        assert (one.calls, one.total_ns) == (len(its), sum(map(time_of, its)))
+        assert one.ratio == (one.total_ns / base if base else None)
+    assert {one.label for one in view.copies} == {"GpuMemcpy"} | {
+        f"GpuMemcpy{'Sync' if dict(s.site.attributes)['sync'] else 'Async'}" for s in copied
+    }

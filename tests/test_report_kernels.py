@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -321,21 +322,34 @@ def test_every_number_is_that_of_a_count_by_hand(trace: Trace) -> None:
         assert use.ratio == (use.total_ns / total if total else None)
     for gpu in view.devices:
         parts = [part for one, part in counted if one.device == gpu.device]
-        assert (gpu.calls, gpu.busy_ns) == (len(parts), moments(parts))
+        assert (gpu.calls, gpu.total_ns) == (len(parts), sum(end - start for start, end in parts))
+        assert gpu.busy_ns == moments(parts)
         assert gpu.busy_ratio == moments(parts) / 60
     for other in view.others:
         lengths = [end - start for one, (start, end) in inside if one.kind == other.kind]
         assert (other.calls, other.total_ns) == (len(lengths), sum(lengths))
-    by_place: dict[str, int] = {}
-    for one, _ in counted:
+        own = [(one, part) for one, part in inside if one.kind == other.kind]
+        assert other.busy_ns == sum(moments([part for one, part in own if one.device == device]) for device in (0, 1))
+
+    def place_of(one: Kernel) -> str:
         around = [each for each in trace.spans if each.thread_id == one.thread_id
                   and each.start_ns <= one.launched_ns < each.end_ns]  # fmt: skip
         innermost = max(around, key=lambda each: (each.start_ns, -each.end_ns, each.span_id), default=None)
-        name = UNKNOWN if not one.thread_id else NOWHERE if innermost is None else innermost.site.name
-        by_place[name] = by_place.get(name, 0) + 1
+        return UNKNOWN if not one.thread_id else NOWHERE if innermost is None else innermost.site.name
+
+    by_place = Counter(place_of(one) for one, _ in counted)
     if any(one.thread_id for one, _ in counted):
         assert {use.name: use.kernels for use in view.places} == by_place
         assert sum(use.total_ns for use in view.places) == total
+        for use in view.places:
+            own = [(one, part) for one, part in counted if place_of(one) == use.name]
+            assert use.total_ns == sum(end - start for _, (start, end) in own)
+            assert use.busy_ns == sum(moments([part for one, part in own if one.device == device]) for device in (0, 1))
+            assert use.ratio == (use.total_ns / total if total else None)
+            heaviest = sum(end - start for one, (start, end) in own if one.name == use.heaviest)
+            assert all(
+                heaviest >= sum(end - start for one, (start, end) in own if one.name == name) for name in "abc"
+            )  # fmt: skip
     assert json.dumps(document(view))
 
 
@@ -355,6 +369,14 @@ def test_of_stretches_only_the_innermost_count(drawn: list[tuple[int, int, int]]
         )  # fmt: skip
         # Empty ones enclose nothing and take no time.
         assert (f"op {at}" in {use.name for use in view.kernels}) == (not encloses or start == end)
+    counted = {use.name: parts[int(use.name.split()[1])] for use in view.kernels}
+    for use in view.kernels:
+        _, start, end = counted[use.name]
+        assert [use.calls, use.total_ns, use.max_ns, use.min_ns, use.busy_ns] == [1, *[end - start] * 4]
+        assert use.ratio == (use.total_ns / view.total_ns if view.total_ns else None)
+    assert view.total_ns == sum(end - start for _, start, end in counted.values())
+    for gpu in view.devices:
+        assert gpu.busy_ns == moments([(start, end) for _, start, end in counted.values()])
 
 
 # ---------------------------------------------------------------- files

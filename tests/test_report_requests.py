@@ -160,9 +160,37 @@ def test_every_part_is_that_of_a_sweep_over_each_nanosecond_and_they_add_up_to_t
         assert sum(parts(one).values()) == one.wall_ns == sum(walls)
         assert (one.requests, one.errors) == (len(its), sum(span.error is not None for span in its))
         assert (one.p50_ns, one.max_ns) == (walls[(len(walls) - 1) // 2], walls[-1])
-        assert one.p50_ns <= one.p90_ns <= one.p99_ns <= one.max_ns
+        assert [one.p50_ns, one.p90_ns, one.p99_ns] == [
+            min(wall for wall in walls if 100 * sum(other <= wall for other in walls) >= percent * len(walls))
+            for percent in (50, 90, 99)
+        ]
+        assert one.mean_ns == sum(walls) / len(walls)
+        assert one.ratio == (one.wall_ns / view.wall_ns if view.wall_ns else None)
+        of_each = {
+            span.span_id: by_instant(span, [other for other in family[span.span_id] if other is not span])
+            for span in its
+        }
+        for phase in one.phases:
+            had = [times[phase.name] for times in of_each.values() if phase.name in times]
+            assert (phase.requests, phase.summed_ns, phase.mean_ns) == (len(had), sum(had), sum(had) / len(its))
+            assert phase.ratio == (sum(had) / one.wall_ns if one.wall_ns else None)
+        assert one.unknown_mean_ns == one.unknown_ns / len(its)
+        assert one.unknown_ratio == (one.unknown_ns / one.wall_ns if one.wall_ns else None)
         ratios = [phase.ratio for phase in one.phases] + [one.unknown_ratio]
         assert sum(map(float, ratios)) == pytest.approx(1) if one.wall_ns else set(ratios) == {None}
+    assert view.wall_ns == sum(span.total_ns for span in whole)
+    slowest = sorted(whole, key=lambda span: (-span.total_ns, span.start_ns))[:5]
+    assert [(slow.wall_ns, slow.begin_ns) for slow in view.slowest] == [
+        (span.total_ns, span.start_ns - trace.start_ns) for span in slowest
+    ]
+    for slow in view.slowest:
+        span = by_id[slow.span_id]
+        times = by_instant(span, [other for other in family[span.span_id] if other is not span])
+        assert {phase.name: phase.summed_ns for phase in slow.phases} | {"unknown": slow.unknown_ns} == {
+            "unknown": 0,
+            **times,
+        }
+        assert slow.unknown_ratio == (slow.unknown_ns / slow.wall_ns if slow.wall_ns else None)
     for slow in view.slowest:
         assert sum(phase.summed_ns for phase in slow.phases) + slow.unknown_ns == slow.wall_ns
     assert [one.wall_ns for one in view.slowest] == sorted((span.total_ns for span in whole), reverse=True)[:5]
