@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_spans import traces
 
 import instrument
 from instrument import chrome, profiled, scope
 from instrument.profile import loads
 from instrument.recorder import RECORDER
-from instrument.report.cost import InstrumentationCost, cost
+from instrument.report.cost import InstrumentationCost, SiteCost, cost
 from instrument.report.summary import summary
+from instrument.report.utilisation import NO_EVENTS, UNTIMED
 from instrument.report.view import Options, Recording, Upkeep
 from instrument.spans import Cost, DeviceInterval, Origin, Site, Span, Trace
 from instrument.tally import Tally
@@ -189,3 +193,51 @@ def test_a_running_session_tells_its_probes_threads_rings_and_clock() -> None:
         assert (view.rings.held_rows, view.rings.memory_bytes) == (101, 64 << 20)
     finally:
         instrument.stop()
+
+
+@given(traces(), st.integers(0, 500), st.integers(0, 10**6), st.booleans())
+def test_every_number_is_that_of_the_raw_spans(trace: Trace, each_ns: int, thread_ns: int, is_live: bool) -> None:
+    trace.cost = Cost(len(trace.spans), each_ns, 100, thread_ns)
+    cost_of = {span.site: 10.0 + len(span.site.name) * is_live for span in trace.spans}
+    muted = {span.site: number for number, span in enumerate(trace.spans[:3])}
+
+    def kept() -> Upkeep:
+        return replace(upkeep(), added_ns=cost_of.__getitem__, passed=muted, muted=set(list(muted)[:1]))
+
+    recording = running(trace) if is_live else Recording.of_trace(trace)
+    if is_live:
+        recording._make_upkeep = kept
+    view = cost(recording, Options())
+    calls: dict[Site, list[Span]] = {}
+    for span in trace.spans:
+        calls.setdefault(span.site, []).append(span)
+    one_ns = {site: cost_of[site] if is_live else each_ns for site in calls}
+    costs = {site: round(len(spans) * one_ns[site]) for site, spans in calls.items()}
+    whole_ns = sum(costs.values())
+    assert sorted(repr(one) for one in view.sites) == sorted(
+        repr(
+            SiteCost(
+                site.name, site.kind, site.instance, len(spans), one_ns[site], costs[site],
+                sum(span.total_ns for span in spans), costs[site] / whole_ns if whole_ns else None,
+            )
+        )
+        for site, spans in calls.items()
+    )  # fmt: skip
+    for one in view.sites:
+        assert one.burden == (one.cost_ns / one.host_ns if one.host_ns else None)
+    assert sum(part.time_ns for part in view.parts) == trace.cost.total_ns
+    assert all(part.ratio == part.time_ns / 100 for part in view.parts)
+    assert view.ratio == trace.cost.total_ns / 100
+    assert (view.muted is None, view.rings is None) == (not is_live, not is_live)
+    if view.muted is not None and view.rings is not None:
+        now = next(iter(muted), None)
+        assert {(one.name, one.kind, one.place, one.calls, one.now) for one in view.muted} == {
+            (site.name, site.kind, site.instance, passed, site is now)
+            for site, passed in muted.items()
+            if passed or site is now
+        }
+        assert view.rings.ratio == 24 / 4096
+    asked = [span for span in trace.spans if span.device or span.site.device]
+    empty = [span for span in asked if all(one.label in UNTIMED for one in span.device)]
+    reasons = Counter(span.device[0].label if span.device else NO_EVENTS for span in empty)
+    assert (view.device_asked, dict(view.device_missing)) == (len(asked), dict(reasons))

@@ -14,7 +14,7 @@ from paddle_golden import GOLDEN, golden_trace
 from raw_spans import above, lies_in, points, timed, traces
 
 from instrument.report.calls import Times
-from instrument.report.operators import OPERATORS, Operators, operators
+from instrument.report.operators import IN_ORDER, OPERATORS, Operators, operators
 from instrument.report.rows import CallRow
 from instrument.report.table import LINE, columns
 from instrument.report.user import User, user
@@ -312,6 +312,51 @@ def test_operators_are_numbered_in_the_order_of_execution_with_their_mean_over_t
     lines = view(golden_trace(), tracer_option="AllOpDetail").lines()
     assert "OP_ID2. matmul_grad : 0.028 sec" in lines
     assert "Iterations (step): 2 timed, 0 skipped as the first, 0 cut at the edge of what is held" in lines
+
+
+@given(traces(), st.integers(0, 2))
+def test_the_order_of_execution_is_that_of_the_raw_spans(trace: Trace, skip_first: int) -> None:
+    order = view(trace, tracer_option="AllOpDetail", skip_first=skip_first).in_order
+    if order is None:
+        assert not any(span.site.kind in OPERATORS for span in trace.spans)
+        return
+    by_id = {span.span_id: span for span in trace.spans}
+
+    def upwards(span: Span) -> list[Span]:
+        up = by_id.get(span.parent_id)
+        return [] if up is None else [up, *upwards(up)]
+
+    kinds = {span.site.kind for span in trace.spans}
+    kind = next((one for one in ("step", "request") if one in kinds), "")
+    topmost = [s for s in trace.spans if s.site.kind == kind and all(up.site.kind != kind for up in upwards(s))]
+    topmost.sort(key=lambda span: (span.start_ns, span.span_id))
+    first, last = trace.held
+    whole = [span for span in topmost if first <= span.start_ns and span.end_ns <= last]
+    timed_now = whole[skip_first:]
+    assert (order.iteration, order.timed, order.skipped, order.cut) == (
+        kind, len(timed_now), len(whole) - len(timed_now), len(topmost) - len(whole),
+    )  # fmt: skip
+    inside = [s for s in trace.spans if any(one in timed_now for one in (s, *upwards(s)))]
+    expected = Expected(replace(trace, spans=inside), IN_ORDER)
+    listed: dict[tuple[object, ...], list[Span]] = {}
+    for span in inside:
+        if span.site.kind in IN_ORDER:
+            around = [up for up in upwards(span) if up in inside]
+            listed.setdefault(tuple(one.site.key for one in (span, *around)), []).append(span)
+    wanted = []
+    for spans in listed.values():
+        on_device = any(expected.device(span) for span in spans)
+        took = [len(points(expected.device(span))) if on_device else span.total_ns for span in spans]
+        site = spans[0].site
+        depth = sum(up.site.kind in IN_ORDER for up in upwards(spans[0]) if up in inside)
+        facts = (site.name, site.instance, site.kind, depth, len(spans), on_device)
+        wanted.append((*facts, sum(took), sum(took) / len(timed_now)))
+    ours = [
+        (one.name, one.instance, one.kind, one.depth, one.calls, one.on_device, one.total_ns, one.mean_ns)
+        for one in order.operators
+    ]  # fmt: skip
+    assert sorted(ours) == sorted(wanted)
+    assert [one.number for one in order.operators] == list(range(len(ours)))
 
 
 def requests(count: int) -> Trace:

@@ -13,12 +13,13 @@ import pytest
 from golden_views import is_golden, of_tally, text_of
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_spans import points, traces
 
 from instrument.profile import SORT_KEYS
 from instrument.report.self_times import FunctionTimes, SelfTimes, class_of, classes, instances, ops
 from instrument.report.table import LINE, columns
-from instrument.report.view import Options, document
-from instrument.spans import Site
+from instrument.report.view import Options, Recording, document
+from instrument.spans import Site, Span, Trace, assign_self_times
 from instrument.tally import Tally, Totals
 
 MS = 1_000_000
@@ -379,3 +380,71 @@ def test_the_document_holds_the_numbers_of_the_text() -> None:
     function = said["functions"][0]
     assert function["rows"][0]["per_call_ns"] == function["rows"][0]["time_ns"] / function["rows"][0]["calls"]
     assert set(function["remaining"]) == {"rows", "time_ns", "ratio", "calls", "instances"}
+
+
+# -------------------------------------------------------------------- from raw spans
+
+
+@given(traces([*SITES, Site("turn", "step"), Site("all_reduce", "comm")]), st.sampled_from([*VIEWS]))
+def test_calls_what_is_inside_of_them_and_the_work_are_those_of_the_raw_spans(trace: Trace, of: str) -> None:
+    """Self time is what no child of the same thread and task covers; work is that of all threads below a function."""
+    by_id = {span.span_id: span for span in trace.spans}
+    own_ns: dict[int, int] = {}
+    for span in trace.spans:
+        below = [
+            (one.start_ns, one.end_ns)
+            for one in trace.spans
+            if one.parent_id == span.span_id and (one.thread_id, one.task_id) == (span.thread_id, span.task_id)
+        ]
+        own_ns[span.span_id] = len(points([(span.start_ns, span.end_ns)]) - points(below))
+    assign_self_times(trace.spans)
+    assert {span.span_id: span.self_ns for span in trace.spans} == own_ns
+
+    def path_of(span: Span) -> CallPath:
+        up = by_id.get(span.parent_id)
+        return (*(path_of(up) if up is not None else ()), span.site)
+
+    def function_of(path: CallPath) -> int:
+        return next((index for index, site in enumerate(path) if site.kind == "request"), 0)
+
+    paths = {span.span_id: path_of(span) for span in trace.spans}
+    said = VIEWS[of](Recording.of_trace(trace), Options())
+    for function in said.functions:
+        its = [
+            span
+            for span in trace.spans
+            if not function.kind
+            or called(paths[span.span_id][function_of(paths[span.span_id])]) == (function.name, function.kind)
+        ]
+        around = {paths[span.span_id] for span in its}
+        calls = [
+            span
+            for span in its
+            if function_of(paths[span.span_id]) == len(paths[span.span_id]) - 1
+            and (len(paths[span.span_id]) == 1 or paths[span.span_id][:1] not in around)
+        ]
+        assert function.calls == len(calls)
+        assert function.outer_ns == sum(span.total_ns for span in calls)
+        assert function.inner_ns == function.outer_ns - sum(own_ns[span.span_id] for span in calls)
+        work = [s for s in its if s.site.kind in ("op", "layer", "copy", "comm") and s not in calls]
+        assert function.work_ns == sum(own_ns[span.span_id] for span in work)
+        assert function.time_ns == sum(own_ns[span.span_id] for span in its)
+        for part, ratio in ((function.inner_ns, function.inner_ratio), (function.work_ns, function.work_ratio)):
+            assert ratio == (part / function.outer_ns if function.outer_ns else None)
+        for row in function.rows:
+            assert row.per_call_ns == row.time_ns / row.calls
+            assert (row.number is None) == (of != "instances")
+        if of == "ops":
+            on_device = {
+                path: any(s.device_ns for s in its if paths[s.span_id] == path) for path in around
+            }  # fmt: skip
+            where: dict[tuple[str, str], set[bool]] = {}
+            for path, is_on in on_device.items():
+                where.setdefault(called(path[-1]), set()).add(is_on)
+            assert Counter(row.where for row in function.rows) == Counter(
+                "both" if len(answers) == 2 else "device" if True in answers else "host" for answers in where.values()
+            )
+
+
+def called(site: Site) -> tuple[str, str]:
+    return f"{site.name} [{site.instance}]" if site.instance else site.name, site.kind

@@ -190,6 +190,43 @@ def test_the_parts_add_up_to_the_window_and_to_each_request(trace: Trace) -> Non
 
 
 @given(traces())
+def test_every_share_and_mean_of_a_device_is_of_the_base_that_it_names(trace: Trace) -> None:
+    found = utilisation(trace)
+
+    def of(part_ns: int, base_ns: int) -> float | None:
+        return part_ns / base_ns if base_ns else None
+
+    in_flight = {at for span in trace.spans if span.site.kind == "request" for at in hull(span)}
+    assert found.in_flight_ns == len(in_flight)
+    for use in found.devices:
+        timed_now = [one for span in trace.spans for one in timed(span, use.device)]
+        busy = points(timed_now)
+        assert use.busy_ns == len(busy)
+        for name, part_ns in (
+            ("busy", len(busy)), ("compute", use.compute_ns), ("copy", use.copy_ns), ("starved", use.starved_ns),
+            ("unasked", use.unasked_ns),
+        ):  # fmt: skip
+            assert getattr(use, f"{name}_ratio") == of(part_ns, 40)
+        assert use.starved_in_flight_ratio == of(use.starved_ns, len(in_flight))
+        assert use.overlap_ratio == of(use.overlap_ns, len(busy))
+        copied = points([one for s in trace.spans if s.site.kind == "copy" for one in timed(s, use.device)])
+        assert use.hidden_copy_ratio == of(use.hidden_copy_ns, len(copied))
+        streams = {one.stream for one in timed_now}
+        depth = sum(len(points([one for one in timed_now if one.stream == stream])) for stream in streams)
+        assert use.mean_streams == of(depth, len(busy))
+        for name in {one.name for one in use.endpoints}:
+            (endpoint,) = (one for one in use.endpoints if one.name == name)
+            its = [one for one in found.requests if (one.device, one.name) == (use.device, name)]
+            assert endpoint.requests == len(its)
+            for part in ("wall", "own", "others", "starved"):
+                part_ns = sum(getattr(one, f"{part}_ns") for one in its)
+                assert getattr(endpoint, f"{part}_ns") == part_ns
+                assert getattr(endpoint, f"{part}_mean_ns") == part_ns / len(its)
+                if part != "wall":
+                    assert getattr(endpoint, f"{part}_ratio") == of(part_ns, endpoint.wall_ns)
+
+
+@given(traces())
 def test_work_by_name_is_a_sum_over_calls_and_a_union_beside_it(trace: Trace) -> None:
     for use in utilisation(trace).devices:
         for one in use.names:
