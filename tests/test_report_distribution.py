@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from golden_views import is_golden, text_of
 from hypothesis import given
+from hypothesis import strategies as st
 from paddle_golden import golden_trace
 from raw_spans import points, traces
 
-from instrument.report.distribution import COMPUTES, PAUSES, Distribution, PlaceUse, distribution
+from instrument.report.distribution import COMPUTES, PAUSES, Distribution, OperationUse, PlaceUse, distribution
 from instrument.report.phases import steps_of
 from instrument.report.table import columns
 from instrument.report.utilisation import UNTIMED
@@ -155,3 +156,43 @@ def test_every_union_is_that_of_its_instants(trace: Trace) -> None:
     operations = view(trace).operations
     assert sum(one.calls for one in operations) == len(comm)
     assert sum(one.host_ns + one.waited_ns for one in operations) == sum(span.total_ns for span in comm)
+
+
+GROUPS = [
+    Site(name, "comm", instance=group, attributes=(("op", name.partition(".")[0]),))
+    for name in ("all_reduce", "all_reduce.wait", "send") for group in ("", "nccl a")
+] + [Site("by hand", "comm"), F]  # fmt: skip
+
+
+@given(traces(GROUPS), st.lists(st.sampled_from([None, 8, 1 << 40, -8, True, "8"]), min_size=14, max_size=14))
+def test_every_sum_of_an_operation_is_that_of_its_calls_and_waits(trace: Trace, sizes: list[object]) -> None:
+    for span, size in zip(trace.spans, sizes, strict=False):
+        span.attributes = {} if size is None else {"bytes": size}  # type: ignore[dict-item]
+    expected: dict[str, OperationUse] = {}
+    for site in {span.site for span in trace.spans if span.site.kind == "comm"}:
+        name = site.name.removesuffix(".wait") + (f" ({site.instance})" if site.instance else "")
+        its = [
+            span
+            for span in trace.spans
+            if (span.site.name.removesuffix(".wait"), span.site.instance)
+            == (site.name.removesuffix(".wait"), site.instance)
+        ]
+        calls = [span for span in its if not span.site.name.endswith(".wait")]
+        timed = [span for span in its if any(one.label not in UNTIMED for one in span.device)]
+        expected[name] = OperationUse(
+            name=name,
+            calls=len(calls),
+            moved_bytes=sum(size for span in its if (size := span.attributes.get("bytes")) in (8, 1 << 40)),
+            host_ns=sum(span.end_ns - span.start_ns for span in calls),
+            waited_ns=sum(span.end_ns - span.start_ns for span in its if span not in calls),
+            device_ns=sum(len(points((d.start_ns, d.end_ns) for d in span.device)) for span in its) if timed else None,
+        )
+    assert {use.name: use for use in view(trace).operations} == expected
+    for place in view(trace).places:
+        base = place.base_ns
+        for part_ns, ratio in (
+            (place.communication_ns, place.communication_ratio), (place.computation_ns, place.computation_ratio),
+            (place.overlap_ns, place.overlap_ratio), (place.exposed_ns, place.exposed_ratio),
+        ):  # fmt: skip
+            assert ratio == (part_ns / base if base else None)
+        assert place.exposed_ns == place.communication_ns - place.overlap_ns

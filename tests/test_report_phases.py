@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from golden_views import is_golden, text_of
@@ -281,13 +282,24 @@ def test_each_instant_counts_once_for_the_phase_that_began_first(trace: Trace) -
         if row.name not in (use.of, OTHERS) and row.host.ratio is not None:
             assert row.host.ratio == row.host.total_ns / base
             assert row.host.mean_ns == row.host.total_ns / (row.calls or 0)
+            assert (row.host.min_ns or 0) * (row.calls or 0) <= row.host.total_ns
+            if len(set(starts)) == len(starts):
+                shares = Counter(id(span) for span in owner.values() if phase_of(span.site) == row.name)
+                assert row.host.max_ns == max(shares.values(), default=0)
+                assert row.host.total_ns == sum(shares.values())
     streams: dict[tuple[int, int], set[int]] = {}
     for span in trace.spans:
         if line_of(span) in units and (span.start_ns in found[line_of(span)]):
             for one in span.device:
                 if one.label not in UNTIMED:
                     streams.setdefault((one.device, one.stream), set()).update(points([(one.start_ns, one.end_ns)]))
+    whole = use.rows[0].host
+    each = [len(points([part]) & points([trace.held])) for parts in units.values() for part in parts]
+    assert (use.rows[0].calls, whole.max_ns, whole.min_ns) == (len(each), max(each), min(each))
+    assert whole.mean_ns == base / len(each)
     device = [row.device for row in use.rows if row.device is not None]
+    for one in device:
+        assert one.ratio == (one.total_ns / device[0].total_ns if device[0].total_ns else None)
     assert sum(map(len, streams.values())) == (device[0].total_ns if device else 0)
     assert all(0 <= one.total_ns <= device[0].total_ns for one in device)
 

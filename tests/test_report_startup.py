@@ -218,6 +218,12 @@ def test_every_number_is_that_of_a_count_by_hand(
         assert sum(parts.values()) == view.way_ns
     for part in view.way:
         assert part.ratio == part.total_ns / view.way_ns
+    assert view.before_ns == MS
+    assert view.imports_ns == sum(one.self_ns for one in packages.values())
+    assert view.imports_in_spans_ns == sum(one.in_spans_ns for one in packages.values())
+    assert view.ran_ns == max(request_ms + 5, 3 + 2) * MS - MS  # the second `handle` is the same place
+    assert view.request is not None
+    assert (view.request.after_ns, view.request.first_ns) == (request_ms * MS - MS, 5 * MS)
     for one in view.preparations:
         own = [row for row in tally.rows() if row.path[-1].name == one.name]
         outermost = [row for row in own if all(site.name != one.name for site in row.path[:-1])]
@@ -228,6 +234,7 @@ def test_every_number_is_that_of_a_count_by_hand(
             row.totals.total_ns for row in outermost if any(site.kind == "request" for site in row.path[:-1])
         )
         assert 0 <= one.in_requests_ns <= one.total_ns
+        assert one.max_ns == max(row.totals.max_ns for row in own)
     for warm in view.warm_ups:
         own = [row.totals for row in tally.rows() if row.path[-1].name == warm.name.partition(" ")[0]]
         assert warm.calls == sum(totals.calls for totals in own) >= 2
