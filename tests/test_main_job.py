@@ -274,6 +274,14 @@ def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run) -
     assert float(cells(run, "Startup Report", "torch")[1]) > 10
     assert cells(run, "Startup Report", "Engine.prefill")[:2] == ["op", str(prompts)]
 
+    samples, *_, most, at_ms, _ = cells(run, "Memory Report", "Process: process_memory")
+    read = [sample for sample in run.trace.samples if sample.name == "process_memory"]
+    assert int(samples) == len(read) >= 1
+    greatest = max(sample.value or 0 for sample in read)
+    assert float(most) == pytest.approx(greatest / 2**20, abs=1)
+    at = [(sample.at_ns - run.trace.start_ns) / 1e6 for sample in read if sample.value == greatest]
+    assert any(float(at_ms) == pytest.approx(when, rel=1e-3, abs=1) for when in at)
+
     told = section(run, "Instrumentation Report")
     assert any(line.startswith(f"{len(run.trace.spans)} calls x ") for line in told)
     assert "Nothing was lost." in told
@@ -294,7 +302,7 @@ def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run) -
 
 def test_a_report_from_the_saved_trace_has_every_view_that_the_service_printed(run: Run) -> None:
     views = load(ROOT / "configs" / "chat.yaml", environ={}).export.summary.views  # type: ignore[union-attr]
-    assert set(views) == set(VIEWS) - {"distribution", "memory"}, "nothing is said to other processes"
+    assert set(views) == set(VIEWS) - {"distribution"}, "nothing is said to other processes"
     command = [sys.executable, "-m", "instrument", "report", str(run.trace_path), "--view", ",".join(views)]
     told = subprocess.run([*command, "--rows", "10"], capture_output=True, text=True, check=True).stdout
     later = Run(run.trace_path, run.trace, run.received, told)
