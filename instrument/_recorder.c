@@ -4128,7 +4128,29 @@ Core_ended_totals(Core *self, PyObject *Py_UNUSED(none))
     return totals;
 }
 
-/* {node index: totals} of all threads together. A packed histogram may have a bucket once for each thread.
+/* How often each node was called, on all threads together, by its index. */
+static PyObject *
+Core_node_calls(Core *self, PyObject *Py_UNUSED(none))
+{
+    Py_ssize_t rings = PyList_GET_SIZE(self->rings);
+    PyObject *all = PyList_New((Py_ssize_t)self->node_count);
+    for (Py_ssize_t n = 0; all != NULL && n < PyList_GET_SIZE(all); n++) {
+        uint64_t calls = 0;
+        for (Py_ssize_t i = 0; i <= rings; i++) {
+            Ring *ring = i < rings ? (Ring *)PyList_GET_ITEM(self->rings, i) : self->ended;
+            totals_t *totals = known_totals(&ring->totals, (uint32_t)n);
+            calls += totals == NULL ? 0 : totals->calls;
+        }
+        PyObject *number = PyLong_FromUnsignedLongLong(calls); /* it never runs the collector */
+        if (number == NULL)
+            Py_CLEAR(all);
+        else
+            PyList_SET_ITEM(all, n, number);
+    }
+    return all;
+}
+
+/* {node index: totals} of all threads together.
  *
  * Everything is read before an object of Python's is made: that may run the collector, and a thread's ring be given up. */
 static PyObject *
@@ -4137,12 +4159,14 @@ Core_merged_totals(Core *self, PyObject *Py_UNUSED(none))
     Py_ssize_t rings = PyList_GET_SIZE(self->rings);
     uint32_t count = self->node_count;
     totals_t *sums = PyMem_RawCalloc(count + 1, sizeof *sums);
-    size_t *starts = PyMem_RawCalloc(count + 1, sizeof *starts), used = 0, room = 1 << 16;
-    char *packed = PyMem_RawMalloc(room);
+    size_t *starts = PyMem_RawCalloc(count + 1, sizeof *starts), used = 0, room = 0;
+    uint64_t *times = PyMem_RawCalloc(CHUNKS * 64, sizeof *times); /* the histogram of one node */
+    char *packed = NULL;
     PyObject *all = NULL;
-    if (sums == NULL || starts == NULL || packed == NULL)
+    if (sums == NULL || starts == NULL || times == NULL)
         goto no_memory;
     for (uint32_t n = 0; n < count; n++) {
+        uint64_t chunks = 0; /* those with calls, bit by bit */
         starts[n] = used;
         for (Py_ssize_t i = 0; i <= rings; i++) {
             Ring *ring = i < rings ? (Ring *)PyList_GET_ITEM(self->rings, i) : self->ended;
@@ -4150,17 +4174,35 @@ Core_merged_totals(Core *self, PyObject *Py_UNUSED(none))
             if (t == NULL || t->calls == 0)
                 continue;
             count_waiting(NULL, t);
-            size_t size = packed_size(t);
-            if (used + size > room) {
-                room = 2 * (used + size);
-                char *larger = PyMem_RawRealloc(packed, room);
-                if (larger == NULL)
-                    goto no_memory;
-                packed = larger;
-            }
-            pack(packed + used, t);
-            used += size;
             add_totals(NULL, &sums[n], t);
+            for (uint32_t c = 0; c < CHUNKS; c++) {
+                chunk_t *chunk = t->chunks[c];
+                if (chunk == NULL)
+                    continue;
+                chunks |= (uint64_t)1 << c;
+                for (uint32_t at = 0; at < 64; at++)
+                    times[(c << 6) + at] += chunk->low[at];
+                for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
+                    times[(c << 6) + at] += (uint64_t)chunk->high[at] << 32;
+            }
+        }
+        if (used + CHUNKS * 64 * PACKED_BYTES > room) {
+            room = 2 * used + CHUNKS * 64 * PACKED_BYTES;
+            char *larger = PyMem_RawRealloc(packed, room);
+            if (larger == NULL)
+                goto no_memory;
+            packed = larger;
+        }
+        for (; chunks != 0; chunks &= chunks - 1) {
+            uint32_t first = (uint32_t)__builtin_ctzll(chunks) << 6;
+            for (uint32_t bucket = first; bucket < first + 64; bucket++) {
+                if (times[bucket] == 0)
+                    continue;
+                memcpy(packed + used, &bucket, sizeof bucket);
+                memcpy(packed + used + sizeof bucket, &times[bucket], sizeof times[bucket]);
+                used += PACKED_BYTES;
+                times[bucket] = 0;
+            }
         }
     }
     starts[count] = used;
@@ -4182,6 +4224,7 @@ no_memory:
 end:
     PyMem_RawFree(sums);
     PyMem_RawFree(starts);
+    PyMem_RawFree(times);
     PyMem_RawFree(packed);
     return all;
 }
@@ -4524,6 +4567,7 @@ static PyMethodDef Core_methods[] = {
     {"new_span", (PyCFunction)Core_new_span, METH_O, "A scope of a site: a span around a block."},
     {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},
     {"rings", (PyCFunction)Core_rings, METH_NOARGS, "The rings in the order in which their threads first recorded."},
+    {"node_calls", (PyCFunction)Core_node_calls, METH_NOARGS, "Calls by node index, on all threads together."},
     {"merged_totals", (PyCFunction)Core_merged_totals, METH_NOARGS, "Totals by node index, of all threads together."},
     {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},
     {"ended_firsts", (PyCFunction)Core_ended_firsts, METH_NOARGS, "Their first calls, as `Ring.firsts` has them."},

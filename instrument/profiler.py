@@ -601,7 +601,7 @@ class Session:
         """
         costs = self._measured_costs()
         by_shape: Counter[str] = Counter()
-        for _, site, calls, _ in RECORDER.usage():
+        for site, calls in RECORDER.site_calls().items():
             by_shape[RECORDER.shapes.get(site, "scope")] += calls
         counted = sum(by_shape.values())
         mean_ns = sum(calls * costs[shape].added_ns for shape, calls in by_shape.items()) / counted if counted else 0.0
@@ -703,8 +703,8 @@ class Session:
     def verdicts(self) -> list[Verdict]:
         """What became of every rule and target up to now, with the calls of each target."""
         calls: Counter[object] = Counter()
-        for row in RECORDER.tally(merged=True).rows():
-            calls[row.path[-1].key] += row.totals.calls
+        for site, called in RECORDER.site_calls().items():
+            calls[site.key] += called
         for site, passed in RECORDER.muted_calls().items():
             calls[site.key] += passed
         # A call that has not ended is one too: a server's main loop never does.
@@ -800,7 +800,7 @@ class Session:
             recorder="native" if RECORDER.native else "pure",
             make_upkeep=self._upkeep,
             collector_ids=None if self._exporter is None else self._exporter.ids.of,
-            startup=self.startup(),
+            make_startup=self.startup,
         )
 
     def summary(self, *, views: Sequence[str] | None = None, **options: Any) -> str:

@@ -208,6 +208,11 @@ class Core:
         """Totals of threads whose rings were given up."""
         return self._rings.copied_ended_totals()
 
+    def node_calls(self) -> list[int]:
+        """Calls by node index, on all threads together."""
+        totals = self.merged_totals()
+        return [totals[index].calls if index in totals else 0 for index in range(len(self._nodes))]
+
     def merged_totals(self) -> dict[int, Totals]:
         """Totals of all threads together."""
         merged = self.ended_totals()

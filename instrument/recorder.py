@@ -98,6 +98,7 @@ class _Recording:
         def stop_ticks(self) -> None: ...
         def now_ns(self) -> int: ...
         def innermost_manual(self, name: str | None, /) -> Any: ...
+        def node_calls(self) -> list[int]: ...
         def merged_totals(self) -> dict[int, Any]: ...
         def ended_totals(self) -> dict[int, Any]: ...
         def ended_firsts(self) -> dict[int, tuple[int, int]]: ...
@@ -281,6 +282,15 @@ class _Recording:
             for index, calls, total_ns in cells:
                 yield ring.thread_id, nodes[index].site, calls, total_ns
 
+    def site_calls(self) -> Counter[Site]:
+        """How often each site was called, on all threads together: what a report of the tally needs beside it."""
+        node_calls = self.node_calls()
+        found: Counter[Site] = Counter()
+        for node, calls in zip(self._known_nodes(), node_calls, strict=False):
+            if calls:
+                found[node.site] += calls
+        return found
+
     # ---------------------------------------------------------------- reading
 
     def _known_nodes(self) -> list[Node]:
@@ -317,10 +327,13 @@ class _Recording:
                     known.merge(totals)
                     continue
                 of_thread[place] = totals
-                path = paths.get(place)
-                if path is None:
-                    above = None if place.parent is None else paths.get(place.parent.place)
-                    path = paths[place] = place.path() if above is None else (*above, place.site)
+                missing, above = [], place
+                while above.parent is not None and above not in paths:
+                    missing.append(above)
+                    above = above.parent.place
+                path = paths.get(above, ())
+                for node in reversed(missing):
+                    path = paths[node] = (*path, node.site)
                 tally.append(path, thread_id, totals)
         return tally
 

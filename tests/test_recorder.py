@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -1409,10 +1410,17 @@ def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_reco
         thread.start()
         thread.join()
     assert recorder.ended_totals()
-    expected: dict[object, Totals] = {}
+    expected: dict[tuple[object, ...], Totals] = {}
     for row in recorder.tally().rows():
         expected.setdefault(tuple(site.key for site in row.path), Totals()).merge(row.totals)
     together = recorder.tally(merged=True)
     assert {tuple(site.key for site in row.path): row.totals for row in together.rows()} == expected
     assert len(together) == len(expected)
     assert {row.thread_id for row in together.rows()} == {0}
+    calls = Counter[object]()
+    for path, totals in expected.items():
+        calls[path[-1]] += totals.calls
+    found = Counter[object]()
+    for site, called in recorder.site_calls().items():
+        found[site.key] += called
+    assert found == calls

@@ -45,7 +45,7 @@ def first(site: Site, start_ms: float, took_ms: float) -> FirstCall:
 
 
 def recording(tally: Tally, facts: Startup | None) -> Recording:
-    return Recording(lambda: tally, lambda: Trace(Origin(1, "chat", 0, 0), 0, 1, []), startup=facts)
+    return Recording(lambda: tally, lambda: Trace(Origin(1, "chat", 0, 0), 0, 1, []), make_startup=lambda: facts)
 
 
 def view_of(tally: Tally, facts: Startup | None, **options: Any) -> StartupView:

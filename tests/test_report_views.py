@@ -154,7 +154,7 @@ def running(trace: Trace) -> Recording:
     """The recording of a process that has these spans and still runs."""
     return Recording(
         lambda: Tally.of_spans(trace.spans, trace.threads), lambda: trace, cost=trace.cost, losses=trace.losses,
-        notes=trace.notes, window_ns=trace.end_ns, recorder="native", startup=trace.startup,
+        notes=trace.notes, window_ns=trace.end_ns, recorder="native", make_startup=lambda: trace.startup,
         collector_ids=lambda span: (span.root_id, 2**64 - 1),
         make_upkeep=lambda: Upkeep(
             "time stamp counter", lambda site: 48.5, 300.0, {"\n" + "x" * 200: 7_000, "": 11},

@@ -108,11 +108,11 @@ class Upkeep:
 class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
 
-    `make_tally`, `make_merged`, `make_trace` and `make_upkeep` are called when a view first reads what they make.
-    `make_merged` makes the tally with all threads as one, where that costs less than the whole. `window_ns` is the
-    length of the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace
-    id and the span id under which a span of the trace went to the collector. `benchmark` has counted the steps of a
-    loop as they went by. `startup` is None where nobody knows how the process came to serve.
+    `make_tally`, `make_merged`, `make_trace`, `make_startup` and `make_upkeep` are called when a view first reads what
+    they make. `make_merged` makes the tally with all threads as one, where that costs less than the whole. `window_ns`
+    is the length of the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives
+    the trace id and the span id under which a span of the trace went to the collector. `benchmark` has counted the
+    steps of a loop as they went by.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Recording:
         collector_ids: Callable[[Span], tuple[int, int]] | None = None,
         make_upkeep: Callable[[], Upkeep] | None = None,
         benchmark: Benchmark | None = None,
-        startup: Startup | None = None,
+        make_startup: Callable[[], Startup | None] = lambda: None,
         make_merged: Callable[[], Tally] | None = None,
     ) -> None:
         self._make_tally = make_tally
@@ -143,7 +143,7 @@ class Recording:
         self.benchmark = benchmark
         self._make_upkeep = make_upkeep
         self._made: dict[Callable[[Trace], Any], Any] = {}
-        self.startup = startup
+        self._make_startup = make_startup
 
     @cached_property
     def tally(self) -> Tally:
@@ -168,6 +168,11 @@ class Recording:
         return found
 
     @cached_property
+    def startup(self) -> Startup | None:
+        """How the process came to serve, None where nobody knows."""
+        return self._make_startup()
+
+    @cached_property
     def upkeep(self) -> Upkeep | None:
         """What the process knows of its instrumentation, None for a saved trace."""
         return None if self._make_upkeep is None else self._make_upkeep()
@@ -183,7 +188,7 @@ class Recording:
             notes=trace.notes,
             window_ns=trace.end_ns - trace.start_ns,
             recorder=trace.origin.recorder,
-            startup=trace.startup,
+            make_startup=lambda: trace.startup,
         )
 
 
