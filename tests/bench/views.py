@@ -1,29 +1,38 @@
-"""What each view costs over a trace of a million spans: `python tests/bench/views.py [--spans N] [--view V]`.
+"""What each view costs over a saved trace of a million spans, and what live summaries cost.
+
+    python tests/bench/views.py [--spans N] [--view V] [--repeat N] [--trace FILE]
 
 Requests of twenty spans on eight threads that overlap: queue, phases, copies, layers on two devices with four streams
-each, steps and loaders; for the view `memory` as many allocations too. Each view is made and printed in a process of
-its own, whose memory beyond that of the spans is told. Target: 3 s and 400 MB. Then the same of live tallies: 100 to
-10,000 call paths on four threads, target 20 ms.
+each, steps and loaders; half of the spans have device time, which makes it heavier than most. Each view is what
+`instrument report FILE --view V` takes in a process of its own: seconds on the clock and of processor, start of Python
+and load of the file included, and its memory at most; the least of some runs. The first line is the load alone. Target:
+3 s and 400 MB.
+
+Then `Session.summary` of a process that has recorded, with all threads together and the fifty largest rows: the least
+processor time of some. The target is 20 ms; what it grows with are the call paths, not the calls that were counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
+import instrument
+from instrument import chrome
 from instrument.profile import VIEWS
-from instrument.recorder import Recorder
-from instrument.report.events import events
-from instrument.report.summary import made
-from instrument.report.view import Options, Recording
-from instrument.spans import HOST, Allocation, DeviceInterval, Origin, Site, Span, Trace, assign_self_times
+from instrument.recorder import RECORDER
+from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, assign_self_times
 
 TARGET_S, TARGET_MB, TARGET_LIVE_MS = 3.0, 400, 20
+LIVE_VIEWS = ("events", "classes", "ops", "instances")
+LOAD = "import sys; from instrument import chrome; chrome.load(sys.argv[1])"
 
 REQUESTS = [Site(f"POST /{name}", "request") for name in ("chat", "embed", "rank")]
 QUEUE, PREPARE, STEP = Site("queue", "phase"), Site("tokenise", "phase"), Site("decode", "step")
@@ -62,102 +71,106 @@ def trace_of(count: int) -> Trace:
     return Trace(Origin(1, "bench", 0, 1_700_000_000 * 10**9), 0, end_ns, spans, {n: f"worker {n}" for n in range(8)})
 
 
-def allocations_of(trace: Trace, count: int) -> list[Allocation]:
-    """So many, on all threads, of the host and a device: nearly half of them frees of what came shortly before."""
-    chance = random.Random(7)
-    found: list[Allocation] = []
-    live: list[tuple[int, int, int]] = []
-    total = {HOST: 0, 0: 0}
-    for number in range(count):
-        if live and chance.random() < 0.495:
-            device, address, size = live.pop(-chance.randrange(1, min(len(live), 50) + 1))
-            size = -size
-        else:
-            device, address, size = chance.choice((HOST, 0)), (7 << 45) + number * 512, chance.randrange(1, 1 << 20)
-            live.append((device, address, size))
-        total[device] += size
-        at_ns = number * trace.end_ns // count
-        found.append(Allocation(device, at_ns, chance.randrange(8), size, address, total[device], total[device]))
-    return found
+def taken(command: list[str], repeat: int) -> tuple[float, float, float]:
+    """Seconds on the clock, seconds of processor and MB at most of a process: the least of each.
+
+    The system counts this process's own memory into that of the next one that it starts, so it stays small: the trace
+    is made in a process of its own.
+    """
+    runs = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
+            raise SystemExit(f"{' '.join(command)}: exit code {child.returncode}")
+        runs.append((time.perf_counter() - start, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024))
+    wall_s, processor_s, most_mb = map(min, zip(*runs, strict=True))
+    return wall_s, processor_s, most_mb
 
 
-def memory_mb(field: str) -> float:
-    """`VmRSS` or, since it was last forgotten, the greatest of it: `VmHWM`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+def by_view(views: list[str], path: str, repeat: int) -> None:
+    print(f"{path}: {Path(path).stat().st_size / 1e6:.1f} MB; the least of {repeat}")
+    print(f"{'view':<16}{'seconds':>9}{'processor s':>13}{'MB':>7}")
+    commands = {"(load)": ["-c", LOAD, path]}
+    commands.update((view, ["-m", "instrument", "report", path, "--view", view]) for view in views)
+    for view, command in commands.items():
+        wall_s, processor_s, most_mb = taken([sys.executable, *command], repeat)
+        missed = "  over the target" if wall_s > TARGET_S or most_mb > TARGET_MB else ""
+        print(f"{view:<16}{wall_s:9.2f}{processor_s:13.2f}{most_mb:7.0f}{missed}", flush=True)
 
 
-def child(view: str, count: int) -> None:
-    """Make the view, print it to nowhere, and say what that took."""
-    trace = trace_of(count)
-    if view == "memory":
-        trace.allocations, trace.watched = allocations_of(trace, count), (0, trace.end_ns)
-    Path("/proc/self/clear_refs").write_text("5")  # forget what making the trace took at most
-    before_mb = memory_mb("VmRSS")
-    start = time.perf_counter()
-    made([view], Recording.of_trace(trace), Options(rows=50))[view].lines()
-    print(f"{time.perf_counter() - start} {memory_mb('VmHWM') - before_mb}")
-
-
-def by_view(views: list[str], count: int) -> None:
-    print(f"{count} spans{'':<14}{'seconds':>8}{'MB more':>9}")
-    for view in views:
-        arguments = [sys.executable, __file__, "--child", "--spans", str(count), "--view", view]
-        done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-        seconds, more_mb = map(float, done.stdout.split())
-        missed = " over the target" if seconds > TARGET_S or more_mb > TARGET_MB else ""
-        print(f"{view:<28}{seconds:8.2f}{more_mb:9.0f}{missed}")
-
-
-def live(paths: int, calls: int = 20) -> tuple[float, float, int]:
-    """Milliseconds until the events view of a recorder with so many call paths is there, and until its tally is."""
-    recorder = Recorder(ring_bytes=1 << 22)
-    recorder.on = True
+def live(paths: int, threads: int, calls: int = 200) -> None:
+    """Record on so many call paths and threads, and print the least time of a summary by each view, in ms."""
+    session = instrument.start()
+    if session is None:
+        raise SystemExit("INSTRUMENT=off")
     width = max(round(paths ** (1 / LEVELS)), 2)
     sites = [[Site(f"level{level}.{n}", "op") for n in range(width)] for level in range(LEVELS)]
+    chance = random.Random(7)
+    took_ns = [int(chance.lognormvariate(11, 0.5)) for _ in range(calls)]
 
     def descend(level: int) -> None:
         for site in sites[level]:
-            for _ in range(calls if level == LEVELS - 1 else 1):
-                frame = recorder.open(site)
-                if level < LEVELS - 1:
-                    descend(level + 1)
-                recorder.close(frame)
+            if level == LEVELS - 1:
+                for total_ns in took_ns:
+                    RECORDER.record(site, RECORDER.now_ns() - total_ns, None)
+            else:
+                frame = RECORDER.open(site)
+                descend(level + 1)
+                RECORDER.close(frame)
 
-    threads = [threading.Thread(target=descend, args=(0,)) for _ in range(4)]
-    for thread in threads:
+    running = [threading.Thread(target=descend, args=(0,)) for _ in range(threads)]
+    for thread in running:
         thread.start()
-    for thread in threads:
+    for thread in running:
         thread.join()
-    recorder.tally()
-    start = time.perf_counter()
-    tally = recorder.tally()
-    between = time.perf_counter()
-    recording = Recording(lambda: tally, lambda: Trace(Origin(1, "", 0, 0), 0, 0, []))
-    events(recording, Options(threads="merged", rows=50)).lines()
-    end = time.perf_counter()
-    return (end - start) * 1e3, (between - start) * 1e3, len(tally)
+    found = []
+    for view in LIVE_VIEWS:
+        times = []
+        for _ in range(7):
+            start = time.process_time()
+            session.summary(views=[view], rows=50, threads="merged")
+            times.append(time.process_time() - start)
+        found.append(min(times) * 1e3)
+    lines, merged = len(RECORDER.tally()), len(RECORDER.tally(merged=True))
+    instrument.stop()
+    missed = "  over the target" if max(found) > TARGET_LIVE_MS else ""
+    print(f"{merged:>10}{threads:>10}{lines:>10}" + "".join(f"{ms:>11.1f}" for ms in found) + missed, flush=True)
 
 
 def by_size() -> None:
-    print(f"\n{'call paths':<12}{'lines of the tally':>20}{'tally, ms':>12}{'in all, ms':>12}")
-    for paths in (100, 300, 1_000, 3_000, 10_000):
-        whole_ms, tally_ms, lines = min(live(paths) for _ in range(3))
-        missed = " over the target" if whole_ms > TARGET_LIVE_MS else ""
-        print(f"{paths:<12}{lines:>20}{tally_ms:>12.1f}{whole_ms:>12.1f}{missed}")
+    print(
+        f"\n{'call paths':>10}{'threads':>10}{'lines':>10}" + "".join(f"{view:>11}" for view in LIVE_VIEWS) + "  (ms)"
+    )
+    for paths, threads in ((100, 4), (1_000, 4), (1_000, 32), (3_000, 4), (10_000, 1)):
+        subprocess.run([sys.executable, __file__, "--live", str(paths), str(threads)], check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spans", type=int, default=1_000_000)
-    parser.add_argument("--view", choices=VIEWS, help="this one alone")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--view", choices=VIEWS, help="this one alone, and no live summaries")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--trace", help="a saved trace to read instead of one that is made")
+    parser.add_argument("--live", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--write", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        child(options.view, options.spans)
+    if options.write:
+        chrome.dump(options.write, trace_of(options.spans))
         return
-    by_view([options.view] if options.view else list(VIEWS), options.spans)
-    by_size()
+    if options.live:
+        live(*options.live)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.trace or f"{folder}/trace.json.gz"
+        if not options.trace:
+            command = [sys.executable, __file__, "--write", path, "--spans", str(options.spans)]
+            subprocess.run(command, check=True)
+        by_view([options.view] if options.view else list(VIEWS), path, options.repeat)
+    if not options.view:
+        by_size()
 
 
 if __name__ == "__main__":
