@@ -3,7 +3,8 @@
     python tests/bench/views.py [--spans N] [--view V] [--repeat N] [--trace FILE]
 
 Requests of twenty spans on eight threads that overlap: queue, phases, copies, layers on two devices with four streams
-each, steps and loaders; half of the spans have device time, which makes it heavier than most. Each view is what
+each, steps and loaders; half of the spans have device time, which makes it heavier than most; for the view `memory`
+as many allocations, too. Each view is what
 `instrument report FILE --view V` takes in a process of its own: seconds on the clock and of processor, start of Python
 and load of the file included, and its memory at most; the least of some runs. The first line is the load alone. Target:
 3 s and 400 MB.
@@ -28,7 +29,7 @@ import instrument
 from instrument import chrome
 from instrument.profile import VIEWS
 from instrument.recorder import RECORDER
-from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, assign_self_times
+from instrument.spans import HOST, Allocation, DeviceInterval, Origin, Site, Span, Trace, assign_self_times
 
 TARGET_S, TARGET_MB, TARGET_LIVE_MS = 3.0, 400, 20
 LIVE_VIEWS = ("events", "classes", "ops", "instances")
@@ -69,6 +70,25 @@ def trace_of(count: int) -> Trace:
     assign_self_times(spans)
     end_ns = max(span.end_ns for span in spans)
     return Trace(Origin(1, "bench", 0, 1_700_000_000 * 10**9), 0, end_ns, spans, {n: f"worker {n}" for n in range(8)})
+
+
+def allocations_of(trace: Trace, count: int) -> list[Allocation]:
+    """So many, on all threads, of the host and a device: nearly half of them frees of what came shortly before."""
+    chance = random.Random(7)
+    found: list[Allocation] = []
+    live: list[tuple[int, int, int]] = []
+    total = {HOST: 0, 0: 0}
+    for number in range(count):
+        if live and chance.random() < 0.495:
+            device, address, size = live.pop(-chance.randrange(1, min(len(live), 50) + 1))
+            size = -size
+        else:
+            device, address, size = chance.choice((HOST, 0)), (7 << 45) + number * 512, chance.randrange(1, 1 << 20)
+            live.append((device, address, size))
+        total[device] += size
+        at_ns = number * trace.end_ns // count
+        found.append(Allocation(device, at_ns, chance.randrange(8), size, address, total[device], total[device]))
+    return found
 
 
 def taken(command: list[str], repeat: int) -> tuple[float, float, float]:
@@ -156,19 +176,29 @@ def main() -> None:
     parser.add_argument("--trace", help="a saved trace to read instead of one that is made")
     parser.add_argument("--live", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write", help=argparse.SUPPRESS)
+    parser.add_argument("--allocations", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write:
-        chrome.dump(options.write, trace_of(options.spans))
+        trace = trace_of(options.spans)
+        if options.allocations:
+            trace.allocations, trace.watched = allocations_of(trace, options.spans), (0, trace.end_ns)
+        chrome.dump(options.write, trace)
         return
     if options.live:
         live(*options.live)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = options.trace or f"{folder}/trace.json.gz"
+        views = [options.view] if options.view else list(VIEWS)
         if not options.trace:
             command = [sys.executable, __file__, "--write", path, "--spans", str(options.spans)]
             subprocess.run(command, check=True)
-        by_view([options.view] if options.view else list(VIEWS), path, options.repeat)
+            if "memory" in views:  # beside the spans it has as many allocations to tell of
+                views.remove("memory")
+                other = f"{folder}/memory.json.gz"
+                subprocess.run([*command[:3], other, *command[4:], "--allocations"], check=True)
+                by_view(["memory"], other, options.repeat)
+        by_view(views, path, options.repeat)
     if not options.view:
         by_size()
 
