@@ -194,9 +194,13 @@ class _Reader:
         first_ns, last_ns = self._window
         stretches: list[Interval] = []
         for interval in span.device:
-            if interval.label in UNTIMED or lies_outside(interval, self._window):
+            if interval.label in UNTIMED:
                 continue
-            start_ns, end_ns = max(interval.start_ns, first_ns), min(interval.end_ns, last_ns)
+            start_ns, end_ns = interval.start_ns, interval.end_ns
+            if start_ns < first_ns or end_ns > last_ns:
+                if lies_outside(interval, self._window):
+                    continue
+                start_ns, end_ns = max(start_ns, first_ns), min(end_ns, last_ns)
             stretches.append((start_ns, end_ns))
             of_stream = place.streams.get((interval.device, interval.stream))
             took_ns = end_ns - start_ns
@@ -205,8 +209,10 @@ class _Reader:
             else:
                 of_stream[0] += 1
                 of_stream[1] += took_ns
-                of_stream[2] = max(of_stream[2], took_ns)
-                of_stream[3] = min(of_stream[3], took_ns)
+                if took_ns > of_stream[2]:
+                    of_stream[2] = took_ns
+                if took_ns < of_stream[3]:
+                    of_stream[3] = took_ns
         if not stretches:
             return
         if place.wanted:

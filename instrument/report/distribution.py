@@ -239,6 +239,8 @@ class _Found:
         pausing: dict[int, _Growing] = {}
         with_device: list[Span] = []
         facts: dict[Site, tuple[bool, bool, bool]] = {}
+        if not any(site.kind == "comm" or _is_named(site) for site in {span.site for span in trace.spans}):
+            return  # nothing to set beside anything
         for span in trace.spans:
             site = span.site
             fact = facts.get(site)
@@ -274,7 +276,7 @@ class _Found:
         for span in spans:
             site = span.site
             if site not in named:
-                named[site] = site.kind == "comm" or any(kernel in site.name.lower() for kernel in KERNELS)
+                named[site] = site.kind == "comm" or _is_named(site)
             is_comm = named[site] or _holds(calls.get((span.thread_id, span.task_id), ()), span)
             if not is_comm and site.kind == "copy":
                 continue
@@ -283,6 +285,11 @@ class _Found:
                 if interval.label not in UNTIMED:
                     own = places.setdefault(f"device {interval.device}", _Growing())
                     own.add(interval.start_ns, interval.end_ns)
+
+
+def _is_named(site: Site) -> bool:
+    """Whether the name is that of a kernel of communication."""
+    return any(kernel in site.name.lower() for kernel in KERNELS)
 
 
 def _holds(disjoint: Sequence[Interval], span: Span) -> bool:
