@@ -194,7 +194,7 @@ def _base(trace: Trace) -> tuple[str, list[Interval]]:
     """The time in steps, or the part of the window that is held."""
     steps = steps_of(span for span in trace.spans if span.site.kind == "step")
     base = clip(union((span.start_ns, span.end_ns) for own in steps.values() for span in own), trace.held)
-    if base:
+    if length(base):
         return "step", base
     return "window", [trace.held]
 
