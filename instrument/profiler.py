@@ -808,6 +808,8 @@ class Session:
 
         `options` are those of `instrument.report.view.Options`. Views that are made from the tally are exact for all
         calls; those of spans are of the ones that the rings still hold, and say from when on these are complete.
+        Those of the tally, with threads merged and some tens of `rows`, take 6 to 10 us for each call path whatever the
+        uptime; there are at most 16,384 paths, and threads hardly matter.
         Raises `ValueError` for a view or a value that there is not.
         """
         return summary(self._views(views), self.recording(), self._options(options))
