@@ -16,14 +16,14 @@ import functools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.compilers import run_as_they_are
-from instrument.probes.functions import Undo, replace, undo_all
+from instrument.probes.functions import replace
+from instrument.probes.switch import Switch
 from instrument.probes.verdict import Verdict
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import AttributeValue, Site
@@ -84,37 +84,19 @@ class _Issued:
             self.pair.cancel()
 
 
-class Comm:
+class Comm(Switch):
     """The profile's `comm: auto` at work. `hits` counts the calls of each operation."""
 
+    key = "comm"
+    module = MODULE
+
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
-        self.rules = tuple(rules)
+        super().__init__(rules, recorder)
         self.hits: Counter[str] = Counter()
-        self._recorder = recorder
         self._sites: dict[tuple[str, int, bool], tuple[Site, Site]] = {}
         self._issued: weakref.WeakKeyDictionary[Any, _Issued] = weakref.WeakKeyDictionary()
-        self._undos: list[Undo] = []
-        self._attached = False
         self._why = "torch.distributed not imported"
         self._is_compiling: Callable[[], bool] = lambda: False
-
-    def change(self, rules: Sequence[str], modules: Iterable[ModuleType]) -> None:
-        """Begin or end to record communication."""
-        self.rules = tuple(rules)
-        if not rules:
-            self.undo()
-            return
-        for module in modules:
-            if self.wants(module.__name__):
-                self.imported(module)
-
-    def probed(self) -> Mapping[str, Any]:
-        """The rule, where it is at work."""
-        return {"comm": True} if self._attached else {}
-
-    def wants(self, module_name: str) -> bool:
-        """Whether that module has the process groups."""
-        return module_name == MODULE
 
     def imported(self, module: Any) -> bool:
         """torch.distributed has been imported: replace what process groups do, and the wait for it."""
@@ -138,9 +120,8 @@ class Comm:
 
     def undo(self) -> None:
         """Give process groups and their work their own methods back."""
-        undo_all(self._undos)
+        super().undo()
         self._issued.clear()
-        self._attached = False
 
     def verdicts(self) -> list[Verdict]:
         """Whether there is torch.distributed, what has been called, and what cannot be seen."""

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
 from instrument.errors import TargetError
-from instrument.probes.functions import Undo, replace, undo_all
+from instrument.probes.functions import replace
 from instrument.probes.scopes import OFF
+from instrument.probes.switch import Switch
 from instrument.probes.verdict import Verdict
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
@@ -198,33 +199,15 @@ def _class_for(kind: Any) -> type[_StandIn]:
     return type(kind.__name__, (_StandIn,), {"__slots__": (), **methods})
 
 
-class Loaders:
+class Loaders(Switch):
     """The profile's `loaders: auto` at work: every `DataLoader` of torch, each dataset's class a site of its own."""
 
+    key = "loaders"
+    module = _TORCH
+
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
-        self.rules = tuple(rules)
-        self._recorder = recorder
+        super().__init__(rules, recorder)
         self._sites: dict[type[Any], Site] = {}
-        self._undos: list[Undo] = []
-        self._attached = False
-
-    def change(self, rules: Sequence[str], modules: Iterable[ModuleType]) -> None:
-        """Begin or end to record loaders."""
-        self.rules = tuple(rules)
-        if not rules:
-            self.undo()
-            return
-        for module in modules:
-            if self.wants(module.__name__):
-                self.imported(module)
-
-    def probed(self) -> Mapping[str, Any]:
-        """The rule, where it is at work."""
-        return {"loaders": True} if self._attached else {}
-
-    def wants(self, module_name: str) -> bool:
-        """Whether that module has the iterators of loaders."""
-        return module_name == _TORCH
 
     def imported(self, module: ModuleType) -> bool:
         """Replace `__next__` of the class of all iterators of a `DataLoader`."""
@@ -253,11 +236,6 @@ class Loaders:
         site = self._sites.setdefault(dataset, new)
         self._recorder.note_shape(site, "wrapper")
         return site
-
-    def undo(self) -> None:
-        """Give the iterators their own `__next__` back."""
-        undo_all(self._undos)
-        self._attached = False
 
     def verdicts(self) -> list[Verdict]:
         """Whether there is a loader to record, and whether one has run."""

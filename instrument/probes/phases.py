@@ -14,13 +14,14 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.compilers import evaluator, run_as_they_are
-from instrument.probes.functions import Undo, replace, undo_all
+from instrument.probes.functions import replace
 from instrument.probes.layers import subclasses
+from instrument.probes.switch import Switch
 from instrument.probes.verdict import Verdict
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
@@ -51,42 +52,24 @@ class _Inside(threading.local):
     phase: str | None = None
 
 
-class Phases:
+class Phases(Switch):
     """The profile's `phases: auto` at work. `hits` are the phases that were seen, with the names of their classes."""
 
+    key = "phases"
+    module = "torch"
+
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
-        self.rules = tuple(rules)
+        super().__init__(rules, recorder)
         self.hits: dict[str, set[str]] = {}
-        self._recorder = recorder
         self._inside = _Inside()
         self._recordings: dict[tuple[str, int, int], Any] = {}
         self._sites: dict[tuple[str, str, str], Site] = {}
         self._lacking: list[str] = []
-        self._undos: list[Undo] = []
-        self._attached = False
         self._has_device = False
         self._is_compiling: Callable[[], bool] = lambda: False
         self._graph_task: Callable[[], int] = lambda: -1
         self._evaluate: Callable[[Any], Any] = lambda evaluate: None
         self._run_as_they_are: Callable[[Iterable[Any]], None] = lambda functions: None
-
-    def change(self, rules: Sequence[str], modules: Iterable[ModuleType]) -> None:
-        """Begin or end to record phases."""
-        self.rules = tuple(rules)
-        if not rules:
-            self.undo()
-            return
-        for module in modules:
-            if self.wants(module.__name__):
-                self.imported(module)
-
-    def probed(self) -> Mapping[str, Any]:
-        """The rule, where it is at work."""
-        return {"phases": True} if self._attached else {}
-
-    def wants(self, module_name: str) -> bool:
-        """Whether modules, the autograd engine and optimizers come with it."""
-        return module_name == "torch"
 
     def imported(self, torch: Any) -> bool:
         """torch has been imported: stand around modules, the engine and the optimizers."""
@@ -111,9 +94,8 @@ class Phases:
 
     def undo(self) -> None:
         """Give modules, engine and optimizers their own functions back."""
-        undo_all(self._undos)
+        super().undo()
         self._recordings.clear()
-        self._attached = False
 
     def verdicts(self) -> list[Verdict]:
         """Whether there is torch, which phases have run, and what cannot be seen."""
