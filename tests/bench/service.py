@@ -163,6 +163,7 @@ def compare(profile: Path, blocks: int, concurrency: int, seed: int, folder: str
                 before = tell(server, state, profile)
                 if "bare" in (state, now) and state != now:
                     block(server, url, concurrency)
+                    before = tell(server, state, profile)
                 now = state
                 found[state].append(block(server, url, concurrency))
                 calls = tell(server, state, profile) - before
