@@ -15,7 +15,7 @@ import instrument
 ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
-    ["errors", "clock", "document", "native", "spans", "tally", "ring"],
+    ["errors", "clock", "compression", "document", "native", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
     ["probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp", "report"],
     ["process", "profiler", "files", "handlers", "steps"],
@@ -147,7 +147,7 @@ def test_importing_starts_nothing_and_pulls_in_nothing_heavy(statement: str, for
     assert set(done.stdout.split()) & forbidden == set()
 
 
-def test_the_package_depends_on_two_distributions_at_run_time() -> None:
+def test_the_package_depends_on_three_distributions_at_run_time() -> None:
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-    assert [need.partition(">")[0] for need in project["dependencies"]] == ["pyyaml", "opentelemetry-sdk"]
+    assert [need.partition(">")[0] for need in project["dependencies"]] == ["pyyaml", "opentelemetry-sdk", "isal"]
     assert project["version"] == instrument.__version__

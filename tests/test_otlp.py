@@ -563,7 +563,7 @@ def test_a_fault_of_ours_fails_what_is_under_way_and_not_the_thread(monkeypatch:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     with collecting(take) as server, exporting(server.settings) as exporter:
         with monkeypatch.context() as patch:
-            patch.setattr(senders.zlib, "compressobj", None)
+            patch.setattr(senders, "compressor", None)
             exporter.offer(tree(2))
             assert exporter.flush(2 * SECOND).failed == 2
         exporter.offer(tree(2, 10))

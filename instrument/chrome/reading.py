@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
 import stat
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from instrument import native
+from instrument import compression, native
 from instrument.chrome.lanes import DEVICE_PIDS, SPARE_TIDS
 from instrument.chrome.metadata import LIMIT_LINKS, Metadata, attribute, made
 from instrument.chrome.text import INT64, Json, checked, index, nanoseconds
@@ -71,7 +69,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
         return _load(Path(path), limit_bytes)
     except RecursionError as problem:
         why, cause = "it nests deeper than any trace; give a Chrome trace in JSON", problem
-    except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
+    except compression.damages() as problem:
         why, cause = "its gzip data is cut off or damaged; write or copy it again", problem
     except OSError as problem:
         why, cause = f"{problem.strerror or problem}; give a trace file that may be read", problem
@@ -92,7 +90,7 @@ def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally]:
         raise ValueError("it is empty; write it again")
     with source.open("rb") as file:
         gzipped = file.read(2) == b"\x1f\x8b"
-    with gzip.open(source) if gzipped else source.open("rb") as file:
+    with compression.opened(source) if gzipped else source.open("rb") as file:
         text = Json(file.read, limit_bytes)
         if not gzipped:
             text.refuse_beyond_limit(facts.st_size)

@@ -6,11 +6,11 @@ import errno
 import os
 import re
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, islice
 from pathlib import Path
 
+from instrument import compression
 from instrument.chrome.lanes import DEVICE_PIDS, Row
 from instrument.chrome.metadata import Sites, metadata
 from instrument.chrome.slices import BATCH, slices_of
@@ -19,12 +19,8 @@ from instrument.errors import TraceError
 from instrument.spans import GAUGES, HOST, Gpu, Sample, Trace
 from instrument.tally import Tally
 
-COMPRESSION = 4
-"""zlib level: files a tenth smaller than with level 3 in a quarter more time; level 6 is a sixth smaller in twice the
-time."""
-
-MEMORY = 9
-"""zlib's memory level: the most, half a MiB for the time of the write."""
+ZLIB_LEVEL = 4
+"""Files a tenth smaller than with level 3 in a quarter more time; level 6 is a sixth smaller in twice the time."""
 
 NO_UNIT = '"value"'
 
@@ -85,14 +81,12 @@ def file_name(template: str, *, service: str, pid: int, window: int) -> str:
 
 
 def _packed(texts: Iterable[str | bytes], gzipped: bool) -> Iterator[bytes]:
-    squeeze = (
-        zlib.compressobj(COMPRESSION, zlib.DEFLATED, 16 + zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL + 1) if gzipped else None
-    )
+    packer = compression.compressor(ZLIB_LEVEL) if gzipped else None
     for text in texts:
         data = text if isinstance(text, bytes) else text.encode(errors="replace")
-        yield squeeze.compress(data) if squeeze else data
-    if squeeze:
-        yield squeeze.flush()
+        yield packer.compress(data) if packer else data
+    if packer:
+        yield packer.flush()
 
 
 def _document(trace: Trace, tally: Tally | None) -> Iterator[str | bytes]:

@@ -11,11 +11,11 @@ import os
 import re
 import socket
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from instrument.compression import compressor
 from instrument.errors import ExportError
 from instrument.otlp import packing
 from instrument.otlp.metrics import PATIENCE_NS, Series, metrics_url, pack_metric
@@ -122,8 +122,8 @@ class Http:
         from http.client import HTTPException
 
         if self._gzip:
-            press = zlib.compressobj(1, zlib.DEFLATED, 31)
-            body = press.compress(body) + press.flush()
+            packer = compressor(zlib_level=1)
+            body = packer.compress(body) + packer.flush()
         back_off_s = _FIRST_BACK_OFF_S
         while True:
             reused = self._socket is not None
