@@ -77,10 +77,11 @@ def differences(answers: list[Answer], saved: Path) -> list[str]:
 
 async def _work(client: httpx.AsyncClient, numbers: Iterator[int], answers: dict[int, Answer]) -> None:
     for number in numbers:
-        answers[number] = await _ask(client, make_request(number))
+        answers[number] = await ask(client, make_request(number))
 
 
-async def _ask(client: httpx.AsyncClient, fields: dict[str, object]) -> Answer:
+async def ask(client: httpx.AsyncClient, fields: dict[str, object]) -> Answer:
+    """Send one request and read its answer to the end."""
     begin = time.perf_counter()
     first_s = None
     chunks = []

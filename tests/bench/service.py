@@ -1,19 +1,19 @@
 """What the instrumentation costs a service: `python tests/bench/service.py`, from the root of the repository.
 
-The demonstration's server (`examples/chat`) takes the same block of requests again and again, in three states that take
-turns in an order drawn anew each time: recording, with recording switched off, and bare, when the session has been
-stopped and every probe taken off. All three are of one process, for where the memory of two lies makes them differ by
-more than what is looked for; and a change of the machine's speed falls on all three alike. The first requests are not
-counted, nor is the first block after the probes were put on or taken off, which Python's interpreter needs to learn its
-way anew. Each server gives one shift of the median latency and one of the 99th percentile over all its blocks, as the
-client sees them, and one of the processor time that the server spends on a request, the median of its blocks, which the
-client and the rest of the machine disturb least. The figures are the medians over the servers, and their 95 %
-confidence intervals come from drawing the servers anew (bootstrap). Three comparisons: all of it, the probes alone,
-recording alone.
+The demonstration's server (`examples/chat`) answers the same requests again and again, one after the other, in three
+states that take turns: bare, when there is no session and no probe, recording, and with recording switched off. All
+three are of one process, for where the memory of two lies makes them differ by more than what is looked for. In each
+round a session is started and stopped, its requests are answered while it records and while it does not, in the order
+ABBA or BAAB, and those of the bare server come before or after, drawn anew each time: the speed of a machine wanders
+by some percent within seconds, and what is compared must lie close together. The first requests after the probes were
+put on or taken off do not count, for Python's interpreter learns its way anew.
 
-Where there is more than one core, the server has the last one for itself and the client the others: what the server
-does on any of its threads then adds to its latency, and the client's work does not. An interval wider than the target
-decides nothing, and the table says so.
+A latency, as the client sees it, is told in units of the median that its own request takes, so that requests of all
+lengths count alike; the 50th and the 99th percentile of these are compared between states, and so is the processor
+time of the server. The 95 % confidence intervals come from drawing the rounds of each server anew (bootstrap). Where
+there is more than one core, the server has the last one for itself and the client the others: what the server does on
+any of its threads then adds to its latency, and the client's work does not. An interval wider than the target decides
+nothing, and the table says so.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,10 +43,12 @@ from chat import load  # noqa: E402
 
 TARGET = 0.01
 WARM_UP = 64
-DRAWS = 10_000
+SETTLING = 6
+REQUESTS = 8
+DRAWS = 1_000
 LIMIT_S = 120
-BLOCK = 48
 LISTENING = "listening on "
+STATES = ("bare", "off", "on")
 NAMES = ("p50", "p99", "processor")
 COMPARISONS = (
     ("recording, all of it", "on", "bare"),
@@ -95,9 +99,6 @@ server.main()
 """
 """The server, and a thread that waits for words on its standard input: the state to be in, and the profile."""
 
-Blocks = list[tuple[list[float], float]]
-"""Of each block the latency of its requests and the processor time of one, in seconds."""
-
 
 @contextmanager
 def server_of(seed: int, folder: str, core: set[int]) -> Iterator[tuple[subprocess.Popen[str], str]]:
@@ -128,15 +129,16 @@ def server_of(seed: int, folder: str, core: set[int]) -> Iterator[tuple[subproce
             server.communicate(timeout=LIMIT_S)
 
 
-def block(server: subprocess.Popen[str], url: str, concurrency: int) -> tuple[list[float], float]:
-    """What a block of requests takes."""
-    before_s = processor_s(server.pid)
-    answers = asyncio.run(load.run(url, BLOCK, concurrency, LIMIT_S))
-    spent_s = processor_s(server.pid) - before_s
-    faults = [answer.error for answer in answers if answer.error]
-    if faults:
-        raise RuntimeError(f"{len(faults)} requests failed, the first: {faults[0]}")
-    return [answer.total_s for answer in answers], spent_s / BLOCK
+@dataclass
+class Taken:
+    """What the requests of one turn took in one state: latencies by request, processor time of all, in seconds."""
+
+    total_s: list[float]
+    processor_s: float
+
+
+Round = dict[str, list[Taken]]
+"""The turns of a round by state."""
 
 
 def tell(server: subprocess.Popen[str], state: str, profile: Path) -> int:
@@ -151,29 +153,77 @@ def tell(server: subprocess.Popen[str], state: str, profile: Path) -> int:
     return int(calls)
 
 
-def compare(profile: Path, blocks: int, concurrency: int, seed: int, folder: str, core: set[int]) -> dict[str, Figures]:
-    """The figures of a server in each state: bare, off, on."""
-    order = random.Random(seed)
-    found: dict[str, Blocks] = {"bare": [], "off": [], "on": []}
-    with server_of(seed, folder, core) as (server, url):
-        asyncio.run(load.run(url, WARM_UP, concurrency, LIMIT_S))
-        now, recorded = "bare", 0
-        for _ in range(blocks):
-            for state in order.sample(sorted(found), len(found)):
-                before = tell(server, state, profile)
-                if "bare" in (state, now) and state != now:
-                    block(server, url, concurrency)
+async def turn(client: httpx.AsyncClient, server: subprocess.Popen[str], requests: int) -> Taken:
+    """Send the first requests, one after the other."""
+    before_s = processor_s(server.pid)
+    answers = [await load.ask(client, load.make_request(number)) for number in range(requests)]
+    spent_s = processor_s(server.pid) - before_s
+    faults = [answer.error for answer in answers if answer.error]
+    if faults:
+        raise RuntimeError(f"{len(faults)} requests failed, the first: {faults[0]}")
+    return Taken([answer.total_s for answer in answers], spent_s)
+
+
+async def rounds_of(server: subprocess.Popen[str], url: str, count: int, profile: Path, seed: int) -> list[Round]:
+    """So many rounds with a server."""
+    chance = random.Random(seed)
+    rounds: list[Round] = []
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
+        await turn(client, server, WARM_UP)
+        for _ in range(count):
+            found: Round = {"bare": [], "off": [], "on": []}
+            turns = chance.choice((["on", "off", "off", "on"], ["off", "on", "on", "off"]))
+            for states in chance.sample((["bare", "bare"], turns), 2):
+                tell(server, states[0], profile)
+                await turn(client, server, SETTLING)
+                for state in states:
                     before = tell(server, state, profile)
-                now = state
-                found[state].append(block(server, url, concurrency))
-                calls = tell(server, state, profile) - before
-                # A comparison with a session that did not record would show how little nothing costs.
-                if (calls >= BLOCK) != (state == "on"):
-                    raise RuntimeError(f"{calls} calls were recorded in {BLOCK} requests of the state {state}")
-                recorded += calls
-    told = {state: figures(taken) for state, taken in found.items()}
-    told["on"]["calls"] = recorded / (BLOCK * blocks)
-    return told
+                    found[state].append(await turn(client, server, REQUESTS))
+                    recorded = tell(server, state, profile) - before
+                    # A comparison with a session that did not record would show how little nothing costs.
+                    if (recorded >= REQUESTS) != (state == "on"):
+                        raise RuntimeError(f"{recorded} calls were recorded in {REQUESTS} requests when {state}")
+            rounds.append(found)
+    return rounds
+
+
+def figures(rounds: list[Round], usual_s: list[float]) -> dict[str, Figures]:
+    """By state the percentiles of the latencies in units of what a request usually takes, and the processor time."""
+    found: dict[str, Figures] = {}
+    for state in STATES:
+        turns = [taken for one in rounds for taken in one[state]]
+        ordered = sorted(
+            total_s / usual for taken in turns for total_s, usual in zip(taken.total_s, usual_s, strict=True)
+        )
+        spent_s = statistics.mean(taken.processor_s for taken in turns)
+        found[state] = {"p50": quantile(ordered, 0.5), "p99": quantile(ordered, 0.99), "processor": spent_s}
+    return found
+
+
+def usual(rounds: list[Round]) -> list[float]:
+    """The median of what each request takes, in all states."""
+    turns = [taken.total_s for one in rounds for takens in one.values() for taken in takens]
+    return [statistics.median(request) for request in zip(*turns, strict=True)]
+
+
+def shifts(servers: list[list[Round]], usual_s: list[list[float]]) -> dict[tuple[str, str, str], float]:
+    """By what share each figure of one state differs from that of another, the mean over the servers."""
+    told = [figures(rounds, each) for rounds, each in zip(servers, usual_s, strict=True)]
+    return {
+        (of, against, name): statistics.mean(one[of][name] / one[against][name] - 1 for one in told)
+        for _, of, against in COMPARISONS
+        for name in NAMES
+    }
+
+
+def intervals(servers: list[list[Round]]) -> dict[tuple[str, str, str], tuple[float, float]]:
+    """95 % confidence intervals of the shifts, from rounds drawn with replacement; the same for the same rounds."""
+    draw = random.Random(1)
+    usual_s = [usual(rounds) for rounds in servers]
+    drawn = [shifts([draw.choices(rounds, k=len(rounds)) for rounds in servers], usual_s) for _ in range(DRAWS)]
+    low, high = int(0.025 * DRAWS), int(0.975 * DRAWS)
+    ordered = {key: sorted(one[key] for one in drawn) for key in drawn[0]}
+    return {key: (values[low], values[high]) for key, values in ordered.items()}
 
 
 def without_exports(profile: Path, folder: str) -> Path:
@@ -183,13 +233,6 @@ def without_exports(profile: Path, folder: str) -> Path:
     path = Path(folder, "profile.yaml")
     path.write_text(yaml.safe_dump(document))
     return path
-
-
-def figures(blocks: Blocks) -> Figures:
-    """Percentiles over all requests, processor time as the median of the blocks."""
-    ordered = sorted(total_s for totals, _ in blocks for total_s in totals)
-    spent = statistics.median(spent_s for _, spent_s in blocks)
-    return {"p50": quantile(ordered, 0.5), "p99": quantile(ordered, 0.99), "processor": spent}
 
 
 def pin(process: int, cores: set[int]) -> None:
@@ -209,13 +252,6 @@ def quantile(ordered: list[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """95 % confidence interval of the median, from samples drawn with replacement; the same for the same values."""
-    draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(DRAWS))
-    return medians[int(0.025 * DRAWS)], medians[int(0.975 * DRAWS)]
-
-
 def verdict(low: float, high: float) -> str:
     """What the interval says about the target."""
     if high <= TARGET:
@@ -224,51 +260,42 @@ def verdict(low: float, high: float) -> str:
         return "MISSED"
     width = high - low
     wider = f", {width / TARGET:.1f} times as wide as the target" if width > TARGET else ""
-    return f"NOT DECIDED: the interval is {width:.2%} wide{wider}; more --servers"
-
-
-def shift(found: dict[str, Figures], name: str, of: str, against: str) -> float:
-    """By what share a figure of one state differs from that of another."""
-    return found[of][name] / found[against][name] - 1
+    return f"NOT DECIDED: the interval is {width:.2%} wide{wider}; more --rounds"
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="what the instrumentation costs the demonstration's service")
-    parser.add_argument("--servers", type=int, default=8, help="how many, at least 2 (default: 8)")
-    parser.add_argument(
-        "--blocks", type=int, default=10, help=f"of {BLOCK} requests to each server in each state (default: 10)"
-    )
-    parser.add_argument("--concurrency", type=int, default=8, help="how many at a time (default: 8)")
+    parser.add_argument("--servers", type=int, default=3, help="how many, one after the other (default: 3)")
+    parser.add_argument("--rounds", type=int, default=40, help="with each, at least 2 (default: 40)")
     parser.add_argument("--profile", type=Path, default=ROOT / "configs" / "chat.yaml", help="what is recorded")
     options = parser.parse_args()
-    if options.servers < 2 or options.blocks < 2:
-        parser.error("--servers and --blocks must be at least 2")
+    if options.servers < 1 or options.rounds < 2:
+        parser.error("--servers must be at least 1, --rounds at least 2")
     begin = time.perf_counter()
     core = server_core()
     if core:
         pin(0, set(os.sched_getaffinity(0)) - core)
-    servers: list[dict[str, Figures]] = []
+    servers: list[list[Round]] = []
     print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"{options.servers} servers, {options.blocks} blocks of {BLOCK} requests in each state, ", end="")
-    print(f"{options.concurrency} at a time\n")
+    print(f"{options.servers} servers, {options.rounds} rounds of {2 * REQUESTS} requests in each state\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         profile = without_exports(options.profile.resolve(), folder)
-        for number in range(options.servers):
-            servers.append(compare(profile, options.blocks, options.concurrency, number + 1, folder, core))
-            shifts = ", ".join(f"{name} {shift(servers[-1], name, 'on', 'bare'):+.2%}" for name in NAMES)
-            print(f"server {number + 1}: {shifts}, {servers[-1]['on']['calls']:.0f} calls a request", flush=True)
-    for title, of, against in COMPARISONS:
-        columns = f"{f'{against} ms':>10}{'shift':>9}{'95 % interval':>22}{'servers differ by':>19}"
-        print(f"\n{title:<24}{columns}  target")
-        for name in NAMES:
-            values = [shift(found, name, of, against) for found in servers]
-            low, high = interval(values)
-            without_ms = statistics.median(found[against][name] for found in servers) * 1e3
-            spread = max(values) - min(values)
+        for number in range(1, options.servers + 1):
+            with server_of(number, folder, core) as (server, url):
+                servers.append(asyncio.run(rounds_of(server, url, options.rounds, profile, number)))
+            own = shifts(servers[-1:], [usual(servers[-1])])
+            told = ", ".join(f"{name} {own['on', 'bare', name]:+.2%}" for name in NAMES)
             print(
-                f"{name:<24}{without_ms:>10.2f}"
-                f"{statistics.median(values):>+9.2%}{f'{low:+.2%} to {high:+.2%}':>22}{spread:>19.2%}"
+                f"server {number}: {told}, {statistics.median(usual(servers[-1])) * 1e3:.1f} ms a request", flush=True
+            )
+    found, within = shifts(servers, [usual(rounds) for rounds in servers]), intervals(servers)
+    for title, of, against in COMPARISONS:
+        print(f"\n{title:<24}{'shift':>9}{'95 % interval':>22}  target")
+        for name in NAMES:
+            low, high = within[of, against, name]
+            print(
+                f"{name:<24}{found[of, against, name]:>+9.2%}{f'{low:+.2%} to {high:+.2%}':>22}"
                 f"  <= {TARGET:.0%} {verdict(low, high)}"
             )
     print(f"took {time.perf_counter() - begin:.0f} s")
