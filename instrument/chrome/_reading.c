@@ -1,4 +1,5 @@
-/* Events of a trace that `dump` wrote, read in C: the twin of `_Own.add` in `reading.py`, which says what they mean.
+/* Events and allocations of a trace that `dump` wrote, read in C: the twin of `_Own.add` in `reading.py`, and of `take` in
+ * `allocations.py`, which say what they mean.
  *
  * The scanner takes strict JSON only, with the keys in any order. At an event that is not as plain as `dump` writes most
  * of them (an escape in a name, a number that is no int64, a key twice, a value of another type, the end of the text) it
@@ -840,11 +841,119 @@ static PyTypeObject Reader_Type = {
     .tp_members = Reader_members,
 };
 
+/* ------------------------------------------------------------------ allocations */
+
+#define IN_A_ROW 7
+#define ROWS_AT_ONCE 512
+
+/* Pass over blanks from a place; the place after them. */
+#define PASS_BLANKS(kind, text, at, end)                                                                               \
+    while (at < end && (PyUnicode_READ(kind, text, at) == ' ' || PyUnicode_READ(kind, text, at) == '\n' ||            \
+                        PyUnicode_READ(kind, text, at) == '\r' || PyUnicode_READ(kind, text, at) == '\t'))            \
+    at++
+
+/* A list of seven whole numbers of at most 18 digits. The place after it, -1 where there is none. */
+static inline __attribute__((always_inline)) Py_ssize_t
+row_at(int kind, const void *text, Py_ssize_t at, Py_ssize_t end, int64_t *row)
+{
+    PASS_BLANKS(kind, text, at, end);
+    if (at >= end || PyUnicode_READ(kind, text, at) != '[')
+        return -1;
+    for (int number = 0; number < IN_A_ROW; number++) {
+        at++;
+        PASS_BLANKS(kind, text, at, end);
+        int negative = at < end && PyUnicode_READ(kind, text, at) == '-';
+        at += negative;
+        Py_ssize_t first = at;
+        int64_t found = 0;
+        for (; at < end && at - first < MOST_DIGITS; at++) {
+            Py_UCS4 digit = PyUnicode_READ(kind, text, at) - (Py_UCS4)'0';
+            if (digit > 9)
+                break;
+            found = found * 10 + (int64_t)digit;
+        }
+        if (at == first || (at - first > 1 && PyUnicode_READ(kind, text, first) == '0'))
+            return -1;
+        PASS_BLANKS(kind, text, at, end);
+        if (at >= end || PyUnicode_READ(kind, text, at) != (number < IN_A_ROW - 1 ? ',' : ']'))
+            return -1;
+        row[number] = negative ? -found : found;
+    }
+    return at + 1;
+}
+
+/* Add rows to those there are. 0, or -1 with an error. */
+static int
+add_rows(PyObject *rows, int64_t (*found)[IN_A_ROW], size_t count)
+{
+    Py_ssize_t before = PyByteArray_GET_SIZE(rows), more = (Py_ssize_t)(count * sizeof *found);
+    if (count > 0 && PyByteArray_Resize(rows, before + more) < 0)
+        return -1;
+    memcpy(PyByteArray_AS_STRING(rows) + before, found, (size_t)more);
+    return 0;
+}
+
+/* Take the lists from a place on, as many as are plain; the place after the last of them, -1 with an error. */
+static inline __attribute__((always_inline)) Py_ssize_t
+rows_from(int kind, const void *text, Py_ssize_t at, Py_ssize_t end, PyObject *rows)
+{
+    int64_t found[ROWS_AT_ONCE][IN_A_ROW];
+    size_t count = 0;
+    Py_ssize_t after = at;
+    while ((at = row_at(kind, text, at, end, found[count])) >= 0) {
+        after = at;
+        if (++count == ROWS_AT_ONCE) {
+            if (add_rows(rows, found, count) < 0)
+                return -1;
+            count = 0;
+        }
+        PASS_BLANKS(kind, text, at, end);
+        if (at >= end || PyUnicode_READ(kind, text, at) != ',')
+            break;
+        at++;
+    }
+    return add_rows(rows, found, count) < 0 ? -1 : after;
+}
+
+/* allocations(text, at, rows): the twin of what `take` in `allocations.py` does for one list, for all plain ones that come
+ * next: add them to the rows, and return the place after the last of them. */
+static PyObject *
+allocations(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *text, *rows;
+    Py_ssize_t at;
+    if (!PyArg_ParseTuple(args, "UnO!:allocations", &text, &at, &PyByteArray_Type, &rows))
+        return NULL;
+    Py_ssize_t end = PyUnicode_GET_LENGTH(text), after;
+    if (at < 0 || at > end) {
+        PyErr_SetString(PyExc_IndexError, "no place in the text");
+        return NULL;
+    }
+    /* Named, so that each kind of text gets a loop of its own. */
+    switch (PyUnicode_KIND(text)) {
+    case PyUnicode_1BYTE_KIND:
+        after = rows_from(PyUnicode_1BYTE_KIND, PyUnicode_DATA(text), at, end, rows);
+        break;
+    case PyUnicode_2BYTE_KIND:
+        after = rows_from(PyUnicode_2BYTE_KIND, PyUnicode_DATA(text), at, end, rows);
+        break;
+    default:
+        after = rows_from(PyUnicode_4BYTE_KIND, PyUnicode_DATA(text), at, end, rows);
+    }
+    return after < 0 ? NULL : PyLong_FromSsize_t(after);
+}
+
+static PyMethodDef functions[] = {
+    {"allocations", allocations, METH_VARARGS, "Take the plain allocations from a place on; the place after them."},
+    {NULL},
+};
+
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "instrument.chrome._reading",
     .m_doc = "Events into spans, in C. See `instrument.chrome.reading`.",
     .m_size = -1,
+    .m_methods = functions,
 };
 
 PyMODINIT_FUNC

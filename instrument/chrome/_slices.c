@@ -1290,7 +1290,40 @@ failed:
     return NULL;
 }
 
+/* allocations(rows, moved_ns): rows of `Allocations`, so much later, as lists with commas between them; None where they are
+ * not plain. The twin is in `allocations.py`. */
+#define IN_A_ROW 7
+
+static PyObject *
+allocations(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer rows;
+    long long moved_ns;
+    if (!PyArg_ParseTuple(args, "y*L:allocations", &rows, &moved_ns))
+        return NULL;
+    text_t text = {0};
+    int plain = 1;
+    size_t size = IN_A_ROW * sizeof(int64_t), count = (size_t)rows.len / size;
+    for (size_t i = 0; plain && !text.failed && i < count; i++) {
+        int64_t row[IN_A_ROW];
+        memcpy(row, (const char *)rows.buf + i * size, size);
+        plain = !__builtin_add_overflow(row[1], moved_ns, &row[1]);
+        for (int at = 0; at < IN_A_ROW; at++) {
+            put(&text, at ? "," : i ? ",[" : "[", at || !i ? 1 : 2);
+            put_number(&text, row[at]);
+        }
+        PUT(&text, "]");
+    }
+    PyBuffer_Release(&rows);
+    PyObject *written = text.failed ? PyErr_NoMemory()
+                        : plain     ? PyBytes_FromStringAndSize(text.bytes, (Py_ssize_t)text.length)
+                                    : Py_NewRef(Py_None);
+    PyMem_RawFree(text.bytes);
+    return written;
+}
+
 static PyMethodDef functions[] = {
+    {"allocations", allocations, METH_VARARGS, "Rows of allocations as text; None where they are not plain."},
     {"slices", slices, METH_VARARGS, "The slices and arrows of spans as text; None where a span is not plain."},
     {NULL},
 };

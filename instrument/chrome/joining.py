@@ -5,11 +5,13 @@ Both files tell the wall clock of their times: torch's by its base, ours by the 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
 from datetime import datetime, timezone
+from operator import attrgetter
 
 from instrument.errors import TraceError
-from instrument.spans import Kernel, Trace
+from instrument.spans import Allocations, Kernel, Trace
 
 OURS = "trace of instrument"
 TORCHS = "trace of torch.profiler"
@@ -41,6 +43,8 @@ def join(trace: Trace, beside: Trace) -> Trace:
             f"torch.profiler's from {_told(trace, first, last)}; give a window that torch.profiler watched"
         )
     first, last = max(first, trace.start_ns), min(last, trace.end_ns)
+    allocations = Allocations.of(beside.allocations).moved(moved_ns)
+    at_ns = attrgetter("at_ns")
     return replace(
         trace,
         kernels=[
@@ -56,10 +60,8 @@ def join(trace: Trace, beside: Trace) -> Trace:
             )
             for one in beside.kernels
         ],
-        allocations=[
-            replace(one, at_ns=one.at_ns + moved_ns)
-            for one in beside.allocations
-            if first <= one.at_ns + moved_ns <= last
+        allocations=allocations[
+            bisect_left(allocations, first, key=at_ns) : bisect_right(allocations, last, key=at_ns)
         ],
         watched=(first, last),
     )

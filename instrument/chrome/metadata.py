@@ -5,15 +5,16 @@ Viewers ignore it. Sites stand in it once, and the events name them by their pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from instrument.chrome import allocations
 from instrument.chrome.text import checked, clean, encode, index, is_number, safe
 from instrument.spans import (
     GAUGES,
     WORK,
-    Allocation,
+    Allocations,
     Cost,
     FirstCall,
     Gpu,
@@ -90,8 +91,10 @@ class Sites:
         return self.entries.setdefault(encode(_facts(site)), len(self.entries))
 
 
-def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int) -> str:
-    """The JSON of the key. `base_ns` is the time from which the file counts."""
+def metadata(
+    trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int
+) -> Iterator[str | bytes]:
+    """The JSON of the key in pieces. `base_ns` is the time from which the file counts."""
     counted = "null" if tally is None else _tally_text(tally, base_ns, sites)
     read = {sample.name for sample in trace.samples}
     facts = {
@@ -119,7 +122,15 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
         **_watched(trace, base_ns),
         "startup": trace.startup and _startup(trace.startup, base_ns, sites),
     }
-    text = encode(facts)[:-1] + ',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}'
+    yield _without_del(encode(facts)[:-1])
+    if trace.watched is not None:
+        yield ',"allocations":['
+        yield from allocations.texts(trace.allocations, base_ns)
+        yield "]"
+    yield _without_del(',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}')
+
+
+def _without_del(text: str) -> str:
     # JSON allows DEL as it is, but Perfetto 52 and 55 refuse a file that has it outside of the events.
     return text.replace("\x7f", "\\u007f")
 
@@ -137,11 +148,6 @@ def _watched(trace: Trace, base_ns: int) -> dict[str, Any]:
             for one in trace.kernels
         ],
         "kernel_names": list(names),
-        "allocations": [
-            [one.device, one.at_ns - base_ns, one.thread_id, one.size_bytes, one.address, one.allocated_bytes,
-             one.reserved_bytes]
-            for one in trace.allocations
-        ],
     }  # fmt: skip
 
 
@@ -255,13 +261,9 @@ class Metadata:
             )
         return found
 
-    def _allocations(self) -> list[Allocation]:
-        return [
-            Allocation(
-                checked(device, int), self.base_ns + checked(since_ns, int), *(checked(each, int) for each in rest)
-            )
-            for device, since_ns, *rest in self._facts.get("allocations", ())
-        ]
+    def _allocations(self) -> Allocations:
+        found = self._facts.get("allocations", ())
+        return Allocations(found if isinstance(found, bytearray) else allocations.rows_of(found), self.base_ns)
 
     def tally(self) -> Tally | None:
         """The tally, if one was saved."""

@@ -7,19 +7,20 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from instrument import compression, native
+from instrument.chrome import allocations
 from instrument.chrome.lanes import DEVICE_PIDS, SPARE_TIDS
 from instrument.chrome.metadata import LIMIT_LINKS, Metadata, attribute, made
-from instrument.chrome.text import INT64, Json, checked, index, nanoseconds
+from instrument.chrome.text import INT64, LIMIT_VALUE, Json, checked, index, nanoseconds
 from instrument.errors import TraceError
 from instrument.spans import (
     HOST,
     KINDS,
-    Allocation,
+    Allocations,
     DeviceInterval,
     Kernel,
     Origin,
@@ -138,12 +139,33 @@ def _members(text: Json, scan: Callable[[Json], bool]) -> Iterator[tuple[str | N
                 yield from _elements(text, scan)
                 has_events = True
             else:
-                yield key, text.value()
+                yield key, _facts(text) if key == "instrument" and text.peek() == "{" else text.value()
             end = text.take(",}")
         if not has_events:
             raise ValueError("it has no list 'traceEvents'; give a Chrome trace in JSON")
     if text.peek():
         raise ValueError("something follows its end; write or copy it again")
+
+
+def _facts(text: Json) -> dict[str, Any]:
+    """An object value by value; of ours the allocations are taken one by one, as `Allocations.rows`."""
+    text.take("{")
+    facts: dict[str, Any] = {}
+    held = 0
+    end = text.take("}") if text.peek() == "}" else ","
+    while end == ",":
+        key = checked(text.value(), str)
+        text.take(":")
+        before = text.passed
+        if key == "allocations" and "format" in facts and text.peek() == "[":
+            facts[key] = allocations.take(text, LIMIT_SPANS)
+        else:
+            facts[key] = text.value()
+            held += text.passed - before
+        if held > LIMIT_VALUE:
+            raise ValueError("its key 'instrument' is longer than in any trace; give a Chrome trace in JSON")
+        end = text.take(",}")
+    return facts
 
 
 def _elements(text: Json, scan: Callable[[Json], bool]) -> Iterator[tuple[None, dict[str, Any]]]:
@@ -342,7 +364,7 @@ class _Foreign:
         self._count = 0
         self._work: list[tuple[str, str, int, int, int, int, int | None]] = []
         self._launches: dict[int, tuple[int, int]] = {}
-        self._allocations: list[Allocation] = []
+        self._allocations = bytearray()
         self._device_rows: set[tuple[Any, ...]] = set()
 
     def add(self, event: dict[str, Any]) -> None:
@@ -391,16 +413,14 @@ class _Foreign:
         args = checked(event.get("args"), dict)
         in_host = args.get("Device Type") == HOST_MEMORY
         numbers = [checked(args.get(key, 0), int) for key in ("Addr", "Total Allocated", "Total Reserved")]
-        self._allocations.append(
-            Allocation(
-                HOST if in_host else max(checked(args.get("Device Id"), int), 0),
-                nanoseconds(event.get("ts")),
-                self._thread_id(row),
-                checked(args.get("Bytes"), int),
-                *numbers,
-            )
+        self._allocations += Allocations.ROW.pack(
+            HOST if in_host else max(checked(args.get("Device Id"), int), 0),
+            nanoseconds(event.get("ts")),
+            self._thread_id(row),
+            checked(args.get("Bytes"), int),
+            *numbers,
         )
-        if len(self._allocations) > LIMIT_SPANS:
+        if len(self._allocations) > LIMIT_SPANS * Allocations.ROW.size:
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
 
     def _kernels(self) -> list[Kernel]:
@@ -443,14 +463,14 @@ class _Foreign:
             recorder="other",
             host=self.host,
         )
-        self._allocations.sort(key=attrgetter("at_ns"))
-        ends = [one.at_ns for one in (*self._allocations[:1], *self._allocations[-1:])]
+        found = Allocations(self._allocations).in_order()
+        ends = [one.at_ns for one in (*found[:1], *found[-1:])]
         first_ns = min(chain(ends, (span.start_ns for span in self.spans)), default=0)
         last_ns = max(chain(ends, (span.end_ns for span in self.spans)), default=0)
         losses = {"slice ends without a begin": strays} if strays else {}
         trace = Trace(origin, first_ns, last_ns, self.spans, threads, losses)
-        if self._work or self._allocations:
-            trace.kernels, trace.allocations = self._kernels(), self._allocations
+        if self._work or found:
+            trace.kernels, trace.allocations = self._kernels(), found
             trace.watched = first_ns, last_ns
         return trace
 

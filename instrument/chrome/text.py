@@ -26,6 +26,9 @@ BLOCK_BYTES = 1 << 20
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """The JSON of a value that is `safe`."""
 
+LONGEST_WORD = 9
+"""Characters of `-Infinity`, beyond which more text does not make a word of what is none."""
+
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
@@ -127,6 +130,11 @@ class Json:
         if size_bytes > self._limit_bytes:
             raise ValueError(f"it holds more than {self._limit_bytes} bytes of text; record less, or raise limit_bytes")
 
+    @property
+    def passed(self) -> int:
+        """How many characters have been taken."""
+        return self._passed + self._at
+
     def peek(self) -> str:
         """The next character that is not blank, or "" at the end."""
         while True:
@@ -156,7 +164,8 @@ class Json:
             except json.JSONDecodeError as problem:
                 # Cut off by the block's end, or wrong: with more text the first kind fails elsewhere or not at all.
                 at = problem.pos - self._at
-                if (at == failed_at and not problem.msg.startswith("Unterminated")) or not self._more():
+                is_told = at == failed_at and len(self._text) - problem.pos >= LONGEST_WORD
+                if (is_told and not problem.msg.startswith("Unterminated")) or not self._more():
                     raise self._wrong(problem.msg, at) from problem
                 failed_at = at
                 continue

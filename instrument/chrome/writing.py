@@ -97,7 +97,9 @@ def _document(trace: Trace, tally: Tally | None) -> Iterator[str | bytes]:
     sites = Sites(slices.sites)
     head = metadata(trace, slices.base_ns, sites, tally, slices.left_out)
     service = trace.origin.service or f"process {trace.origin.pid}"
-    yield f'{{"displayTimeUnit":"ms","instrument":{head},"traceEvents":[\n'
+    yield '{"displayTimeUnit":"ms","instrument":'
+    yield from head
+    yield ',"traceEvents":[\n'
     yield ",\n".join(_process_names(pid, service, 0))
     yield from slices.texts([sites.texts[site] for site in slices.sites])
     counted: set[int] = set()

@@ -1,0 +1,293 @@
+"""Allocations in files: a million of them come back exactly, in little memory, and damage is refused by both twins."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from instrument import chrome
+from instrument.chrome import allocations, reading
+from instrument.chrome.text import Json
+from instrument.errors import TraceError
+from instrument.spans import HOST, Allocation, Allocations, Origin, Site, Span, Trace
+
+INT64 = 1 << 63
+BASE_NS = 1000
+
+
+@pytest.fixture(params=["native", "twin"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test runs against both."""
+    if request.param == "twin":
+        monkeypatch.setattr(allocations, "_native_reader", None)
+        monkeypatch.setattr(allocations, "_native_writer", None)
+    elif allocations._native_reader is None:
+        pytest.skip("the loops in C are not in use")
+
+
+def trace_of(found: Any, name: str = "f") -> Trace:
+    spans = [Span(Site(name), 1, 0, 1, 1, 0, BASE_NS, BASE_NS + 50, 50, 50)]
+    return Trace(Origin(1, "shop", 0, 0), BASE_NS, BASE_NS + 100, spans, allocations=found, watched=(BASE_NS, 1090))
+
+
+def some(count: int) -> list[Allocation]:
+    return [Allocation(at % 3 - 1, BASE_NS + at, 1, at * (-1) ** at, at << 45, at * at) for at in range(count)]
+
+
+def loaded(path: Path) -> Trace:
+    return chrome.load(path)[0]
+
+
+# ---------------------------------------------------------------- in memory
+
+NUMBERS = st.integers(-INT64, INT64 - 1)
+ANY = st.builds(Allocation, *[NUMBERS] * 7)
+
+
+@given(st.lists(ANY, max_size=8), st.integers(-9, 9), st.integers(-9, 9), st.sampled_from([1, 2, -1, -3]))
+def test_packed_allocations_are_a_sequence_as_a_list_of_them_is(
+    found: list[Allocation], first: int, last: int, step: int
+) -> None:
+    packed = Allocations.of(found)
+    assert list(packed) == found
+    assert packed == found
+    assert found == packed
+    assert (len(packed), bool(packed)) == (len(found), bool(found))
+    assert packed[first:last:step] == found[first:last:step]
+    assert list(reversed(packed)) == found[::-1]
+    assert [packed[at] for at in range(-len(found), len(found))] == found * 2
+    assert packed.in_order() == sorted(found, key=lambda one: one.at_ns)
+    moved = packed.moved(BASE_NS)
+    assert [one.at_ns for one in moved] == [one.at_ns + BASE_NS for one in found]
+    assert (moved == found) is (not found)
+    assert moved[first:last].moved(-BASE_NS) == found[first:last]
+    for same in (pickle.loads(pickle.dumps(moved)), copy.copy(moved), copy.deepcopy(moved)):
+        assert same == moved
+
+
+def test_packed_allocations_say_what_they_are_and_what_they_are_not() -> None:
+    packed = Allocations.of(some(2))
+    assert repr(packed) == f"Allocations({some(2)!r})"
+    assert packed != some(3)
+    assert packed != "ab"
+    assert Allocations() == ()
+    for place in (2, -3):
+        with pytest.raises(IndexError):
+            packed[place]
+    with pytest.raises(TypeError):
+        hash(packed)
+    with pytest.raises(OverflowError, match="64 bits"):
+        Allocations.of([Allocation(0, INT64, 1, 1, 1, 1)])
+
+
+# ---------------------------------------------------------------- there and back
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.builds(Allocation, NUMBERS, st.integers(-(1 << 62), 1 << 62), *[NUMBERS] * 5)), st.booleans())
+def test_every_allocation_comes_back(tmp_path: Path, found: list[Allocation], packed: bool) -> None:
+    path = chrome.dump(tmp_path / "trace.json", trace_of(Allocations.of(found) if packed else found))
+    again = loaded(path)
+    assert again.allocations == found
+    assert isinstance(again.allocations, Allocations)
+    text = path.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocations, "_native_writer", None)
+        patch.setattr(allocations, "_native_reader", None)
+        assert loaded(path).allocations == found
+        assert chrome.dump(tmp_path / "twin.json", again).read_bytes() == text
+
+
+def test_several_batches_come_back_whatever_the_text_beside_them_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocations, "BATCH", 7)
+    for block, name in ((1, "f"), (50, "caf\u00e9"), (64, "\u6a21\u578b"), (1 << 20, "\U0001f600")):
+        monkeypatch.setattr("instrument.chrome.text.BLOCK_BYTES", block)
+        trace = trace_of(Allocations.of(some(50)), name)
+        trace.notes = (name * 3,)
+        again = loaded(chrome.dump(tmp_path / "trace.json.gz", trace))
+        assert (again.allocations, again.spans[0].site.name) == (some(50), name)
+
+
+def test_a_file_says_the_same_whatever_the_order_of_its_keys_and_its_blanks_are(tmp_path: Path) -> None:
+    path = chrome.dump(tmp_path / "trace.json", trace_of(some(5)))
+    found = json.loads(path.read_text())
+    for style in ({"sort_keys": True}, {"indent": 3}, {"separators": (" ,\n", "\t:\r ")}):
+        path.write_text(json.dumps(found, **style))
+        assert loaded(path).allocations == some(5)
+
+
+def test_a_key_that_comes_twice_counts_as_it_comes_last(tmp_path: Path) -> None:
+    path = chrome.dump(tmp_path / "trace.json", trace_of(some(5)))
+    rows = '"allocations":[[0,7,1,5,9,5,0]]'
+    path.write_text(path.read_text().replace(',"sites":', f',{rows},"sites":'))
+    assert list(loaded(path).allocations) == [Allocation(0, BASE_NS + 7, 1, 5, 9, 5)]
+
+
+def test_numbers_of_other_producers_are_read_as_json_means_them(tmp_path: Path) -> None:
+    path = chrome.dump(tmp_path / "trace.json", trace_of(some(1)))
+    text = path.read_text()
+    rows = f"[-1,-0,1,{INT64 - 1},{-INT64},999999999999999999,-1000000000000000000],[ 0 ,7\n,1,\t5,9,5 ]"
+    path.write_text(text.replace("[-1,0,1,0,0,0,0]", rows))
+    assert list(loaded(path).allocations) == [
+        Allocation(HOST, BASE_NS, 1, INT64 - 1, -INT64, 10**18 - 1, -(10**18)), Allocation(0, BASE_NS + 7, 1, 5, 9, 5),
+    ]  # fmt: skip
+
+
+def test_a_million_would_take_little_memory_to_write_and_56_bytes_each_to_read(tmp_path: Path) -> None:
+    count = 20_000
+    found = Allocations.of([Allocation(0, at, 1, at % 999, at << 9, at) for at in range(count)])
+    trace = trace_of(found)
+
+    def peak_bytes(work: Any) -> int:
+        tracemalloc.start()
+        try:
+            work()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    path = tmp_path / "trace.json"
+    # 4096 as lists are 3 MiB, a block of text is 1 MiB; all are 1.1 MiB packed, and 8 MiB as lists.
+    assert peak_bytes(lambda: chrome.dump(path, trace)) < 4 << 20
+    held: list[Trace] = []
+    assert peak_bytes(lambda: held.append(loaded(path))) < 4 << 20
+    assert len(held[0].allocations.rows) == 56 * count  # type: ignore[attr-defined]
+
+
+def test_a_file_that_torch_wrote_is_packed_and_in_order(tmp_path: Path) -> None:
+    events = [
+        {"ph": "i", "name": "[memory]", "pid": 1, "tid": 1, "ts": ts,
+         "args": {"Bytes": 5, "Device Type": 1, "Device Id": 0, "Addr": ts}}
+        for ts in (3, 1, 2)
+    ]  # fmt: skip
+    (tmp_path / "trace.json").write_text(json.dumps(events))
+    again = loaded(tmp_path / "trace.json")
+    assert isinstance(again.allocations, Allocations)
+    assert [(one.at_ns, one.address) for one in again.allocations] == [(1000, 1), (2000, 2), (3000, 3)]
+    assert again.watched == (1000, 3000)
+
+
+# ---------------------------------------------------------------- damage
+
+BAD_ROWS: dict[str, str] = {
+    "[0,1,2,3,4]": "an allocation in it is none",
+    "[0,1,2,3,4,5,6,7]": "an allocation in it is none",
+    "[]": "an allocation in it is none",
+    "5": "has 5 where list belongs",
+    "null": "has None where list belongs",
+    '"[0,1,2,3,4,5,6]"': "where list belongs",
+    "{}": "has {} where list belongs",
+    "[0,1,2,3,4,5,1.0]": "has 1.0 where int belongs",
+    "[0,1,2,3,4,5,1e3]": "has 1000.0 where int belongs",
+    '[0,1,2,3,4,5,"6"]': "has '6' where int belongs",
+    "[0,1,2,3,4,5,true]": "has True where int belongs",
+    "[0,1,2,3,4,5,null]": "has None where int belongs",
+    "[0,1,2,3,4,5,[6]]": "where int belongs",
+    f"[0,1,2,3,4,5,{INT64}]": "where int belongs",
+    f"[0,1,2,3,4,5,{-INT64 - 1}]": "where int belongs",
+    "[0,1,2,3,4,5,01]": "no JSON",
+    "[0,1,2,3,4,5,-]": "no JSON",
+    "[0,1,2,3,4,5,+6]": "no JSON",
+    "[0,1,2,3,4,5,6,]": "no JSON",
+    "[0,1,2,3,4,5,,6]": "no JSON",
+    "[0,1,2,3,4,5,\u0661]": "no JSON",
+    "[0,1,2,3,4,5,NaN]": "NaN, which is not JSON",
+    "[0,1,2,3,4,5,6],": "no JSON",
+    ",[0,1,2,3,4,5,6]": "no JSON",
+    "[0,1,2,3,4,5,6][0,1,2,3,4,5,6]": "'\\[' stands where",
+    "[0,1,2,3,4,5,6}": "no JSON",
+    "[0,1,2,3,4,5,6": "where list belongs",
+    "[" * 200_000: "nests deeper",
+}
+
+
+@pytest.mark.parametrize("text", BAD_ROWS, ids=lambda text: text[:40])
+@pytest.mark.parametrize("place", ["first", "later"])
+def test_lists_that_are_no_allocation_are_refused(tmp_path: Path, text: str, place: str) -> None:
+    path = chrome.dump(tmp_path / "trace.json", trace_of(some(3)))
+    rows = path.read_text().partition('"allocations":[')[2].partition("]]")[0] + "]"
+    path.write_text(path.read_text().replace(rows, text if place == "first" else f"{rows},{text}"))
+    with pytest.raises(TraceError, match=BAD_ROWS[text]):
+        chrome.load(path)
+
+
+@pytest.mark.parametrize("value", [None, 5, "ab", {}, {"a": [0] * 7}, [[0] * 5], [5]], ids=repr)
+def test_what_is_no_list_of_lists_is_refused_or_nothing(tmp_path: Path, value: Any) -> None:
+    path = chrome.dump(tmp_path / "trace.json", trace_of(some(3)))
+    found = json.loads(path.read_text())
+    found["instrument"]["allocations"] = value
+    for sort_keys in (False, True):
+        path.write_text(json.dumps(found, sort_keys=sort_keys))
+        if value == {}:
+            assert list(loaded(path).allocations) == []
+            continue
+        with pytest.raises(TraceError, match="cannot read the trace"):
+            chrome.load(path)
+
+
+def test_the_key_of_another_program_is_passed_over_whatever_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for value in ({"allocations": [5, [1]]}, {"allocations": None}, {}, [], "ab", 5, {"Format": 3}):
+        path.write_text(json.dumps({"instrument": value, "traceEvents": []}))
+        assert loaded(path).spans == []
+
+
+def test_more_than_any_trace_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = chrome.dump(tmp_path / "trace.json", trace_of(some(5)))
+    monkeypatch.setattr(reading, "LIMIT_SPANS", 5)
+    assert len(loaded(path).allocations) == 5
+    monkeypatch.setattr(reading, "LIMIT_SPANS", 4)
+    with pytest.raises(TraceError, match="more than 4 allocations; record less"):
+        chrome.load(path)
+
+
+def test_allocations_may_be_more_text_than_any_one_value_but_all_else_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instrument.chrome.text.BLOCK_BYTES", 100)
+    for module in ("text", "reading"):
+        monkeypatch.setattr(f"instrument.chrome.{module}.LIMIT_VALUE", 1000)
+    path = chrome.dump(tmp_path / "trace.json", trace_of(some(500)))
+    assert len(loaded(path).allocations) == 500
+    facts = {f"key {number}": "x" * 300 for number in range(5)}
+    path.write_text(json.dumps({"instrument": facts, "traceEvents": []}))
+    with pytest.raises(TraceError, match="key 'instrument' is longer than in any trace"):
+        chrome.load(path)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["[0,1,2,3,4,5,6]", "[7,-8,9,0,1,2]", " [ 1 ,2,3,4,5,6, 7 ]", "[1,2]", "x", "]", "9" * 19]),
+        max_size=9,
+    ),
+    st.sampled_from(["", "\u00e9", "\u6a21", "\U0001f600"]),
+    st.integers(1, 40),
+    st.integers(0, 60),
+)  # fmt: skip
+def test_both_readers_take_the_same_of_any_text(rows: list[str], behind: str, block: int, cut: int) -> None:
+    """What is behind the list makes the text one of other characters; it may be cut off anywhere."""
+    data = f"[{','.join(rows)}]{behind}"
+    data = data[: len(data) - cut] if cut < 30 else data
+
+    def outcome() -> Any:
+        left = [data.encode()[at : at + block] for at in range(0, len(data.encode()), block)][::-1]
+        text = Json(lambda _: left.pop() if left else b"", 1 << 20)
+        try:
+            return bytes(allocations.take(text, 5)), text.passed
+        except ValueError as error:
+            return str(error)
+
+    found = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocations, "_native_reader", None)
+        assert found == outcome()
