@@ -43,12 +43,19 @@ typedef struct {
     size_t mask, used;
 } table_t;
 
+/* Where a key would be if no other were there. */
 static inline size_t
-table_place(const table_t *table, int64_t key)
+table_home(const table_t *table, int64_t key)
 {
     /* Ids are given in a row: eight of them lie side by side, where one look into memory fetches all. */
     uint64_t mixed = ((uint64_t)key >> 3) * 0x9E3779B97F4A7C15u;
-    size_t at = ((size_t)(mixed ^ (mixed >> 32)) << 3 | ((size_t)key & 7)) & table->mask;
+    return ((size_t)(mixed ^ (mixed >> 32)) << 3 | ((size_t)key & 7)) & table->mask;
+}
+
+static inline size_t
+table_place(const table_t *table, int64_t key)
+{
+    size_t at = table_home(table, key);
     while (table->values[at] != NOWHERE && table->keys[at] != key)
         at = (at + 1) & table->mask;
     return at;
@@ -112,6 +119,22 @@ table_cell(table_t *table, int64_t key)
         table->used++; /* its caller gives it a value */
     }
     return &table->values[at];
+}
+
+/* Forget the key at a place. Those that had to make way for it move up. */
+static inline void
+table_drop(table_t *table, size_t at)
+{
+    for (size_t next = (at + 1) & table->mask; table->values[next] != NOWHERE; next = (next + 1) & table->mask) {
+        size_t home = table_home(table, table->keys[next]);
+        if (((next - home) & table->mask) < ((next - at) & table->mask))
+            continue;
+        table->keys[at] = table->keys[next];
+        table->values[at] = table->values[next];
+        at = next;
+    }
+    table->values[at] = NOWHERE;
+    table->used--;
 }
 
 /* ---- room for the other threads */

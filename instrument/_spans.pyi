@@ -31,3 +31,16 @@ def shared_ns(left: bytes, right: bytes, /) -> int: ...
 def at_once(unions: Any, /) -> tuple[int, int]: ...
 def within(owned: bytes, requests: Any, busy: bytes, /) -> list[tuple[int, int, int]] | None: ...
 def phases(spans: Any, owners: bytes, requests: Any, labels: dict[Site, int], /) -> list[dict[int, int]] | None: ...
+def memory(
+    spans: Any,
+    rows: bytes | bytearray,
+    base_ns: int,
+    first_ns: int,
+    last_ns: int,
+    known_since_ns: int,
+    state: int,
+    apart: bool,
+    launches: bool,
+    names: tuple[str, str, str],
+    /,
+) -> tuple[list[Any], list[Any], list[int], int] | None: ...

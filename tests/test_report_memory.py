@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -22,15 +23,25 @@ from test_report_kernels import recordings, span, trace_of
 
 import instrument
 from instrument import chrome, cli
-from instrument.profile import loads
+from instrument.profile import STATES, loads
+from instrument.report import allocations
 from instrument.report.memory import BEFORE, Memory, PlaceMemory, memory
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
-from instrument.spans import HOST, Allocation, Gpu, Sample, Site, Trace
+from instrument.spans import HOST, Allocation, Allocations, Gpu, Origin, Sample, Site, Span, Trace
 
 MS = 1_000_000
 MIB = 1 << 20
+
+
+@pytest.fixture(params=["native", "twin"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test runs against both, but for those that say otherwise."""
+    if request.param == "twin":
+        monkeypatch.setattr(allocations, "_native", None)
+    elif request.param == "native" and allocations._native is None:
+        pytest.skip("the loops in C are not in use")
 
 
 def view_of(trace: Trace, **options: Any) -> Memory:
@@ -298,6 +309,81 @@ def test_every_number_is_that_of_a_count_by_hand(trace: Trace, found: list[Alloc
     assert json.dumps(document(view))
 
 
+# ---------------------------------------------------------------- the twins
+
+NEAR, FAR = st.integers(-3, 65), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 62, -(1 << 62), 512, 1 << 40])
+SITES = [Site("f"), Site("f"), Site("g", "op"), Site("Linear", "layer", instance="up")]
+
+
+@st.composite
+def any_spans(draw: st.DrawFn) -> list[Span]:
+    """Spans in any order that cross, have parents and tasks of any kind, ids that come twice, and generators' gaps."""
+    found = []
+    for _ in range(draw(st.integers(0, 14))):
+        start, length = draw(NEAR), draw(st.integers(0, 40))
+        task, thread, more = draw(st.integers(0, 2)), draw(st.integers(0, 2)), draw(st.booleans())
+        found.append(
+            span("", draw(st.integers(1, 9)), start, start + length, parent=draw(st.integers(0, 9)), thread=thread,
+                 task=task, site=draw(st.sampled_from(SITES)), active_ns=length - draw(st.sampled_from([0, 0, 0, 1])),
+                 attributes={"correlation": 5} if more and thread else {})
+        )  # fmt: skip
+    return found
+
+
+any_numbers = st.one_of(NEAR, FAR)
+any_changes = st.builds(
+    Allocation, st.one_of(st.integers(-1, 2), FAR), st.one_of(NEAR, NEAR, NEAR, FAR), st.integers(0, 3), any_numbers,
+    st.one_of(st.integers(0, 4), st.integers(0, 60).map(lambda number: number * 512), FAR), any_numbers, any_numbers,
+)  # fmt: skip
+
+
+@given(
+    any_spans(), st.lists(any_changes, max_size=60), st.integers(0, 60), st.sampled_from(["native", "other"]),
+    st.sampled_from(STATES), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_both_count_the_same_whatever_there_is(
+    spans: list[Span], found: list[Allocation], held_from_ns: int, recorder: str, state: str, apart: bool, packed: bool
+) -> None:
+    """Allocations in any order too: another's file may have them so."""
+    trace = Trace(Origin(1, "shop", 0, 0, recorder), 0, 60, spans, watched=(0, 62), held_from_ns=held_from_ns)
+    trace.allocations = Allocations.of(found) if packed else found
+    if allocations._native is not None:
+        assert allocations._in_c(trace, (0, 62), state, apart) is not None
+    with pytest.MonkeyPatch.context() as patch:
+        told = allocations.counted(trace, state, apart)
+        patch.setattr(allocations, "_native", None)
+        assert told == allocations.counted(trace, state, apart)
+
+
+def test_addresses_that_come_and_go_by_the_thousand_are_held_as_long_as_they_are() -> None:
+    chance = random.Random(5)
+    found: list[Allocation] = []
+    live: dict[tuple[int, int], int] = {}
+    for at in range(20_000):
+        device, address = chance.randrange(2), chance.choice([64, 512, 8]) * chance.randrange(700)
+        taken = live.pop((device, address), None)
+        size = chance.randrange(1, 99) if taken is None else -taken
+        if taken is None:
+            live[device, address] = size
+        found.append(Allocation(device, at, 1, size, address, 0))
+    (first, second) = view_of(watched(allocations=found)).devices
+    for one in (first, second):
+        assert one.held_bytes == one.increase_bytes == sum(size for (of, _), size in live.items() if of == one.device)
+        assert one.earlier_bytes == 0
+
+
+def test_what_c_does_not_take_is_left_to_python() -> None:
+    """Numbers and windows beyond 64 bits, more devices than any process has."""
+    trace = watched(span("f", 1, 0, 9), allocations=[Allocation(0, 5, 4321, 1 << 70, 1, 1 << 71)])
+    assert [(use.name, use.allocated_bytes) for use in view_of(trace).places] == [("f", 1 << 70)]
+    trace = replace(trace, allocations=allocations_of((1, 5, 5)), watched=(-(1 << 70), 1 << 70))
+    assert [use.allocated_bytes for use in view_of(trace).places] == [5]
+    far = Allocations.of(allocations_of((1, 5, 5))).moved((1 << 63) - 1)
+    assert [use.allocated_bytes for use in view_of(replace(trace, allocations=far)).places] == [5]
+    many = [Allocation(device, 5, 4321, 1, 1, 1) for device in range(5000)]
+    assert len(view_of(replace(trace, allocations=many)).devices) == 5000
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -350,6 +436,7 @@ instrument.dump(ours)
 """
 
 
+@pytest.mark.parametrize("kind", ["whichever is in use"], indirect=True)
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_what_a_thread_of_torch_takes_is_its_scopes_and_no_scopes_of_the_main_thread(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -380,6 +467,7 @@ def test_what_a_thread_of_torch_takes_is_its_scopes_and_no_scopes_of_the_main_th
 # ---------------------------------------------------------------- live
 
 
+@pytest.mark.parametrize("kind", ["whichever is in use"], indirect=True)
 def test_a_running_service_sees_what_its_process_holds_without_torch() -> None:
     session = instrument.start(loads("device: {nvml: off, host: 10ms}", environ={}))
     assert session is not None

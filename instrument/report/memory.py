@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from instrument.report.places import NOWHERE, SHARED, UNKNOWN, name_of_site, places
+from instrument.report.allocations import Allocator, Counted, Level, Use, counted
+from instrument.report.places import NOWHERE, SHARED, UNKNOWN, name_of_site
 from instrument.report.table import (
     MISSING,
     compact,
@@ -24,7 +25,7 @@ from instrument.report.table import (
     wrapped,
 )
 from instrument.report.view import Options, Recording
-from instrument.spans import HOST, Allocation, Sample, Site, Trace
+from instrument.spans import HOST, Sample, Site, Trace
 
 BEFORE = "(before it began)"
 """Where a peak was reached that nothing rose above in the time that was watched."""
@@ -185,8 +186,9 @@ def memory(recording: Recording, options: Options) -> Memory:
     GPU for that of devices. `unit` is that of times. The other options mean nothing here.
     """
     trace = recording.trace
-    found = _Found(trace, options)
-    uses = found.places()
+    apart = options.threads == "apart"
+    found = counted(trace, options.state, apart)
+    uses = _places(trace, found.uses, apart)
     column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
     uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
     shown, rest = uses[: options.rows], uses[options.rows :] if options.rows else []
@@ -197,8 +199,8 @@ def memory(recording: Recording, options: Options) -> Memory:
         spans=len(trace.spans),
         places_since_ns=trace.held[0] - trace.start_ns,
         threads=tuple(_thread_name(trace, thread_id) for thread_id in found.thread_ids),
-        peaks=tuple(found.peaks()),
-        devices=tuple(totals.memory(device) for device, totals in sorted(found.by_device.items())),
+        peaks=tuple(peak for allocator in found.allocators for peak in _peaks(trace, allocator)),
+        devices=tuple(_devices(found)),
         places=(*shown, *([_together(rest)] if rest else [])),
         gauged=tuple(_gauged(trace.samples, trace.start_ns, options.state)),
         outside=found.outside,
@@ -225,132 +227,38 @@ def _gauged(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[Ga
                 yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
 
 
-class _Used:
-    """What was taken and given back at one place, or of one device."""
-
-    __slots__ = ("allocated_bytes", "allocations", "device", "freed_bytes", "frees", "held_bytes", "site", "thread_id")
-
-    def __init__(self, device: int, site: Site | str, thread_id: int) -> None:
-        self.device, self.site, self.thread_id = device, site, thread_id
-        self.allocations = self.frees = self.allocated_bytes = self.freed_bytes = self.held_bytes = 0
-
-
-class _Level:
-    """How much one allocator has: at first, and at most."""
-
-    __slots__ = ("begin", "peak", "peak_at")
-
-    def __init__(self, begin: int) -> None:
-        self.begin = self.peak = begin
-        self.peak_at = -1
+def _places(trace: Trace, found: Sequence[Use], apart: bool) -> list[PlaceMemory]:
+    """The places, those of one name and kind together."""
+    merged: dict[tuple[int, str, str, str], list[Use]] = {}
+    for use in found:
+        thread = _thread_name(trace, use.thread_id) if apart else ""
+        merged.setdefault((use.device, *_name_and_kind(use.place), thread), []).append(use)
+    return [PlaceMemory(*key, *_sums(uses)) for key, uses in merged.items()]
 
 
-class _Totals:
-    """One allocator: its levels, the sums of its places, and what is still held, by address."""
-
-    __slots__ = ("allocated", "earlier_bytes", "held", "last", "reserved", "uses")
-
-    def __init__(self, first: Allocation) -> None:
-        self.allocated = _Level(first.allocated_bytes - first.size_bytes)
-        self.reserved = _Level(first.reserved_bytes)
-        self.held: dict[int, int] = {}
-        self.last = first
-        self.uses: list[_Used] = []
-        self.earlier_bytes = 0
-
-    def memory(self, device: int) -> DeviceMemory:
-        return DeviceMemory(device, *_sums(self.uses), self.earlier_bytes)
+def _devices(found: Counted) -> Iterator[DeviceMemory]:
+    uses: dict[int, list[Use]] = {}
+    for use in found.uses:
+        uses.setdefault(use.device, []).append(use)
+    for allocator in found.allocators:
+        yield DeviceMemory(allocator.device, *_sums(uses[allocator.device]), allocator.earlier_bytes)
 
 
-class _Found:
-    """What is known of the allocations of a trace in the time that was watched."""
-
-    def __init__(self, trace: Trace, options: Options) -> None:
-        self._trace = trace
-        self._apart = options.threads == "apart"
-        self.by_device: dict[int, _Totals] = {}
-        self._counted, self.outside = _inside(trace, options.state)
-        self._used = self._placed()
-        self.thread_ids = dict.fromkeys(one.thread_id for one in self._counted)
-        self._count()
-
-    def _placed(self) -> list[_Used]:
-        """The place of each allocation."""
-        counted, known_since_ns = self._counted, self._trace.held[0]
-        known: dict[tuple[int, Site | str, int], _Used] = {}
-        placed: list[_Used] = [_Used(HOST, UNKNOWN, 0)] * len(counted)
-        points = ((one.thread_id, one.at_ns, at) for at, one in enumerate(counted))
-        for at, place in places(self._trace, points):
-            one = counted[at]
-            site = UNKNOWN if one.at_ns < known_since_ns else place if isinstance(place, str) else place.site
-            key = one.device, site, one.thread_id if self._apart else 0
-            use = known.get(key)
-            if use is None:
-                use = known[key] = _Used(*key)
-            placed[at] = use
-        return placed
-
-    def _count(self) -> None:
-        """Sums, levels and what is still held, in the order of time."""
-        counted, placed = self._counted, self._used
-        for at, (one, use) in enumerate(zip(counted, placed, strict=True)):
-            totals = self.by_device.get(one.device)
-            if totals is None:
-                totals = self.by_device[one.device] = _Totals(one)
-            size_bytes, held = one.size_bytes, totals.held
-            before = held.pop(one.address, None)
-            if before is not None:
-                # Taken again where it was never given back: that was not told.
-                placed[before].held_bytes -= counted[before].size_bytes
-            if size_bytes >= 0:
-                use.allocations += 1
-                use.allocated_bytes += size_bytes
-                use.held_bytes += size_bytes
-                held[one.address] = at
-            else:
-                use.frees += 1
-                use.freed_bytes -= size_bytes
-                if before is None:
-                    totals.earlier_bytes -= size_bytes
-            if one.allocated_bytes > totals.allocated.peak:
-                totals.allocated.peak, totals.allocated.peak_at = one.allocated_bytes, at
-            if one.reserved_bytes > totals.reserved.peak:
-                totals.reserved.peak, totals.reserved.peak_at = one.reserved_bytes, at
-            totals.last = one
-        for use in dict.fromkeys(placed):
-            self.by_device[use.device].uses.append(use)
-
-    def places(self) -> list[PlaceMemory]:
-        """The places, those of one name and kind together."""
-        merged: dict[tuple[int, str, str, str], list[_Used]] = {}
-        for device, totals in self.by_device.items():
-            for use in totals.uses:
-                thread = _thread_name(self._trace, use.thread_id) if self._apart else ""
-                merged.setdefault((device, *_name_and_kind(use.site), thread), []).append(use)
-        return [PlaceMemory(*key, *_sums(uses)) for key, uses in merged.items()]
-
-    def peaks(self) -> Iterator[Peak]:
-        for device, totals in sorted(self.by_device.items()):
-            yield self._peak(device, "allocated", totals.allocated, totals.last.allocated_bytes)
-            if totals.reserved.peak:
-                yield self._peak(device, "reserved", totals.reserved, totals.last.reserved_bytes)
-
-    def _peak(self, device: int, what: str, level: _Level, end_bytes: int) -> Peak:
-        trace = self._trace
-        at_ns, place, thread = trace.watched[0] if trace.watched else trace.start_ns, BEFORE, ""
-        if level.peak_at >= 0:
-            one = self._counted[level.peak_at]
-            at_ns, thread = one.at_ns, _thread_name(trace, one.thread_id)
-            place = _name_and_kind(self._used[level.peak_at].site)[0]
-        return Peak(device, what, level.peak, at_ns - trace.start_ns, place, thread, level.begin, end_bytes)
+def _peaks(trace: Trace, allocator: Allocator) -> Iterator[Peak]:
+    yield _peak(trace, allocator.device, "allocated", allocator.allocated)
+    if allocator.reserved.peak_bytes:
+        yield _peak(trace, allocator.device, "reserved", allocator.reserved)
 
 
-def _inside(trace: Trace, state: str) -> tuple[Sequence[Allocation], int]:
-    """The allocations that count, and how many lie outside of the time that was watched."""
-    first, last = trace.watched or trace.held
-    inside = [one for one in trace.allocations if first <= one.at_ns <= last]
-    outside = len(trace.allocations) - len(inside)
-    return (inside if state == "All" else [one for one in inside if _is_of(state, one.device)]), outside
+def _peak(trace: Trace, device: int, what: str, level: Level) -> Peak:
+    at_ns, place, thread = trace.watched[0] if trace.watched else trace.start_ns, BEFORE, ""
+    if level.place is not None:
+        one = trace.allocations[level.at]
+        at_ns, thread = one.at_ns, _thread_name(trace, one.thread_id)
+        place = _name_and_kind(level.place)[0]
+    return Peak(
+        device, what, level.peak_bytes, at_ns - trace.start_ns, place, thread, level.begin_bytes, level.end_bytes
+    )
 
 
 def _is_of(state: str, device: int) -> bool:
@@ -371,7 +279,7 @@ def _together(uses: Sequence[PlaceMemory]) -> PlaceMemory:
     return PlaceMemory(device, "", "", "", *_sums(uses), remaining=len(uses))
 
 
-def _sums(uses: Sequence[_Used | PlaceMemory]) -> tuple[int, int, int, int, int]:
+def _sums(uses: Sequence[Use | PlaceMemory]) -> tuple[int, int, int, int, int]:
     return (
         sum(use.allocations for use in uses),
         sum(use.frees for use in uses),
