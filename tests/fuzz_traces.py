@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from instrument import chrome, profile
-from instrument.chrome import reading
+from instrument.chrome import allocations, reading
 from instrument.errors import ProfileError, TraceError
 from instrument.profile import SORT_KEYS, VIEWS
+from instrument.report import allocations as report_allocations
 from instrument.report.summary import summary, summary_document
 from instrument.report.view import Options, Recording
 from instrument.spans import (
@@ -42,6 +43,9 @@ from instrument.spans import (
     by_start,
 )
 from instrument.tally import Tally
+
+TWINS = (reading, "_native"), (allocations, "_native_reader"), (report_allocations, "_native")
+"""What is read and counted in C, and in Python where these are None."""
 
 MOST_BYTES = 500 << 20
 SLOWEST_S = 20.0
@@ -103,11 +107,14 @@ def sample_trace(seed: int) -> tuple[Trace, Tally | None]:
         facts = {
             "kernels": [Kernel("gemm", chance.choice(WORK), 0, 7, 1010, 1020, chance.choice([0, 11]), 1005)],
             "allocations": [
-                Allocation(chance.choice([HOST, 0]), 1000 + 7 * n, 11, chance.randrange(-64, 64), n % 3, 99, 128)
-                for n in range(chance.randrange(5))
+                Allocation(
+                    chance.choice([HOST, 0, 1]), 990 + 7 * n - chance.choice([0, 0, 9]), chance.choice([11, 12, 13]),
+                    chance.randrange(-64, 64), n % 3 << chance.choice([0, 45]), chance.randrange(-9, 99), 128
+                )
+                for n in range(chance.randrange(20))
             ],
             "watched": (1001, 1090),
-        }
+        }  # fmt: skip
     trace = Trace(Origin(4711, "chat", 0, 10**18), 1000, 1100, spans, {11: "Main", 12: "w\n"}, {"lost": 3}, **facts)
     return trace, Tally.of_spans(spans, trace.threads) if seed % 2 else None
 
@@ -205,11 +212,20 @@ def facts(loaded: tuple[Trace, Tally]) -> Any:
     return repr((spans, others, rows, tally.threads))
 
 
+def by_value(found: Any) -> Any:
+    """The same with what tells a site in its place."""
+    if isinstance(found, Site):
+        return found.key
+    return [by_value(one) for one in found] if isinstance(found, (list, tuple)) else found
+
+
 def outcome(path: Path) -> tuple[str, Any]:
     try:
-        return "loaded", facts(chrome.load(path))
+        trace, tally = chrome.load(path)
     except TraceError as error:
         return "refused", str(error)
+    of_memory = [report_allocations.counted(trace, state, apart=True) for state in profile.STATES]
+    return "loaded", (facts((trace, tally)), by_value(of_memory))
 
 
 def inputs(folder: Path, chance: random.Random) -> Iterator[bytes]:
@@ -234,7 +250,7 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
     """Load damaged files; how many loaded and how many were refused."""
     chance = random.Random(seed)
     found: Counter[str] = Counter()
-    native = reading._native
+    native = [getattr(module, name) for module, name in TWINS]
     slowest = 0.0
     for number, data in zip(range(count), inputs(folder, chance), strict=False):
         path = folder / "damaged"
@@ -242,8 +258,9 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
         started = time.perf_counter()
         try:
             first = outcome(path)
-            if native is not None:
-                reading._native = None
+            if all(native):
+                for module, name in TWINS:
+                    setattr(module, name, None)
                 assert outcome(path) == first, "the twins differ"
             if first[0] == "loaded" and number % VIEWS_EACH == 0:
                 recording = Recording.of_trace(*chrome.load(path))
@@ -255,7 +272,8 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
             print(f"input {number} of seed {seed}, kept as {kept}:", file=sys.stderr)
             raise
         finally:
-            reading._native = native
+            for (module, name), part in zip(TWINS, native, strict=True):
+                setattr(module, name, part)
         slowest = max(slowest, time.perf_counter() - started)
         found[first[0]] += 1
     assert slowest < SLOWEST_S, f"one input took {slowest:.1f} s"
