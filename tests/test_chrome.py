@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from instrument import chrome
-from instrument.chrome import slices
+from instrument.chrome import reading, slices
 from instrument.errors import TraceError
 from instrument.spans import (
     GAUGES,
@@ -422,13 +422,79 @@ def test_the_work_of_a_request_in_its_task_lies_on_the_requests_row(tmp_path: Pa
     )
     rows = [(e["ph"], e["cat"], e.get("id2", {}).get("local"), e["args"].get("kind")) for e in slices_in(found)]
     assert rows == [
-        ("b", "request", "0x5", "request"),
-        ("b", "request", "0x9", "request"),
-        ("b", "request", "0x5", "op"),
-        ("b", "task", "0x7", "op"),
+        ("b", "request", "0x1", "request"),
+        ("b", "request", "0x2", "request"),
+        ("b", "request", "0x1", "op"),
+        ("b", "task", "0x3", "op"),
         ("X", "op", None, None),
     ]
     assert chrome_rules.arrows(found) == 2
+
+
+def test_an_event_names_its_parent_and_tree_only_where_it_does_not_lie_in_the_parent(tmp_path: Path) -> None:
+    request = Site("POST /chat", "request")
+    found = dumped(
+        tmp_path,
+        span(1, 0, 100),
+        span(2, 10, 90, parent=1),
+        span(3, 20, 30, parent=1),
+        span(4, 40, 50, root_id=4),
+        span(5, 60, 60, parent=2),
+        span(6, 60, 70, parent=5),
+        span(7, 100, 110, parent=2),
+        span(8, 101, 109, parent=999, root_id=900),
+        span(9, 102, 104, parent=8, root_id=901),
+        span(11, 0, 100, site=request, task_id=3, root_id=11),
+        span(12, 10, 90, parent=11, task_id=3, root_id=11),
+        span(13, 20, 80, parent=11, task_id=3, root_id=11),
+        span(14, 30, 70, parent=12, task_id=4, root_id=11),
+    )
+    named = {e["args"]["id"]: (e["args"].get("parent"), e["args"].get("root")) for e in slices_in(found)}
+    assert named == {
+        1: (None, None),
+        2: (None, None),
+        3: (1, None),  # lies in 2
+        4: (0, None),  # has no parent, and lies in 2
+        5: (None, None),
+        6: (5, 1),  # its parent lasted no time
+        7: (2, 1),  # its parent was over, nothing is around it
+        8: (999, 900),
+        9: (8, 901),
+        11: (None, None),
+        12: (None, None),
+        13: (11, None),
+        14: (12, 11),  # the first of its task
+    }
+    loaded, _ = chrome.load(tmp_path / "trace.json")
+    assert {one.span_id: one.parent_id for one in loaded.spans} == {
+        1: 0, 2: 1, 3: 1, 4: 0, 5: 2, 6: 5, 7: 2, 8: 999, 9: 8, 11: 0, 12: 11, 13: 11, 14: 12,
+    }  # fmt: skip
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@given(spans_of_a_tree())
+def test_a_file_of_format_3_named_every_parent(tmp_path: Path, spans: list[Span]) -> None:
+    path = chrome.dump(tmp_path / "trace.json", trace(*spans))
+    found, by_id = document(path), {one.span_id: one for one in spans}
+    found["instrument"]["format"] = 3
+    for event in slices_in(found):
+        if "owner" not in event["args"]:
+            one = by_id[event["args"]["id"]]
+            event["args"].pop("parent", None)
+            event["args"] |= {"root": one.root_id} | ({"parent": one.parent_id} if one.parent_id else {})
+    path.write_text(json.dumps(found))
+    assert_same(chrome.load(path)[0], trace(*spans))
+
+
+@pytest.mark.skipif(reading._native is None, reason="no native reader in use")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@given(spans_of_a_tree())
+def test_both_twins_read_the_same_spans(tmp_path: Path, spans: list[Span]) -> None:
+    path = chrome.dump(tmp_path / "trace.json", trace(*spans))
+    native = list(map(facts_of, chrome.load(path)[0].spans))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_native", None)
+        assert list(map(facts_of, chrome.load(path)[0].spans)) == native
 
 
 def test_arrows_lead_to_other_threads_and_devices_but_never_into_the_past(tmp_path: Path) -> None:
@@ -728,7 +794,7 @@ BAD_FILES: dict[str, tuple[str | bytes, str]] = {
     "gzip damaged": (gzip.compress(b"[]")[:-8] + b"12345678", "gzip data is cut off or damaged"),
     "gzip header only": (b"\x1f\x8b", "gzip data is cut off"),
     "gzip of noise": (b"\x1f\x8b" + bytes(range(256)), "gzip data is cut off or damaged"),
-    "a newer format": (own(format=4), "read it with the version of instrument that wrote it"),
+    "a newer format": (own(format=5), "read it with the version of instrument that wrote it"),
     "own, late": ('{"traceEvents": [' + slice_text() + '], "instrument": {"format": 2}}', "comes after its events"),
     **{
         f"own, {key} is {value!r:.30}": (own(**{key: value}), "cannot read the trace")

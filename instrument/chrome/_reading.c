@@ -402,6 +402,16 @@ event_of(cursor_t *in, event_t *event)
 
 /* ------------------------------------------------------------------ the reader */
 
+/* A span that may lie around those that come next on its lane. */
+typedef struct {
+    int64_t end_ns, span_id, root_id;
+} open_t;
+
+typedef struct {
+    open_t *open; /* outermost first */
+    uint32_t count, room;
+} lane_t;
+
 typedef struct {
     PyObject_HEAD
     PyObject *spans, *intervals, *rows; /* those of the twin: a list, and two dicts */
@@ -414,7 +424,64 @@ typedef struct {
     table_t owners; /* span id -> its place in `spans`, once device intervals have come */
     Py_ssize_t owners_of;
     int direct; /* whether an interval is given to its span at once */
+    int nests;  /* whether a slice without a parent has that around it */
+    table_t lane_of; /* tid -> place in `lanes` */
+    lane_t *lanes;
+    uint32_t lane_count, lane_room;
 } Reader;
+
+/* The lane of a tid, NULL with an error. */
+static lane_t *
+lane_at(Reader *self, int64_t tid)
+{
+    if (self->lane_of.keys == NULL && table_make(&self->lane_of, 16) < 0)
+        return (lane_t *)PyErr_NoMemory();
+    uint32_t *cell = table_cell(&self->lane_of, tid);
+    if (cell == NULL)
+        return (lane_t *)PyErr_NoMemory();
+    if (*cell == NOWHERE) {
+        if (self->lane_count == self->lane_room) {
+            uint32_t room = self->lane_room == 0 ? 16 : self->lane_room * 2;
+            lane_t *larger = PyMem_RawRealloc(self->lanes, room * sizeof *larger);
+            if (larger == NULL) {
+                table_drop(&self->lane_of, (size_t)(cell - self->lane_of.values));
+                return (lane_t *)PyErr_NoMemory();
+            }
+            self->lanes = larger;
+            self->lane_room = room;
+        }
+        self->lanes[self->lane_count] = (lane_t){0};
+        *cell = self->lane_count++;
+    }
+    return &self->lanes[*cell];
+}
+
+/* The innermost slice of a lane that is not over, NULL where there is none. Starts must not fall. */
+static const open_t *
+around(lane_t *lane, int64_t start_ns)
+{
+    while (lane->count > 0 && lane->open[lane->count - 1].end_ns <= start_ns)
+        lane->count--;
+    return lane->count > 0 ? &lane->open[lane->count - 1] : NULL;
+}
+
+/* 0, or -1 with an error. */
+static int
+open_on(lane_t *lane, open_t open)
+{
+    if (lane->count == lane->room) {
+        uint32_t room = lane->room == 0 ? 4 : lane->room * 2;
+        open_t *larger = PyMem_RawRealloc(lane->open, room * sizeof *larger);
+        if (larger == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        lane->open = larger;
+        lane->room = room;
+    }
+    lane->open[lane->count++] = open;
+    return 0;
+}
 
 /* A text that many events share. */
 static PyObject *
@@ -601,6 +668,17 @@ add_span(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns, int is_
     int64_t root_id = parent_id != 0 ? parent_id : event->id;
     PyObject *local = NULL, *row = NULL, *attributes = NULL, *error = NULL;
     int done = -1;
+    lane_t *lane = NULL;
+    if (self->nests && !is_open) {
+        lane = lane_at(self, event->tid);
+        if (lane == NULL)
+            return -1;
+        const open_t *above = around(lane, start_ns);
+        if (above != NULL && !(event->has & PARENT)) {
+            parent_id = above->span_id;
+            root_id = above->root_id;
+        }
+    }
     if (is_open) {
         if (!(event->has & LOCAL))
             return 0;
@@ -611,6 +689,16 @@ add_span(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns, int is_
         if (row != NULL && number_in(row, 0) != event->id) {
             root_id = number_in(row, 1);
             task_id = number_in(row, 2);
+            Py_ssize_t last = PyList_GET_SIZE(PyTuple_GET_ITEM(row, 3)) - 1;
+            PyObject *item = last < 0 ? NULL : PyList_GET_ITEM(PyTuple_GET_ITEM(row, 3), last);
+            if (self->nests && item != NULL && !(event->has & PARENT)) {
+                if (!PyTuple_CheckExact(item) || !Py_IS_TYPE(PyTuple_GET_ITEM(item, 0), span_type)) {
+                    done = 0;
+                    row = NULL;
+                    goto end;
+                }
+                parent_id = ((Span *)PyTuple_GET_ITEM(item, 0))->span_id;
+            }
         } else
             row = NULL;
         if (PyErr_Occurred())
@@ -646,6 +734,8 @@ add_span(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns, int is_
     span->clipped = event->has & CLIPPED ? (char)event->clipped : 0;
     error = attributes = NULL;
     done = PyList_Append(self->spans, (PyObject *)span) < 0 ? -1 : 1;
+    if (done > 0 && lane != NULL && open_on(lane, (open_t){end_ns, span->span_id, span->root_id}) < 0)
+        done = -1;
     if (done > 0 && is_open) {
         if (row == NULL) {
             row = PyObject_CallFunction(self->make_row, "LLL[]", (long long)span->span_id, (long long)span->root_id,
@@ -786,6 +876,10 @@ static void
 Reader_dealloc(Reader *self)
 {
     table_free(&self->owners);
+    table_free(&self->lane_of);
+    for (uint32_t i = 0; i < self->lane_count; i++)
+        PyMem_RawFree(self->lanes[i].open);
+    PyMem_RawFree(self->lanes);
     Py_XDECREF(self->spans);
     Py_XDECREF(self->intervals);
     Py_XDECREF(self->rows);
@@ -795,14 +889,44 @@ Reader_dealloc(Reader *self)
     PyObject_Free(self);
 }
 
-/* Reader(spans, intervals, rows, make_row, sites, base_ns) */
+/* around(tid, start_ns): id and tree of the slice in which one lies that starts on this lane now, or None. */
+static PyObject *
+Reader_around(Reader *self, PyObject *args)
+{
+    long long tid, start_ns;
+    if (!PyArg_ParseTuple(args, "LL:around", &tid, &start_ns))
+        return NULL;
+    lane_t *lane = lane_at(self, tid);
+    if (lane == NULL)
+        return NULL;
+    const open_t *above = around(lane, start_ns);
+    if (above == NULL)
+        Py_RETURN_NONE;
+    return Py_BuildValue("(LL)", (long long)above->span_id, (long long)above->root_id);
+}
+
+/* open(tid, end_ns, span_id, root_id): a slice begins on this lane. */
+static PyObject *
+Reader_open(Reader *self, PyObject *args)
+{
+    long long tid, end_ns, span_id, root_id;
+    if (!PyArg_ParseTuple(args, "LLLL:open", &tid, &end_ns, &span_id, &root_id))
+        return NULL;
+    lane_t *lane = lane_at(self, tid);
+    if (lane == NULL || open_on(lane, (open_t){end_ns, span_id, root_id}) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Reader(spans, intervals, rows, make_row, sites, base_ns, nests) */
 static PyObject *
 Reader_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
 {
     PyObject *spans, *intervals, *rows, *make_row, *sites;
     long long base_ns;
-    if (!PyArg_ParseTuple(args, "O!O!O!OOL:Reader", &PyList_Type, &spans, &PyDict_Type, &intervals, &PyDict_Type, &rows,
-                          &make_row, &sites, &base_ns))
+    int nests;
+    if (!PyArg_ParseTuple(args, "O!O!O!OOLp:Reader", &PyList_Type, &spans, &PyDict_Type, &intervals, &PyDict_Type, &rows,
+                          &make_row, &sites, &base_ns, &nests))
         return NULL;
     Reader *self = PyObject_New(Reader, type);
     if (self == NULL)
@@ -813,6 +937,7 @@ Reader_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
     self->rows = Py_NewRef(rows);
     self->make_row = Py_NewRef(make_row);
     self->base_ns = base_ns;
+    self->nests = nests;
     self->direct = 1;
     self->sites = PySequence_Tuple(sites);
     if (self->sites == NULL)
@@ -822,6 +947,8 @@ Reader_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
 
 static PyMethodDef Reader_methods[] = {
     {"scan", (PyCFunction)Reader_scan, METH_VARARGS, "Take the plain events from a place on; the place after them."},
+    {"around", (PyCFunction)Reader_around, METH_VARARGS, "The slice in which one lies that starts on a lane now."},
+    {"open", (PyCFunction)Reader_open, METH_VARARGS, "A slice begins on a lane."},
     {NULL},
 };
 

@@ -177,7 +177,7 @@ put_made(text_t *text, PyObject *made)
 /* ------------------------------------------------------------------ lanes */
 
 typedef struct {
-    int64_t end_ns;
+    int64_t end_ns, span_id, root_id;
     uint32_t thread; /* of an async slice: the lane on which its end stands */
 } open_t;
 
@@ -304,6 +304,7 @@ typedef struct {
     groups_t rows, tasks, streams;
     table_t moved;        /* span id -> lane, of those that the first lane did not take */
     int64_t spare_tid;
+    uint64_t locals; /* how many async lanes there have been */
     stretch_t *stretches;
     place_t *stretch_order;
     uint8_t *encloses;
@@ -763,13 +764,15 @@ put_more_args(Slices *self, Span *span, int64_t total_ns)
 }
 
 static void
-put_ids(text_t *text, Span *span, int with_root)
+put_ids(text_t *text, Span *span, const lane_t *lane, int with_root)
 {
-    if (with_root && span->root_id != (span->parent_id != 0 ? span->parent_id : span->span_id)) {
+    const open_t *around = lane->count > 0 ? &lane->open[lane->count - 1] : NULL;
+    int nests = around != NULL && around->span_id == span->parent_id && around->root_id == span->root_id;
+    if (!nests && with_root && span->root_id != (span->parent_id != 0 ? span->parent_id : span->span_id)) {
         PUT(text, ",\"root\":");
         put_number(text, span->root_id);
     }
-    if (span->parent_id != 0) {
+    if (!nests && (span->parent_id != 0 || around != NULL)) {
         PUT(text, ",\"parent\":");
         put_number(text, span->parent_id);
     }
@@ -806,7 +809,7 @@ put_async(Slices *self, uint32_t place, Span *span, site_t *site, int64_t start_
     uint32_t lane_at = fitting(self, group, start_ns, end_ns, span->parent_id);
     if (lane_at == NOWHERE) {
         char address[96];
-        snprintf(address, sizeof address, ",\"id2\":{\"local\":\"%#llx\"}", (unsigned long long)span->span_id);
+        snprintf(address, sizeof address, ",\"id2\":{\"local\":\"%#llx\"}", (unsigned long long)++self->locals);
         lane_at = new_lane(self, group, address, "", 0);
         if (lane_at != NOWHERE) {
             self->lanes[lane_at].opener = span->span_id;
@@ -825,8 +828,6 @@ put_async(Slices *self, uint32_t place, Span *span, site_t *site, int64_t start_
         }
         *moved = lane_at;
     }
-    if (push(lane, (open_t){end_ns, thread_at}) < 0)
-        return -1;
     PUT(text, ",\n{\"ph\":\"b\"");
     put(text, thread->address, thread->address_length);
     put_category(text, lane);
@@ -843,7 +844,9 @@ put_async(Slices *self, uint32_t place, Span *span, site_t *site, int64_t start_
         PUT(text, ",\"task\":");
         put_number(text, span->task_id);
     }
-    put_ids(text, span, opens);
+    put_ids(text, span, lane, opens);
+    if (push(lane, (open_t){end_ns, span->span_id, span->root_id, thread_at}) < 0)
+        return -1;
     int64_t total_ns = end_ns - start_ns;
     if (span->self_ns != total_ns) {
         PUT(text, ",\"self_ns\":");
@@ -894,15 +897,15 @@ put_span(Slices *self, uint32_t place)
             *moved = lane_at;
         }
     }
-    if (push(lane, (open_t){end_ns, 0}) < 0)
-        return -1;
     int64_t total_ns = end_ns - start_ns;
     PUT(text, ",\n{\"ph\":\"X\"");
     put(text, lane->address, lane->address_length);
     put(text, site->head, site->head_length);
     put(text, lane->mark, lane->mark_length);
     put(text, site->args, site->args_length);
-    put_ids(text, span, 1);
+    put_ids(text, span, lane, 1);
+    if (push(lane, (open_t){end_ns, span->span_id, span->root_id, 0}) < 0)
+        return -1;
     if (span->self_ns != total_ns) {
         PUT(text, ",\"self_ns\":");
         put_number(text, span->self_ns);
@@ -976,7 +979,7 @@ put_stretch(Slices *self, size_t i)
     int64_t device = interval->device % DEVICE_PIDS;
     int64_t pid = DEVICE_PIDS + (device < 0 ? device + DEVICE_PIDS : device);
     uint32_t lane_at = row_lane(self, pid, interval->stream, stretch->start_ns, stretch->end_ns, 0);
-    if (lane_at == NOWHERE || push(&self->lanes[lane_at], (open_t){stretch->end_ns, 0}) < 0)
+    if (lane_at == NOWHERE || push(&self->lanes[lane_at], (open_t){stretch->end_ns, 0, 0, 0}) < 0)
         return -1;
     lane_t *lane = &self->lanes[lane_at];
     site_t *site = &self->texts[self->site_of[stretch->owner]];

@@ -41,14 +41,15 @@ def is_async(span: Span) -> bool:
 
 
 class Lane:
-    """One row of the viewer, in which slices nest: `ends` are the ends of those now open, outermost first.
+    """One row of the viewer, in which slices nest: `ends` are the ends of those now open, outermost first, and `open`
+    those spans, of which the last may be over.
 
     `address` is the text that puts an event there, `mark` the arguments that its place needs. `number` counts the
     lanes of one thread, stream or task. `category` is that of an async lane, `opener` the id of its first span, and
     `closings` are the events that will end its open slices.
     """
 
-    __slots__ = ("address", "category", "closings", "ends", "mark", "number", "opener", "tid")
+    __slots__ = ("address", "category", "closings", "ends", "mark", "number", "open", "opener", "tid")
 
     def __init__(self, address: str, number: int, mark: str = "", tid: int = 0, opener: int = 0) -> None:
         self.address = address
@@ -58,6 +59,7 @@ class Lane:
         self.mark = mark if number == 1 else f'{mark}"lane":{number},'
         self.tid = tid
         self.ends: list[int] = []
+        self.open: list[Span] = []
         self.closings: list[str] = []
 
     def takes(self, start_ns: int, end_ns: int) -> bool:
@@ -66,6 +68,11 @@ class Lane:
         while ends and ends[-1] <= start_ns:
             ends.pop()
         return len(ends) < DEEPEST and (not ends or ends[-1] >= end_ns)
+
+    def innermost(self) -> Span | None:
+        """The span of the innermost open slice."""
+        del self.open[len(self.ends) :]
+        return self.open[-1] if self.open else None
 
     def close(self, until_ns: int) -> Iterator[str]:
         """The events that end the async slices which are over by then, innermost first."""
@@ -88,6 +95,7 @@ class Board:
         self._rows: dict[tuple[int, int], list[Lane]] = {}  # by process and thread or stream
         self._tasks: dict[tuple[int, int], list[Lane]] = {}  # by tree and task
         self._spare_tids = count(SPARE_TIDS)
+        self._locals = count(1)
 
     def time(self, time_ns: int) -> str:
         """The text of the time of an event."""
@@ -115,7 +123,7 @@ class Board:
         fitting = self._fitting(lanes, span.start_ns, span.end_ns, span.parent_id)
         if fitting is not None:
             return fitting
-        lane = Lane(f',"id2":{{"local":"{span.span_id:#x}"}}', len(lanes) + 1, opener=span.span_id)
+        lane = Lane(f',"id2":{{"local":"{next(self._locals):#x}"}}', len(lanes) + 1, opener=span.span_id)
         lane.category = f',"cat":"{"request" if span.site.kind == "request" else "task"}"'
         lanes.append(lane)
         return lane

@@ -30,10 +30,11 @@ from instrument.spans import (
 )
 from instrument.tally import Tally, Totals
 
-FORMAT = 3
-"""Version of what stands in the key. In 2, events had every id and time, also those that follow from others."""
+FORMAT = 4
+"""Version of what stands in the key. In 2, events had every id and time, also those that follow from others; in 3, what
+an event's parent is was said also where it lies in it."""
 
-READ = (2, 3)
+READ = (2, 3, 4)
 """The versions that are read."""
 
 LIMIT_LINKS = 20_000_000
@@ -191,6 +192,7 @@ class Metadata:
             known = " and ".join(map(str, READ))
             found = f"its format is {facts['format']!r:.20}, and this version reads {known}"
             raise ValueError(f"{found}; read it with the version of instrument that wrote it")
+        self.format: int = facts["format"]
         self.base_ns: int = checked(facts["base_ns"], int)
         self.sites = [_site(entry) for entry in facts["sites"]]
         self._facts = facts

@@ -220,8 +220,26 @@ def _local(event: dict[str, Any]) -> str:
     return local
 
 
+class _Lanes:
+    """The slices of each lane of a thread, by its tid, in which those that come next may lie."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[tuple[int, int, int]]] = {}
+
+    def around(self, tid: int, start_ns: int) -> tuple[int, int] | None:
+        """Id and tree of the slice in which one lies that starts on this lane now. Starts must not fall."""
+        slices = self._open.get(tid)
+        while slices and slices[-1][0] <= start_ns:
+            slices.pop()
+        return slices[-1][1:] if slices else None
+
+    def open(self, tid: int, end_ns: int, span_id: int, root_id: int) -> None:
+        """A slice begins on this lane."""
+        self._open.setdefault(tid, []).append((end_ns, span_id, root_id))
+
+
 class _Own:
-    """Reads the events of what `dump` wrote."""
+    """Reads the events of what `dump` wrote. From format 4 on a slice that names no parent has the one around it."""
 
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata
@@ -229,10 +247,12 @@ class _Own:
         self._samples: list[Sample] = []
         self._intervals: dict[int, list[tuple[int, DeviceInterval]]] = {}
         self._rows: dict[str, _Row] = {}
+        self._nests = metadata.format >= 4
         self._reader = None
         if _native is not None and -INT64 // 2 < metadata.base_ns < INT64 // 2:
             state = self._spans, self._intervals, self._rows, _Row, metadata.sites, metadata.base_ns
-            self._reader = _native.Reader(*state)
+            self._reader = _native.Reader(*state, self._nests)
+        self._lanes = self._reader or _Lanes()
 
     def scan(self, text: Json) -> bool:
         """Take the plain events that come next, in C; whether there were any."""
@@ -267,15 +287,21 @@ class _Own:
         error, remote = args.get("error"), args.get("remote")
         span_id, parent_id = checked(args["id"], int), checked(args.get("parent", 0), int)
         root_id, task_id = parent_id or span_id, 0
+        tid = checked(event["tid"], int)
         row = self._rows.get(_local(event)) if is_open else None
+        nests = self._nests and "parent" not in args
         if row is not None and row.opener != span_id:
             root_id, task_id = row.root_id, row.task_id
+            if nests and row.open:
+                parent_id = row.open[-1][0].span_id
+        elif nests and not is_open:
+            parent_id, root_id = self._lanes.around(tid, start_ns) or (parent_id, root_id)
         span = Span(
             site=self.metadata.sites[index(args["site"])],
             span_id=span_id,
             parent_id=parent_id,
             root_id=checked(args.get("root", root_id), int),
-            thread_id=checked(args.get("thread", event["tid"]), int),
+            thread_id=checked(args.get("thread", tid), int),
             task_id=checked(args.get("task", task_id), int),
             start_ns=start_ns,
             end_ns=end_ns,
@@ -291,6 +317,8 @@ class _Own:
             if row is None or row.opener == span_id:
                 row = self._rows[_local(event)] = _Row(span_id, span.root_id, span.task_id, [])
             row.open.append((span, "active_ns" not in args, "self_ns" not in args))
+        elif self._nests:
+            self._lanes.open(tid, end_ns, span_id, span.root_id)
         self._refuse_beyond_limit()
 
     def _end_async(self, event: dict[str, Any]) -> None:
@@ -321,7 +349,7 @@ class _Own:
     def _share_intervals(self) -> None:
         """Give spans that come after device intervals those that were given at once to a span of the same id."""
         served = 0 if self._reader is None else self._reader.served
-        self._reader = None  # it holds a table of all ids
+        self._reader, self._lanes = None, _Lanes()  # it holds a table of all ids
         if 0 < served < len(self._spans):
             given = {span.span_id: span.device for span in self._spans[:served] if span.device}
             for span in self._spans[served:]:

@@ -116,11 +116,14 @@ def _span_events(
             ends = lane.ends
             if lane.number > 1:
                 moved[span.span_id] = lane
+        del lane.open[len(ends) :]
+        ids = _ids(span, lane.open[-1] if ends else None)
         ends.append(end_ns)
+        lane.open.append(span)
         head, args, _, _ = texts[site]
         since_ns, total_ns = start_ns - base_ns, end_ns - start_ns
         append(
-            f'{{"ph":"X"{lane.address}{head}{lane.mark}{args}{_ids(span)}{_more_args(span, total_ns)}}}'
+            f'{{"ph":"X"{lane.address}{head}{lane.mark}{args}{ids}{_more_args(span, total_ns)}}}'
             f',"ts":{since_ns // 1000}{MILLI[since_ns % 1000]},"dur":{total_ns // 1000}{MILLI[total_ns % 1000]}'
             f"{binds.get(span.span_id, '') if binds else ''}}}"
         )
@@ -134,22 +137,26 @@ def _add_task_events(span: Span, text: SiteText, board: Board, binds: Mapping[in
     if lane.number > 1:
         board.moved[span.span_id] = lane
     place = f"{thread.address}{lane.category}"
+    ids = _ids(span, lane.innermost(), with_root=span.span_id == lane.opener)
     lane.ends.append(span.end_ns)
+    lane.open.append(span)
     lane.closings.append(f'{{"ph":"e"{place}{lane.address},{board.time(span.end_ns)}}}')
     task = f',"task":{span.task_id}' if span.task_id and span.span_id == lane.opener else ""
     events.append(
         f'{{"ph":"b"{place}{text.name},"args":{{{thread.mark}{lane.mark}"kind":{text.kind},{text.args}{task}'
-        f"{_ids(span, with_root=span.span_id == lane.opener)}{_more_args(span, span.total_ns)}}}{lane.address}"
+        f"{ids}{_more_args(span, span.total_ns)}}}{lane.address}"
         f",{board.time(span.start_ns)}{binds.get(span.span_id, '')}}}"
     )
 
 
-def _ids(span: Span, *, with_root: bool = True) -> str:
-    """Who a span is and its own time. Left out is what readers know: no parent, its tree where that is the parent or
-    itself, or that of the first slice of an async lane, and all of its time."""
-    parent_id = span.parent_id
-    root = f',"root":{span.root_id}' if with_root and span.root_id != (parent_id or span.span_id) else ""
-    parent = f',"parent":{parent_id}' if parent_id else ""
+def _ids(span: Span, around: Span | None, *, with_root: bool = True) -> str:
+    """Who a span is and its own time. Left out is what readers know: parent and tree where the slice lies in that of
+    its parent, which is the innermost `around` it, no parent where it lies in none, its tree where that is the parent
+    or itself, or that of the first slice of an async lane, and all of its time."""
+    parent_id, root, parent = span.parent_id, "", ""
+    if around is None or around.span_id != parent_id or around.root_id != span.root_id:
+        root = f',"root":{span.root_id}' if with_root and span.root_id != (parent_id or span.span_id) else ""
+        parent = f',"parent":{parent_id}' if parent_id or around is not None else ""
     own = f',"self_ns":{span.self_ns}' if span.self_ns != span.end_ns - span.start_ns else ""
     return f'{root}{parent},"id":{span.span_id}{own}'
 
