@@ -28,8 +28,9 @@ from instrument.errors import InstrumentError, ProfileError
 from instrument.probes.scopes import OFF
 from instrument.probes.verdict import STATES as STATES_OF_TARGETS
 from instrument.probes.verdict import Verdict, over_processes
-from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS, Profile, load, setting
+from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS, Profile
 from instrument.report.view import THREADS, UNITS
+from instrument.schema import load, setting
 
 ATTACHED_SHOWN = 20
 """The most targets of a rule that `check` shows line by line where all is well."""

@@ -19,10 +19,11 @@ from typing import Any
 
 from instrument import chrome, files, otlp
 from instrument.errors import ExportError, ProfileError, logger
-from instrument.profile import Otlp, loads
+from instrument.profile import Otlp
 from instrument.profiler import WINDOWS_THREAD, Session, Stretch
 from instrument.report.summary import made, summary
 from instrument.report.view import Options, Recording, View
+from instrument.schema import loads
 from instrument.spans import Span, Trace
 from instrument.step_spans import Step, with_steps
 from instrument.tally import Tally

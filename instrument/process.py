@@ -21,9 +21,10 @@ from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError,
 from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
-from instrument.profile import Profile, load
+from instrument.profile import Profile
 from instrument.profiler import EXIT_LIMIT_NS, FORK_WAIT_S, Reload, Session
 from instrument.recorder import RECORDER
+from instrument.schema import load
 
 _session: Session | None = None
 _session_lock = threading.RLock()

@@ -36,10 +36,11 @@ from instrument.probe_cost import ProbeCost, measure_cold_ns, measure_costs
 from instrument.probes import contexts, graphs
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
-from instrument.profile import Profile, Summary, load, loads, setting
+from instrument.profile import Profile, Summary
 from instrument.recorder import RECORDER, Taken
 from instrument.report.summary import made, summary
 from instrument.report.view import Options, Recording, Upkeep, View
+from instrument.schema import load, loads, setting
 from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Span, Startup, Trace
 from instrument.tally import Tally
 from instrument.window import Windows

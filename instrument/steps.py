@@ -26,11 +26,12 @@ from instrument.errors import FAULTS, ProfileError, StateError, logger
 from instrument.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window
 from instrument.probes.loaders import loader
 from instrument.probes.scopes import OFF
-from instrument.profile import STATES, TRACER_OPTIONS, Profile, Schedule, load
+from instrument.profile import STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.profiler import EXIT_LIMIT_NS, Session
 from instrument.report.benchmark import Benchmark, Loop, counted
 from instrument.report.summary import summary
 from instrument.report.view import Options
+from instrument.schema import load
 from instrument.step_spans import Step
 from instrument.window import RECORDING, State, States, Windows
 

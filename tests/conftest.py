@@ -14,8 +14,8 @@ from instrument.errors import FAULTS
 from instrument.imports import Finder
 from instrument.probes import contexts
 from instrument.probes.selection import Selection
-from instrument.profile import loads
 from instrument.recorder import RECORDER, PureRecorder, Recorder
+from instrument.schema import loads
 
 pytest_plugins = ["driver"]
 

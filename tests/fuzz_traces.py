@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from instrument import chrome, profile
+from instrument import chrome, schema
 from instrument.chrome import allocations, reading
 from instrument.errors import ProfileError, TraceError
-from instrument.profile import SORT_KEYS, VIEWS
+from instrument.profile import SORT_KEYS, STATES, VIEWS
 from instrument.report import allocations as report_allocations
 from instrument.report.summary import summary, summary_document
 from instrument.report.view import Options, Recording
@@ -224,7 +224,7 @@ def outcome(path: Path) -> tuple[str, Any]:
         trace, tally = chrome.load(path)
     except TraceError as error:
         return "refused", str(error)
-    of_memory = [report_allocations.counted(trace, state, apart=True) for state in profile.STATES]
+    of_memory = [report_allocations.counted(trace, state, apart=True) for state in STATES]
     return "loaded", (facts((trace, tally)), by_value(of_memory))
 
 
@@ -289,7 +289,7 @@ def fuzz_profiles(folder: Path, count: int, seed: int) -> Counter[str]:
     for _ in range(count):
         path.write_bytes(changed_bytes(chance, chance.choice(whole)[:1500]))
         try:
-            profile.load(path)
+            schema.load(path)
             found["loaded"] += 1
         except ProfileError:
             found["refused"] += 1

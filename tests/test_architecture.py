@@ -17,10 +17,13 @@ ROOT = Path(instrument.__file__).parent
 FLOORS: list[list[str]] = [
     ["errors", "clock", "compression", "document", "native", "spans", "tally", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
-    ["probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp", "report"],
+    [
+        "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
+        "report",
+    ],
     ["process", "profiler", "files", "handlers", "steps"],
     ["", "__main__", "cli", "autostart", "faces"],
-]
+]  # fmt: skip
 
 WITHIN = {
     "spans": {"native"},

@@ -16,7 +16,7 @@ import pytest
 import instrument
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import STATES, Verdict, over_processes
-from instrument.profile import loads
+from instrument.schema import loads
 
 SERVICE = """
 import itertools

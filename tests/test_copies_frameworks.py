@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 START = """
 import sys
 from instrument.probes.selection import Selection
-from instrument.profile import loads
+from instrument.schema import loads
 from instrument.recorder import RECORDER
 
 ALL = "copies: [{{directions: [h2d, d2h, d2d, p2p, h2h], frameworks: {framework}}}]"

@@ -16,10 +16,10 @@ import pytest
 import instrument
 from instrument import chrome
 from instrument.device.cuda import CudaDriver, misfit
-from instrument.profile import loads
 from instrument.profiler import Session
 from instrument.report.memory import memory
 from instrument.report.view import Options, Recording
+from instrument.schema import loads
 from instrument.spans import Span
 
 pytestmark = pytest.mark.gpu

@@ -24,9 +24,9 @@ from trees import outline, tree_of
 
 import instrument
 from instrument import chrome
-from instrument.profile import loads
 from instrument.profiler import Session
 from instrument.recorder import RECORDER
+from instrument.schema import loads
 from instrument.spans import Site
 
 pytest.importorskip("cuda.bindings.driver")
@@ -439,7 +439,7 @@ def test_an_open_span_alone_is_looked_at_twice_a_second(torch: Any, session: Any
 NUMBA = """
 import time
 import instrument
-from instrument.profile import loads
+from instrument.schema import loads
 running = instrument.start(loads("copies: [{directions: [h2d, d2h]}]"))
 import numpy
 from numba import cuda

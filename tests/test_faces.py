@@ -22,7 +22,7 @@ from instrument import StateError, chrome, profiled, scope
 from instrument.errors import ProfileError
 from instrument.faces import fluid, minicaffe, paddle, singa, theano
 from instrument.handlers import Window
-from instrument.profile import loads
+from instrument.schema import loads
 from instrument.window import State
 
 GOLDEN = Path(__file__).parent / "golden"

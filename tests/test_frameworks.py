@@ -14,14 +14,16 @@ from trees import tree
 
 from instrument.probes.selection import Selection
 from instrument.process import check
-from instrument.profile import FRAMEWORKS, loads
+from instrument.profile import FRAMEWORKS
 from instrument.recorder import Recorder
+from instrument.schema import loads
 
 PROGRAM = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import instrument
-from instrument.profile import FRAMEWORKS, loads
+from instrument.profile import FRAMEWORKS
+from instrument.schema import loads
 
 session = instrument.start(loads("{frameworks: auto, layers: [{type: Dense}]}"))
 assert not set(FRAMEWORKS) & set(sys.modules), "imported by us"

@@ -23,8 +23,8 @@ from instrument.probes.frameworks import nodes as nodes_room  # noqa: E402
 from instrument.probes.frameworks.nodes import MODULE  # noqa: E402
 from instrument.probes.frameworks.onnxruntime import METHODS  # noqa: E402
 from instrument.probes.selection import Selection  # noqa: E402
-from instrument.profile import loads  # noqa: E402
 from instrument.recorder import Recorder  # noqa: E402
+from instrument.schema import loads  # noqa: E402
 
 Session = ort.InferenceSession.__mro__[1]
 X = np.arange(4, dtype=np.float32).reshape(1, 4)

@@ -29,9 +29,10 @@ from instrument.device.gauges import Gauges
 from instrument.device.host import Host
 from instrument.device.nvml import Found, shown
 from instrument.errors import FAULTS
-from instrument.profile import AUTO_NS, Device, loads
+from instrument.profile import AUTO_NS, Device
 from instrument.report.device import device
 from instrument.report.view import Options, Recording
+from instrument.schema import loads
 from instrument.spans import GAUGES, HOST, Gpu
 
 MS = 10**6
@@ -753,7 +754,7 @@ def test_a_child_opens_nvml_for_itself_and_the_parent_reads_on(run: Run) -> None
     done = run(
         FULL,
         """
-        from instrument.profile import loads
+        from instrument.schema import loads
         session = instrument.start(loads("device: {cuda: off, nvml: 20ms}", environ={}))
         def used():
             return [s.at_ns for s in session.trace().samples if s.name == "memory_used"]

@@ -19,7 +19,7 @@ import instrument
 from instrument import Profiler, chrome, export_chrome, export_otlp, print_summary, profiled, schedule, scope
 from instrument.errors import ProfileError
 from instrument.handlers import WINDOWS_LIMIT, InBackground, Window
-from instrument.profile import loads
+from instrument.schema import loads
 
 
 @pytest.fixture(autouse=True)

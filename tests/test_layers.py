@@ -17,8 +17,9 @@ torch = pytest.importorskip("torch")
 import instrument  # noqa: E402 - after the skip
 from instrument.errors import FAULTS  # noqa: E402 - after the skip
 from instrument.probes.layers import VAIN_WALKS, Layers  # noqa: E402
-from instrument.profile import LayerRule, loads  # noqa: E402
+from instrument.profile import LayerRule  # noqa: E402
 from instrument.recorder import Recorder  # noqa: E402
+from instrument.schema import loads  # noqa: E402
 
 nn = torch.nn
 

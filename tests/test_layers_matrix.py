@@ -468,7 +468,7 @@ def test_undo_restores_the_very_same_calls(attach: Callable[..., Layers]) -> Non
 PROGRAM = """
 import sys
 from instrument.probes.selection import Selection
-from instrument.profile import loads
+from instrument.schema import loads
 from instrument.recorder import RECORDER
 
 selection = Selection(loads("layers: [{type: [Linear, Sequential]}]"))

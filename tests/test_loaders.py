@@ -19,8 +19,8 @@ from trees import outline, tree
 from instrument import TargetError, loader, scope
 from instrument.probes.loaders import Loaders
 from instrument.probes.selection import Selection
-from instrument.profile import loads
 from instrument.recorder import Recorder
+from instrument.schema import loads
 
 
 class Batches:

@@ -25,9 +25,10 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 
 from instrument import chrome
-from instrument.profile import VIEWS, load
+from instrument.profile import VIEWS
 from instrument.report.requests import requests
 from instrument.report.view import Options, Recording
+from instrument.schema import load
 from instrument.spans import Interval, Span, Trace, length, union
 
 ROOT = Path(__file__).parent.parent

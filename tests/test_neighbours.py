@@ -19,8 +19,8 @@ from trees import tree
 
 import instrument
 from instrument.probes.selection import Selection
-from instrument.profile import loads
 from instrument.recorder import Recorder
+from instrument.schema import loads
 
 
 @pytest.fixture
@@ -333,7 +333,7 @@ def test_an_instrumentation_of_opentelemetry_and_we_share_a_function(
 DDTRACE = """
 import sys, served
 from instrument.probes.selection import Selection
-from instrument.profile import loads
+from instrument.schema import loads
 from instrument.recorder import RECORDER
 selection = Selection(loads('functions: [{match: "served_late:f"}, {match: "served:g"}]', environ={}))
 undo = selection.attach()

@@ -19,7 +19,8 @@ from otlp_spans import ORIGIN, SECOND, span
 import instrument
 from instrument.otlp import Exporter, metrics
 from instrument.otlp.metrics import MEASURES, metrics_url
-from instrument.profile import Otlp, loads
+from instrument.profile import Otlp
+from instrument.schema import loads
 from instrument.spans import GAUGES, HOST, Gpu, Sample
 
 GPU = Gpu(1, "NVIDIA H200", "GPU-aaaa")

@@ -19,8 +19,8 @@ from instrument import scope
 from instrument.errors import FAULTS
 from instrument.probes.phases import Phases
 from instrument.probes.selection import Selection
-from instrument.profile import loads
 from instrument.recorder import Recorder
+from instrument.schema import loads
 from instrument.spans import Span
 
 torch = pytest.importorskip("torch")

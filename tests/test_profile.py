@@ -17,17 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from instrument import profile as module
+from instrument import schema as module
 from instrument.errors import InstrumentError, ProfileError
 from instrument.profile import (
+    COMPRESSIONS,
     COPY_FRAMEWORKS,
     DEVICE_DIRECTIONS,
     DIRECTIONS,
-    DURATION_UNITS,
     FRAMEWORKS,
-    KEYS,
-    SIZE_UNITS,
+    PROTOCOLS,
+    RECORDED,
     SORT_KEYS,
+    STATES,
+    TRACER_OPTIONS,
     VIEWS,
     Argument,
     Capture,
@@ -44,9 +46,8 @@ from instrument.profile import (
     Rate,
     Schedule,
     Summary,
-    load,
-    loads,
 )
+from instrument.schema import DURATION_UNITS, KEYS, SIZE_UNITS, load, loads
 from instrument.spans import KINDS, PHASES
 
 SCHEMA = json.loads(Path(module.__file__).with_name("profile.schema.json").read_text("utf-8"))
@@ -377,7 +378,7 @@ class TestProfiles:
         assert "secret" not in repr(read("export: {otlp: {headers: {authorization: secret}}}"))
 
     def test_importing_the_room_does_not_import_yaml(self) -> None:
-        code = "import sys, instrument.profile; sys.exit('yaml' in sys.modules)"
+        code = "import sys, instrument.schema; sys.exit('yaml' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -926,11 +927,11 @@ class TestSchema:
     def test_its_words_are_those_of_the_loader(self) -> None:
         words = [part["enum"] for part in parts(SCHEMA) if isinstance(part.get("enum"), list)]
         for known in (
-            module.TRACER_OPTIONS,
-            module.STATES,
+            TRACER_OPTIONS,
+            STATES,
             KINDS,
             PHASES,
-            module.RECORDED,
+            RECORDED,
             DIRECTIONS,
             COPY_FRAMEWORKS,
             FRAMEWORKS,
@@ -1030,8 +1031,8 @@ def mapping(**keys: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]
 
 PROFILES = mapping(
     service=TEXT,
-    tracer_option=st.sampled_from(module.TRACER_OPTIONS),
-    state=st.sampled_from(module.STATES),
+    tracer_option=st.sampled_from(TRACER_OPTIONS),
+    state=st.sampled_from(STATES),
     functions=st.lists(
         mapping(match=one_or_more(FUNCTION), name=TEXT, kind=st.sampled_from(KINDS), device=st.booleans()), max_size=2
     ),
@@ -1075,10 +1076,10 @@ PROFILES = mapping(
         chrome=mapping(path=st.lists(st.sampled_from(["a/", "{pid}", "{window}", "{service}", ".json"])).map("".join)),
         otlp=mapping(
             endpoint=URL,
-            protocol=st.sampled_from(module.PROTOCOLS),
+            protocol=st.sampled_from(PROTOCOLS),
             headers=st.dictionaries(st.sampled_from(["a", "X-B", "c!"]), TEXT | st.none(), max_size=2),
             timeout=DURATION,
-            compression=st.sampled_from(module.COMPRESSIONS),
+            compression=st.sampled_from(COMPRESSIONS),
         ),
         summary=mapping(
             to=st.sampled_from(["stderr", "stdout", "a.txt", "{pid}/b"]),

@@ -26,9 +26,10 @@ from trees import outline, tree_of
 import instrument
 from instrument import Profiler, StateError, chrome, profiled, scope
 from instrument.errors import ProfileError
-from instrument.profile import Schedule, loads
+from instrument.profile import Schedule
 from instrument.profiler import COMPLAINTS_KEPT, Session
 from instrument.recorder import RECORDER
+from instrument.schema import loads
 from instrument.spans import Cost
 from instrument.window import Windows
 

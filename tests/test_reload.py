@@ -26,9 +26,9 @@ import instrument
 from instrument import ProfileError, StateError, chrome, control
 from instrument.control import CALLERS, REQUEST_BYTES, Control
 from instrument.probes.selection import Selection
-from instrument.profile import loads
 from instrument.profiler import Reload, Session
 from instrument.recorder import RECORDER
+from instrument.schema import loads
 
 WORK = """
 def first(x): return x + 1

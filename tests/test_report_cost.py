@@ -15,12 +15,12 @@ from raw_spans import traces
 
 import instrument
 from instrument import chrome, profiled, scope
-from instrument.profile import loads
 from instrument.recorder import RECORDER
 from instrument.report.cost import InstrumentationCost, SiteCost, cost
 from instrument.report.summary import summary
 from instrument.report.utilisation import NO_EVENTS, UNTIMED
 from instrument.report.view import Options, Recording, Upkeep
+from instrument.schema import loads
 from instrument.spans import Cost, DeviceInterval, Origin, Site, Span, Trace
 from instrument.tally import Tally
 

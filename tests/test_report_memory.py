@@ -23,12 +23,13 @@ from test_report_kernels import recordings, span, trace_of
 
 import instrument
 from instrument import chrome, cli
-from instrument.profile import STATES, loads
+from instrument.profile import STATES
 from instrument.report import allocations
 from instrument.report.memory import BEFORE, Memory, PlaceMemory, memory
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
+from instrument.schema import loads
 from instrument.spans import HOST, Allocation, Allocations, Gpu, Origin, Sample, Site, Span, Trace
 
 MS = 1_000_000

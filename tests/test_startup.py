@@ -17,10 +17,10 @@ import instrument
 from instrument import chrome, process
 from instrument.probes.selection import Selection
 from instrument.probes.startup import COMPILES, LOADS, Startup
-from instrument.profile import loads
 from instrument.recorder import RECORDER
 from instrument.report.startup import StartupView, startup
 from instrument.report.view import Options, Recording
+from instrument.schema import loads
 
 torch = pytest.importorskip("torch")
 dynamo = importlib.import_module("torch._dynamo.callback")

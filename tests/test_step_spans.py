@@ -15,7 +15,7 @@ from trees import outline
 
 import instrument
 from instrument import Profiler, chrome, schedule, scope
-from instrument.profile import loads
+from instrument.schema import loads
 from instrument.spans import Origin, Site, Span, Trace, assign_self_times, length, union
 from instrument.step_spans import Step, with_steps
 from instrument.steps import Window

@@ -23,8 +23,9 @@ import instrument
 from instrument import Profiler, StateError, chrome, export_chrome, print_summary, profiled, schedule, scope
 from instrument.errors import ProfileError
 from instrument.handlers import Window
-from instrument.profile import Schedule, loads
+from instrument.profile import Schedule
 from instrument.recorder import RECORDER
+from instrument.schema import loads
 from instrument.window import RECORDING, State, Windows
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -25,8 +25,8 @@ from instrument import TargetError, profiled, scope
 from instrument.errors import FAULTS
 from instrument.probes import holders
 from instrument.probes.selection import Selection
-from instrument.profile import loads
 from instrument.recorder import Recorder
+from instrument.schema import loads
 
 
 @pytest.fixture
