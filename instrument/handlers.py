@@ -20,12 +20,13 @@ from typing import Any
 from instrument import chrome, files, otlp
 from instrument.errors import ExportError, ProfileError, logger
 from instrument.profile import Otlp
-from instrument.profiler import WINDOWS_THREAD, Session, Stretch
+from instrument.profiler import Session
 from instrument.report.summary import made, summary
 from instrument.report.view import Options, Recording, View
 from instrument.schema import loads
 from instrument.spans import Span, Trace
 from instrument.step_spans import Step, with_steps
+from instrument.stretch import WINDOWS_THREAD, Stretch
 from instrument.tally import Tally
 
 WINDOWS_LIMIT = 16
@@ -50,6 +51,7 @@ class Window:
 
     def __init__(
         self,
+        session: Session,
         recorded: Stretch,
         steps: Sequence[Step],
         first_step: int,
@@ -64,7 +66,7 @@ class Window:
         self.last_step = last_step
         self.partial = partial
         self.recorded = recorded
-        self.session = recorded.session
+        self.session = session
         self.steps = steps
         self.tracer_option = tracer_option or self.session.profile.tracer_option
         self.state = state or self.session.profile.state
@@ -76,8 +78,8 @@ class Window:
     @property
     def trace(self) -> Trace:
         """The spans of the window: some 2 us for each of them where it is first read."""
-        if self._trace is None:
-            self._trace = _trace_of(self.recorded, self.steps)  # by two threads, perhaps; neither waits for the other
+        if self._trace is None:  # two threads may make it, and neither waits for the other
+            self._trace = _trace_of(self.session, self.recorded, self.steps)
         return self._trace
 
     def tally(self) -> Tally:
@@ -212,7 +214,7 @@ class _ToCollector:
         settings = self._settings_for(session)
         is_shared = session.sends_to(settings.endpoint)
         if is_shared:
-            trace = window.recorded.trace()  # the session knows nothing of steps: its trees begin below them
+            trace = session.trace_of(window.recorded)  # the session knows nothing of steps: its trees begin below them
         spans = [span for span in trace.spans if not (span.clipped and span.span_id in self._sent_open)]
         self._sent_open = {span.span_id for span in trace.spans if span.clipped and span.end_ns == trace.end_ns}
         if is_shared:
@@ -339,10 +341,10 @@ class Backlog:
                 self._fail(f"on_trace_ready failed for {window}", error)
 
 
-def _trace_of(stretch: Stretch, steps: Sequence[Step]) -> Trace:
-    session, index = stretch.session, stretch.window
+def _trace_of(session: Session, stretch: Stretch, steps: Sequence[Step]) -> Trace:
+    index = stretch.window
     session.selection.finish_nodes()
-    trace = with_steps(stretch.trace(), steps)
+    trace = with_steps(session.trace_of(stretch), steps)
     notes = list(trace.notes)
     if trace.held_from_ns > trace.start_ns:
         lost_ns = min(trace.held_from_ns, trace.end_ns) - trace.start_ns

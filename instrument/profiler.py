@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,11 +37,12 @@ from instrument.probes import contexts, graphs
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary
-from instrument.recorder import RECORDER, Taken
+from instrument.recorder import RECORDER
 from instrument.report.summary import made, summary
 from instrument.report.view import Options, Recording, Upkeep, View
 from instrument.schema import load, loads, setting
 from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Span, Startup, Trace
+from instrument.stretch import Stretch
 from instrument.tally import Tally
 from instrument.window import Windows
 
@@ -76,9 +77,6 @@ INTERVALS_KNOWN = 4_096
 """How many past looks tell which device intervals came after the begin of a span."""
 
 COMPLAINTS_KEPT = 20
-
-WINDOWS_THREAD = "instrument-windows"
-"""The name of the threads on which the windows of loops are written and sent."""
 
 FORK_WAIT_S = 1.0
 """The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
@@ -118,29 +116,6 @@ class Reload:
     def __str__(self) -> str:
         counts = f"{len(self.attached)} attached, {len(self.undone)} undone"
         return "; ".join([f"generation {self.generation} ({self.digest}): {counts}", *self.refused])
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """What a session's rings held of a stretch of time when it was taken; see `Session.take`."""
-
-    session: Session
-    taken: Taken
-    threads: Mapping[int, str]
-    overwritten: tuple[set[int], set[int]]
-    start_ns: int
-    end_ns: int
-    window: int
-    origin: Origin
-
-    def trace(self) -> Trace:
-        """Its spans, at 2 us each; while the session runs, on any thread."""
-        return self.session.trace_of(self)
-
-    def begun_since(self, at_ns: int) -> bool:
-        """Whether a span has begun in it after that time."""
-        of_rings = any(row[5] > at_ns for _, rows in self.taken.rings for row in rows if row[5] < self.end_ns)
-        return of_rings or any(at_ns < row[5] < self.end_ns for _, row in self.taken.open_rows)
 
 
 class Session:
@@ -738,42 +713,33 @@ class Session:
         """
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
-        return self.take(first, last, window, origin).trace()
+        return self.trace_of(self.take(first, last, window, origin))
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
-        """What the rings hold of that time, at 0.3 us a span; a trace is made of it later, on any thread.
-
-        What the threads that write windows have recorded is left out.
-        """
-        taken = RECORDER.take(start_ns)
-        rings = RECORDER.rings()
-        threads = {ring.thread_id: ring.name for ring in rings}
-        if WINDOWS_THREAD in threads.values():
-            of_service = [(thread, rows) for thread, rows in taken.rings if threads.get(thread) != WINDOWS_THREAD]
-            taken = taken._replace(rings=of_service)
-        return Stretch(
-            self, taken, threads, _overwritten(rings, start_ns), start_ns, end_ns, window, origin or self.origin()
-        )
+        """What the rings hold of that time, at 0.3 us a span; `trace_of` makes a trace of it later."""
+        return Stretch.of(RECORDER, start_ns, end_ns, window, origin or self.origin())
 
     def trace_of(self, stretch: Stretch) -> Trace:
-        """The trace of what was taken, with the device times that have come by now."""
-        first, last = stretch.start_ns, stretch.end_ns
-        spans = RECORDER.spans_of(stretch.taken, first, last)
+        """The trace of what was taken, with the device times that have come by now.
+
+        2 us a span; while the session runs, on any thread.
+        """
+        spans = stretch.spans()
         if self._timing is not None:
             self._timing.join(spans)
         spans.extend(self.selection.nodes_within(spans))
         return Trace(
             origin=stretch.origin,
-            start_ns=first,
-            end_ns=last,
+            start_ns=stretch.start_ns,
+            end_ns=stretch.end_ns,
             spans=spans,
             threads=stretch.threads,
             losses=self.losses(),
             notes=self.notes(),
             window=stretch.window,
             cost=self.cost(),
-            held_from_ns=_held_from_ns(spans, *stretch.overwritten),
-            samples=self._gauges.samples(first, last),
+            held_from_ns=stretch.held_from_ns(spans),
+            samples=self._gauges.samples(stretch.start_ns, stretch.end_ns),
             gpus=self._gauges.gpus(),
             startup=self.startup(),
         )
@@ -1009,32 +975,6 @@ def _file_of(profile: Profile, folder: Path) -> Path | None:
     """Where a profile was read, None for one that was made otherwise."""
     path = folder / profile.source
     return path if path.is_file() else None
-
-
-def _overwritten(rings: Sequence[Any], start_ns: int) -> tuple[set[int], set[int]]:
-    """The threads of which rows are missing that ended after a time: of rings that have wrapped, and of ended threads.
-
-    A ring lies in the order of ends: what ended after its oldest row is there. Rings that were given up are those of
-    the threads that had ended first, so they are older than the rows of such threads that are left.
-    """
-
-    def reaches_back(ring: Any) -> bool:
-        return bool(ring.first_after(start_ns) > max(ring.head - ring.capacity, 0))
-
-    wrapped = {ring.thread_id for ring in rings if ring.head > ring.capacity and not reaches_back(ring)}
-    ended = ([ring for ring in rings if ring.ended] or rings[-1:]) if RECORDER.ended_rows else []
-    return wrapped, set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
-
-
-def _held_from_ns(spans: Iterable[Span], wrapped: set[int], given_up: set[int]) -> int:
-    """From when on no span is missing that `spans` would have, 0 where none is."""
-    oldest: dict[int, int] = {}
-    for span in spans if wrapped or given_up else ():
-        if span.thread_id in wrapped or span.thread_id in given_up:
-            oldest[span.thread_id] = min(oldest.get(span.thread_id, span.end_ns), span.end_ns)
-    known = [end_ns for thread_id, end_ns in oldest.items() if thread_id in wrapped]
-    known += sorted(end_ns for thread_id, end_ns in oldest.items() if thread_id in given_up)[:1]
-    return max(known, default=0)
 
 
 def _clipped(names: Sequence[str]) -> list[str]:

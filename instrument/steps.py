@@ -349,6 +349,7 @@ class Profiler:
         elif partial:
             last_step -= 1
         return Window(
+            session,
             stretch,
             steps,
             windows.first_step,

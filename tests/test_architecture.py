@@ -19,7 +19,7 @@ FLOORS: list[list[str]] = [
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
     [
         "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
-        "report",
+        "report", "stretch",
     ],
     ["process", "profiler", "files", "handlers", "steps"],
     ["", "__main__", "cli", "autostart", "faces"],
