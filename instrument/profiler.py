@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from instrument import chrome, clock, files, otlp
-from instrument.capture import Ends, Trees
 from instrument.control import Control, folder_of
 from instrument.device.cuda import CudaDriver
 from instrument.device.gauges import Gauges
@@ -32,11 +31,13 @@ from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError, logger
 from instrument.governor import Governor
 from instrument.import_times import ImportTimes
+from instrument.outbox import Outbox
 from instrument.probe_cost import ProbeCost, measure_cold_ns, measure_costs
 from instrument.probes import contexts, graphs
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile, Summary
+from instrument.reader import Reader
 from instrument.recorder import RECORDER
 from instrument.report.summary import made, summary
 from instrument.report.view import Options, Recording, Upkeep, View
@@ -44,7 +45,6 @@ from instrument.schema import load, loads, setting
 from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Span, Startup, Trace
 from instrument.stretch import Stretch
 from instrument.tally import Tally
-from instrument.window import Windows
 
 GOVERNOR_NS = 10**9
 """How often the cost of the probes is held against `budget`."""
@@ -59,22 +59,8 @@ PUMP_S = 0.2
 EXIT_LIMIT_NS = 5 * 10**9
 """The longest that `stop`, interpreter exit and SIGTERM wait for a collector, or for somebody to read the summary."""
 
-CLOCK_RENEWAL_NS = 60 * 10**9
-CLOCK_DRIFT_NS = 10**6
-"""How often the wall clock is compared with the one that spans are sent by, and from what difference on it replaces it.
-Not at once: spans of one tree that are sent by two readings of the clock nest a little less well."""
-
 DEVICE_SHARE = 8
 """What part of `limits.ring` is there once more for device intervals."""
-
-SETTLE_NS = 2 * 10**9
-SETTLED_NS = 10**7
-WAITING_SPANS = 20_000
-"""How long, and how many, spans wait for their device times before they are sent without; and how long at least, for a
-span's row is there a little before the device is asked for its end."""
-
-INTERVALS_KNOWN = 4_096
-"""How many past looks tell which device intervals came after the begin of a span."""
 
 COMPLAINTS_KEPT = 20
 
@@ -140,8 +126,7 @@ class Session:
         self._ids: otlp.Ids | None = None
         self._ranges = Ranges(RECORDER)
         self._timing: Timing | None = None
-        self._waiting: deque[tuple[int, int, list[Span]]] = deque()
-        self._intervals_known: deque[tuple[int, int]] = deque(maxlen=INTERVALS_KNOWN)
+        self._outbox: Outbox | None = None
         self._gauges = Gauges(profile.device, self._keep_samples)
         self._imports = ImportTimes(RECORDER.current_id)
         self._folder = files.working_folder()
@@ -158,7 +143,6 @@ class Session:
         self._reloading = threading.RLock()
         self._control: Control | None = None
         self._file = _file_of(profile, self._folder)
-        self._cut: deque[tuple[tuple[int, int, int], Origin]] = deque()
         self._refused: tuple[str, ...] = ()
         self.generation = 1
         self._digest = profile.digest
@@ -167,15 +151,7 @@ class Session:
     def _begin(self) -> None:
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
-        self._clock_renewed_ns = self.start_ns
-        self._windows = Windows(self.profile.schedule, self.start_ns)
-        self._count_steps()
-        self._trees = Trees(RECORDER, self.profile.capture, self.profile.limits.spans_per_request, self._keep)
-
-    def _count_steps(self) -> None:
-        """From now on, the calls of the function that the schedule names, if it does."""
-        schedule = self.profile.schedule
-        self._step_ends = Ends(RECORDER) if schedule is not None and schedule.step is not None else None
+        self._reader = Reader(RECORDER, self.profile, self.selection, self.start_ns, self._keep, self.origin)
 
     def _start(self) -> None:
         RECORDER.reset(self.profile.limits.ring_bytes)
@@ -196,6 +172,8 @@ class Session:
                 )
                 self._undos.append(self._timing.install())
                 self._undos.append(graphs.watch())
+            if self._exporter is not None:
+                self._outbox = Outbox(self._exporter, self._timing)
             self._undos.append(self.selection.attach())
             self._undos.append(self._ranges.install())  # may import numpy, which a rule may name
             self._undos.append(self._gauges.stop)
@@ -272,11 +250,11 @@ class Session:
             self._complain(problem)
 
     def _start_thread(self) -> None:
-        if self._has_reader() and self._thread is None:
+        if self._is_read() and self._thread is None:
             self._thread = threading.Thread(target=self._pump_until_stopped, name="instrument", daemon=True)
             self._thread.start()
 
-    def _has_reader(self) -> bool:
+    def _is_read(self) -> bool:
         """Whether anything looks at spans, or at the clock, while the service runs. Otherwise no thread does."""
         return (
             self._exporter is not None
@@ -329,73 +307,22 @@ class Session:
     def _pump(self, timeout_s: float = -1) -> None:
         """Look through the spans that have finished since the last time."""
         with self._alone(timeout_s) as held:
-            if not held or not (self._has_reader() or self._cut):
+            if not held or not (self._is_read() or self._reader.cut):
                 return
-            self._renew_clock()
+            if self._outbox is not None:
+                self._outbox.renew_clock(self.origin)
             self._check_clock()
             self._govern()
-            self._look()
-            self._offer_settled()
-            while self._cut:
-                window, origin = self._cut.popleft()
+            self._reader.look()
+            if self._outbox is not None:
+                self._outbox.send_settled(is_last=self._stopped)
+            while self._reader.cut:
+                window, origin = self._reader.cut.popleft()
                 self._write_window(*window, origin)
 
-    def _look(self) -> None:
-        """Sort the newest spans into their trees, and cut the windows that end with them."""
-        ends = [end_ns for _, end_ns in self._trees.take()]
-        step = self.profile.schedule.step if self.profile.schedule is not None else None
-        if self._step_ends is not None and step is not None:
-            ends = self._step_ends.take(self.selection.sites_of(step))
-        for end_ns in ends:
-            window = self._windows.step(end_ns)
-            if window is not None:
-                self._cut.append((window, self.origin()))
-
-    def _renew_clock(self) -> None:
-        now = time.monotonic_ns()
-        if self._exporter is None or now - self._clock_renewed_ns < CLOCK_RENEWAL_NS:
-            return
-        self._clock_renewed_ns = now
-        fresh = self.origin()
-        if abs(fresh.realtime_of(now) - self._exporter.origin.realtime_of(now)) > CLOCK_DRIFT_NS:
-            self._exporter.origin = fresh
-
     def _keep(self, spans: list[Span]) -> None:
-        if self._exporter is None:
-            return
-        if self._timing is not None and self._timing.timer is not None and any(span.site.device for span in spans):
-            start_ns = min(span.start_ns for span in spans)
-            self._waiting.append((max(span.end_ns for span in spans), start_ns, spans))
-        else:
-            self._exporter.offer(spans)
-
-    def _offer_settled(self) -> None:
-        """Send the spans that have their device times, or have waited for them long enough."""
-        timing, exporter = self._timing, self._exporter
-        if timing is None or exporter is None:
-            return
-        known, now = timing.intervals.count, time.monotonic_ns()
-        size = sum(len(spans) for _, _, spans in self._waiting)
-        settled_ns = timing.settled_ns() if self._waiting else 0
-        ready: list[list[Span]] = []
-        first_ns = now
-        while self._waiting:
-            end_ns, start_ns, spans = self._waiting[0]
-            is_settled = now - end_ns > SETTLED_NS and settled_ns >= end_ns
-            if not (is_settled or size > WAITING_SPANS or now - end_ns > SETTLE_NS or self._stopped):
-                break
-            self._waiting.popleft()
-            size -= len(spans)
-            first_ns = min(first_ns, start_ns)
-            ready.append(spans)
-        if ready:
-            # At once for all, for each time goes through all intervals since the first of these spans began.
-            since = next((count for at_ns, count in reversed(self._intervals_known) if at_ns <= first_ns), 0)
-            timing.join((span for spans in ready for span in spans), since)
-            for spans in ready:
-                exporter.offer(spans)
-        if not self._intervals_known or self._intervals_known[-1][1] != known:
-            self._intervals_known.append((now, known))
+        if self._outbox is not None:
+            self._outbox.put(spans)
 
     def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
         if self._exporter is not None:
@@ -423,9 +350,7 @@ class Session:
         A request that has not ended is kept, for nobody else could tell what becomes of it.
         """
         with self._alone():
-            self._trees.keep_open({span.root_id for span in spans})
-            self._look()
-            return self._trees.left_out(spans)
+            return self._reader.unsent(spans)
 
     def ids(self) -> otlp.Ids:
         """What the spans of this session are called at collectors."""
@@ -507,25 +432,19 @@ class Session:
             self.profile = profile  # it may lie elsewhere now
             return
         now_ns = time.monotonic_ns()
-        had_reader = self._has_reader()
-        if had_reader:
-            self._look()
-        if profile.schedule != before.schedule:
-            window = self._windows.change(profile.schedule, now_ns)
-            if window is not None:
-                self._cut.append((window, self.origin()))
-        self._trees.change(profile.capture, profile.limits.spans_per_request)
+        was_read = self._is_read()
+        if was_read:
+            self._reader.look()
+        self._reader.change(profile, now_ns)
         if profile.budget != before.budget:
             self._govern_by(profile.budget)
         self.profile = profile
-        if profile.schedule != before.schedule:
-            self._count_steps()
         self.generation += 1
         self._digest = profile.digest
         if self._exporter is not None:
             self._exporter.origin = self.origin()
-        if self._has_reader() and not had_reader:
-            self._trees.skip()  # nobody has read what was recorded until now
+        if self._is_read() and not was_read:
+            self._reader.skip()  # nobody has read what was recorded until now
         self._start_thread()
 
     def _refuse(self, error: str) -> None:
@@ -632,15 +551,13 @@ class Session:
         if self._timing is not None:
             counts.update(self._timing.losses())
         counts.update(self._gauges.losses())
-        if self._step_ends is not None:
-            counts["spans overwritten before the steps in them were counted"] = self._step_ends.lost
+        counts["spans overwritten before the steps in them were counted"] = self._reader.steps_lost
         if self._exporter is not None:
             counts.update(self._exporter.metrics.losses())
-            kept = self._trees.counts()
-            counts.update({name: count for name, count in kept.items() if name not in ("requests", "requests kept")})
+            counts.update(self._reader.losses())
             sent = self._exporter.counts()
             counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
-            counts["spans overwritten before the export read them"] = self._trees.lost
+            counts["spans overwritten before the export read them"] = self._reader.lost
         return {name: count for name, count in counts.items() if count}
 
     def notes(self, *, with_muted: bool = True) -> list[str]:
@@ -842,7 +759,7 @@ class Session:
 
     def _deliver(self) -> None:
         """What a session leaves behind: its spans at the collector, its last trace file, its summary."""
-        window = self._windows.stop(self.end_ns or 0)
+        window = self._reader.stop(self.end_ns or 0)
         if self._exporter is not None:
             self._exporter.stop(EXIT_LIMIT_NS)
         if window is not None:
@@ -921,14 +838,13 @@ class Session:
         self._losses.clear()
         self._ids = None
         self._complaints.clear()
-        self._cut.clear()
-        self._waiting.clear()
-        self._intervals_known.clear()
         self._ranges.after_fork_in_child()
         self._imports.after_fork_in_child()
         if self._timing is not None:
             self._timing.after_fork_in_child()
         self._begin()
+        if self._outbox is not None:
+            self._outbox.after_fork_in_child()
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.origin = self.origin()

@@ -21,7 +21,7 @@ FLOORS: list[list[str]] = [
         "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
         "report", "stretch",
     ],
-    ["process", "profiler", "files", "handlers", "steps"],
+    ["process", "profiler", "reader", "outbox", "files", "handlers", "steps"],
     ["", "__main__", "cli", "autostart", "faces"],
 ]  # fmt: skip
 
@@ -32,7 +32,7 @@ WITHIN = {
     "recorder": {"pure", "shelf", "wrapping"},
     "device": {"imports", "profile", "recorder"},
     "process": {"profiler"},
-    "profiler": {"files"},
+    "profiler": {"files", "outbox", "reader"},
     "handlers": {"profiler", "files"},
     "steps": {"process", "profiler", "handlers"},
     "cli": {""},

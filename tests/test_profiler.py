@@ -379,7 +379,7 @@ def test_flush_keeps_its_time_while_the_session_is_busy() -> None:
 
 
 def test_the_wall_clock_that_spans_are_sent_by_is_renewed_when_it_has_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.profiler.CLOCK_RENEWAL_NS", 0)
+    monkeypatch.setattr("instrument.outbox.CLOCK_RENEWAL_NS", 0)
     session = begin("export: {otlp: {endpoint: 'http://127.0.0.1:9'}}")
     exporter = session._exporter
     assert exporter is not None
