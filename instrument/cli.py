@@ -26,8 +26,8 @@ from instrument.device import cuda
 from instrument.document import nearest
 from instrument.errors import InstrumentError, ProfileError
 from instrument.probes.scopes import OFF
+from instrument.probes.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
 from instrument.probes.verdict import STATES as STATES_OF_TARGETS
-from instrument.probes.verdict import Verdict, over_processes
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS, Profile
 from instrument.report.view import THREADS, UNITS
 from instrument.schema import load, setting
@@ -331,8 +331,6 @@ def _verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[lis
         raise InstrumentError("check: INSTRUMENT=off, so nothing of the command would be instrumented; unset it")
     from tempfile import TemporaryDirectory
 
-    from instrument.profiler import CHECK_FOLDER
-
     words = [sys.executable, *_interpreter_flags(), "-m", "instrument", "run", "--profile", profile, "--", *host]
     with TemporaryDirectory(prefix="instrument-check-") as folder:
         sys.stdout.flush()
@@ -351,7 +349,7 @@ def _verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[lis
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        reports = [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+        reports = reports_to_check(folder)
     if not reports:
         raise InstrumentError(
             f"check: the command ended with exit code {code} and no process of it told what became of the rules; one "

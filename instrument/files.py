@@ -11,6 +11,7 @@ import re
 import select
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -80,6 +81,37 @@ def write(stream: TextIO, text: str, limit_ns: int) -> None:
             data = data[os.write(stream.fileno(), data[: select.PIPE_BUF]) :]
         except BlockingIOError:
             pass  # shared with somebody who was faster
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process of a service puts what it leaves behind: below the folder in which its session began.
+
+    Files of the first process need no number of the process in their names.
+    """
+
+    folder: Path
+    service: str
+    is_first: bool
+
+    def path(self, template: str, window: int = 0) -> Path:
+        """The file that a template means here."""
+        return path_of(own(template, is_first=self.is_first), self.folder, self.service, window)
+
+    def make_room(self, template: str, newest: Path, disk_bytes: int) -> int:
+        """Remove the oldest files of a template until all keep within `disk_bytes`: how many."""
+        return make_room(own(template, is_first=self.is_first), self.folder, self.service, newest, disk_bytes)
+
+    def tell(self, to: str, text: str, limit_ns: int) -> None:
+        """Write a text to `stderr`, `stdout` or a file. Raises `OSError` and `ValueError`; waits `limit_ns` at most."""
+        if to in ("stderr", "stdout"):
+            stream = sys.stderr if to == "stderr" else sys.stdout
+            if stream is not None:
+                write(stream, text, limit_ns)
+            return
+        path = self.path(to)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def working_folder() -> Path:

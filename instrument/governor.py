@@ -8,11 +8,15 @@ there is room for them again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from instrument.recorder import Recorder
 from instrument.spans import Site
+
+STEP_NS = 10**9
+"""How often the cost of the probes is held against the budget."""
 
 ROOM = 0.8
 """A muted site comes back only where the budget would then be used up to this share at most, or it would flap."""
@@ -115,3 +119,39 @@ class Governor:
         """Bring every site back, at the end; `notes` still says what was muted until then."""
         for site in self.muted:
             self._recorder.unmute(site)
+
+
+class Budget:
+    """The `budget` of a profile, which a reload may change: a governor where there is one.
+
+    `costs_ns` is called when there is to be one. Used by one thread at a time.
+    """
+
+    def __init__(self, recorder: Recorder, costs_ns: Callable[[], Mapping[str, float]]) -> None:
+        self._recorder = recorder
+        self._costs_ns = costs_ns
+        self._governor: Governor | None = None
+        self._stepped_ns = 0
+
+    def change(self, share: float | None) -> None:
+        """Hold the probes within another share of each thread's time from now on; None is without bound."""
+        self.release()
+        self._governor = None
+        if share is not None:
+            self._governor = Governor(self._recorder, share, self._costs_ns(), time.monotonic_ns())
+
+    def step(self) -> None:
+        """Let the governor look, once in `STEP_NS`."""
+        now_ns = time.monotonic_ns()
+        if self._governor is not None and now_ns - self._stepped_ns >= STEP_NS:
+            self._stepped_ns = now_ns
+            self._governor.step(now_ns)
+
+    def release(self) -> None:
+        """Bring every site back that is muted; `notes` still says what was."""
+        if self._governor is not None:
+            self._governor.release()
+
+    def notes(self) -> list[str]:
+        """A sentence for each site that was muted at any time."""
+        return [] if self._governor is None else self._governor.notes()

@@ -353,7 +353,7 @@ def _trace_of(session: Session, stretch: Stretch, steps: Sequence[Step]) -> Trac
             "counted; raise limits.ring or record fewer steps"
         )
     late = sum(span.site.device and not span.device for span in trace.spans)
-    timing = session._timing
+    timing = session.account.timing
     if late and timing is not None and not timing.is_settled(trace.end_ns):
         notes.append(
             f"window {index}: {late} spans have no device time, which had not come when the window was looked at, for "

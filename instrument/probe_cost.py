@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
@@ -138,3 +139,40 @@ def _measure_cold_ns(rounds: int) -> float:
                 outside_ns[recorder.on].append(clock() - began_ns - inside_ns)
     on_ns, off_ns = (sorted(outside_ns[on])[len(outside_ns[on]) // 2] for on in (True, False))
     return float(max(on_ns - off_ns, 0))
+
+
+class Costs:
+    """What the probes of one recorder cost on this machine: measured where somebody first asks, and kept."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._by_shape: dict[str, ProbeCost] | None = None
+        self._cold_ns: float | None = None
+
+    def by_shape(self) -> dict[str, ProbeCost]:
+        """That of a span, by the shape of the probe. 35 ms the first time."""
+        if self._by_shape is None:
+            self._by_shape = measure_costs()
+        return self._by_shape
+
+    def added_ns(self) -> dict[str, float]:
+        """By how much a span costs more than none, by the shape of the probe."""
+        return {shape: cost.added_ns for shape, cost in self.by_shape().items()}
+
+    def of(self, site: Site) -> ProbeCost:
+        """That of a span of this site."""
+        return self.by_shape()[self._recorder.shapes.get(site, "scope")]
+
+    def sum_ns(self, calls: Mapping[Site, int]) -> float:
+        """What so many spans of these sites add."""
+        costs = self.by_shape()
+        counts: Counter[str] = Counter()
+        for site, count in calls.items():
+            counts[self._recorder.shapes.get(site, "scope")] += count
+        return sum(count * costs[shape].added_ns for shape, count in counts.items())
+
+    def cold_ns(self) -> float:
+        """By how much a call costs more where its memory is in no cache. 25 ms the first time."""
+        if self._cold_ns is None:
+            self._cold_ns = max(measure_cold_ns() - self.by_shape()["method"].added_ns, 0.0)
+        return self._cold_ns

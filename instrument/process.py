@@ -18,13 +18,17 @@ from typing import Any
 from instrument import otlp
 from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, logger
+from instrument.generation import Reload
 from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
-from instrument.profiler import EXIT_LIMIT_NS, FORK_WAIT_S, Reload, Session
+from instrument.profiler import EXIT_LIMIT_NS, Session
 from instrument.recorder import RECORDER
 from instrument.schema import load
+
+FORK_WAIT_S = 1.0
+"""The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
 
 _session: Session | None = None
 _session_lock = threading.RLock()
@@ -179,7 +183,7 @@ def stop_on_sigterm() -> None:
 
     def handle(number: int, frame: FrameType | None) -> None:
         running = _session
-        if running is not None and running._postpone(number):
+        if running is not None and running._lock.postpone(number):
             return
         # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
         # come again.

@@ -17,7 +17,7 @@ Cut = tuple[int, int, int]
 
 
 class Reader:
-    """Reads what a recorder has recorded since the last time. Used by one thread at a time.
+    """Reads what a recorder has recorded since `begin`, a piece at a time. Used by one thread at a time.
 
     `keep(spans)` gets what the profile's `capture` keeps. The windows that its `schedule` has ended wait in `cut`, each
     with the origin, from `make_origin`, of its end.
@@ -26,20 +26,23 @@ class Reader:
     def __init__(
         self,
         recorder: Recorder,
-        profile: Profile,
         selection: Selection,
-        start_ns: int,
         keep: Callable[[list[Span]], None],
         make_origin: Callable[[], Origin],
     ) -> None:
         self._recorder = recorder
-        self._schedule = profile.schedule
         self._selection = selection
+        self._keep = keep
         self._make_origin = make_origin
+        self.begin(Profile(), 0)
+
+    def begin(self, profile: Profile, start_ns: int) -> None:
+        """Begin anew, with nothing read and no window cut."""
         self.cut: deque[tuple[Cut, Origin]] = deque()
+        self._schedule = profile.schedule
         self._windows = Windows(profile.schedule, start_ns)
         self._count_steps()
-        self._trees = Trees(recorder, profile.capture, profile.limits.spans_per_request, keep)
+        self._trees = Trees(self._recorder, profile.capture, profile.limits.spans_per_request, self._keep)
 
     def _count_steps(self) -> None:
         """From now on, the calls of the function that the schedule names, if it does."""

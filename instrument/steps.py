@@ -327,7 +327,7 @@ class Profiler:
             if self._leave_with_the_session in session.onlookers:
                 session.onlookers.remove(self._leave_with_the_session)
             if self.failures > 1:
-                session._complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
+                session.account.complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
             leave(session)
 
     def _refuse_unless_running(self, verb: str) -> None:
@@ -384,7 +384,7 @@ class Profiler:
         message = f"{what}: {type(error).__name__}: {error}"
         logger.warning("%s", message, exc_info=error)
         if self._session is not None:
-            self._session._complain(message, log=False)
+            self._session.account.complain(message, log=False)
 
     # ---------------------------------------------------------------- what it has measured
 

@@ -19,9 +19,9 @@ FLOORS: list[list[str]] = [
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
     [
         "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
-        "report", "stretch",
+        "report", "stretch", "lock", "ticks",
     ],
-    ["process", "profiler", "reader", "outbox", "files", "handlers", "steps"],
+    ["process", "profiler", "account", "generation", "reader", "outbox", "files", "handlers", "steps"],
     ["", "__main__", "cli", "autostart", "faces"],
 ]  # fmt: skip
 
@@ -31,8 +31,10 @@ WITHIN = {
     "ring": {"spans", "tally"},
     "recorder": {"pure", "shelf", "wrapping"},
     "device": {"imports", "profile", "recorder"},
-    "process": {"profiler"},
-    "profiler": {"files", "outbox", "reader"},
+    "process": {"profiler", "generation"},
+    "profiler": {"account", "files", "generation", "outbox", "reader"},
+    "account": {"reader"},
+    "generation": {"files"},
     "handlers": {"profiler", "files"},
     "steps": {"process", "profiler", "handlers"},
     "cli": {""},

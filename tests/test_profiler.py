@@ -25,12 +25,14 @@ from trees import outline, tree_of
 
 import instrument
 from instrument import Profiler, StateError, chrome, profiled, scope
+from instrument.account import COMPLAINTS_KEPT
 from instrument.errors import ProfileError
 from instrument.profile import Schedule
-from instrument.profiler import COMPLAINTS_KEPT, Session
+from instrument.profiler import Session
 from instrument.recorder import RECORDER
 from instrument.schema import loads
 from instrument.spans import Cost
+from instrument.ticks import CHECK_NS
 from instrument.window import Windows
 
 
@@ -364,7 +366,7 @@ def test_flush_keeps_its_time_while_the_session_is_busy() -> None:
     busy, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with session._alone():
+        with session._lock.held():
             busy.set()
             done.wait()
 
@@ -617,8 +619,7 @@ def test_the_time_stamp_counter_is_used_where_it_is_sound_and_named_where_it_is_
     reason = RECORDER.use_ticks()
     text = instrument.summary()
     assert ("clock: tsc is not used" in text) == bool(reason)
-    session._ticks_checked_ns = 1 if session._ticks_checked_ns else None
-    session._check_clock()
+    session._ticks.check(time.monotonic_ns() + CHECK_NS)
     instrument.stop()
     if RECORDER.native:
         assert abs(RECORDER.now_ns() - time.monotonic_ns()) < 10**6

@@ -28,8 +28,9 @@ def make(recorder: Any, select: Any) -> Make:
 
     def made(text: str) -> tuple[Reader, list[Span]]:
         kept: list[Span] = []
-        wanted = profile(text)
-        return Reader(recorder, wanted, select(text), time.monotonic_ns(), kept.extend, lambda: ORIGIN), kept
+        reader = Reader(recorder, select(text), kept.extend, lambda: ORIGIN)
+        reader.begin(profile(text), time.monotonic_ns())
+        return reader, kept
 
     return made
 

@@ -25,8 +25,9 @@ from otlp_receiver import receiver
 import instrument
 from instrument import ProfileError, StateError, chrome, control
 from instrument.control import CALLERS, REQUEST_BYTES, Control
+from instrument.generation import Reload
 from instrument.probes.selection import Selection
-from instrument.profiler import Reload, Session
+from instrument.profiler import Session
 from instrument.recorder import RECORDER
 from instrument.schema import loads
 
@@ -722,7 +723,7 @@ def exit_code(child: int) -> int:
 def test_children_forked_in_the_middle_of_reloads_are_whole_and_follow_by_themselves(
     wait_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instrument.profiler.FORK_WAIT_S", wait_s)
+    monkeypatch.setattr("instrument.process.FORK_WAIT_S", wait_s)
     module = work()
     session = begin(LISTENING + 'functions: [{match: "reloaded:first"}]')
     profiles = [loads(f'functions: [{{match: "reloaded:{name}"}}]', environ={}) for name in ("*", "first", "Engine.*")]

@@ -183,7 +183,7 @@ def test_a_running_session_tells_its_probes_threads_rings_and_clock() -> None:
         view = session.views(["cost"])["cost"]
         assert isinstance(view, InstrumentationCost)
         first = view.sites[0]
-        costs = session._measured_costs()
+        costs = session._costs.by_shape()
         assert (first.name, first.calls, first.each_ns) == ("work", 100, costs["call"].added_ns)
         assert view.sites[1].each_ns == costs["scope"].added_ns
         assert view.parts[0].name == "probes"

@@ -1,12 +1,22 @@
-"""Verdicts: what became of a rule of the profile, or of one target of it."""
+"""Verdicts: what became of a rule of the profile, or of one target of it, in one process or in those of a command."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from instrument.document import nearest
+from instrument.profile import Profile
 from instrument.spans import Site
+
+CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
+"""The variable by which `instrument check` asks the processes of a command to report to it."""
 
 STATES: Mapping[str, str] = {
     "attached": "it records",
@@ -76,3 +86,32 @@ def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
         whole[key] = whole[key].merged(verdict) if key in whole else verdict
     found = {rule for rule, target in whole if target}
     return [verdict for (rule, target), verdict in whole.items() if target or rule not in found]
+
+
+def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
+    """Leave what became of the rules to `instrument check`, which has started this process or one above it."""
+    facts = {
+        "pid": os.getpid(),
+        "calls": calls,
+        "verdicts": [_with_nearest_module(verdict, profile).facts() for verdict in verdicts],
+    }
+    path = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    path.rename(path.with_suffix(".json"))
+
+
+def reports_to_check(folder: str) -> list[dict[str, Any]]:
+    """What the processes of a command have left in a folder, by their ids."""
+    return [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+
+
+def _with_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
+    """With the imported module that a function rule perhaps means, where it waits for one that is not."""
+    texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
+    if verdict.state != "waiting":
+        return verdict
+    for text in texts:
+        meant = nearest(text.partition(":")[0], sys.modules, 0.8)
+        if meant:
+            return replace(verdict, why=f"{verdict.why}; nearest is {meant}")
+    return verdict

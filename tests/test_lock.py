@@ -1,0 +1,47 @@
+"""The lock of a session: who has it, for how long one waits, and what becomes of a signal meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from instrument.lock import Lock
+
+
+def test_a_signal_to_its_holder_is_sent_again_when_the_outermost_lets_go() -> None:
+    lock, seen = Lock(), []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        seen.append(lock.postpone(number))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with lock.held():
+            with lock.held():
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert seen == [True]
+        assert seen == [True, False]  # sent again, and not put off now
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_to_a_thread_that_does_not_hold_it_is_not_put_off() -> None:
+    lock, busy, done = Lock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock.held():
+            busy.set()
+            done.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert busy.wait(20)
+    assert not lock.postpone(signal.SIGUSR1)
+    with lock.held(0.01) as held:
+        assert not held
+    done.set()
+    holder.join()
+    with lock.held(0.01) as held:
+        assert held
