@@ -2,7 +2,10 @@
 
 Python calls one function of its import system for every module that is not in `sys.modules` yet. While imports are
 watched, that function is ours, and calls the real one; loaders, specs and modules are as they would be. A module that
-its own package imports costs 0.3 us more, one of another package 2.3 us.
+its own package imports costs 0.3 us more, one of another package 2.6 us.
+
+What we import ourselves, such as the bindings of a driver, is no doing of the service: it goes by the name of this
+package, with its own in brackets.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 from instrument.spans import ImportTime
@@ -24,16 +27,22 @@ LIMIT = 2_000
 
 OTHERS = "(other packages)"
 
+OWN = __name__.partition(".")[0]
+
+_IMPORTERS = frozenset({"importlib", "_frozen_importlib"})
+"""The packages whose frames lie between who asks for an import and the function that is ours."""
+
 _clock = time.monotonic_ns
 
 
 class _Importing:
     """A package that a thread is importing; `others_ns` went into other packages' modules below it."""
 
-    __slots__ = ("began_ns", "is_outermost", "others_ns", "package")
+    __slots__ = ("began_ns", "is_ours", "is_outermost", "others_ns", "package")
 
-    def __init__(self, package: str, is_outermost: bool) -> None:
+    def __init__(self, package: str, is_outermost: bool, is_ours: bool) -> None:
         self.package = package
+        self.is_ours = is_ours
         self.is_outermost = is_outermost
         self.others_ns = 0
         self.began_ns = _clock()
@@ -73,7 +82,8 @@ class ImportTimes:
             package = name.partition(".")[0]
             if (stack and stack[-1].package == package) or not watching:
                 return original(name, *rest)
-            importing = _Importing(package, all(above.package != package for above in stack))
+            is_ours = (bool(stack) and stack[-1].is_ours) or _asked_by_us(sys._getframe().f_back)
+            importing = _Importing(package, all(above.package != package for above in stack), is_ours)
             stack.append(importing)
             try:
                 return original(name, *rest)
@@ -101,6 +111,8 @@ class ImportTimes:
         self_ns = max(took_ns - importing.others_ns, 0)
         inside_ns = self_ns if self._is_inside() else 0
         package = importing.package
+        if importing.is_ours and package != OWN:
+            package = f"{OWN} ({package})"
         with self._lock:
             sums = self._packages.get(package)
             if sums is None:
@@ -115,3 +127,16 @@ class ImportTimes:
         """What has been imported up to now, by package. Modules that are being imported are not in it."""
         with self._lock:
             return tuple(ImportTime(package, *sums) for package, sums in self._packages.items())
+
+
+def _asked_by_us(frame: FrameType | None) -> bool:
+    """Whether the frame that asked for an import, below those of the import system, runs a module of ours.
+
+    There is none where the interpreter itself asks, for `python -m`.
+    """
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in _IMPORTERS:
+            return package == OWN
+        frame = frame.f_back
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import threading
@@ -100,6 +101,24 @@ def test_imports_on_threads_are_counted_apart_and_those_within_spans_told(write:
     assert found["left"].in_spans_ns == found["left"].self_ns >= 30 * MS
     assert found["right"].in_spans_ns == 0
     assert found["right"].total_ns == found["right"].self_ns >= 30 * MS
+
+
+@pytest.mark.parametrize("statement", ["import bindings.driver", "__import__('importlib').import_module('bindings')"])
+def test_what_we_import_ourselves_goes_by_our_name_with_all_that_it_imports_in_turn(
+    statement: str, times: ImportTimes, write: Callable[[str, str], None]
+) -> None:
+    write("bindings/__init__.py", "import bindings.driver")
+    write("bindings/driver.py", "import driven")
+    write("driven.py", "")
+    write("service.py", f"exec({statement!r}, {{'__name__': 'instrument.device.door'}})\nimport of_its_own")
+    write("of_its_own.py", "")
+    before = set(of(times))
+    import service  # noqa: F401
+
+    found = of(times)
+    ours = {"instrument (bindings)", "instrument (driven)"}
+    assert {package for package in found if package not in before} == {"service", "of_its_own", *ours}
+    assert found["service"].total_ns == sum(found[name].self_ns for name in ("service", "of_its_own", *ours))
 
 
 def test_an_import_that_fails_fails_as_it_would_and_leaves_nothing_open(write: Callable[[str, str], None]) -> None:
@@ -201,6 +220,19 @@ print(sorted((n, l) for n, l in names.items() if n.split(".")[0] in
     ]
     assert texts[0] == texts[1]
     assert texts[0].count("asyncio") > 10
+
+
+def test_what_the_interpreter_itself_imports_has_no_frame_and_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from instrument.import_times import ImportTimes\ntimes = ImportTimes(lambda: 0)\ntimes.install()\n"
+    )
+    (tmp_path / "service.py").write_text(
+        "from sitecustomize import times\nprint(*(one.package for one in times.packages() if 'runpy' in one.package))"
+    )
+    environ = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "PATH": os.environ["PATH"]}
+    words = [sys.executable, "-m", "service"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environ, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["runpy"]), done.stderr
 
 
 def test_the_clock_of_imports_is_the_clock_of_spans(times: ImportTimes, write: Callable[[str, str], None]) -> None:

@@ -126,6 +126,14 @@ def test_what_is_not_known_is_said() -> None:
         assert told in text
 
 
+def test_imports_of_the_instrumentation_are_said_to_be_its_own() -> None:
+    tally, facts = a_service()
+    note = "instrument (package): what the instrumentation imported for itself"
+    assert note not in text_of(view_of(tally, facts))
+    own = ImportTime("instrument (cuda)", 1, 9 * MS, 9 * MS)
+    assert note in text_of(view_of(tally, replace(facts, imports=(*(facts.imports or ()), own))))
+
+
 def test_options_bound_the_tables_and_scale_the_times() -> None:
     lines = view_of(*a_service(), rows=1, unit="s").lines()
     rest = [line.split() for line in lines if line.startswith("(remaining")]

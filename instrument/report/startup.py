@@ -361,6 +361,8 @@ def _notes(view: StartupView) -> list[str]:
         lines.append("Parts of the way are sums over threads, without what went by within requests.")
     if view.imports:
         lines.append("Self: a package's own modules. Total: with all that these imported. Entered: from outside of it.")
+        if any(one.package.startswith("instrument (") for one in view.imports):
+            lines.append("instrument (package): what the instrumentation imported for itself, not the service.")
     if view.preparations:
         lines.append("Total of what loads and compiles holds what it calls; In requests: somebody has waited for it.")
     if view.warm_ups:
