@@ -14,6 +14,7 @@ import functools
 import sys
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 from types import FrameType, FunctionType
 from typing import Any
@@ -26,6 +27,9 @@ LIMIT = 2_000
 """Packages that are told apart; the rest are one more."""
 
 OTHERS = "(other packages)"
+
+NEWEST = 4_096
+"""So many of the newest imports are remembered by when they began; 0.1 KB each."""
 
 OWN = __name__.partition(".")[0]
 
@@ -66,6 +70,7 @@ class ImportTimes:
         self._local = _Local()
         self._lock = threading.Lock()
         self._packages: dict[str, list[int]] = {}
+        self._newest: deque[tuple[int, str, int]] = deque(maxlen=NEWEST)
 
     def install(self) -> Undo:
         """Watch imports from now on; returns the way back. Where Python has no such function, `why_not` says so."""
@@ -122,11 +127,22 @@ class ImportTimes:
             sums[1] += took_ns if importing.is_outermost else 0
             sums[2] += self_ns
             sums[3] += inside_ns
+            self._newest.append((importing.began_ns, package, self_ns - inside_ns))
 
-    def packages(self) -> tuple[ImportTime, ...]:
-        """What has been imported up to now, by package. Modules that are being imported are not in it."""
+    def packages(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
+        """What has been imported up to now, by package. Modules that are being imported are not in it.
+
+        `request_ns` is when the first request began; of the imports after it the `NEWEST` are told apart.
+        """
+        late: Counter[str] = Counter()
         with self._lock:
-            return tuple(ImportTime(package, *sums) for package, sums in self._packages.items())
+            for began_ns, package, outside_ns in self._newest:
+                if request_ns is not None and began_ns >= request_ns:
+                    late[package] += outside_ns
+            return tuple(
+                ImportTime(package, entries, total_ns, self_ns, in_spans_ns, late[package])
+                for package, (entries, total_ns, self_ns, in_spans_ns) in self._packages.items()
+            )
 
 
 def _asked_by_us(frame: FrameType | None) -> bool:

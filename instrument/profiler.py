@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -430,12 +431,12 @@ class Session:
 
     def startup(self) -> Startup:
         """How the process came to serve: kept for ever, whatever the rings have overwritten since."""
-        return Startup(
-            session_ns=self.start_ns,
-            process_ns=clock.process_start_ns(),
-            imports=self._imports.packages() if self.profile.startup == "auto" else None,
-            firsts=tuple(FirstCall(site, *first) for site, first in RECORDER.firsts().items()),
-        )
+        firsts = tuple(FirstCall(site, *first) for site, first in RECORDER.firsts().items())
+        facts = Startup(self.start_ns, clock.process_start_ns(), firsts=firsts)
+        if self.profile.startup != "auto":
+            return facts
+        request = facts.first_request
+        return replace(facts, imports=self._imports.packages(None if request is None else request.start_ns))
 
     def recording(self) -> Recording:
         """What reports are made of, as it is now: a tally and a trace that are taken when they are first read."""

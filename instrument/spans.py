@@ -381,7 +381,8 @@ class ImportTime:
     """The imports of one top-level package: how often one began from outside of it, and how long they took.
 
     `total_ns` has all that they imported in turn, `self_ns` the modules of the package alone: over all packages these
-    add up, also where threads imported side by side. `in_spans_ns` of it went by while a span was open on the thread.
+    add up, also where threads imported side by side. `in_spans_ns` of it went by while a span was open on the thread,
+    and `late_ns` of the rest in imports that began after the first request had.
     """
 
     package: str
@@ -389,6 +390,7 @@ class ImportTime:
     total_ns: int
     self_ns: int
     in_spans_ns: int = 0
+    late_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +414,12 @@ class Startup:
     process_ns: int | None = None
     imports: tuple[ImportTime, ...] | None = None
     firsts: tuple[FirstCall, ...] = ()
+
+    @property
+    def first_request(self) -> FirstCall | None:
+        """The request that began first, of those that have ended."""
+        requests = [one for one in self.firsts if one.site.kind == "request"]
+        return min(requests, key=lambda one: one.start_ns, default=None)
 
 
 @dataclass(slots=True)

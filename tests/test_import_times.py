@@ -121,6 +121,26 @@ def test_what_we_import_ourselves_goes_by_our_name_with_all_that_it_imports_in_t
     assert found["service"].total_ns == sum(found[name].self_ns for name in ("service", "of_its_own", *ours))
 
 
+def test_what_began_after_the_first_request_is_told_apart(
+    times: ImportTimes, write: Callable[[str, str], None]
+) -> None:
+    write("early.py", "")
+    write("both/__init__.py", "")
+    write("both/more.py", "import late")
+    write("late.py", "")
+    import both
+    import early  # noqa: F401
+
+    at_ns = time.monotonic_ns()
+    import both.more  # noqa: F401
+
+    found = {one.package: one for one in times.packages(at_ns)}
+    assert found["early"].late_ns == 0
+    assert 0 < found["both"].late_ns < found["both"].self_ns
+    assert found["late"].late_ns == found["late"].self_ns
+    assert not any(one.late_ns for one in times.packages())
+
+
 def test_an_import_that_fails_fails_as_it_would_and_leaves_nothing_open(write: Callable[[str, str], None]) -> None:
     write("broken/__init__.py", "import broken.part")
     write("broken/part.py", "import nothing_of_that_name")

@@ -18,7 +18,7 @@ from instrument import chrome, clock
 from instrument.report.startup import StartupView, startup
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
-from instrument.spans import FirstCall, ImportTime, Origin, Site, Startup, Trace
+from instrument.spans import FirstCall, ImportTime, Origin, Site, Span, Startup, Trace
 from instrument.tally import Tally, Totals, bucket
 
 MS = 1_000_000
@@ -92,6 +92,37 @@ def test_the_parts_of_the_way_are_counted_once_and_add_up() -> None:
     assert {one.name: one.in_requests_ns // MS for one in view.preparations if one.in_requests_ns} == {
         "torch.compile": 700
     }
+
+
+def test_what_began_after_the_first_request_is_not_on_the_way_to_it() -> None:
+    tally, facts = a_service()
+    count(tally, (LOAD,), 400, 300, first_ms=5_650)
+    count(tally, (HANDLE, LOAD), 30, 30, first_ms=6_050)
+    spans = [
+        Span(site, number, parent, 1, 1, 0, begin * MS, end * MS, 0, 0)
+        for number, (site, parent, begin, end) in enumerate([
+            (LOAD, 0, 5_650, 6_050), (HANDLE, 0, 6_000, 6_900), (LOAD, 2, 6_050, 6_080), (LOAD, 0, 7_000, 7_300),
+            (LOAD, 0, 9_000, 9_090), (LOAD, 0, 9_100, 9_190),
+        ], 1)
+    ]  # fmt: skip
+    imports = (*(facts.imports or ()), ImportTime("later", 1, 80 * MS, 80 * MS, 10 * MS, 70 * MS))
+    facts = replace(facts, imports=imports)
+
+    def view(held_from_ns: int) -> StartupView:
+        trace = Trace(Origin(1, "chat", 0, 0), 0, 9_500 * MS, spans, held_from_ns=held_from_ns)
+        return startup(Recording(lambda: tally, lambda: trace, make_startup=lambda: facts), Options())
+
+    whole = view(0)
+    assert {part.name: part.total_ns // MS for part in whole.way} == {
+        "Imports, outside of spans": 1_650, "Loading": 2_100 + 400, "Compiling": 0, "Anything else": 850,
+    }  # fmt: skip
+    assert {part.name: part.total_ns // MS for part in whole.late} == {
+        "Imports, outside of spans": 70, "Loading": 480,
+    }  # fmt: skip
+    text = text_of(whole)
+    assert "began after the first request: Imports, outside of spans 70 ms, Loading 480 ms\n" in text
+    assert "are on the way here" not in text
+    assert "are on the way here" in text_of(view(6_500 * MS))
 
 
 def test_first_calls_are_held_against_the_median_of_the_others() -> None:

@@ -190,6 +190,8 @@ torch.save(model.state_dict(), "model.pt")
 model.load_state_dict(torch.load("model.pt"))
 for _ in range(3):
     handle(model, torch.ones(2, 4))
+import colorsys
+torch.load("model.pt")
 print(instrument.summary(views=["startup"]))
 """
 
@@ -207,12 +209,18 @@ def test_a_program_under_run_tells_its_whole_way_to_serving(tmp_path: Path) -> N
     assert {"torch", "fractions", "wave"} <= set(imports)
     assert view.imports[0].package == "torch"
     assert imports["wave"].in_spans_ns == imports["wave"].self_ns > 0
-    assert {one.name: one.calls for one in view.preparations} == {"torch.load": 1, "load_state_dict": 1}
+    assert {one.name: one.calls for one in view.preparations} == {"torch.load": 2, "load_state_dict": 1}
     assert view.before_ns is not None
     assert 0 < view.before_ns < 120 * 10**9
     parts = {part.name: part.total_ns for part in view.way}
     assert sum(parts.values()) == view.way_ns
     assert parts["Imports, outside of spans"] > parts["Loading"] > 0
+    assert imports["colorsys"].late_ns == imports["colorsys"].self_ns > 0
+    assert (imports["torch"].late_ns, imports["wave"].late_ns) == (0, 0)
+    loads = sorted((span for span in trace.spans if span.site.name == "torch.load"), key=lambda span: span.start_ns)
+    assert {part.name: part.total_ns for part in view.late} == {
+        "Imports, outside of spans": sum(one.late_ns for one in view.imports), "Loading": loads[-1].total_ns,
+    }  # fmt: skip
     for told in ("First request: handle", "torch ", "torch.load"):
         assert told in done.stdout
 

@@ -159,7 +159,10 @@ def _startup(startup: Startup, base_ns: int, sites: Sites) -> dict[str, Any]:
         "process_ns": None if process_ns is None else process_ns - base_ns,
         "imports": None
         if imports is None
-        else [[clean(one.package), one.entries, one.total_ns, one.self_ns, one.in_spans_ns] for one in imports],
+        else [
+            [clean(one.package), one.entries, one.total_ns, one.self_ns, one.in_spans_ns, one.late_ns]
+            for one in imports
+        ],
         "firsts": [[sites.place(one.site), one.start_ns - base_ns, one.total_ns] for one in startup.firsts],
     }
 

@@ -2,6 +2,8 @@
 
 What it tells is kept for ever: totals of the tally, first calls, and imports as they went. Loading and compiling are
 spans of the phases `load` and `compile`, of which the topmost of a call path count, so that nothing is counted twice.
+What began after the first request is not on the way to it. Where the calls of a path lie on both sides, the spans that
+are held tell how much that is.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from instrument.report.table import (
     title,
 )
 from instrument.report.view import Options, Recording
-from instrument.spans import PREPARING, FirstCall, ImportTime, Site, Startup
+from instrument.spans import PREPARING, FirstCall, ImportTime, Site, Startup, Trace
 from instrument.tally import Row, Totals, bucket
 
 Use = TypeVar("Use")
@@ -82,7 +84,10 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One part of the way from the session's start to the first request; `ratio` is of that time."""
+    """One part of the way from the session's start to the first request; `ratio` is of that time.
+
+    None for what came later, and where there is no such time.
+    """
 
     name: str
     total_ns: int
@@ -108,7 +113,9 @@ class StartupView:
 
     `before_ns` is the time of the process until the session began, of which nothing else is known; None where the
     system did not tell. `way_ns` goes from there to the begin of the first request, None where there was none; `way`
-    is what is known to have gone on meanwhile: sums over threads, with the rest where they leave one. `ran_ns` is
+    is what is known to have gone on meanwhile: sums over threads, with the rest where they leave one. `late` is what of
+    the same came later, outside of requests; where `is_late_partial`, older calls than are held may be in `way`
+    instead. `ran_ns` is
     how long after the process began each place that was called had run once, `ran_last` the last of them. `imports`
     is None where they were not timed; `imports_ns` is their sum over all packages. `preparations` are loading and
     compiling, `warm_ups` the places whose first call took longer than the others.
@@ -118,6 +125,8 @@ class StartupView:
     before_ns: int | None
     way_ns: int | None
     way: tuple[Phase, ...]
+    late: tuple[Phase, ...]
+    is_late_partial: bool
     request: Request | None
     ran_ns: int | None
     ran_last: str
@@ -145,14 +154,15 @@ def startup(recording: Recording, options: Options) -> StartupView:
     firsts = _by_place(facts.firsts)
     began_ns = facts.session_ns if facts.process_ns is None else facts.process_ns
     warm_ups = _warm_ups(firsts, rows)
-    requests = [one for one in firsts.values() if one.site.kind == "request"]
-    first = min(requests, key=lambda one: one.start_ns, default=None)
+    first = facts.first_request
     last = max(firsts.values(), key=lambda one: one.start_ns + one.total_ns, default=None)
     imports = facts.imports
     imports_ns = sum(one.self_ns for one in imports or ())
     in_spans_ns = sum(one.in_spans_ns for one in imports or ())
     way_ns: int | None = None
     way: list[Phase] = []
+    late: dict[str, int] = {}
+    is_late_partial = False
     request: Request | None = None
     if first is not None:
         medians = {one.key: one.median_ns for one in warm_ups}
@@ -160,8 +170,14 @@ def startup(recording: Recording, options: Options) -> StartupView:
             name_of_site(first.site), first.start_ns - began_ns, first.total_ns, medians.get(first.site.key)
         )
         way_ns = first.start_ns - facts.session_ns
-        sums = {} if imports is None else {"Imports, outside of spans": imports_ns - in_spans_ns}
-        sums.update(_before(rows, first.start_ns))
+        sums: dict[str, int] = {}
+        if imports is not None:
+            late["Imports, outside of spans"] = sum(one.late_ns for one in imports)
+            sums["Imports, outside of spans"] = imports_ns - in_spans_ns - late["Imports, outside of spans"]
+        prepared = _prepared(rows, first.start_ns, recording)
+        sums.update(prepared.before_ns)
+        late.update(prepared.after_ns)
+        is_late_partial = prepared.is_partial
         rest_ns = way_ns - sum(sums.values())
         if rest_ns >= 0:
             sums["Anything else"] = rest_ns
@@ -171,6 +187,8 @@ def startup(recording: Recording, options: Options) -> StartupView:
         before_ns=None if facts.process_ns is None else facts.session_ns - facts.process_ns,
         way_ns=way_ns,
         way=tuple(way),
+        late=tuple(Phase(name, total_ns, None) for name, total_ns in late.items() if total_ns),
+        is_late_partial=is_late_partial,
         request=request,
         ran_ns=None if last is None else last.start_ns + last.total_ns - began_ns,
         ran_last="" if last is None else name_of_site(last.site),
@@ -253,14 +271,49 @@ def _preparations(rows: Iterable[Row]) -> list[Preparation]:
     return sorted(uses, key=lambda use: (-use.total_ns, use.name, use.phase))
 
 
-def _before(rows: Iterable[Row], request_ns: int) -> dict[str, int]:
-    """What loading and compiling took outside of requests where it began before the first, the topmost of each path."""
-    sums = {WORDS[phase]: 0 for phase in PREPARING}
+class _Prepared(NamedTuple):
+    """What loading and compiling took outside of requests, by word: what began before the first one, and the rest.
+
+    `is_partial`: calls of which the spans are no longer held may have come after it, and count as before.
+    """
+
+    before_ns: dict[str, int]
+    after_ns: dict[str, int]
+    is_partial: bool
+
+
+def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Prepared:
+    """The topmost of each call path, held against the begin of the first request."""
+    before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
+    on_both_sides = False
     for row in rows:
         phase = _phase(row.path[-1]) if row.path else None
-        apart = phase is not None and not any(one.kind == "request" or _phase(one) for one in row.path[:-1])
-        if phase is not None and apart and row.totals.first_ns < request_ns:
-            sums[WORDS[phase]] += row.totals.total_ns
+        if phase is None or any(one.kind == "request" or _phase(one) for one in row.path[:-1]):
+            continue
+        begins_before = row.totals.first_ns < request_ns
+        (before if begins_before else after)[WORDS[phase]] += row.totals.total_ns
+        on_both_sides |= begins_before and row.totals.calls > 1
+    if not on_both_sides:
+        return _Prepared(before, after, is_partial=False)
+    trace = recording.trace
+    for word, held_ns in _held_after(trace, request_ns).items():
+        whole_ns = before[word] + after[word]
+        after[word] = min(max(after[word], held_ns), whole_ns)
+        before[word] = whole_ns - after[word]
+    return _Prepared(before, after, is_partial=max(trace.start_ns, trace.held_from_ns) > request_ns)
+
+
+def _held_after(trace: Trace, request_ns: int) -> dict[str, int]:
+    """What the spans that are held took of the same, by word, where they began after the first request."""
+    sums = {WORDS[phase]: 0 for phase in PREPARING}
+    late = [span for span in trace.spans if span.start_ns >= request_ns and not span.clipped and _phase(span.site)]
+    known = {span.span_id: span for span in trace.spans} if late else {}
+    for span in late:
+        above = known.get(span.parent_id)
+        while above is not None and above.site.kind != "request" and _phase(above.site) is None:
+            above = known.get(above.parent_id)
+        if above is None:
+            sums[WORDS[_phase(span.site) or ""]] += span.total_ns
     return sums
 
 
@@ -284,6 +337,11 @@ def _way_lines(view: StartupView) -> list[str]:
     ]
     lines = table(["Way to serving", "Time", "Of session to request"], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0])
     ran = shorten(safe(view.ran_last), LINE // 4)
+    if view.late:
+        parts = ", ".join(f"{part.name} {in_unit(part.total_ns, unit)} {unit}" for part in view.late)
+        lines.append(f"Not on the way, for it began after the first request: {parts}")
+    if view.is_late_partial:
+        lines.append("Older calls than the rings still hold may have begun after it too, and are on the way here.")
     return [
         *lines,
         f"Each place that was called had run once after {in_unit(view.ran_ns, unit)} {unit}; the last: {ran}",
