@@ -18,7 +18,7 @@ from raw_spans import traces
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.report.events import EventRow, Events, events
 from instrument.report.summary import summary
-from instrument.report.table import LINE, columns, compact, number, safe, shorten, table
+from instrument.report.table import LINE, columns, compact, number, safe, shorten, shortened, table
 from instrument.report.view import THREADS, Options, Recording
 from instrument.spans import Cost, DeviceInterval, Site, Span, Trace
 from instrument.tally import Tally, Totals, bucket
@@ -914,6 +914,23 @@ def test_a_row_is_a_frozen_value_that_becomes_plain_data() -> None:
 def test_a_long_text_loses_its_middle(text: str, limit: int, short: str) -> None:
     assert shorten(text, limit) == short
     assert columns(short) <= limit
+
+
+def test_texts_that_would_look_alike_when_shortened_are_shown_from_where_they_part() -> None:
+    layers = [f"request > generate > model.layers.{number}.self_attn.projection > Linear" for number in (3, 12, 13)]
+    assert len({shorten(text, 40) for text in layers}) == 1
+    assert shortened([*layers, "short", layers[0]], 40) == [
+        "request > ...3.self_attn....ion > Linear", "request > ...12.self_attn...ion > Linear",
+        "request > ...13.self_attn...ion > Linear", "short", "request > ...3.self_attn....ion > Linear",
+    ]  # fmt: skip
+
+
+@given(st.lists(st.text("ab測.", max_size=60), max_size=6), st.integers(16, 40))
+def test_shortened_texts_keep_their_room_and_are_the_same_where_the_texts_are(texts: list[str], limit: int) -> None:
+    short = shortened(texts, limit)
+    assert all(columns(one) <= limit for one in short)
+    assert len(set(short)) == len(set(texts))
+    assert all(one == text for one, text in zip(short, texts, strict=True) if columns(text) <= limit)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,17 @@ def test_ops_of_one_name_are_told_apart_by_their_place() -> None:
     assert {row.names[0] for row in together.rows} == {"load (a.load)", "load (b.load)", "load (c.py:3)"}
 
 
+def test_instances_whose_paths_differ_in_the_middle_alone_do_not_look_alike() -> None:
+    tally = Tally()
+    above = Site("answer_a_question_of_the_chat", "request", "shop", "answer")
+    below = Site("Linear", "layer", "torch", "Linear", instance="model.language_model.projection")
+    for number in range(12):
+        block = Site("DecoderLayer", "layer", "models", "Decoder", instance=f"model.layers.{number}")
+        count(tally, (above, block, below), 5)
+    names = [line.split("  ")[0] for line in view("instances", tally).lines() if "projection]" in line]
+    assert (len(names), len(set(names))) == (12, 12)
+
+
 def test_each_function_has_a_report_after_the_sum_over_functions() -> None:
     tally, step = Tally(), Site("step", "op", device=True)
     a, b = Site("/a", "request"), Site("/b", "request")

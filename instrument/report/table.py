@@ -56,6 +56,33 @@ def shorten(text: str, limit: int) -> str:
     return _first_columns(text, room - tail) + "..." + _first_columns(text[::-1], tail)[::-1]
 
 
+def shortened(texts: Sequence[str], limit: int) -> list[str]:
+    """Each text in at most `limit` columns; those whose middles alone tell them apart lose what they share instead."""
+    alike: dict[str, list[str]] = {}
+    for text in dict.fromkeys(texts):
+        alike.setdefault(shorten(text, limit), []).append(text)
+    shown = {}
+    for short, group in alike.items():
+        shown.update(_from_the_difference(group, limit) if len(group) > 1 else {group[0]: short})
+    return [shown[text] for text in texts]
+
+
+def _from_the_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
+    """Different texts of one beginning, each as a little of it and what comes where they part."""
+    characters = enumerate(zip(*texts, strict=False))
+    parting = next((index for index, of_each in characters if len(set(of_each)) > 1), min(map(len, texts)))
+    begin = _first_columns(texts[0][:parting], limit // 4) + "..."
+    alike: dict[str, list[str]] = {}
+    for text in texts:
+        alike.setdefault(begin + shorten(text[parting:], limit - columns(begin)), []).append(text)
+    shown = {}
+    for short, group in alike.items():
+        # Some of them part later.
+        again = 1 < len(group) < len(texts)
+        shown.update(_from_the_difference(group, limit) if again else dict.fromkeys(group, short))
+    return shown
+
+
 def _first_columns(text: str, limit: int) -> str:
     width = 0
     for index, char in enumerate(text):
@@ -165,7 +192,8 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
     """A table whose first column holds names, which are escaped and shortened so that a line has `LINE` columns."""
     others = [max(least_width, *(columns(cell) + GAP for cell in column)) for column in zip(header, *rows, strict=True)]
     room = max(LINE - sum(others[1:]), NAME_LEAST) - GAP
-    fitting = [[shorten(safe(name) or "(no name)", room), *cells] for name, *cells in rows]
+    names = shortened([safe(name) or "(no name)" for name, *_ in rows], room)
+    fitting = [[name, *cells] for name, (_, *cells) in zip(names, rows, strict=True)]
     return table(header, fitting, [0, *others[1:]])
 
 
