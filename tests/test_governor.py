@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from instrument.governor import Governor
+from instrument.governor import Budget, Governor
 from instrument.spans import Site
 
 COSTS_NS = dict.fromkeys(("call", "method", "wrapper", "coroutine", "generator", "scope"), 100.0)
@@ -36,6 +36,32 @@ def called(function: Callable[[], object], times: int) -> None:
 
 # A tenth of 1 % of a second at 100 ns a call is 10,000 calls.
 BUDGET = 0.001
+
+
+def test_a_budget_may_be_changed_and_taken_back_and_is_looked_at_once_in_a_while(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = recorder.wrap(lambda: None, Site("short"))
+    asked: list[None] = []
+    budget = Budget(recorder, lambda: asked.append(None) or COSTS_NS)
+    budget.change(None)
+    called(function, 1_000)
+    budget.step()
+    assert (recorder.muted, budget.notes(), asked) == (set(), [], [])
+    budget.change(1e-9)
+    budget.step()
+    assert {site.name for site in recorder.muted} == {"short"}
+    called(function, 3)
+    assert "3 calls were not recorded" in budget.notes()[0]
+    budget.release()
+    budget.step()  # too soon to look again
+    assert recorder.muted == set()
+    monkeypatch.setattr("instrument.governor.STEP_NS", 0)
+    called(function, 1_000)
+    budget.step()
+    assert len(recorder.muted) == 1
+    budget.change(None)
+    assert (recorder.muted, budget.notes()) == (set(), [])
 
 
 def test_within_the_budget_nothing_is_muted(recorder: Any) -> None:

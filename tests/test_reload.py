@@ -16,6 +16,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from otlp_receiver import receiver
 import instrument
 from instrument import ProfileError, StateError, chrome, control
 from instrument.control import CALLERS, REQUEST_BYTES, Control
-from instrument.generation import Reload
+from instrument.generation import AT_START, NAMES_TOLD, Reload, refusals, taken_on
 from instrument.probes.selection import Selection
 from instrument.profiler import Session
 from instrument.recorder import RECORDER
@@ -704,6 +705,27 @@ def test_stop_waits_for_the_reload_that_a_caller_has_begun() -> None:
         served.stop(20)
     assert done.is_set()
     assert not own_socket().exists()
+
+
+def test_the_answer_to_a_caller_names_so_many_and_counts_the_rest() -> None:
+    done = Reload(2, "0a", tuple(f"m:f{number}" for number in range(NAMES_TOLD + 3)), ("m:g",), ("clock keeps its",))
+    facts = done.facts()
+    assert (len(facts["attached"]), facts["attached"][-1]) == (NAMES_TOLD + 1, "and 3 more")
+    assert (facts["undone"], facts["refused"]) == (["m:g"], ["clock keeps its"])
+
+
+@pytest.mark.parametrize("name", AT_START)
+def test_what_is_taken_on_of_a_profile_is_all_but_what_needs_a_start(name: str) -> None:
+    now = loads("", environ={})
+    other = {
+        "clock": "tsc", "limits.ring": "{ring: 1MiB}", "device": "{cuda: off}", "control": "{watch: true}",
+        "startup": "auto", "export.otlp": "{otlp: {}}",
+    }[name]  # fmt: skip
+    wanted = loads(f"service: other\n{name.partition('.')[0]}: {other}", environ={})
+    kept = taken_on(wanted, now)
+    assert kept == replace(now, service="other")
+    (refused,) = refusals(wanted, kept)
+    assert refused.startswith(f"{name} keeps its value until a restart: ")
 
 
 # -------------------------------------------------------------------- processes
