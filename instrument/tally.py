@@ -38,6 +38,10 @@ def bucket(value_ns: int) -> int:
     return value_ns if exponent <= 0 else (exponent << 6) + (value_ns >> exponent)
 
 
+LAST_BUCKET = bucket((1 << 63) - 1)
+"""The bucket of the longest time that there is."""
+
+
 def bucket_start(index: int) -> int:
     """The lowest value of a bucket."""
     if index < 128:

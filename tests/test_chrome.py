@@ -833,6 +833,8 @@ BAD_FILES: dict[str, tuple[str | bytes, str]] = {
                 TALLY | {"rows": [[]]},
                 TALLY | {"rows": [[0, 1, [5, 1]]]},
                 TALLY | {"rows": [[*ROW[:-1], [5]]]},
+                TALLY | {"rows": [[*ROW[:-1], [3712, 1]]]},
+                TALLY | {"rows": [[*ROW[:-1], [2**62, 1]]]},
                 TALLY | {"rows": [[5, *ROW[1:]]]},
                 TALLY | {"rows": [[0, "1", *ROW[2:]]]},
             ],

@@ -28,7 +28,7 @@ from instrument.spans import (
     Startup,
     Trace,
 )
-from instrument.tally import Tally, Totals
+from instrument.tally import LAST_BUCKET, Tally, Totals
 
 FORMAT = 4
 """Version of what stands in the key. In 2, events had every id and time, also those that follow from others; in 3, what
@@ -286,7 +286,7 @@ class Metadata:
         for node, thread_id, *numbers, histogram in saved["rows"]:
             sums = dict(zip(_SUMS, (checked(number, int) for number in numbers), strict=True))
             sums["first_ns"] += self.base_ns
-            pairs = zip(map(index, histogram[::2]), map(index, histogram[1::2]), strict=True)
+            pairs = zip(map(_bucket, histogram[::2]), map(index, histogram[1::2]), strict=True)
             path = () if node == -1 else paths[index(node)]
             tally.totals(path, checked(thread_id, int)).merge(Totals(**sums, histogram=dict(pairs)))
         return tally
@@ -296,6 +296,13 @@ def _site(facts: dict[str, Any]) -> Site:
     pairs = tuple((checked(key, str), attribute(value)) for key, value in facts.get("attributes", ()))
     site: Site = made(Site, facts, attributes=pairs)
     return site
+
+
+def _bucket(value: Any) -> int:
+    """A bucket of a histogram. One that no time belongs to would begin at a number of as many digits as it likes."""
+    if (found := index(value)) > LAST_BUCKET:
+        raise ValueError("a histogram in it has a bucket to which no time belongs; it is damaged")
+    return found
 
 
 def _names(pairs: Any) -> dict[int, str]:
