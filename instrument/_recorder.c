@@ -945,12 +945,9 @@ Ring_newest(Ring *self, PyObject *argument)
 }
 
 /* The number of the first row that ended after a time: a ring's rows lie in the order of their ends. */
-static PyObject *
-Ring_first_after(Ring *self, PyObject *argument)
+static uint64_t
+number_after(const Ring *self, int64_t after_ns)
 {
-    long long after_ns = PyLong_AsLongLong(argument);
-    if (after_ns == -1 && PyErr_Occurred())
-        return NULL;
     uint64_t low = self->head > self->capacity ? self->head - self->capacity : 0, high = self->head;
     while (low < high) {
         uint64_t middle = low + (high - low) / 2;
@@ -959,7 +956,44 @@ Ring_first_after(Ring *self, PyObject *argument)
         else
             low = middle + 1;
     }
-    return PyLong_FromUnsignedLongLong(low);
+    return low;
+}
+
+static PyObject *
+Ring_first_after(Ring *self, PyObject *argument)
+{
+    long long after_ns = PyLong_AsLongLong(argument);
+    if (after_ns == -1 && PyErr_Occurred())
+        return NULL;
+    return PyLong_FromUnsignedLongLong(number_after(self, after_ns));
+}
+
+/* (rows, the end of the oldest, ids of those whose nodes are marked) of the rows that ended after a time. */
+static PyObject *
+Ring_held(Ring *self, PyObject *args)
+{
+    long long after_ns;
+    Py_buffer marks;
+    if (!PyArg_ParseTuple(args, "Ly*:held", &after_ns, &marks))
+        return NULL;
+    uint64_t first = number_after(self, after_ns), head = self->head;
+    uint64_t *ids = NULL, count = 0, room = marks.len == 0 ? 0 : head - first;
+    PyObject *found = NULL;
+    if (room != 0 && (ids = PyMem_RawMalloc(room * sizeof *ids)) == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (uint64_t i = first; room != 0 && i < head; i++) {
+        const row_t *row = &self->rows[i & self->mask];
+        if (row->node < (uint64_t)marks.len && ((const char *)marks.buf)[row->node])
+            ids[count++] = row->span_id;
+    }
+    found = Py_BuildValue("KLy#", head - first, first < head ? self->rows[first & self->mask].end_ns : (int64_t)0,
+                          ids == NULL ? "" : (char *)ids, (Py_ssize_t)(count * sizeof *ids));
+end:
+    PyMem_RawFree(ids);
+    PyBuffer_Release(&marks);
+    return found;
 }
 
 /* [(node index, calls, total ns)] of each call path. */
@@ -1028,6 +1062,7 @@ Ring_preset_totals(Ring *self, PyObject *args)
 static PyMethodDef Ring_methods[] = {
     {"newest", (PyCFunction)Ring_newest, METH_O, "Rows from a number on, the head, and how many came too late."},
     {"first_after", (PyCFunction)Ring_first_after, METH_O, "The number of the first row that ended after a time."},
+    {"held", (PyCFunction)Ring_held, METH_VARARGS, "Rows that ended after a time, the first end, ids of marked ones."},
     {"usage", (PyCFunction)Ring_usage, METH_NOARGS, "Node index, calls and total ns of each call path."},
     {"copied_totals", (PyCFunction)Ring_copied_totals, METH_NOARGS, "Totals by node index, as tuples."},
     {"firsts", (PyCFunction)Ring_firsts, METH_NOARGS, "Begin and length of the first call by node index."},
@@ -4128,105 +4163,253 @@ Core_ended_totals(Core *self, PyObject *Py_UNUSED(none))
     return totals;
 }
 
-/* How often each node was called, on all threads together, by its index. */
+/* How often the nodes of each group were called, on all threads together. */
 static PyObject *
-Core_node_calls(Core *self, PyObject *Py_UNUSED(none))
+Core_calls_by(Core *self, PyObject *args)
 {
-    Py_ssize_t rings = PyList_GET_SIZE(self->rings);
-    PyObject *all = PyList_New((Py_ssize_t)self->node_count);
-    for (Py_ssize_t n = 0; all != NULL && n < PyList_GET_SIZE(all); n++) {
-        uint64_t calls = 0;
-        for (Py_ssize_t i = 0; i <= rings; i++) {
-            Ring *ring = i < rings ? (Ring *)PyList_GET_ITEM(self->rings, i) : self->ended;
-            totals_t *totals = known_totals(&ring->totals, (uint32_t)n);
-            calls += totals == NULL ? 0 : totals->calls;
+    Py_buffer groups;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "y*n:calls_by", &groups, &count))
+        return NULL;
+    const int32_t *group_of = groups.buf;
+    uint32_t nodes = (uint32_t)((size_t)groups.len / sizeof *group_of);
+    PyObject *all = NULL;
+    uint64_t *calls = count < 0 ? NULL : PyMem_RawCalloc((size_t)count + 1, sizeof *calls);
+    if (calls == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (Py_ssize_t i = 0, rings = PyList_GET_SIZE(self->rings); i <= rings; i++) {
+        const Ring *ring = i < rings ? (Ring *)PyList_GET_ITEM(self->rings, i) : self->ended;
+        for (uint32_t n = 0; n < nodes && n < ring->totals.slots * PAGE; n++) {
+            const totals_t *totals = known_totals(&ring->totals, n);
+            if (totals != NULL && group_of[n] >= 0 && group_of[n] < count)
+                calls[group_of[n]] += totals->calls;
         }
-        PyObject *number = PyLong_FromUnsignedLongLong(calls); /* it never runs the collector */
+    }
+    all = PyList_New(count);
+    for (Py_ssize_t g = 0; all != NULL && g < count; g++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(calls[g]);
         if (number == NULL)
             Py_CLEAR(all);
         else
-            PyList_SET_ITEM(all, n, number);
+            PyList_SET_ITEM(all, g, number);
     }
+end:
+    PyMem_RawFree(calls);
+    PyBuffer_Release(&groups);
     return all;
 }
 
-/* {node index: totals} of all threads together.
- *
- * Everything is read before an object of Python's is made: that may run the collector, and a thread's ring be given up. */
+/* Numbers of a line, in the order of `lines.Sum`; its first is its node. */
+#define LINE_WIDTH 11
+
+typedef struct {
+    int64_t numbers[LINE_WIDTH];
+    uint32_t first_node; /* that of the nodes of its place which was called first */
+} line_t;
+
+static int
+compare_lines(const void *left, const void *right)
+{
+    const line_t *a = *(const line_t *const *)left, *b = *(const line_t *const *)right;
+    int64_t a_ns = a->numbers[LINE_WIDTH - 1], b_ns = b->numbers[LINE_WIDTH - 1];
+    return a_ns != b_ns ? (a_ns < b_ns ? -1 : 1) : (a->first_node < b->first_node ? -1 : a->first_node > b->first_node);
+}
+
+static int64_t
+at_most(uint64_t number)
+{
+    return number > INT64_MAX ? INT64_MAX : (int64_t)number;
+}
+
+#define AHEAD 4 /* nodes whose totals are fetched from memory while others are added up */
+
+/* The totals of the nodes that places are given for, on these rings together, in the order of first calls. */
 static PyObject *
-Core_merged_totals(Core *self, PyObject *Py_UNUSED(none))
+lines_of(Ring *const *rings, Py_ssize_t count, PyObject *places)
+{
+    Py_buffer view;
+    PyObject *found = NULL;
+    if (PyObject_GetBuffer(places, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    const int32_t *place_of = view.buf;
+    uint32_t nodes = (uint32_t)((size_t)view.len / sizeof *place_of), used = 0;
+    line_t *lines = PyMem_RawCalloc(nodes + 1, sizeof *lines), **order = PyMem_RawMalloc((nodes + 1) * sizeof *order);
+    if (lines == NULL || order == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (uint32_t n = 0; n < nodes; n++) {
+        totals_t sum; /* all but the histogram */
+        memset(&sum, 0, offsetof(totals_t, chunks));
+        for (Py_ssize_t i = 0; i < count; i++) {
+            const totals_t *t = known_totals(&rings[i]->totals, n), *ahead = known_totals(&rings[i]->totals, n + AHEAD);
+            if (ahead != NULL) {
+                __builtin_prefetch(ahead);
+                __builtin_prefetch(&ahead->errors);
+            }
+            if (t != NULL && t->calls != 0)
+                add_totals(NULL, &sum, t);
+        }
+        if (sum.calls == 0)
+            continue;
+        if (place_of[n] < 0 || (uint32_t)place_of[n] > n) {
+            PyErr_SetString(PyExc_ValueError, "the place of a node is not before it");
+            goto end;
+        }
+        int64_t *to = lines[place_of[n]].numbers;
+        const int64_t from[LINE_WIDTH] = {
+            place_of[n], at_most(sum.calls), at_most(sum.errors), sum.total_ns, sum.self_ns, sum.device_ns,
+            elapsed_of(&sum), sum.min_ns, sum.max_ns, at_most(sum.moved_bytes), sum.first_ns,
+        };
+        if (to[1] == 0) {
+            memcpy(to, from, sizeof from);
+            lines[place_of[n]].first_node = n;
+            order[used++] = &lines[place_of[n]];
+            continue;
+        }
+        for (int i = 1; i < LINE_WIDTH - 1; i++)
+            if (i == 7 || i == 8)
+                to[i] = (i == 7) == (from[i] < to[i]) ? from[i] : to[i];
+            else
+                add_time(NULL, &to[i], from[i]);
+        if (from[LINE_WIDTH - 1] < to[LINE_WIDTH - 1]) {
+            to[LINE_WIDTH - 1] = from[LINE_WIDTH - 1];
+            lines[place_of[n]].first_node = n;
+        }
+    }
+    qsort(order, used, sizeof *order, compare_lines);
+    found = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(used * sizeof lines->numbers));
+    for (uint32_t i = 0; found != NULL && i < used; i++)
+        memcpy(PyBytes_AS_STRING(found) + i * sizeof lines->numbers, order[i]->numbers, sizeof lines->numbers);
+end:
+    PyMem_RawFree(lines);
+    PyMem_RawFree(order);
+    PyBuffer_Release(&view);
+    return found;
+}
+
+/* Every ring, and that of the threads that were given up; NULL without memory. */
+static Ring **
+all_rings(Core *self, Py_ssize_t *count)
 {
     Py_ssize_t rings = PyList_GET_SIZE(self->rings);
-    uint32_t count = self->node_count;
-    totals_t *sums = PyMem_RawCalloc(count + 1, sizeof *sums);
-    size_t *starts = PyMem_RawCalloc(count + 1, sizeof *starts), used = 0, room = 0;
-    uint64_t *times = PyMem_RawCalloc(CHUNKS * 64, sizeof *times); /* the histogram of one node */
-    char *packed = NULL;
-    PyObject *all = NULL;
-    if (sums == NULL || starts == NULL || times == NULL)
-        goto no_memory;
-    for (uint32_t n = 0; n < count; n++) {
-        uint64_t chunks = 0; /* those with calls, bit by bit */
-        starts[n] = used;
-        for (Py_ssize_t i = 0; i <= rings; i++) {
-            Ring *ring = i < rings ? (Ring *)PyList_GET_ITEM(self->rings, i) : self->ended;
-            totals_t *t = known_totals(&ring->totals, n);
+    Ring **all = PyMem_RawMalloc(((size_t)rings + 1) * sizeof *all);
+    for (Py_ssize_t i = 0; all != NULL && i < rings; i++)
+        all[i] = (Ring *)PyList_GET_ITEM(self->rings, i);
+    if (all != NULL)
+        all[rings] = self->ended;
+    else
+        PyErr_NoMemory();
+    *count = rings + 1;
+    return all;
+}
+
+/* [(thread id, name, lines)] of each ring, and at last of the threads that were given up, or of all as one. No object is
+ * made that the collector knows before all are read: it may run then, and a ring be given up. */
+static PyObject *
+Core_lines_by_place(Core *self, PyObject *args)
+{
+    PyObject *places, *found = NULL;
+    int merged;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "Op:lines_by_place", &places, &merged))
+        return NULL;
+    Ring **rings = all_rings(self, &count);
+    Py_ssize_t books = merged ? 1 : count;
+    PyObject **lines = rings == NULL ? NULL : PyMem_RawCalloc((size_t)books, sizeof *lines);
+    if (rings == NULL || lines == NULL) {
+        PyMem_RawFree(rings);
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        Py_INCREF(rings[i]);
+    for (Py_ssize_t i = 0; i < books; i++)
+        if ((lines[i] = lines_of(rings + i, merged ? count : 1, places)) == NULL)
+            goto end;
+    found = PyList_New(0);
+    for (Py_ssize_t i = 0; found != NULL && i < books; i++) {
+        int ended = rings[i] == rings[count - 1];
+        PyObject *name = merged  ? PyUnicode_FromString("(all threads)")
+                         : ended ? PyUnicode_FromString("(ended threads)")
+                                 : Py_NewRef(rings[i]->name);
+        PyObject *book = name == NULL ? NULL
+                                      : Py_BuildValue("(lNO)", merged || ended ? 0L : rings[i]->thread_id, name, lines[i]);
+        if (book == NULL || PyList_Append(found, book) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(book);
+    }
+end:
+    for (Py_ssize_t i = 0; i < books; i++)
+        Py_XDECREF(lines[i]);
+    for (Py_ssize_t i = 0; i < count; i++)
+        Py_DECREF(rings[i]);
+    PyMem_RawFree(lines);
+    PyMem_RawFree(rings);
+    return found;
+}
+
+/* The histogram of nodes on a thread (0: those that were given up), or on all, packed. */
+static PyObject *
+Core_histogram_of(Core *self, PyObject *args)
+{
+    PyObject *nodes, *thread, *found = NULL;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "OO:histogram_of", &nodes, &thread))
+        return NULL;
+    long thread_id = thread == Py_None ? -1 : PyLong_AsLong(thread);
+    Py_buffer view;
+    if ((thread_id == -1 && PyErr_Occurred()) || PyObject_GetBuffer(nodes, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    Ring **rings = all_rings(self, &count);
+    uint64_t *times = rings == NULL ? NULL : PyMem_RawMalloc(CHUNKS * 64 * sizeof *times);
+    if (rings != NULL && times == NULL)
+        PyErr_NoMemory();
+    uint64_t chunks = 0; /* those with calls, bit by bit; their times alone are set */
+    /* Ring by ring: what one thread has recorded lies together. */
+    for (Py_ssize_t r = 0; times != NULL && r < count; r++) {
+        if (thread_id != -1 && thread_id != (r == count - 1 ? 0 : rings[r]->thread_id))
+            continue;
+        for (size_t i = 0; i < (size_t)view.len / sizeof(int32_t); i++) {
+            totals_t *t = known_totals(&rings[r]->totals, (uint32_t)((const int32_t *)view.buf)[i]);
             if (t == NULL || t->calls == 0)
                 continue;
             count_waiting(NULL, t);
-            add_totals(NULL, &sums[n], t);
             for (uint32_t c = 0; c < CHUNKS; c++) {
-                chunk_t *chunk = t->chunks[c];
+                const chunk_t *chunk = t->chunks[c];
+                uint64_t *to = times + (c << 6);
                 if (chunk == NULL)
                     continue;
+                if ((chunks >> c & 1) == 0)
+                    memset(to, 0, 64 * sizeof *to);
                 chunks |= (uint64_t)1 << c;
                 for (uint32_t at = 0; at < 64; at++)
-                    times[(c << 6) + at] += chunk->low[at];
+                    to[at] += chunk->low[at];
                 for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
-                    times[(c << 6) + at] += (uint64_t)chunk->high[at] << 32;
-            }
-        }
-        if (used + CHUNKS * 64 * PACKED_BYTES > room) {
-            room = 2 * used + CHUNKS * 64 * PACKED_BYTES;
-            char *larger = PyMem_RawRealloc(packed, room);
-            if (larger == NULL)
-                goto no_memory;
-            packed = larger;
-        }
-        for (; chunks != 0; chunks &= chunks - 1) {
-            uint32_t first = (uint32_t)__builtin_ctzll(chunks) << 6;
-            for (uint32_t bucket = first; bucket < first + 64; bucket++) {
-                if (times[bucket] == 0)
-                    continue;
-                memcpy(packed + used, &bucket, sizeof bucket);
-                memcpy(packed + used + sizeof bucket, &times[bucket], sizeof times[bucket]);
-                used += PACKED_BYTES;
-                times[bucket] = 0;
+                    to[at] += (uint64_t)chunk->high[at] << 32;
             }
         }
     }
-    starts[count] = used;
-    all = PyDict_New();
-    for (uint32_t n = 0; all != NULL && n < count; n++) {
-        if (sums[n].calls == 0)
-            continue;
-        Py_ssize_t size = (Py_ssize_t)(starts[n + 1] - starts[n]);
-        PyObject *key = PyLong_FromUnsignedLong(n);
-        PyObject *value = totals_as_tuple(&sums[n], PyBytes_FromStringAndSize(packed + starts[n], size));
-        if (key == NULL || value == NULL || PyDict_SetItem(all, key, value) < 0)
-            Py_CLEAR(all);
-        Py_XDECREF(key);
-        Py_XDECREF(value);
-    }
-    goto end;
-no_memory:
-    PyErr_NoMemory();
-end:
-    PyMem_RawFree(sums);
-    PyMem_RawFree(starts);
+    Py_ssize_t used = 0;
+    for (uint64_t left = chunks; left != 0; left &= left - 1)
+        for (uint32_t at = 0, c = (uint32_t)__builtin_ctzll(left); at < 64; at++)
+            used += times[(c << 6) + at] != 0;
+    if (times != NULL)
+        found = PyBytes_FromStringAndSize(NULL, used * (Py_ssize_t)PACKED_BYTES);
+    char *to = found == NULL ? NULL : PyBytes_AS_STRING(found);
+    for (uint64_t left = chunks; to != NULL && left != 0; left &= left - 1)
+        for (uint32_t bucket = (uint32_t)__builtin_ctzll(left) << 6, end = bucket + 64; bucket < end; bucket++) {
+            if (times[bucket] == 0)
+                continue;
+            memcpy(to, &bucket, sizeof bucket);
+            memcpy(to + sizeof bucket, &times[bucket], sizeof times[bucket]);
+            to += PACKED_BYTES;
+        }
     PyMem_RawFree(times);
-    PyMem_RawFree(packed);
-    return all;
+    PyMem_RawFree(rings);
+    PyBuffer_Release(&view);
+    return found;
 }
 
 static PyObject *
@@ -4567,8 +4750,9 @@ static PyMethodDef Core_methods[] = {
     {"new_span", (PyCFunction)Core_new_span, METH_O, "A scope of a site: a span around a block."},
     {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},
     {"rings", (PyCFunction)Core_rings, METH_NOARGS, "The rings in the order in which their threads first recorded."},
-    {"node_calls", (PyCFunction)Core_node_calls, METH_NOARGS, "Calls by node index, on all threads together."},
-    {"merged_totals", (PyCFunction)Core_merged_totals, METH_NOARGS, "Totals by node index, of all threads together."},
+    {"calls_by", (PyCFunction)Core_calls_by, METH_VARARGS, "Calls by group of nodes, on all threads together."},
+    {"lines_by_place", (PyCFunction)Core_lines_by_place, METH_VARARGS, "The lines of each thread, or of all as one, by place."},
+    {"histogram_of", (PyCFunction)Core_histogram_of, METH_VARARGS, "The histogram of nodes on a thread, or on all, packed."},
     {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},
     {"ended_firsts", (PyCFunction)Core_ended_firsts, METH_NOARGS, "Their first calls, as `Ring.firsts` has them."},
     {"nodes_from", (PyCFunction)Core_nodes_from, METH_O, "The nodes from a number on: (site, parent or -1)."},

@@ -163,11 +163,12 @@ class Account:
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule and target up to now, with the calls of each target."""
+        verdicts = self.selection.verdicts()
         calls: Counter[object] = Counter()
-        for site, called in self.recorder.site_calls().items():
+        for site, called in self.recorder.site_calls().items() if verdicts else ():
             calls[site.key] += called
         for site, passed in self.recorder.muted_calls().items():
             calls[site.key] += passed
         # A call that has not ended is one too: a server's main loop never does.
         calls.update(self.recorder.site_of(row).key for _, row in self.recorder.open_rows())
-        return [verdict.counted(lambda site: calls[site.key]) for verdict in self.selection.verdicts()]
+        return [verdict.counted(lambda site: calls[site.key]) for verdict in verdicts]

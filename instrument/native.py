@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import Any
 
-PARTS = ("_recorder", "_spans", "chrome._reading", "chrome._slices")
+PARTS = ("_recorder", "_spans", "_lines", "chrome._reading", "chrome._slices")
 """The native modules of the package."""
 
 

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Context, ContextVar
 from types import FunctionType
 from typing import Any
@@ -208,21 +208,14 @@ class Core:
         """Totals of threads whose rings were given up."""
         return self._rings.copied_ended_totals()
 
-    def node_calls(self) -> list[int]:
-        """Calls by node index, on all threads together."""
-        totals = self.merged_totals()
-        return [totals[index].calls if index in totals else 0 for index in range(len(self._nodes))]
-
-    def merged_totals(self) -> dict[int, Totals]:
-        """Totals of all threads together."""
-        merged = self.ended_totals()
-        for ring in self.rings():
-            for index, totals in ring.copied_totals().items():
-                if index in merged:
-                    merged[index].merge(totals)
-                else:
-                    merged[index] = totals
-        return merged
+    def calls_by(self, groups: Sequence[int], count: int) -> list[int]:
+        """How often the nodes of each group were called, on all threads together."""
+        calls = [0] * count
+        for book in (self.ended_totals(), *(ring.copied_totals() for ring in self.rings())):
+            for index, totals in book.items():
+                if index < len(groups):
+                    calls[groups[index]] += totals.calls
+        return calls
 
     def ended_firsts(self) -> dict[int, First]:
         """Their first calls, as `Ring.firsts` has them."""

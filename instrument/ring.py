@@ -12,6 +12,7 @@ block or by whoever reads first, so that their cost is paid in tight loops inste
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container
 from typing import Any
@@ -72,6 +73,12 @@ class Ring:
         first = min(max(since, self.head - self.capacity), head)
         rows = [copy[i & self.mask] for i in range(first, head)]
         return [row for row in rows if not is_too_short(row, self.nodes[row[0]].site.min_ns)], head, first - since
+
+    def held(self, after_ns: int, marks: bytes) -> tuple[int, int, bytes]:
+        """Of the rows that ended after a time: how many, the end of the first, ids of those whose nodes are marked."""
+        rows = self.newest(self.first_after(after_ns))[0]
+        ids = array("Q", [row[1] for row in rows if row[0] < len(marks) and marks[row[0]]])
+        return len(rows), rows[0][6] if rows else 0, ids.tobytes()
 
     def shrink(self) -> None:
         """A thread that has ended needs no room beyond the rows that it wrote."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from instrument.recorder import Recorder, Taken
+from instrument.recorder import Held, Recorder, Taken
 from instrument.spans import Origin, Span
 
 WINDOWS_THREAD = "instrument-windows"
@@ -48,20 +48,30 @@ class Stretch:
         """Its spans, clipped to it, without device times, at 2 us each; on any thread, at any later time."""
         return self.recorder.spans_of(self.taken, self.start_ns, self.end_ns)
 
-    def held_from_ns(self, spans: Iterable[Span]) -> int:
-        """From when on none of its spans, which these are, is missing; 0 where none is."""
-        oldest: dict[int, int] = {}
-        for span in spans if self.wrapped or self.given_up else ():
-            if span.thread_id in self.wrapped or span.thread_id in self.given_up:
-                oldest[span.thread_id] = min(oldest.get(span.thread_id, span.end_ns), span.end_ns)
-        known = [end_ns for thread_id, end_ns in oldest.items() if thread_id in self.wrapped]
-        known += sorted(end_ns for thread_id, end_ns in oldest.items() if thread_id in self.given_up)[:1]
-        return max(known, default=0)
+    def held_from_ns(self) -> int:
+        """From when on none of its spans is missing; 0 where none is."""
+        oldest_ns = self.taken.oldest_ns(self.start_ns, self.end_ns)
+        return _held_from_ns(oldest_ns, self.wrapped, self.given_up)
 
     def begun_since(self, at_ns: int) -> bool:
         """Whether a span has begun in it after that time."""
         of_rings = any(row[5] > at_ns for _, rows in self.taken.rings for row in rows if row[5] < self.end_ns)
         return of_rings or any(at_ns < row[5] < self.end_ns for _, row in self.taken.open_rows)
+
+
+def held_now(recorder: Recorder, start_ns: int) -> tuple[Held, int]:
+    """What the rings hold from a time on, not taken, and from when on none of it is missing; 0 where none is."""
+    rings = recorder.rings()
+    names = {ring.thread_id: ring.name for ring in rings}
+    held = recorder.held(start_ns, {thread_id for thread_id, name in names.items() if name == WINDOWS_THREAD})
+    return held, _held_from_ns(held.oldest_ns, *_overwritten(rings, start_ns, bool(recorder.ended_rows)))
+
+
+def _held_from_ns(oldest_ns: Mapping[int, int], wrapped: frozenset[int], given_up: frozenset[int]) -> int:
+    """The same by the first end on each thread."""
+    known = [end_ns for thread_id, end_ns in oldest_ns.items() if thread_id in wrapped]
+    known += sorted(end_ns for thread_id, end_ns in oldest_ns.items() if thread_id in given_up)[:1]
+    return max(known, default=0)
 
 
 def _overwritten(rings: Sequence[Any], start_ns: int, has_given_up: bool) -> tuple[frozenset[int], frozenset[int]]:

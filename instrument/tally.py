@@ -6,9 +6,11 @@ integers and takes minima and maxima, so it is exact and its order does not matt
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -164,32 +166,33 @@ class Totals:
 
         Nearest rank over the log-bucketed histogram, kept inside the exact minimum and maximum.
         """
-        if not self.calls:
-            return None
-        rank = max(1, math.ceil(fraction * self.calls))
-        seen = 0
-        for index in sorted(self.histogram):
-            seen += self.histogram[index]
-            if seen >= rank:
-                return min(max(bucket_middle(index), self.min_ns), self.max_ns)
-        return self.max_ns
+        return percentiles(self.histogram, (fraction,), self.calls, self.min_ns, self.max_ns)[0]
+
+
+def percentiles(
+    histogram: Mapping[int, int], fractions: Sequence[float], calls: int, min_ns: int, max_ns: int
+) -> list[int | None]:
+    """As `Totals.percentile`, for several fractions."""
+    buckets = sorted(histogram)
+    seen = list(itertools.accumulate(map(histogram.__getitem__, buckets)))
+    found: list[int | None] = []
+    for fraction in fractions:
+        at = bisect.bisect_left(seen, max(1, math.ceil(fraction * calls)))
+        within = bucket_middle(buckets[at]) if at < len(buckets) else max_ns
+        found.append(min(max(within, min_ns), max_ns) if calls else None)
+    return found
 
 
 class Node:
-    """One call path: a site under a parent path. `children` is keyed by site.
+    """One call path: a site under a parent path. `children` is keyed by site."""
 
-    Nodes whose paths are of the same places, which may be known by several sites, have one `place`: the first of them.
-    """
-
-    __slots__ = ("children", "index", "parent", "place", "places", "site")
+    __slots__ = ("children", "index", "parent", "site")
 
     def __init__(self, index: int, site: Site, parent: Node | None) -> None:
         self.index = index
         self.site = site
         self.parent = parent
         self.children: dict[Site, Node] = {}
-        self.places: dict[tuple[object, ...], Node] = {}
-        self.place: Node = self if parent is None else parent.place.places.setdefault(site.key, self)
 
     def path(self) -> tuple[Site, ...]:
         """The sites from the root's child down to this node."""

@@ -15,7 +15,7 @@ import instrument
 ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
-    ["errors", "clock", "compression", "document", "native", "spans", "tally", "ring"],
+    ["errors", "clock", "compression", "document", "native", "spans", "tally", "lines", "ring"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
     [
         "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
@@ -28,6 +28,7 @@ FLOORS: list[list[str]] = [
 WITHIN = {
     "spans": {"native"},
     "tally": {"native", "spans"},
+    "lines": {"native", "spans", "tally"},
     "ring": {"spans", "tally"},
     "recorder": {"pure", "shelf", "wrapping"},
     "device": {"imports", "profile", "recorder"},

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trees import outline, tree
 
+from instrument.lines import NOT_BELOW, WIDTH, Lines
 from instrument.probe_cost import measure_cold_ns, measure_costs
 from instrument.spans import RemoteParent, Site
 from instrument.tally import OVERFLOW, Totals, bucket
@@ -1393,6 +1394,18 @@ def test_a_method_passes_muted_instances_and_what_nobody_could_decide(
     assert recorder.current_id() == 0
 
 
+def by_path(lines: Lines) -> Iterator[tuple[tuple[object, ...], Totals]]:
+    """The sums and the histogram of each call path, in the order of the lines."""
+    numbers = lines.merged()
+    for start in range(0, len(numbers), WIDTH):
+        node, *sums = numbers[start : start + WIDTH]
+        path, above = [], node
+        while above != NOT_BELOW:
+            path.append(lines.tree.sites[lines.site_of[above]].key)
+            above = lines.parents[above]
+        yield tuple(reversed(path)), Totals(*sums, lines.histogram([node], None))
+
+
 def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_recorder: Any) -> None:
     """Threads that have ended and whose rings were given up too, and sites that mean the same place."""
     recorder = make_recorder()
@@ -1413,10 +1426,12 @@ def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_reco
     expected: dict[tuple[object, ...], Totals] = {}
     for row in recorder.tally().rows():
         expected.setdefault(tuple(site.key for site in row.path), Totals()).merge(row.totals)
-    together = recorder.tally(merged=True)
-    assert {tuple(site.key for site in row.path): row.totals for row in together.rows()} == expected
-    assert len(together) == len(expected)
-    assert {row.thread_id for row in together.rows()} == {0}
+    for lines in (recorder.lines(merged=True), recorder.lines(), Lines.of_tally(recorder.tally())):
+        assert dict(by_path(lines)) == expected
+    merged = recorder.lines(merged=True)
+    assert merged.threads == {0: "(all threads)"}
+    firsts = [expected[path].first_ns for path, _ in by_path(merged)]
+    assert firsts == sorted(firsts)
     calls = Counter[object]()
     for path, totals in expected.items():
         calls[path[-1]] += totals.calls

@@ -35,7 +35,7 @@ def test_a_stretch_stays_what_it_was_when_newer_rows_overwrite_its_own(make_reco
     stretch = taken(recorder)
     calls(recorder, "new", 5_000)
     assert [span.site.name for span in stretch.spans()] == ["old"] * 3
-    assert stretch.held_from_ns(stretch.spans()) == 0
+    assert stretch.held_from_ns() == 0
     assert (stretch.window, stretch.origin) == (3, ORIGIN)
 
 
@@ -52,9 +52,9 @@ def test_it_is_whole_from_the_end_of_the_oldest_span_that_a_wrapped_ring_still_h
     stretch = taken(recorder)
     spans = stretch.spans()
     assert 0 < len(spans) < 5_000
-    assert stretch.held_from_ns(spans) == min(span.end_ns for span in spans)
+    assert stretch.held_from_ns() == min(span.end_ns for span in spans)
     later = taken(recorder, sorted(span.end_ns for span in spans)[len(spans) // 2])
-    assert later.held_from_ns(later.spans()) == 0
+    assert later.held_from_ns() == 0
 
 
 def test_it_knows_whether_a_span_has_begun_in_it_since(recorder: Any) -> None:

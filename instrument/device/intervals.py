@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from struct import Struct
 
 from instrument.spans import DeviceInterval, Span
@@ -51,17 +51,24 @@ class Intervals:
 
     def join(self, spans: Iterable[Span], since: int = 0) -> None:
         """Give each span its intervals, those that are still here and came after the first `since`, by time."""
+        wanted = {span.span_id: span for span in spans if span.site.device} if self.count > since else {}
+        for span_id, intervals in self.of(wanted, since).items():
+            wanted[span_id].device = intervals
+
+    def of(self, span_ids: Container[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
+        """The same intervals by the id of their span."""
         with self._lock:
             first, last = max(since, self.count - self._capacity), self.count
             if first == last:
-                return
+                return {}
             begin, end = (number % self._capacity * INTERVAL_BYTES for number in (first, last))
             block = self._memory[begin:end] if begin < end else self._memory[begin:] + self._memory[:end]
-        wanted = {span.span_id: span for span in spans if span.site.device}
         found: dict[int, list[DeviceInterval]] = {}
         for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in _CELLS.iter_unpack(block):
-            if span_id in wanted:
+            if span_id in span_ids:
                 interval = DeviceInterval(device, stream, start_ns, end_ns, LABELS[label], uncertainty_ns)
                 found.setdefault(span_id, []).append(interval)
-        for span_id, intervals in found.items():
-            wanted[span_id].device = tuple(sorted(intervals, key=lambda interval: interval.start_ns))
+        return {
+            span_id: tuple(sorted(intervals, key=lambda interval: interval.start_ns))
+            for span_id, intervals in found.items()
+        }

@@ -310,8 +310,7 @@ class Timing:
 
     def notes(self) -> list[str]:
         """What stands against device time, in sentences; nothing where no span has asked for any."""
-        asked = any(site.device for site, _ in self._recorder.nodes_from(0))
-        notes = [self.reason] if self.reason and asked else []
+        notes = [self.reason] if self.reason and self._recorder.asks_for_device_time() else []
         if self.timer is not None:
             resolver, misfit = self.timer.resolver, self.timer.driver.misfit
             notes += [f"device time: {misfit}"] if misfit else []

@@ -202,6 +202,12 @@ class Selection:
             if isinstance(family, Frameworks):
                 family.finish_nodes()
 
+    def times_nodes(self) -> bool:
+        """Whether ONNX Runtime has timed something by itself."""
+        family = self._families.get("frameworks")
+        with self._lock:
+            return isinstance(family, Frameworks) and family.times_nodes()
+
     def nodes_within(self, spans: Sequence[Span]) -> list[Span]:
         """What ONNX Runtime has timed by itself within these spans; their self times then leave it out."""
         family = self._families.get("frameworks")

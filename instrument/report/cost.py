@@ -6,16 +6,17 @@ the mean of all probes alone, and neither how full the rings were nor which site
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from instrument.lines import CALLS, TOTAL, by_key
 from instrument.report.device import Coverage
 from instrument.report.instrumentation import uncached
 from instrument.report.stretches import UNTIMED
 from instrument.report.table import (
     MISSING,
-    bounded,
     compact,
     in_unit,
     named_table,
@@ -28,8 +29,8 @@ from instrument.report.table import (
     wrapped,
 )
 from instrument.report.utilisation import NO_EVENTS
-from instrument.report.view import Options, Recording, Upkeep
-from instrument.spans import Cost, Site, Trace
+from instrument.report.view import HeldSpans, Options, Recording, Upkeep
+from instrument.spans import Cost, Site
 
 MEBIBYTE = 1 << 20
 
@@ -153,13 +154,13 @@ class InstrumentationCost:
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:
-    """The view, from the tally and, for what is held, the spans.
+    """The view, from the tally and what is known of the spans that are held.
 
     `rows` bounds the table of sites to those that cost most, `least_ns` to those that cost so much.
     """
     upkeep, spent = recording.upkeep, recording.cost
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
-    asked, missing = _device_times(recording.trace)
+    held = recording.held
     return InstrumentationCost(
         recorder=recording.recorder,
         clock="" if upkeep is None else upkeep.clock,
@@ -172,9 +173,9 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         notes=recording.notes if upkeep is None else tuple(upkeep.notes),
         muted=None if upkeep is None else _muted(upkeep),
         rings=None if upkeep is None else Rings(upkeep.held_rows, upkeep.ring_rows, upkeep.ring_bytes),
-        coverage=Coverage.of(recording.trace),
-        device_asked=asked,
-        device_missing=missing,
+        coverage=Coverage(held.count, held.complete, held.since_ns, held.until_ns),
+        device_asked=held.asked,
+        device_missing=_device_missing(held),
         _options=options,
     )
 
@@ -195,31 +196,50 @@ def _parts(spent: Cost, upkeep: Upkeep | None, window_ns: int) -> tuple[CostPart
 
 
 def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
-    found: dict[tuple[object, ...], tuple[Site, list[int]]] = {}
-    for row in recording.merged.rows():
-        site = row.path[-1]
-        sums = found.setdefault(site.key, (site, [0, 0]))[1]
-        sums[0] += row.totals.calls
-        sums[1] += row.totals.total_ns
-    upkeep = recording.upkeep
-    costs = []
-    for site, (calls, host_ns) in found.values():
-        each_ns = spent.per_call_ns if upkeep is None else upkeep.added_ns(site)
-        costs.append((site, calls, host_ns, each_ns, round(calls * each_ns)))
-    whole_ns = sum(cost_ns for *_, cost_ns in costs)
-    sites = [
-        SiteCost(site.name, site.kind, _where(site), calls, each_ns, cost_ns, host_ns, share(cost_ns, whole_ns))
-        for site, calls, host_ns, each_ns, cost_ns in costs
-        if calls
-    ]
-    sites.sort(key=lambda one: (-one.cost_ns, one.name, one.place))
+    lines, upkeep = recording.lines(merged=True), recording.upkeep
+    tree = lines.tree
+    keys, known = tree.numbered(by_key)
+    first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))  # the first site of each key
+    labels = tree.by_site(_label)
+    sums = lines.sums(map(keys.__getitem__, lines.site_of), len(known))
+    calls, host_ns = sums.column(CALLS), sums.column(TOTAL)
+    costs: dict[int, tuple[int, float]] = {}
+    for key, called in enumerate(calls):
+        if called:
+            each_ns = spent.per_call_ns if upkeep is None else upkeep.added_ns(tree.sites[first[key]])
+            costs[key] = round(called * each_ns), each_ns
+    whole_ns = sum(cost_ns for cost_ns, _ in costs.values())
+    shown = _heaviest({key: cost_ns for key, (cost_ns, _) in costs.items()}, lambda key: labels[first[key]], options)
+    found = []
+    for key in shown:
+        site, (cost_ns, each_ns) = tree.sites[first[key]], costs[key]
+        ratio = share(cost_ns, whole_ns)
+        found.append(SiteCost(site.name, site.kind, _where(site), calls[key], each_ns, cost_ns, host_ns[key], ratio))
+    left = len(costs) - len(shown)
+    if left:
+        left_calls = sum(calls) - sum(one.calls for one in found)
+        left_ns = whole_ns - sum(one.cost_ns for one in found)
+        left_host_ns = sum(host_ns) - sum(one.host_ns for one in found)
+        each_ns, ratio = left_ns / left_calls, share(left_ns, whole_ns)
+        found.append(SiteCost("", "", "", left_calls, each_ns, left_ns, left_host_ns, ratio, remaining=left))
+    return tuple(found)
 
-    def rest(others: Sequence[SiteCost]) -> SiteCost:
-        calls, cost_ns = sum(one.calls for one in others), sum(one.cost_ns for one in others)
-        host_ns, ratio = sum(one.host_ns for one in others), share(cost_ns, whole_ns)
-        return SiteCost("", "", "", calls, cost_ns / calls, cost_ns, host_ns, ratio, remaining=len(others))
 
-    return bounded(sites, options, lambda one: one.cost_ns, rest)
+def _heaviest(costs_ns: Mapping[int, int], label: Callable[[int], tuple[str, str]], options: Options) -> list[int]:
+    """The keys that the options leave, those first that cost most, and then by their label."""
+    shown = [key for key, cost_ns in costs_ns.items() if cost_ns >= options.least_ns]
+    if options.rows is not None and options.rows < len(shown):
+        least_ns = heapq.nlargest(options.rows, map(costs_ns.__getitem__, shown))[-1]
+        more = [key for key in shown if costs_ns[key] > least_ns]
+        as_much = (key for key in shown if costs_ns[key] == least_ns)
+        shown = more + heapq.nsmallest(options.rows - len(more), as_much, key=label)
+    shown.sort(key=label)
+    shown.sort(key=costs_ns.__getitem__, reverse=True)
+    return shown
+
+
+def _label(site: Site) -> tuple[str, str]:
+    return site.name, _where(site)
 
 
 def _where(site: Site) -> str:
@@ -235,19 +255,13 @@ def _muted(upkeep: Upkeep) -> tuple[MutedSite, ...]:
     )
 
 
-def _device_times(trace: Trace) -> tuple[int, dict[str, int]]:
-    """How many spans asked for device time, and by reason how many have none."""
-    asked, missing = 0, Counter[str]()
-    for span in trace.spans:
-        if not span.device:
-            if span.site.device:
-                asked += 1
-                missing[NO_EVENTS] += 1
-            continue
-        asked += 1
-        if all(interval.label in UNTIMED for interval in span.device):
-            missing[span.device[0].label] += 1
-    return asked, dict(missing.most_common())
+def _device_missing(held: HeldSpans) -> dict[str, int]:
+    """By reason how many spans that asked for device time have none."""
+    missing = Counter[str]()
+    if held.asked > len(held.labels):
+        missing[NO_EVENTS] = held.asked - len(held.labels)
+    missing.update(labels[0] for labels in held.labels if UNTIMED.issuperset(labels))
+    return dict(missing.most_common())
 
 
 # The text.

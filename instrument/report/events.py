@@ -19,12 +19,10 @@ own, which has the rows with device time. Of any other row the CPU Time is the T
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from instrument.lines import DEVICE, Lines, Sum, Sums
 from instrument.report.table import (
     GAP,
     LINE,
@@ -40,9 +38,10 @@ from instrument.report.table import (
     table,
     title,
 )
+from instrument.report.tree import ROOT, TIMES, NameTree, Selection
 from instrument.report.view import UNITS, Options, Recording
 from instrument.spans import Site
-from instrument.tally import Tally, Totals
+from instrument.tally import percentiles
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
 ORDERS = {
@@ -62,10 +61,6 @@ ORDERS = {
     "gpu_ave": "average device time in descending order",
 }
 """Of maxima and minima of host or device time alone the tally knows nothing; those of both together are the nearest."""
-
-ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
-INSTANTIATED = ("op", "layer")
-"""Kinds of which `AllOpDetail` shows each instance."""
 
 NAME_LIMIT = 64
 """Columns of a name, indent and thread tag included; fluid's longest names fit."""
@@ -128,54 +123,6 @@ class EventRow:
     def device_ratio(self) -> float | None:
         """Device time as a share of what has elapsed."""
         return share(self.device_ns, self.elapsed_ns)
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A row to be: one place in the tree of names.
-
-    `parts` are the lines of the tally that it is the sum of, by thread, None for all threads together, and `hidden`
-    those of the phases that are hidden in it. `sums` has what was added up of them.
-    """
-
-    role: str
-    name: str
-    site: Site
-    parent: _Entry | None
-    depth: int
-    parts: dict[int | None, list[Totals]] = field(default_factory=dict)
-    hidden: dict[int | None, list[Totals]] | None = None
-    sums: dict[int | None, Totals] = field(default_factory=dict)
-    children: dict[tuple[str, object], _Entry] = field(default_factory=dict)
-
-    def on(self, thread: int | None) -> Totals:
-        """The totals on a thread, empty ones where it has none. They are not to be changed."""
-        sums = self.sums.get(thread)
-        if sums is None:
-            parts = self.parts.get(thread, ())
-            hidden = () if self.hidden is None else self.hidden.get(thread, ())
-            if len(parts) == 1 and not hidden:
-                sums = parts[0]
-            else:
-                sums = Totals()
-                for part in parts:
-                    sums.merge(part)
-                _count_hidden(sums, hidden)
-            self.sums[thread] = sums
-        return sums
-
-    @property
-    def label(self) -> str:
-        """The name as shown: a phase carries the name of what it is a phase of."""
-        return f"{self.parent.name}/{self.name}" if self.role == "phase" and self.parent else self.name
-
-    @property
-    def detail(self) -> str:
-        """What tells an instance apart from its siblings."""
-        if self.role != "instance":
-            return ""
-        place = f"{self.site.file}:{self.site.line}" if self.site.file else ""
-        return self.site.instance or self.site.function or place
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,154 +222,32 @@ def events(recording: Recording, options: Options) -> Events:
     threads merged before the report with a block per thread, unless only one thread recorded; `merged` and `apart` ask
     for one of the two. `corrected` adds a column of self times, less what the probes of the calls below them cost.
     """
+    probes_ns = None
     if options.corrected:
         tally = recording.tally.corrected()
+        lines, probes_ns = Lines.of_tally(tally), sum(row.totals.probe_ns for row in tally.rows())
     else:
-        tally = recording.merged if options.threads == "merged" else recording.tally
-    blocks = _blocks(tally, options)
+        lines = recording.lines(merged=options.threads == "merged")
+    blocks = _blocks(lines, options)
     of_all = len(blocks) == 1 or (bool(blocks) and blocks[0].thread is None)
     total_ns = blocks[0].total_ns if of_all else 0
     return Events(
         window_ns=recording.window_ns,
         blocks=blocks,
-        overhead=Overhead(total_ns, _computation_ns(tally, options.state)) if of_all else None,
-        copies=_copy_sums(tally, total_ns, options.state) if of_all else (),
-        probes_ns=sum(row.totals.probe_ns for row in tally.rows()) if options.corrected else None,
-        has_device_time=any(row.totals.device_ns for row in tally.rows()),
+        overhead=Overhead(total_ns, lines.total(_computes)[TIMES[options.state]]) if of_all else None,
+        copies=_copy_sums(lines, total_ns, options.state) if of_all else (),
+        probes_ns=probes_ns,
+        has_device_time=any(lines.column(DEVICE)),
         _options=options,
     )
-
-
-# The tree of names.
-
-
-def _tree(tally: Tally, tracer_option: str, merged: bool, apart: bool) -> list[_Entry]:
-    """Every entry, the root first and parents before their children. Iterative, for call paths have no depth limit.
-
-    Lines are counted for all threads together where they are to be `merged`, and for each thread where `apart`.
-    """
-    merged = merged or tracer_option == "AllOpDetail"  # instances are numbered over all threads
-    root = _Entry(role="root", name="", site=Site(""), parent=None, depth=-1)
-    entries = [root]
-    levels_of: dict[Site, list[tuple[str, object]]] = {}
-    # Of each path its entry, and the entries in which what was counted on it is counted.
-    places: dict[tuple[Site, ...], tuple[_Entry, list[_Entry]]] = {(): (root, [])}
-    for row in tally.rows():
-        path = row.path
-        place = places.get(path)
-        if place is None:
-            known = path[:-1]
-            while known not in places:
-                known = known[:-1]
-            above, counted = places[known]
-            for site in path[len(known) :]:
-                levels = levels_of.get(site)
-                if levels is None:
-                    levels = levels_of[site] = _levels(site, tracer_option)
-                # A phase that nothing surrounds is a row like any other, so that no option changes the Total time.
-                if above is root and site.kind == "phase":
-                    levels = [("row", site.name)]
-                counted = []
-                for level in levels:
-                    entry = above.children.get(level)
-                    if entry is None:
-                        name = level[1] if isinstance(level[1], str) else site.name
-                        entry = above.children[level] = _Entry(level[0], name, site, above, above.depth + 1)
-                        entries.append(entry)
-                    counted.append(entry)
-                    above = entry
-            place = places[path] = above, counted
-        above, counted = place
-        for thread in (None, row.thread_id) if merged and apart else (None,) if merged else (row.thread_id,):
-            for entry in counted:
-                parts = entry.parts.get(thread)
-                if parts is None:
-                    entry.parts[thread] = [row.totals]
-                else:
-                    parts.append(row.totals)
-            if not counted:
-                if above.hidden is None:
-                    above.hidden = {}
-                above.hidden.setdefault(thread, []).append(row.totals)
-    if tracer_option == "AllOpDetail":
-        _number_instances(entries)
-    return entries
-
-
-def _count_hidden(around: Totals, phases: Iterable[Totals]) -> None:
-    """Give the self time of hidden phases to the row around them, and a place in time if it has no call of its own."""
-    for phase in phases:
-        around.self_ns += phase.self_ns
-        if not around.calls:
-            around.first_ns = min(around.first_ns or phase.first_ns, phase.first_ns)
-
-
-def _levels(site: Site, tracer_option: str) -> list[tuple[str, object]]:
-    """The levels that a site adds to the tree: none for a hidden phase, two where instances are shown."""
-    if site.kind == "phase":
-        return [] if tracer_option == "Default" else [("phase", site.name)]
-    if site.kind == "copy":
-        return [("copy", _copy_name(site))]
-    if tracer_option == "AllOpDetail" and site.kind in INSTANTIATED:
-        return [("row", site.name), ("instance", site.key)]
-    return [("row", site.name)]
-
-
-def _copy_name(site: Site) -> str:
-    """Fluid's name for a copy of this direction and synchronicity; the site's own where it does not say them."""
-    attributes = dict(site.attributes)
-    direction, sync = attributes.get("direction"), attributes.get("sync")
-    if not isinstance(direction, str) or direction not in ENDPOINTS or not isinstance(sync, bool):
-        return site.name
-    peer = "Peer" if direction == "p2p" else ""
-    return f"GpuMemcpy{peer}{'Sync' if sync else 'Async'}{ENDPOINTS[direction]}"
-
-
-def _number_instances(entries: Sequence[_Entry]) -> None:
-    """Append its number to each instance's name: from 0 by first call on any thread, then in the tally's order."""
-    first_ns = _by_entry(entries, None, lambda totals: totals.first_ns, min)
-    for entry in entries:
-        instances = [child for child in entry.children.values() if child.role == "instance"]
-        instances.sort(key=lambda child: first_ns.get(child, 0))
-        for index, instance in enumerate(instances):
-            instance.name += str(index)
-
-
-def _by_entry(
-    entries: Sequence[_Entry],
-    thread: int | None,
-    value: Callable[[Totals], float],
-    choose: Callable[[float, float], float],
-) -> dict[_Entry, float]:
-    """A value for each entry with calls on the thread; an entry without any takes it from those under it.
-
-    Entries with no call at or under them are absent.
-    """
-    values: dict[_Entry, float] = {}
-    for entry in reversed(entries):
-        totals = entry.sums.get(thread) or entry.on(thread)
-        found = values.get(entry)
-        if totals.calls:
-            found = value(totals)
-        elif totals.first_ns:
-            found = value(totals) if found is None else choose(found, value(totals))
-        if found is None:
-            continue
-        values[entry] = found
-        above = entry.parent
-        if above is not None:
-            known = values.get(above)
-            values[above] = found if known is None else choose(known, found)
-    return values
 
 
 # Blocks of rows.
 
 
-def _blocks(tally: Tally, options: Options) -> tuple[Block, ...]:
+def _blocks(lines: Lines, options: Options) -> tuple[Block, ...]:
     """The merged block, if asked for, then a block per thread, the newest thread first."""
-    recorded = {row.thread_id for row in tally.rows() if row.totals.calls}
-    apart: list[int | None] = [thread for thread in reversed(tally.threads) if thread in recorded]
+    apart: list[int | None] = [thread for thread in reversed(lines.threads) if lines.recorded(thread)]
     shown: list[int | None] = []
     if options.threads == "merged" or (options.threads == "both" and len(apart) > 1):
         shown = [None] if apart else []
@@ -430,140 +255,54 @@ def _blocks(tally: Tally, options: Options) -> tuple[Block, ...]:
         shown += apart
     if not shown:
         return ()
-    merged, of_threads = shown[0] is None, shown[-1] is not None
-    tree = _tree(tally, options.tracer_option, merged, of_threads)
+    tree = NameTree(lines, options.tracer_option)
     full = tree if options.tracer_option == "OpDetail" else None
-    numbers = {thread: number for number, thread in enumerate(tally.threads)}
+    numbers = {thread: number for number, thread in enumerate(lines.threads)}
     blocks = []
     for thread in shown:
-        total_ns = _total_time(tree, thread, options.state)
+        total_ns = tree.total_ns(thread, options.state)
         if total_ns is None:
-            full = full or _tree(tally, "OpDetail", merged, of_threads)
-            total_ns = _total_time_below(full, thread, options.state)
-        number, name = (None, "") if thread is None else (numbers[thread], tally.threads[thread])
+            full = full or NameTree(lines, "OpDetail")
+            total_ns = full.total_below_ns(thread, options.state)
+            full.forget(thread)
+        number, name = (None, "") if thread is None else (numbers[thread], lines.threads[thread])
         blocks.append(Block(thread, number, name, total_ns, _rows(tree, thread, total_ns, options)))
+        tree.forget(thread)
     return tuple(blocks)
 
 
-def _total_time(tree: Sequence[_Entry], thread: int | None, state: str) -> int | None:
-    """The sum of the topmost rows; None where one has no call, so that what may be hidden below it stands for it."""
-    time_ns = _time_in(state)
-    total_ns = 0
-    for entry in tree[0].children.values():
-        totals = entry.on(thread)
-        if not totals.calls and (entry.children or entry.hidden):
-            return None
-        total_ns += time_ns(totals)
-    return total_ns
-
-
-def _total_time_below(full: Sequence[_Entry], thread: int | None, state: str) -> int:
-    """The sum of the topmost rows that have calls, of the tree with phases, so that it is the same in every option."""
-    time_ns = _time_in(state)
-    total_ns = 0
-    without_calls = {full[0]}
-    for entry in full[1:]:
-        if entry.parent in without_calls:
-            totals = entry.on(thread)
-            total_ns += time_ns(totals)
-            if not totals.calls:
-                without_calls.add(entry)
-    return total_ns
-
-
-_TIMES = {"All": attrgetter("elapsed_ns"), "CPU": attrgetter("total_ns"), "GPU": attrgetter("device_ns")}
-
-
-def _time_in(state: str) -> Callable[[Totals], int]:
-    """What Total is in a state."""
-    return _TIMES[state]
-
-
-def _time_ns(totals: Totals, state: str) -> int:
-    return _time_in(state)(totals)
-
-
-def _rows(tree: Sequence[_Entry], thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
-    state, sorted_by = options.state, options.sorted_by
-    first_ns = _by_entry(tree, thread, attrgetter("first_ns"), min)
-    weight = _by_entry(tree, thread, _weight(state, sorted_by), max)
-
-    def order(entry: _Entry) -> tuple[float, float]:
-        return (0 if sorted_by == "default" else -weight[entry], first_ns[entry])
-
-    kept = _kept(tree, weight, thread, options)
+def _rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
+    selection, sums = Selection(tree, thread, options), tree.sums(thread)
     rows: list[EventRow] = []
-    pending: list[_Entry | EventRow] = [tree[0]]
+    # Entries with their depth, and those that are left out of a level.
+    pending: list[tuple[int, int | list[int]]] = [(-1, ROOT)]
     while pending:
-        item = pending.pop()
-        if isinstance(item, EventRow):
-            rows.append(item)
-            continue
-        if item.parent is not None:
-            rows.append(_event_row(item, item.label, item.on(thread), thread, base_ns, state))
-        children = sorted((child for child in item.children.values() if child in weight), key=order)
-        left_out = [child for child in children if child not in kept]
-        if left_out:
-            pending.append(_remaining_row(left_out, thread, base_ns, state))
-        pending += [child for child in reversed(children) if child in kept]
+        depth, item = pending.pop()
+        if item != ROOT:
+            rows.append(_event_row(tree, item, depth, thread, sums, base_ns, options.state))
+        if isinstance(item, int):
+            kept, left_out = selection.below(item)
+            if left_out:
+                pending.append((depth + 1, left_out))
+            pending += [(depth + 1, child) for child in reversed(kept)]
     return tuple(rows)
 
 
-def _weight(state: str, sorted_by: str) -> Callable[[Totals], float]:
-    """The value of the sort key; for the default order, which has none, the Total."""
-    chosen: Mapping[str, Callable[[Totals], float]] = {
-        "calls": attrgetter("calls"),
-        "max": attrgetter("max_ns"),
-        "min": attrgetter("min_ns"),
-        "ave": lambda totals: share(totals.elapsed_ns, totals.calls) or 0,
-        "cpu_total": attrgetter("total_ns"),
-        "cpu_max": attrgetter("max_ns"),
-        "cpu_min": lambda totals: -totals.min_ns,
-        "cpu_ave": lambda totals: share(totals.total_ns, totals.calls) or 0,
-        "gpu_total": attrgetter("device_ns"),
-        "gpu_max": attrgetter("max_ns"),
-        "gpu_min": lambda totals: -totals.min_ns,
-        "gpu_ave": lambda totals: share(totals.device_ns, totals.calls) or 0,
-    }
-    return chosen.get(sorted_by, _time_in(state))
-
-
-def _kept(
-    tree: Sequence[_Entry], weight: Mapping[_Entry, float], thread: int | None, options: Options
-) -> Collection[_Entry]:
-    """The heaviest entries that the options leave, none without its parent."""
-    enough: Collection[_Entry] = weight
-    if options.least_ns:
-        # A background task may be longer than what began it: then both stay.
-        enough = set()
-        for entry in reversed(tree):
-            if entry in enough or _time_ns(entry.on(thread), options.state) >= options.least_ns:
-                enough |= {entry} if entry.parent is None else {entry, entry.parent}
-    if options.rows is None:
-        return enough
-    order = itertools.count()
-    kept: set[_Entry] = set()
-    heap: list[tuple[float, int, _Entry]] = [(0, next(order), tree[0])]
-    while heap and len(kept) <= options.rows:
-        entry = heapq.heappop(heap)[-1]
-        kept.add(entry)
-        for child in entry.children.values():
-            if child in weight and child in enough:
-                heapq.heappush(heap, (-weight[child], next(order), child))
-    return kept
-
-
 def _event_row(
-    entry: _Entry, name: str, totals: Totals, thread: int | None, base_ns: int, state: str, remaining: int = 0
+    tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Sums, base_ns: int, state: str
 ) -> EventRow:
-    total_ns = _time_ns(totals, state)
+    """The row of an entry, or one for those of a level that the limit leaves out, so that the level still adds up."""
+    totals = sums[item] if isinstance(item, int) else sums.together(item)
     called = totals.calls > 0
+    histogram = tree.histogram([item] if isinstance(item, int) else item, thread) if called else {}
+    p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
+    total_ns = totals[TIMES[state]]
     return EventRow(
-        name=name,
-        depth=entry.depth,
+        name=tree.label(item) if isinstance(item, int) else f"(remaining {len(item)})",
+        depth=depth,
         thread=thread,
-        kind="" if remaining else entry.site.kind,
-        instance="" if remaining else entry.detail,
+        kind=tree.site(item).kind if isinstance(item, int) else "",
+        instance=tree.detail(item) if isinstance(item, int) else "",
         calls=totals.calls,
         errors=totals.errors,
         total_ns=total_ns,
@@ -573,20 +312,11 @@ def _event_row(
         self_ns=totals.self_ns,
         min_ns=totals.min_ns if called else None,
         max_ns=totals.max_ns if called else None,
-        p50_ns=totals.percentile(0.5),
-        p99_ns=totals.percentile(0.99),
+        p50_ns=p50_ns,
+        p99_ns=p99_ns,
         ratio=share(total_ns, base_ns) if called else None,
-        remaining=remaining,
+        remaining=0 if isinstance(item, int) else len(item),
     )
-
-
-def _remaining_row(left_out: Sequence[_Entry], thread: int | None, base_ns: int, state: str) -> EventRow:
-    """One row for those of a level that the limit leaves out, so that the level still adds up."""
-    totals = Totals()
-    for entry in left_out:
-        totals.merge(entry.on(thread))
-    name = f"(remaining {len(left_out)})"
-    return _event_row(left_out[0], name, totals, thread, base_ns, state, remaining=len(left_out))
 
 
 # The text.
@@ -617,17 +347,6 @@ def _heading(view: Events, blocks: Sequence[Block]) -> list[str]:
     return [*lines, ""]
 
 
-def _computation_ns(tally: Tally, state: str) -> int:
-    sites = {site for row in tally.rows() for site in row.path[-1:]}
-    computing = {site for site in sites if _computes(site)}
-    time_ns = _time_in(state)
-    return sum(
-        time_ns(row.totals)
-        for row in tally.rows()
-        if row.path[-1] in computing and not any(_computes(site) for site in row.path[:-1])
-    )
-
-
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 
 
@@ -638,18 +357,27 @@ def _computes(site: Site) -> bool:
     )
 
 
-def _copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
+def _copy_sums(lines: Lines, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
-    rows = (row for row in tally.rows() if row.path[-1].kind == "copy")
-    copies = [row for row in rows if dict(row.path[-1].attributes).get("direction") != "h2h"]
+    ways = lines.tree.by_site(_way)
+    copies: list[tuple[object, Sum]] = []
+    if any(way is not None for way in ways):
+        by_site = lines.by_site()
+        copies = [(way[0], by_site[site]) for site, way in enumerate(ways[: len(by_site)]) if way is not None]
     sums = []
     for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
-        chosen = [row.totals for row in copies if sync is None or dict(row.path[-1].attributes).get("sync") is sync]
-        calls = sum(totals.calls for totals in chosen)
+        chosen = [its for way, its in copies if sync is None or way is sync]
+        calls = sum(its.calls for its in chosen)
         if calls or sync is None:
-            copied_ns = sum(_time_ns(totals, state) for totals in chosen)
+            copied_ns = sum(its[TIMES[state]] for its in chosen)
             sums.append(CopySum(label, calls, copied_ns, share(copied_ns, total_ns)))
     return tuple(sums)
+
+
+def _way(site: Site) -> tuple[object] | None:
+    """Whether a copy is synchronous, as far as its site says; None for what is no copy between devices and host."""
+    attributes = dict(site.attributes)
+    return (attributes.get("sync"),) if site.kind == "copy" and attributes.get("direction") != "h2h" else None
 
 
 def _sections(view: Events) -> list[str]:

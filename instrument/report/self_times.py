@@ -16,10 +16,24 @@ Numbers are of the tally, so of all calls; threads are merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import heapq
+from array import array
+from collections import Counter
 from dataclasses import dataclass, field
-from operator import itemgetter
 
+from instrument.lines import (
+    NOT_BELOW,
+    ORDERS,
+    REQUEST,
+    WIDTH,
+    WORK,
+    Function,
+    Functions,
+    Lines,
+    Numbers,
+    by_key,
+    functions,
+)
 from instrument.report.table import (
     LINE,
     MISSING,
@@ -35,9 +49,8 @@ from instrument.report.table import (
 )
 from instrument.report.view import Options, Recording, SortKey
 from instrument.spans import Site
-from instrument.tally import Row, Totals
 
-WORK = ("op", "layer", "comm", "copy")
+WORKING = ("op", "layer", "comm", "copy")
 """Kinds of span that are work, in place of Theano's thunks."""
 
 WITH_CLASS = ("op", "layer", "comm")
@@ -217,167 +230,127 @@ def class_of(site: Site) -> str:
     return site.name if site.kind in ("layer", "copy", "loader") or site.instance else f"({site.kind})"
 
 
-Key = tuple[object, ...]
-
-
-@dataclass(slots=True)
-class _Place:
-    """One place of the call tree over all threads: its path, also as the numbers of sites, and where in that the
-    function is that it belongs to."""
-
-    path: tuple[Site, ...]
-    at: tuple[int, ...]
-    function: int
-    totals: Totals
-    number: int = 0
-
-    @property
-    def is_function(self) -> bool:
-        return self.function == len(self.path) - 1
-
-
 def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
-    tally = recording.tally.corrected() if options.corrected else recording.merged
-    places = _places(tally.rows())
-    by_function: dict[Key, list[_Place]] = {}
-    for place in places:
-        by_function.setdefault(place.path[place.function].key, []).append(place)
-    names = _names(site for place in places for site in place.path)
-    ordered = sorted(by_function.values(), key=lambda its: -sum(place.totals.self_ns for place in its))
-    shown = [its for its in ordered if len(its) > 1 or len(ordered) == 1][: options.rows]
-    functions = [_function(its, of, names, options) for its in shown]
-    if len(ordered) > 1:
-        functions.insert(0, _function(places, of, names, options, together=True))
-    shown_ids = set(map(id, shown))
-    left = [place.totals.self_ns for its in ordered if id(its) not in shown_ids for place in its]
-    return SelfTimes(of, tuple(functions), len(ordered) - len(shown), sum(left), options.corrected, options)
-
-
-def _places(rows: Iterable[Row]) -> list[_Place]:
-    """Places with calls, threads merged, numbered by first call. Sites of several processes are the same by key."""
-    known: dict[Key, int] = {}
-    numbers: dict[Site, int] = {}
-    found: dict[tuple[int, ...], _Place] = {}
-    summed: set[tuple[int, ...]] = set()
-    # Of each path the numbers of its sites, and where its request is, -1 for none.
-    paths: dict[tuple[Site, ...], tuple[tuple[int, ...], int]] = {(): ((), -1)}
-    for row in rows:
-        path, totals = row.path, row.totals
-        if not path or not totals.calls:
-            continue
-        if path not in paths:
-            upper = path[:-1]
-            while upper not in paths:
-                upper = upper[:-1]
-            at, request = paths[upper]
-            for site in path[len(upper) :]:
-                number = numbers.get(site)
-                if number is None:
-                    number = numbers[site] = known.setdefault(site.key, len(known))
-                if request < 0 and site.kind == "request":
-                    request = len(at)
-                at = (*at, number)
-            paths[path] = at, request
-        at, request = paths[path]
-        place = found.get(at)
-        if place is None:
-            found[at] = _Place(path, at, max(request, 0), totals)
-            continue
-        if at not in summed:
-            summed.add(at)
-            place.totals = place.totals.copy()
-        place.totals.merge(totals)
-    places = sorted(found.values(), key=lambda place: place.totals.first_ns)
-    for number, place in enumerate(places):
-        place.number = number
-    return places
-
-
-def _names(sites: Iterable[Site]) -> dict[Key, str]:
-    """What to call each site: its name and instance, and where it is if another one is called the same."""
-    names: dict[Key, str] = {}
-    called: dict[str, list[Site]] = {}
-    for site in {site.key: site for site in dict.fromkeys(sites)}.values():
-        called.setdefault(f"{site.name} [{site.instance}]" if site.instance else site.name, []).append(site)
-    for name, same in called.items():
-        for site in same:
-            place = site.function or (f"{site.file}:{site.line}" if site.file else site.kind)
-            names[site.key] = name if len(same) == 1 else f"{name} ({place})"
-    return names
-
-
-def _function(
-    places: Sequence[_Place], of: str, names: Mapping[Key, str], options: Options, *, together: bool = False
-) -> FunctionTimes:
-    counted = {place.at for place in places}
-    own = [place for place in places if place.is_function and (len(place.at) == 1 or place.at[:1] not in counted)]
-    outer_ns = sum(place.totals.total_ns for place in own)
-    own_ids = set(map(id, own))
-    site = places[0].path[places[0].function]
-    time_ns = sum(place.totals.self_ns for place in places)
-    rows, remaining = _rows(places, of, names, options, together=together)
-    return FunctionTimes(
-        name="" if together else names[site.key],
-        kind="" if together else site.kind,
-        calls=sum(place.totals.calls for place in own),
-        outer_ns=outer_ns,
-        inner_ns=outer_ns - sum(place.totals.self_ns for place in own),
-        work_ns=sum(p.totals.self_ns for p in places if p.path[-1].kind in WORK and id(p) not in own_ids),
-        time_ns=time_ns,
-        rows=rows,
-        remaining=remaining,
-    )
-
-
-def _rows(
-    places: Sequence[_Place], of: str, names: Mapping[Key, str], options: Options, *, together: bool
-) -> tuple[tuple[SelfRow, ...], Remaining | None]:
-    """The rows in order, as many as are asked for, and what the others add up to if there are any."""
+    lines = Lines.of_tally(recording.tally.corrected()) if options.corrected else recording.lines(merged=True)
+    tree, merged = lines.tree, lines.merged()
+    keys, _ = tree.numbered(by_key)
+    marks = array("i", tree.by_site(_marks)[: len(keys)])
+    rows = {"classes": tree.numbered(_class)[0], "ops": keys, "instances": array("i", [OWN_ROW]) * len(keys)}[of]
     column = SortKey.of(options).column
-    base_ns = sum(place.totals.self_ns for place in places)
-    groups: dict[Key, list[_Place]] = {}
-    keys: dict[Site, Key] = {}
-    for place in places:
-        if of == "instances":
-            groups[place.number,] = [place]
-            continue
-        site = place.path[-1]
-        key = keys.get(site)
-        if key is None:
-            key = keys[site] = (class_of(site),) if of == "classes" else site.key
-        groups.setdefault(key, []).append(place)
-    found = []
-    for group in groups.values():
-        time_ns, calls = (sum(part) for part in zip(*((p.totals.self_ns, p.totals.calls) for p in group), strict=True))
-        weight = {"calls": calls, "ave": share(time_ns, calls) or 0}.get(column, time_ns)
-        order = (-weight, -time_ns, -calls, -len(group), -group[0].number)
-        found.append((order, time_ns, calls, group))
-    found.sort(key=itemgetter(0))
-    shown: list[SelfRow] = []
-    left: list[tuple[int, int, int]] = []
-    sum_ns = 0
-    for _, time_ns, calls, group in found:
-        if time_ns < options.least_ns or len(shown) == options.rows:
-            left.append((time_ns, calls, len(group)))
-            continue
-        sum_ns += time_ns
-        path = group[0].path
-        on_device = {place.totals.device_ns > 0 for place in group}
-        inside = 0 if together else group[0].function + 1
-        called = [names[site.key] for site in (path[inside:] if of == "instances" else ()) or path[-1:]]
-        shown.append(
-            SelfRow(
-                names=(class_of(path[-1]),) if of == "classes" else tuple(called),
-                time_ns=time_ns,
-                ratio=share(time_ns, base_ns),
-                running=share(sum_ns, base_ns),
-                where="both" if len(on_device) > 1 else "device" if on_device == {True} else "host",
-                calls=calls,
-                instances=len(group),
-                number=group[0].number if of == "instances" else None,
-            )
+    order = column if column in ORDERS else ORDERS[0]
+    found = functions(merged, lines.parents, lines.site_of, marks, keys, rows[: len(keys)], order)
+    times, counts = found.column("time_ns"), found.column("lines")
+    # A function that calls nothing has no more to tell than its calls, unless it is the only one.
+    shown = [number for number in range(1, len(found)) if counts[number] > 1 or len(found) == 2]
+    most = len(shown) if options.rows is None else options.rows
+    shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
+    table = _Table(of, lines, merged, keys, found, options)
+    left = len(found) - 1 - len(shown)
+    left_ns = times[0] - sum(times[number] for number in shown)
+    together = [0] if len(found) > 2 else []
+    reports = tuple(table.function(number) for number in together + shown)
+    return SelfTimes(of, reports, left, left_ns, options.corrected, options)
+
+
+OWN_ROW = -1
+"""In place of the number of a row: each line is one."""
+
+
+def _class(site: Site) -> tuple[str]:
+    return (class_of(site),)
+
+
+def _marks(site: Site) -> int:
+    return REQUEST * (site.kind == "request") + WORK * (site.kind in WORKING)
+
+
+def _called(site: Site) -> str:
+    """A site's name and instance."""
+    return f"{site.name} [{site.instance}]" if site.instance else site.name
+
+
+class _Table:
+    """Makes what is shown of functions, of one line for each path, in the order of first calls."""
+
+    def __init__(
+        self, of: str, lines: Lines, merged: Numbers, keys: Numbers, found: Functions, options: Options
+    ) -> None:
+        self._of, self._lines, self._found, self._options = of, lines, found, options
+        self._nodes = merged[::WIDTH]
+        called = lines.tree.by_site(_called)
+        # Of each key among these lines, and above them, one site, and how many keys are called the same.
+        self._site_of_key = {keys[site]: site for site in lines.sites_around(self._nodes)}
+        self._same = Counter(called[site] for site in self._site_of_key.values())
+
+    def _name(self, node: int) -> str:
+        """What to call a node's site: its name and instance, and where it is if another one is called the same."""
+        site = self._site(node)
+        name = _called(site)
+        place = site.function or (f"{site.file}:{site.line}" if site.file else site.kind)
+        return name if self._same[name] == 1 else f"{name} ({place})"
+
+    def _site(self, node: int) -> Site:
+        return self._lines.tree.sites[self._lines.site_of[node]]
+
+    def _path(self, node: int) -> list[int]:
+        """The nodes from the topmost down to this one."""
+        path = []
+        while node != NOT_BELOW:
+            path.append(node)
+            node = self._lines.parents[node]
+        return path[::-1]
+
+    def function(self, number: int) -> FunctionTimes:
+        its = self._found[number]
+        rows, remaining = self._rows(its)
+        is_one = its.node != NOT_BELOW
+        return FunctionTimes(
+            name=self._name(its.node) if is_one else "",
+            kind=self._site(its.node).kind if is_one else "",
+            calls=its.calls,
+            outer_ns=its.outer_ns,
+            inner_ns=its.outer_ns - its.own_ns,
+            work_ns=its.work_ns,
+            time_ns=its.time_ns,
+            rows=rows,
+            remaining=remaining,
         )
-    if not left:
-        return tuple(shown), None
-    time_ns, calls, count = map(sum, zip(*left, strict=True))
-    return tuple(shown), Remaining(len(left), time_ns, share(time_ns, base_ns), calls, count)
+
+    def _rows(self, its: Function) -> tuple[tuple[SelfRow, ...], Remaining | None]:
+        """The rows in order, as many as are asked for, and what the others add up to if there are any."""
+        shown: list[SelfRow] = []
+        sum_ns = calls = instances = 0
+        for group in self._found.groups(its):
+            if len(shown) == self._options.rows:
+                break
+            if group.time_ns < self._options.least_ns:
+                continue
+            sum_ns, calls, instances = sum_ns + group.time_ns, calls + group.calls, instances + group.lines
+            node = self._nodes[group.first]
+            names = [node]
+            if self._of == "instances":
+                path = self._path(node)
+                inside = (
+                    0
+                    if its.node == NOT_BELOW
+                    else 1 + next((at for at, above in enumerate(path) if self._site(above).kind == "request"), 0)
+                )
+                names = path[inside:] or [node]
+            shown.append(
+                SelfRow(
+                    names=(class_of(self._site(node)),) if self._of == "classes" else tuple(map(self._name, names)),
+                    time_ns=group.time_ns,
+                    ratio=share(group.time_ns, its.time_ns),
+                    running=share(sum_ns, its.time_ns),
+                    where="host" if not group.on_device else "device" if group.on_device == group.lines else "both",
+                    calls=group.calls,
+                    instances=group.lines,
+                    number=group.first if self._of == "instances" else None,
+                )
+            )
+        left = its.rows - len(shown)
+        if not left:
+            return tuple(shown), None
+        left_ns = its.time_ns - sum_ns
+        ratio = share(left_ns, its.time_ns)
+        return tuple(shown), Remaining(left, left_ns, ratio, its.all_calls - calls, its.lines - instances)

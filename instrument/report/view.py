@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from instrument.lines import Lines
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.spans import Cost, Site, Span, Startup, Trace
 from instrument.tally import Tally
@@ -105,11 +106,37 @@ class Upkeep:
     notes: Sequence[str] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class HeldSpans:
+    """What is known of the spans that are held without a look at each.
+
+    Every one is there from `since_ns` to `until_ns` after the trace's start; `complete` says that none was overwritten
+    at all. `asked` ask for device time, and `labels` are those of the intervals of each one that has any.
+    """
+
+    count: int
+    complete: bool
+    since_ns: int
+    until_ns: int
+    asked: int
+    labels: Sequence[tuple[str, ...]]
+
+    @classmethod
+    def of_trace(cls, trace: Trace) -> HeldSpans:
+        """Of the spans of a trace."""
+        first, last = trace.held
+        labels = [tuple(interval.label for interval in span.device) for span in trace.spans if span.device]
+        asked = len(labels) + sum(span.site.device for span in trace.spans if not span.device)
+        complete, start_ns = first == trace.start_ns, trace.start_ns
+        return cls(len(trace.spans), complete, first - start_ns, last - start_ns, asked, labels)
+
+
 class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
 
-    `make_tally`, `make_merged`, `make_trace`, `make_startup` and `make_upkeep` are called when a view first reads what
-    they make. `make_merged` makes the tally with all threads as one, where that costs less than the whole. `window_ns`
+    `make_tally`, `make_lines`, `make_trace`, `make_held`, `make_startup` and `make_upkeep` are called when a view first
+    reads what they make. `make_lines` makes the tally's lines, all threads as one where it is told so, at less cost.
+    `make_held` tells of the spans that are held without making them, None where it cannot. `window_ns`
     is the length of the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives
     the trace id and the span id under which a span of the trace went to the collector. `benchmark` has counted the
     steps of a loop as they went by.
@@ -129,10 +156,13 @@ class Recording:
         make_upkeep: Callable[[], Upkeep] | None = None,
         benchmark: Benchmark | None = None,
         make_startup: Callable[[], Startup | None] = lambda: None,
-        make_merged: Callable[[], Tally] | None = None,
+        make_lines: Callable[[bool], Lines] | None = None,
+        make_held: Callable[[], HeldSpans | None] = lambda: None,
     ) -> None:
         self._make_tally = make_tally
-        self._make_merged = make_merged
+        self._make_lines = make_lines
+        self._make_held = make_held
+        self._lines: dict[bool, Lines] = {}
         self._make_trace = make_trace
         self.cost = cost
         self.losses = dict(losses or {})
@@ -150,15 +180,24 @@ class Recording:
         """Exact totals of all calls."""
         return self._make_tally()
 
-    @cached_property
-    def merged(self) -> Tally:
-        """The same for views that tell neither threads apart nor what probes cost: all threads may be one."""
-        return self.tally if self._make_merged is None or "tally" in vars(self) else self._make_merged()
+    def lines(self, *, merged: bool = False) -> Lines:
+        """The tally's lines; `merged` for views that tell no threads apart: all may be one."""
+        merged = merged and self._make_lines is not None
+        if merged not in self._lines:
+            make = self._make_lines
+            self._lines[merged] = Lines.of_tally(self.tally) if make is None else make(merged)
+        return self._lines[merged]
 
     @cached_property
     def trace(self) -> Trace:
         """The spans that are held."""
         return self._make_trace()
+
+    @cached_property
+    def held(self) -> HeldSpans:
+        """What there is to say of these spans together."""
+        found = None if "trace" in vars(self) else self._make_held()
+        return HeldSpans.of_trace(self.trace) if found is None else found
 
     def once(self, make: Callable[[Trace], Made]) -> Made:
         """What is made of the trace, made once for all views that ask for it."""

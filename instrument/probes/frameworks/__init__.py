@@ -110,6 +110,10 @@ class Frameworks:
             if isinstance(room, Nodes):
                 room.finish()
 
+    def times_nodes(self) -> bool:
+        """Whether ONNX Runtime has timed something by itself."""
+        return any(room.has_runs for room in self.rooms if isinstance(room, Nodes))
+
     def nodes_within(self, spans: Sequence[Span]) -> list[Span]:
         """What ONNX Runtime has timed by itself within these spans; their self times then leave it out."""
         return [span for room in self.rooms if isinstance(room, Nodes) for span in room.within(spans)]

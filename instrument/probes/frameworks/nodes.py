@@ -337,6 +337,11 @@ class Nodes:
             site = self._sites[key] = Site(key[0], kind="op", instance=key[1], attributes=facts)
         return site
 
+    @property
+    def has_runs(self) -> bool:
+        """Whether there are nodes that may lie within spans."""
+        return bool(self._runs)
+
     def within(self, spans: Sequence[Span]) -> list[Span]:
         """The nodes inside those of the spans that are runs, as their children; the runs' self times leave them out.
 

@@ -1,0 +1,249 @@
+"""The tree of names of the `events` view: which call paths are one row, what is in it, and which rows are kept.
+
+An entry is a number, and its place in the tree a column; only what is shown becomes more than that.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from instrument.lines import CALLS, DEVICE, ELAPSED, FIRST, MAX, MIN, TOTAL, Lines, Sums, tree_of_names
+from instrument.report.view import Options
+from instrument.spans import Site
+
+ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
+INSTANTIATED = ("op", "layer")
+"""Kinds of which `AllOpDetail` shows each instance."""
+
+TIMES = {"All": ELAPSED, "CPU": TOTAL, "GPU": DEVICE}
+"""What Total is in a state."""
+
+WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
+    "calls": (CALLS, -1, False),
+    "max": (MAX, -1, False),
+    "min": (MIN, -1, False),
+    "ave": (ELAPSED, CALLS, False),
+    "cpu_total": (TOTAL, -1, False),
+    "cpu_max": (MAX, -1, False),
+    "cpu_min": (MIN, -1, True),
+    "cpu_ave": (TOTAL, CALLS, False),
+    "gpu_total": (DEVICE, -1, False),
+    "gpu_max": (MAX, -1, False),
+    "gpu_min": (MIN, -1, True),
+    "gpu_ave": (DEVICE, CALLS, False),
+}
+"""A sort key's field, what it is divided by (-1: nothing), and whether the least is first. Other keys are the Total."""
+
+ROOT = 0
+Level = tuple[str, object]
+"""What an entry is (`row`, `phase`, `copy` or `instance`), and what it is told by among those under the same one."""
+
+
+class NameTree:
+    """The tree of names of all lines, as a tracer option asks for it."""
+
+    def __init__(self, lines: Lines, tracer_option: str) -> None:
+        self._lines = lines
+        levels, self._levels = lines.tree.numbered(LEVELS[tracer_option], 3)
+        self._names = tree_of_names(lines.parents, lines.site_of, levels, lines.book(None))
+        self.parents = self._names.parents
+        self._children: dict[int, list[int]] = {}
+        self._has_instances = tracer_option == "AllOpDetail"
+        self._numbers: dict[int, dict[int, int]] = {}
+        self._sums: dict[int | None, Sums] = {}
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def children(self, entry: int) -> Sequence[int]:
+        """What is right under an entry, in the order of the lines."""
+        children = self._children.get(entry)
+        if children is None:
+            children = self._children[entry] = self._names.children(entry)
+        return children
+
+    def sums(self, thread: int | None) -> Sums:
+        """The sums of a thread's lines, or of all (None), by entry."""
+        if thread not in self._sums:
+            self._sums[thread] = Sums.of_lines(
+                self._lines.book(thread), self._names.entry_of, len(self), self._names.counted, self.parents
+            )
+        return self._sums[thread]
+
+    def forget(self, thread: int | None) -> None:
+        """Give up the sums of a thread."""
+        self._sums.pop(thread, None)
+
+    def site(self, entry: int) -> Site:
+        """That of the first path that the entry is of."""
+        return self._lines.tree.sites[self._lines.site_of[self._names.first_nodes[entry]]]
+
+    def name(self, entry: int) -> str:
+        """What the entry is called; an instance has its number."""
+        _, key = self._levels[self._names.levels[entry]]
+        name = key if isinstance(key, str) else self.site(entry).name
+        return f"{name}{self._number(entry)}" if self._role(entry) == "instance" else name
+
+    def label(self, entry: int) -> str:
+        """The name as shown: a phase carries the name of what it is a phase of."""
+        name = self.name(entry)
+        return f"{self.name(self.parents[entry])}/{name}" if self._role(entry) == "phase" else name
+
+    def detail(self, entry: int) -> str:
+        """What tells an instance apart from its siblings."""
+        if self._role(entry) != "instance":
+            return ""
+        site = self.site(entry)
+        return site.instance or site.function or (f"{site.file}:{site.line}" if site.file else "")
+
+    def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
+        """How long the calls of entries took."""
+        if self._has_instances:
+            below = [child for entry in entries for child in self.children(entry) if self._role(child) == "instance"]
+            entries = [*entries, *below]
+        return self._lines.histogram(self._names.nodes(entries), thread)
+
+    def total_ns(self, thread: int | None, state: str) -> int | None:
+        """The sum of the topmost rows; None where one has no call, so that what is hidden below may stand for it."""
+        sums, total_ns = self.sums(thread), 0
+        topmost = self.children(ROOT)
+        calls, times = sums.column(CALLS), sums.column(TIMES[state])
+        for entry in topmost:
+            if not calls[entry] and (self.children(entry) or self._hides(entry)):
+                return None
+            total_ns += times[entry]
+        return total_ns
+
+    def total_below_ns(self, thread: int | None, state: str) -> int:
+        """The sum of the topmost rows that have calls; in the tree with phases it is the same in every option."""
+        sums, total_ns = self.sums(thread), 0
+        calls, times = sums.column(CALLS), sums.column(TIMES[state])
+        pending = [ROOT]
+        while pending:
+            for entry in self.children(pending.pop()):
+                total_ns += times[entry]
+                if not calls[entry]:
+                    pending.append(entry)
+        return total_ns
+
+    def _role(self, entry: int) -> str:
+        role: str = self._levels[self._names.levels[entry]][0]
+        return role
+
+    def _hides(self, entry: int) -> bool:
+        """Whether a phase is hidden in the entry."""
+        return any(
+            above == entry and not levels
+            for above, levels in zip(self._names.entry_of, self._names.counted, strict=True)
+        )
+
+    def _number(self, entry: int) -> int:
+        """The number of an instance: from 0 by first call on any thread, then in the order of the lines."""
+        above = self.parents[entry]
+        if above not in self._numbers:
+            first_ns = self.sums(None).values(self.parents, FIRST, least=True)
+            instances = [child for child in self.children(above) if self._role(child) == "instance"]
+            instances.sort(key=lambda child: first_ns[child] or 0)
+            self._numbers[above] = {child: number for number, child in enumerate(instances)}
+        return self._numbers[above][entry]
+
+
+class Selection:
+    """The entries of a tree that a block shows, in their order.
+
+    `levels` has of each entry with something right under it those of that which are kept, and those left out.
+    """
+
+    def __init__(self, tree: NameTree, thread: int | None, options: Options) -> None:
+        self._tree, self._options = tree, options
+        self._sums = tree.sums(thread)
+        field, per, negative = WEIGHTS.get(options.sorted_by, (TIMES[options.state], -1, False))
+        self._weight = self._sums.values(tree.parents, field, per, negative=negative)
+        self._first_ns = self._sums.values(tree.parents, FIRST, least=True)
+        self._kept = self._find_kept()
+
+    def below(self, entry: int) -> tuple[list[int], list[int]]:
+        """What is right under an entry and has calls at or under it: the kept ones in order, and those left out."""
+        kept: list[int] = []
+        left_out: list[int] = []
+        for child in self._tree.children(entry):
+            if self._weight[child] is not None:
+                (kept if self._kept is None or child in self._kept else left_out).append(child)
+        kept.sort(key=self._order)
+        return kept, left_out
+
+    def _order(self, entry: int) -> tuple[float, float]:
+        return (0 if self._options.sorted_by == "default" else self._lightness(entry), self._first_ns[entry] or 0)
+
+    def _lightness(self, entry: int) -> float:
+        return -(self._weight[entry] or 0)
+
+    def _find_kept(self) -> Collection[int] | None:
+        """The heaviest entries that the options leave, none without its parent; None for all."""
+        enough, rows = self._enough(), self._options.rows
+        if rows is None:
+            return enough
+        order = itertools.count()
+        kept: set[int] = set()
+        heap: list[tuple[float, int, int]] = [(0, next(order), ROOT)]
+        while heap and len(kept) <= rows:
+            entry = heapq.heappop(heap)[-1]
+            kept.add(entry)
+            children = [
+                child
+                for child in self._tree.children(entry)
+                if self._weight[child] is not None and (enough is None or child in enough)
+            ]
+            if len(children) > rows:
+                children = heapq.nsmallest(rows, children, key=self._lightness)
+            for child in children:
+                heapq.heappush(heap, (self._lightness(child), next(order), child))
+        return kept
+
+    def _enough(self) -> Collection[int] | None:
+        """The entries with as much time as is asked for; None where all have."""
+        if not self._options.least_ns:
+            return None
+        # A background task may be longer than what began it: then both stay.
+        enough: set[int] = set()
+        times = self._sums.column(TIMES[self._options.state])
+        for entry in reversed(range(len(self._tree))):
+            if entry in enough or times[entry] >= self._options.least_ns:
+                enough |= {entry, self._tree.parents[entry]}
+        return enough
+
+
+def _levels(site: Site, tracer_option: str) -> tuple[Level | None, Level | None, Level | None]:
+    """The levels that a site adds to the tree: none for a hidden phase, two where instances are shown.
+
+    A phase that nothing surrounds is a row like any other, so that no option changes the Total time.
+    """
+    if site.kind == "phase":
+        return None if tracer_option == "Default" else ("phase", site.name), None, ("row", site.name)
+    if site.kind == "copy":
+        return ("copy", _copy_name(site)), None, None
+    if tracer_option == "AllOpDetail" and site.kind in INSTANTIATED:
+        return ("row", site.name), ("instance", site.key), None
+    return ("row", site.name), None, None
+
+
+def _levels_of(tracer_option: str) -> Callable[[Site], tuple[Level | None, ...]]:
+    return lambda site: _levels(site, tracer_option)
+
+
+LEVELS: Mapping[str, Callable[[Site], tuple[Level | None, ...]]] = {
+    option: _levels_of(option) for option in ("Default", "OpDetail", "AllOpDetail")
+}
+"""The one or two levels that a site adds to the tree, and the one that it adds where it is topmost, None for none."""
+
+
+def _copy_name(site: Site) -> str:
+    """Fluid's name for a copy of this direction and synchronicity; the site's own where it does not say them."""
+    attributes = dict(site.attributes)
+    direction, sync = attributes.get("direction"), attributes.get("sync")
+    if not isinstance(direction, str) or direction not in ENDPOINTS or not isinstance(sync, bool):
+        return site.name
+    peer = "Peer" if direction == "p2p" else ""
+    return f"GpuMemcpy{peer}{'Sync' if sync else 'Async'}{ENDPOINTS[direction]}"

@@ -1,0 +1,297 @@
+"""Lines as columns: the loops in C say what their twins say, and live views what those of the tally say."""
+
+from __future__ import annotations
+
+import random
+import threading
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import instrument
+from instrument import lines as lines_room
+from instrument import scope
+from instrument.lines import (
+    CALLS,
+    FIRST,
+    NOT_BELOW,
+    ORDERS,
+    REQUEST,
+    WIDTH,
+    WORK,
+    CallTree,
+    Lines,
+    Sums,
+    functions,
+    topmost,
+    tree_of_names,
+)
+from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
+from instrument.report.events import events
+from instrument.report.self_times import classes, instances, ops
+from instrument.report.tree import LEVELS, WEIGHTS
+from instrument.report.view import HeldSpans, Options, Recording
+from instrument.schema import loads
+from instrument.spans import Site
+from instrument.tally import Tally, Totals
+
+native = pytest.mark.skipif(lines_room._native is None, reason="the native loops are not built")
+
+SITES = [
+    Site("POST /chat", "request"), Site("a", "request"), Site("a", "op", "m", "A.f"), Site("a", "op", "m", "A.f"),
+    Site("b", "layer", instance="0"), Site("b", "layer", instance="1", device=True), Site("queue", "phase"),
+    Site("compute", "phase"), Site("h2d", "copy", attributes=(("direction", "h2d"), ("sync", True))), Site("c"),
+]  # fmt: skip
+
+numbers = st.sampled_from([
+    st.integers(0, 9), st.integers(0, 2**40), st.integers(2**61, 2**62 - 1), st.integers(0, 9) | st.integers(0, 2**65),
+])  # fmt: skip
+
+
+@st.composite
+def tallies(draw: st.DrawFn, least_calls: int = 0) -> Tally:
+    """Totals of some paths on some threads, small ones and such as need more than 64 bits, alone or together."""
+    tally = Tally()
+    own = draw(numbers)
+    paths: list[tuple[Site, ...]] = [()]
+    for _ in range(draw(st.integers(0, 15))):
+        path = (*draw(st.sampled_from(paths)), draw(st.sampled_from(SITES)))
+        paths.append(path)
+        calls = draw(st.integers(least_calls, 3))
+        totals = Totals()
+        if calls:
+            host_ns, device_ns, elapsed_ns, self_ns, low_ns, first_ns = (draw(own) for _ in range(6))
+            totals = Totals(
+                calls, draw(st.integers(0, calls)), host_ns, self_ns, device_ns, elapsed_ns, low_ns, low_ns + draw(own),
+                draw(own), first_ns, {draw(st.integers(0, 300)): calls},
+            )  # fmt: skip
+        tally.totals(path, draw(st.integers(1, 3))).merge(totals)
+    return tally
+
+
+@contextmanager
+def twin() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines_room, "_native", None)
+        yield
+
+
+def plain(found: Any) -> Any:
+    """As lists, whatever kind of sequence it is."""
+    if isinstance(found, Sums):
+        return list(found.numbers)
+    if isinstance(found, lines_room.Functions):
+        return list(found._functions), list(found._groups)
+    return [list(part) for part in found] if isinstance(found, lines_room.Names) else list(found)
+
+
+@native
+@given(tallies(), st.sampled_from(TRACER_OPTIONS), st.sampled_from(sorted(WEIGHTS)), st.booleans())
+def test_the_tree_of_names_its_sums_and_its_values_are_those_of_the_twin(
+    tally: Tally, tracer_option: str, sorted_by: str, is_least: bool
+) -> None:
+    lines = Lines.of_tally(tally)
+    levels, _ = lines.tree.numbered(LEVELS[tracer_option], 3)
+    field, per, is_negative = WEIGHTS[sorted_by]
+
+    def made() -> list[Any]:
+        names = tree_of_names(lines.parents, lines.site_of, levels, lines.book(None))
+        found: list[Any] = [names]
+        for thread in (None, *lines.threads):
+            sums = Sums.of_lines(lines.book(thread), names.entry_of, len(names.parents), names.counted, names.parents)
+            found += [sums, sums.values(names.parents, field, per, negative=is_negative, least=is_least)]
+            found.append(sums.together(range(0, len(sums), 2)))
+        found.append(
+            topmost(lines.parents, lines.site_of, array("i", [site.kind == "phase" for site in lines.tree.sites]))
+        )
+        return [plain(one) for one in found]
+
+    fast = made()
+    with twin():
+        assert made() == fast
+
+
+@native
+@given(tallies(least_calls=1), st.sampled_from(ORDERS), st.booleans())
+def test_the_functions_are_those_of_the_twin(tally: Tally, order: str, is_single: bool) -> None:
+    lines = Lines.of_tally(tally)
+    keys, _ = lines.tree.numbered(lambda site: (site.key,))
+    marks = array("i", [REQUEST * (site.kind == "request") + WORK * (site.kind == "op") for site in lines.tree.sites])
+    rows = array("i", [-1] * len(keys)) if is_single else keys
+
+    def made() -> Any:
+        return plain(functions(lines.merged(), lines.parents, lines.site_of, marks, keys, rows, order))
+
+    fast = made()
+    with twin():
+        assert made() == fast
+
+
+@given(tallies())
+def test_lines_of_all_threads_have_the_sums_of_the_tally(tally: Tally) -> None:
+    expected: dict[tuple[object, ...], Totals] = {}
+    for row in tally.rows():
+        expected.setdefault(tuple(site.key for site in row.path), Totals()).merge(row.totals)
+    lines = Lines.of_tally(tally).of_all_threads()
+    merged, found = lines.merged(), {}
+    for start in range(0, len(merged), WIDTH):
+        node, *sums = merged[start : start + WIDTH]
+        path, above = [], node
+        while above != NOT_BELOW:
+            path.append(lines.tree.sites[lines.site_of[above]].key)
+            above = lines.parents[above]
+        found[tuple(reversed(path))] = Totals(*sums, lines.histogram([node], 0))
+    assert found == {path: totals for path, totals in expected.items() if totals.calls}
+    firsts = list(merged[FIRST::WIDTH])
+    assert firsts == sorted(firsts)
+
+
+def test_sites_of_the_same_place_are_one_path_and_keep_all_their_nodes() -> None:
+    first, same, other = Site("f", "op"), Site("f", "op"), Site("g")
+    tree = CallTree()
+    for site, parent in ((first, NOT_BELOW), (same, NOT_BELOW), (other, 0), (other, 1), (same, 3)):
+        tree.add(site, parent)
+    assert list(tree.places) == [0, 0, 2, 2, 4]
+    assert list(tree.parents) == [NOT_BELOW, NOT_BELOW, 0, 0, 2]
+    assert sorted(tree.nodes([0, 2])) == [0, 1, 2, 3]
+    assert (tree.place(first, 2), tree.place(first, 4)) == (4, 5)
+
+
+def test_what_is_said_of_a_site_is_asked_for_once() -> None:
+    tree, asked = CallTree(), []
+
+    def say(site: Site) -> tuple[str]:
+        asked.append(site.name)
+        return (site.kind,)
+
+    for name, kind in (("a", "op"), ("b", "layer"), ("c", "op")):
+        tree.add(Site(name, kind), NOT_BELOW)
+        found = tree.numbered(say)
+    assert asked == ["a", "b", "c"]
+    assert found == (array("i", [0, 1, 0]), ["op", "layer"])
+
+
+LINE = array("q", [0, 1, *[0] * (WIDTH - 2)])
+TREE = array("i", [NOT_BELOW]), array("i", [0])
+
+
+@native
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("tree_of_names", (array("i", [0]), array("i", [0]), array("i", [0, -1, -1]), [LINE])),
+        ("tree_of_names", (*TREE, array("i"), [LINE])),
+        ("tree_of_names", (*TREE, array("i", [0, -1, -1]), [array("q", [1, *LINE[1:]])])),
+        ("tree_of_names", (*TREE, array("i", [0, -1, -1]), [LINE[1:]])),
+        ("sums", ([LINE], array("i", [1]), 1)),
+        ("sums", ([LINE], array("i", [0]), -1)),
+        ("sums", ([LINE], array("i"), 1)),
+        ("sums", ([LINE], array("i", [0]), 1, array("i"), array("i", [-1]))),
+        ("sums", ([LINE], array("i", [0]), 1, array("i", [2]), array("i", [1]))),
+        ("together", (LINE, array("i", [1]))),
+        ("together", (LINE, array("i", [-1]))),
+        ("values", (array("i", [0]), LINE, CALLS, -1, False, False)),
+        ("values", (array("i", [-1, 0]), LINE, CALLS, -1, False, False)),
+        ("values", (array("i", [-1]), LINE, WIDTH, -1, False, False)),
+        ("topmost", (*TREE, array("i"))),
+        ("functions", (LINE, *TREE, array("i", [0]), array("i", [1]), array("i", [0]), 0)),
+        ("functions", (array("q", [0] * WIDTH), *TREE, array("i", [0]), array("i", [0]), array("i", [0]), 0)),
+    ],
+)
+def test_columns_that_do_not_fit_each_other_are_refused(call: str, arguments: Any) -> None:
+    with pytest.raises(ValueError, match=r"is beyond|are no|is of node|not whole"):
+        getattr(lines_room._native, call)(*arguments)
+
+
+# -------------------------------------------------------------------- of a process that runs
+
+VIEWS = {"events": events, "classes": classes, "ops": ops, "instances": instances}
+
+
+def record(recorder: Any, chance: random.Random) -> None:
+    """Spans on threads one after the other, some of which never end."""
+
+    def work() -> None:
+        frames: list[Any] = []
+        for _ in range(chance.randrange(60)):
+            choice = chance.random()
+            if frames and choice < 0.45:
+                recorder.close(frames.pop(), KeyError() if choice < 0.05 else None)
+            elif choice < 0.6:
+                recorder.record(chance.choice(SITES), recorder.now_ns() - chance.randrange(10**6), {"bytes": 5})
+            else:
+                frames.append(recorder.open(chance.choice(SITES)))
+        left.extend(frames)
+
+    left: list[Any] = []
+    for _ in range(chance.randrange(1, 4)):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+
+def text(view: Any) -> list[str]:
+    return list(view.lines())
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_live_views_are_those_of_the_tally(make_recorder: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    recorder = make_recorder()
+    record(recorder, chance)
+    tally = recorder.tally()
+    live = Recording(lambda: tally, pytest.fail, make_lines=lambda merged: recorder.lines(merged=merged))
+    apart = Recording(lambda: tally, pytest.fail)
+    together = Recording(lambda: tally, pytest.fail, make_lines=lambda merged: Lines.of_tally(tally).of_all_threads())
+    for _ in range(10):
+        options = Options(
+            tracer_option=chance.choice(TRACER_OPTIONS), state=chance.choice(STATES), unit="ns",
+            sorted_by=chance.choice(SORT_KEYS), rows=chance.choice([None, 1, 3, 50]),
+            threads=chance.choice(["both", "merged", "apart"]), least_ns=chance.choice([0, 0, 10**5]),
+        )  # fmt: skip
+        for name, view in VIEWS.items():
+            is_merged = name != "events" or options.threads == "merged"
+            with twin():
+                expected = view(together if is_merged else apart, options)
+            assert text(view(live, options)) == text(expected)
+
+
+def test_what_is_held_is_told_without_making_spans(make_recorder: Any) -> None:
+    recorder = make_recorder(1 << 14)  # so that rings wrap
+    record(recorder, random.Random(3))
+    for _ in range(500):
+        recorder.close(recorder.open(SITES[5]))
+    open_one = recorder.open(SITES[5])
+    held, spans = recorder.held(0, ()), recorder.spans()
+    recorder.close(open_one)
+    assert held.spans == len(spans)
+    assert sorted(held.asking) == sorted(span.span_id for span in spans if span.site.device)
+    oldest: dict[int, int] = {}
+    for span in spans:
+        oldest[span.thread_id] = min(oldest.get(span.thread_id, span.end_ns), span.end_ns)
+    assert held.oldest_ns == oldest
+
+
+def test_the_live_view_of_costs_says_what_a_look_at_each_span_says() -> None:
+    session = instrument.start(loads("limits: {ring: 1MiB}"))
+    assert session is not None
+    try:
+        for _ in range(40_000):
+            with scope("work"):
+                pass
+        with scope("still open"):
+            recording = session.recording()
+            held = recording.held
+            spans = HeldSpans.of_trace(session.trace())
+        assert "trace" not in vars(recording)
+        assert (held.count, held.complete, held.since_ns) == (spans.count, False, spans.since_ns)
+        assert (held.asked, held.labels) == (spans.asked, spans.labels)
+    finally:
+        instrument.stop()
+    finished = session.recording()
+    assert finished.held == HeldSpans.of_trace(finished.trace)
