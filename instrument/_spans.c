@@ -2297,16 +2297,21 @@ enum { UNKNOWN, NO_SPAN, SHARED, SITES };
 #define ON_HOST (-1)
 #define MOST_ALLOCATORS 4096
 
+/* A span that is open, on its thread between the one that began before it and the one that began after. */
 typedef struct {
-    int64_t end_ns, span_id, parent_id, task_id;
-    uint32_t site;
-    char is_around;
+    int64_t end_ns, span_id, parent_id;
+    uint32_t site, task, thread, before, after, seen;
 } open_t;
 
-/* A thread that allocated, its spans that are open at a time, by start, and the innermost of them. */
 typedef struct {
-    int64_t thread_id, nearest_end_ns;
-    heap_t open;
+    int64_t end_ns;
+    uint32_t at;
+} end_t;
+
+/* A thread that allocated, and its innermost span at a time. */
+typedef struct {
+    int64_t thread_id;
+    uint32_t last, count; /* of its spans that are open: the one that began last */
     uint32_t place;
     int is_told; /* whether the place is that of those that are open */
 } thread_t;
@@ -2339,7 +2344,10 @@ typedef struct {
     int64_t outside;
     sites_t sites;
     heap_t threads, allocators, uses;
-    table_t thread_of, allocator_of, places, use_of, above;
+    heap_t open, ends, of_task; /* spans that are open, the first of them to end first; how many are of each task */
+    uint32_t spare, walks;      /* an item of `open` that is free, and from there on the next */
+    int ids_twice;
+    table_t thread_of, allocator_of, places, use_of, tasks, task_on, by_id;
 } memory_t;
 
 static inline allocation_t
@@ -2375,7 +2383,7 @@ choose(memory_t *all, int *ordered)
         if (thread == all->threads.used) {
             thread_t *made = heap_next(&all->threads, sizeof *made);
             if (made != NULL)
-                *made = (thread_t){one.thread_id, INT64_MAX, {0}, NO_SPAN, 1};
+                *made = (thread_t){one.thread_id, NOWHERE, 0, NO_SPAN, 1};
         }
         if (thread >= all->threads.used)
             return -1;
@@ -2383,6 +2391,39 @@ choose(memory_t *all, int *ordered)
         give_way(i);
     }
     return 1;
+}
+
+/* Add an end to those that wait, the first of which is the least: each comes no later than the two below it. 0, or -1
+ * without memory. */
+static int
+push_end(heap_t *ends, end_t one)
+{
+    if (heap_next(ends, sizeof one) == NULL)
+        return -1;
+    end_t *items = (end_t *)ends->items;
+    size_t at = ends->used - 1;
+    for (; at > 0 && items[(at - 1) / 2].end_ns > one.end_ns; at = (at - 1) / 2)
+        items[at] = items[(at - 1) / 2];
+    items[at] = one;
+    return 0;
+}
+
+/* Take the first of the ends. */
+static uint32_t
+pop_end(heap_t *ends)
+{
+    end_t *items = (end_t *)ends->items, moved = items[--ends->used];
+    uint32_t first = items[0].at;
+    size_t at = 0;
+    for (size_t below = 1; below < ends->used; below = 2 * at + 1) {
+        below += below + 1 < ends->used && items[below + 1].end_ns < items[below].end_ns;
+        if (items[below].end_ns >= moved.end_ns)
+            break;
+        items[at] = items[below];
+        at = below;
+    }
+    items[at] = moved;
+    return first;
 }
 
 /* A span that has begun: open on its thread, if it is still so at a time and its body runs all along. 1, 0 where it is not
@@ -2402,65 +2443,103 @@ open_span(memory_t *all, Span *span, int64_t at_ns)
     }
     if (span->site == NULL || fact_of(&all->sites, span->site, nothing_of, NULL, &site) == NULL)
         return span->site == NULL ? 0 : -1;
-    thread_t *on = &((thread_t *)all->threads.items)[thread];
-    open_t *made = heap_next(&on->open, sizeof *made);
-    if (made == NULL) {
+    uint32_t task = numbered(&all->tasks, span->task_id);
+    task = task == NOWHERE ? NOWHERE : numbered(&all->task_on, PAIR(thread, task));
+    uint32_t *of_task = task == all->of_task.used ? heap_next(&all->of_task, sizeof *of_task) : NULL;
+    if (of_task != NULL)
+        *of_task = 0;
+    uint32_t at = all->spare;
+    if (at == NOWHERE && heap_next(&all->open, sizeof(open_t)) != NULL)
+        at = (uint32_t)all->open.used - 1;
+    uint32_t *own = all->ids_twice ? NULL : table_cell(&all->by_id, span->span_id);
+    if (task >= all->of_task.used || at == NOWHERE || (own == NULL && !all->ids_twice) ||
+        push_end(&all->ends, (end_t){span->end_ns, at}) < 0) {
         PyErr_NoMemory();
         return -1;
     }
-    *made = (open_t){span->end_ns, span->span_id, span->parent_id, span->task_id, site + SITES, 0};
-    on->nearest_end_ns = span->end_ns < on->nearest_end_ns ? span->end_ns : on->nearest_end_ns;
+    open_t *open = (open_t *)all->open.items;
+    thread_t *on = &((thread_t *)all->threads.items)[thread];
+    if (at == all->spare)
+        all->spare = open[at].after;
+    if (own != NULL) {
+        all->ids_twice = *own != NOWHERE;
+        *own = at;
+    }
+    open[at] = (open_t){span->end_ns, span->span_id, span->parent_id, site + SITES, task, thread, on->last, NOWHERE, 0};
+    if (on->last != NOWHERE)
+        open[on->last].after = at;
+    on->last = at;
+    on->count++;
     on->is_told = 0;
+    ((uint32_t *)all->of_task.items)[task]++;
     return 1;
 }
 
-/* The innermost of the spans that are open, SHARED where several tasks have some that are not around it; NOWHERE without
- * memory. */
-static uint32_t
-innermost_of(memory_t *all, open_t *open, size_t count)
+/* Close the spans that have ended by a time. */
+static void
+close_spans(memory_t *all, int64_t at_ns)
 {
-    open_t *last = &open[count - 1];
-    size_t others = 0;
-    for (size_t i = 0; i < count; i++) {
-        others += open[i].task_id != last->task_id;
-        open[i].is_around = 0;
+    open_t *open = (open_t *)all->open.items;
+    while (all->ends.used > 0 && ((end_t *)all->ends.items)->end_ns <= at_ns) {
+        uint32_t at = pop_end(&all->ends);
+        thread_t *on = &((thread_t *)all->threads.items)[open[at].thread];
+        if (open[at].before != NOWHERE)
+            open[open[at].before].after = open[at].after;
+        if (open[at].after != NOWHERE)
+            open[open[at].after].before = open[at].before;
+        else
+            on->last = open[at].before;
+        on->count--;
+        on->is_told = 0;
+        ((uint32_t *)all->of_task.items)[open[at].task]--;
+        if (!all->ids_twice)
+            table_drop(&all->by_id, table_place(&all->by_id, open[at].span_id));
+        open[at].after = all->spare;
+        all->spare = at;
     }
-    if (others == 0)
-        return last->site;
-    table_free(&all->above);
-    if (table_make(&all->above, count) < 0)
-        return NOWHERE;
-    for (size_t i = 0; i < count; i++)
-        *table_cell(&all->above, open[i].span_id) = (uint32_t)i; /* it has room for all */
-    for (uint32_t at = (uint32_t)count - 1; at != NOWHERE && !open[at].is_around;) {
-        open[at].is_around = 1;
-        at = table_get(&all->above, open[at].parent_id);
-    }
-    for (size_t i = 0; i < count; i++)
-        if (open[i].task_id != last->task_id && !open[table_get(&all->above, open[i].span_id)].is_around)
-            return SHARED;
-    return last->site;
 }
 
-/* The place of what happens on a thread at a time; NOWHERE without memory. */
+/* The innermost of the spans that are open on a thread, SHARED where several tasks have some that are not around it;
+ * NOWHERE without memory. */
 static uint32_t
-place_on(memory_t *all, thread_t *on, int64_t at_ns)
+innermost_on(memory_t *all, uint32_t thread)
 {
-    if (at_ns >= on->nearest_end_ns) {
-        open_t *open = (open_t *)on->open.items;
-        size_t left = 0;
-        on->nearest_end_ns = INT64_MAX;
-        for (size_t i = 0; i < on->open.used; i++) {
-            if (open[i].end_ns <= at_ns)
-                continue;
-            on->nearest_end_ns = open[i].end_ns < on->nearest_end_ns ? open[i].end_ns : on->nearest_end_ns;
-            open[left++] = open[i];
+    thread_t *on = &((thread_t *)all->threads.items)[thread];
+    open_t *open = (open_t *)all->open.items, *last = &open[on->last];
+    uint32_t others = on->count - ((uint32_t *)all->of_task.items)[last->task], around = 0, walk = ++all->walks;
+    table_t own = {0}, *by_id = &all->by_id;
+    if (others == 0)
+        return last->site;
+    if (all->ids_twice) { /* of one id the last stands for all */
+        by_id = &own;
+        if (table_make(&own, on->count) < 0)
+            return NOWHERE;
+        for (uint32_t at = on->last; at != NOWHERE; at = open[at].before) {
+            uint32_t *cell = table_cell(&own, open[at].span_id); /* it has room for all */
+            *cell = *cell == NOWHERE ? at : *cell;
         }
-        on->open.used = left;
-        on->is_told = 0;
     }
+    for (uint32_t at = on->last; at != NOWHERE && open[at].thread == thread && open[at].seen != walk;) {
+        open[at].seen = walk;
+        around += open[at].task != last->task;
+        at = table_get(by_id, open[at].parent_id);
+    }
+    if (all->ids_twice) {
+        around = 0;
+        for (uint32_t at = on->last; at != NOWHERE; at = open[at].before)
+            around += open[at].task != last->task && open[table_get(&own, open[at].span_id)].seen == walk;
+        table_free(&own);
+    }
+    return around == others ? last->site : SHARED;
+}
+
+/* The place of what happens on a thread; NOWHERE without memory. */
+static uint32_t
+place_on(memory_t *all, uint32_t thread)
+{
+    thread_t *on = &((thread_t *)all->threads.items)[thread];
     if (!on->is_told) {
-        on->place = on->open.used == 0 ? NO_SPAN : innermost_of(all, (open_t *)on->open.items, on->open.used);
+        on->place = on->count == 0 ? NO_SPAN : innermost_on(all, thread);
         on->is_told = 1;
     }
     return on->place;
@@ -2504,8 +2583,8 @@ find_places(memory_t *all, PyObject *spans, int ordered)
         }
         if (plain <= 0 || at_ns < all->known_since)
             continue;
-        thread_t *on = &((thread_t *)all->threads.items)[table_get(&all->thread_of, one.thread_id)];
-        all->placed[at] = place_on(all, on, at_ns);
+        close_spans(all, at_ns);
+        all->placed[at] = place_on(all, table_get(&all->thread_of, one.thread_id));
         if (all->placed[at] == NOWHERE)
             goto without_memory;
     }
@@ -2666,12 +2745,13 @@ memory(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *spans, *result = NULL, *own = NULL, *names[SITES];
     Py_buffer rows;
     long long base_ns, first, last, known_since;
-    memory_t all = {0};
+    memory_t all = {.spare = NOWHERE};
     if (!PyArg_ParseTuple(args, "Oy*LLLLipp(OOO):memory", &spans, &rows, &base_ns, &first, &last, &known_since, &all.state,
                           &all.apart, &all.launches, &names[UNKNOWN], &names[NO_SPAN], &names[SHARED]))
         return NULL;
     size_t count = (size_t)rows.len / sizeof(allocation_t);
-    table_t *tables[] = {&all.sites.numbers, &all.thread_of, &all.allocator_of, &all.places, &all.use_of, &all.above};
+    table_t *tables[] = {&all.sites.numbers, &all.thread_of, &all.allocator_of, &all.places,
+                         &all.use_of,        &all.tasks,     &all.task_on,      &all.by_id};
     own = own_spans(spans);
     if (own == NULL || count >= NOWHERE) {
         if (!PyErr_Occurred())
@@ -2701,13 +2781,14 @@ memory(PyObject *Py_UNUSED(module), PyObject *args)
     else if (!PyErr_Occurred())
         PyErr_NoMemory();
 end:
-    for (size_t i = 0; i < all.threads.used; i++)
-        PyMem_RawFree(((thread_t *)all.threads.items)[i].open.items);
     for (size_t i = 0; i < all.allocators.used; i++)
         table_free(&((allocator_t *)all.allocators.items)[i].held);
     PyMem_RawFree(all.threads.items);
     PyMem_RawFree(all.allocators.items);
     PyMem_RawFree(all.uses.items);
+    PyMem_RawFree(all.open.items);
+    PyMem_RawFree(all.ends.items);
+    PyMem_RawFree(all.of_task.items);
     PyMem_RawFree(all.placed);
     for (size_t i = 1; i < sizeof tables / sizeof *tables; i++)
         table_free(tables[i]);

@@ -52,6 +52,7 @@ NUMBERS = st.integers(-INT64, INT64 - 1)
 ANY = st.builds(Allocation, *[NUMBERS] * 7)
 
 
+@settings(deadline=None)
 @given(st.lists(ANY, max_size=8), st.integers(-9, 9), st.integers(-9, 9), st.sampled_from([1, 2, -1, -3]))
 def test_packed_allocations_are_a_sequence_as_a_list_of_them_is(
     found: list[Allocation], first: int, last: int, step: int
@@ -265,6 +266,7 @@ def test_allocations_may_be_more_text_than_any_one_value_but_all_else_may_not(
         chrome.load(path)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from(["[0,1,2,3,4,5,6]", "[7,-8,9,0,1,2]", " [ 1 ,2,3,4,5,6, 7 ]", "[1,2]", "x", "]", "9" * 19]),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from golden_views import is_golden, text_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kineto import Kineto
 from paddle_golden import GOLDEN, golden_trace
@@ -319,13 +319,15 @@ SITES = [Site("f"), Site("f"), Site("g", "op"), Site("Linear", "layer", instance
 @st.composite
 def any_spans(draw: st.DrawFn) -> list[Span]:
     """Spans in any order that cross, have parents and tasks of any kind, ids that come twice, and generators' gaps."""
-    found = []
-    for _ in range(draw(st.integers(0, 14))):
+    found: list[Span] = []
+    in_a_row = draw(st.booleans())
+    for number in range(1, 1 + draw(st.integers(0, 14))):
         start, length = draw(NEAR), draw(st.integers(0, 40))
         task, thread, more = draw(st.integers(0, 2)), draw(st.integers(0, 2)), draw(st.booleans())
+        span_id, parent = number if in_a_row else draw(st.integers(1, 9)), draw(st.integers(0, 9))
         found.append(
-            span("", draw(st.integers(1, 9)), start, start + length, parent=draw(st.integers(0, 9)), thread=thread,
-                 task=task, site=draw(st.sampled_from(SITES)), active_ns=length - draw(st.sampled_from([0, 0, 0, 1])),
+            span("", span_id, start, start + length, parent=parent, thread=thread, task=task,
+                 site=draw(st.sampled_from(SITES)), active_ns=length - draw(st.sampled_from([0, 0, 0, 1])),
                  attributes={"correlation": 5} if more and thread else {})
         )  # fmt: skip
     return found
@@ -338,6 +340,7 @@ any_changes = st.builds(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(
     any_spans(), st.lists(any_changes, max_size=60), st.integers(0, 60), st.sampled_from(["native", "other"]),
     st.sampled_from(STATES), st.booleans(), st.booleans(),
@@ -354,6 +357,27 @@ def test_both_count_the_same_whatever_there_is(
         told = allocations.counted(trace, state, apart)
         patch.setattr(allocations, "_native", None)
         assert told == allocations.counted(trace, state, apart)
+
+
+def test_both_count_the_same_of_many_tasks_that_take_turns_on_threads() -> None:
+    chance = random.Random(5)
+    spans: list[Span] = []
+    for number in range(1, 1500):
+        above = chance.choice(spans[-9:]) if spans and chance.random() < 0.7 else None
+        task = chance.randrange(40) if above is None or chance.random() < 0.2 else above.task_id
+        start = 9 * number if above is None else above.start_ns + chance.randrange(9)
+        thread = chance.randrange(5) if above is None else above.thread_id
+        spans.append(
+            span("", number, start, start + chance.randrange(60), task=task, thread=thread,
+                 parent=above.span_id if above else 0, site=chance.choice(SITES))
+        )  # fmt: skip
+    found = [Allocation(0, 4 * at, chance.randrange(5), 8, at, at) for at in range(3000)]
+    trace = trace_of(*spans, allocations=found, watched=(0, 12_000))
+    told = allocations.counted(trace, "All", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocations, "_native", None)
+        assert told == allocations.counted(trace, "All", True)
+    assert {SHARED, *SITES} <= {use.place for use in told.uses}
 
 
 def test_addresses_that_come_and_go_by_the_thousand_are_held_as_long_as_they_are() -> None:
