@@ -260,10 +260,10 @@ def test_allocations_may_be_more_text_than_any_one_value_but_all_else_may_not(
         monkeypatch.setattr(f"instrument.chrome.{module}.LIMIT_VALUE", 1000)
     path = chrome.dump(tmp_path / "trace.json", trace_of(some(500)))
     assert len(loaded(path).allocations) == 500
-    facts = {f"key {number}": "x" * 300 for number in range(5)}
-    path.write_text(json.dumps({"instrument": facts, "traceEvents": []}))
-    with pytest.raises(TraceError, match="key 'instrument' is longer than in any trace"):
-        chrome.load(path)
+    for facts in ({f"key {number}": "x" * 300 for number in range(5)}, {"x" * 300 + f"{at}": 5 for at in range(5)}):
+        path.write_text(json.dumps({"instrument": facts, "traceEvents": []}))
+        with pytest.raises(TraceError, match="key 'instrument' is longer than in any trace"):
+            chrome.load(path)
 
 
 @settings(deadline=None)

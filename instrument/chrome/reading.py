@@ -154,9 +154,9 @@ def _facts(text: Json) -> dict[str, Any]:
     held = 0
     end = text.take("}") if text.peek() == "}" else ","
     while end == ",":
+        before = text.passed
         key = checked(text.value(), str)
         text.take(":")
-        before = text.passed
         if key == "allocations" and "format" in facts and text.peek() == "[":
             facts[key] = allocations.take(text, LIMIT_SPANS)
         else:
