@@ -589,6 +589,14 @@ add_interval(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns)
         if (interval->label == NULL)
             goto end;
     }
+    int listed = 0; /* whether one of its span stands among those of the twin: that came before it, and may have its place */
+    if (self->direct && PyDict_GET_SIZE(self->intervals) > 0) {
+        PyObject *key = PyLong_FromLongLong(event->owner);
+        listed = key == NULL ? -1 : PyDict_Contains(self->intervals, key);
+        Py_XDECREF(key);
+        if (listed < 0)
+            goto end;
+    }
     if (self->direct && (self->owners.keys == NULL || self->owners_of != PyList_GET_SIZE(self->spans))) {
         /* Spans come before the intervals in a file: the table is made once. If not, or if two spans have one id, all
          * intervals are handed out at the end. */
@@ -607,7 +615,7 @@ add_interval(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns)
                 *cell = (uint32_t)i;
         }
     }
-    if (self->direct) {
+    if (self->direct && !listed) {
         uint32_t at = table_get(&self->owners, event->owner);
         Span *span = at == NOWHERE ? NULL : (Span *)PyList_GET_ITEM(self->spans, (Py_ssize_t)at);
         Py_ssize_t held = span == NULL || span->device == NULL ? 0 : PyTuple_GET_SIZE(span->device);
