@@ -303,9 +303,10 @@ def test_every_arrow_is_drawn_or_counted(tmp_path: Path, spans: list[Span]) -> N
 
 @pytest.mark.skipif(slices._native is None, reason="no native writer in use")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
-@given(spans_of_a_tree(), st.sampled_from([0, 60]), st.sampled_from([7, 4096]))
-def test_both_twins_write_the_same_bytes(tmp_path: Path, spans: list[Span], more: int, batch: int) -> None:
+@given(spans_of_a_tree(), st.sampled_from([0, 60]), st.sampled_from([7, 4096]), st.integers(0, 3))
+def test_both_twins_write_the_same_bytes(tmp_path: Path, spans: list[Span], more: int, batch: int, twice: int) -> None:
     spans += [span(100 + i, i // 3, 40 - i % 4, root_id=100 + i % 5, task_id=i % 7) for i in range(more)]
+    spans += [span(one.span_id, 5, 9, parent=1, task_id=one.task_id + 1) for one in spans[:twice]]
     path, original = tmp_path / "trace.json", trace(*spans, threads={4712: "worker\n0"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slices, "BATCH", batch)

@@ -291,6 +291,7 @@ typedef struct {
     size_t site_count, site_room;
     site_t *texts;        /* of each site, once it has been given */
     table_t by_id;        /* span id -> place in the order, of the last that has it */
+    int ids_repeat;       /* whether two spans have one id */
     uint32_t *bound;      /* by place: the place of the source of its bind, or NOWHERE */
     int any_bound;
     size_t left_out;
@@ -436,7 +437,9 @@ survey(Slices *self)
                 self->base_ns = interval->start_ns;
             self->stretch_count++;
         }
-        *table_cell(&self->by_id, span->span_id) = (uint32_t)i; /* it has room for all */
+        uint32_t *cell = table_cell(&self->by_id, span->span_id); /* it has room for all */
+        self->ids_repeat |= *cell != NOWHERE;
+        *cell = (uint32_t)i;
         give_way(i);
     }
     table_free(&numbers);
@@ -782,11 +785,11 @@ put_ids(text_t *text, Span *span, const lane_t *lane, int with_root)
 
 /* The bind of a span, if it has one. */
 static void
-put_bind_of(Slices *self, Span *span)
+put_bind_of(Slices *self, uint32_t place, Span *span)
 {
     if (!self->any_bound)
         return;
-    uint32_t own = table_get(&self->by_id, span->span_id);
+    uint32_t own = self->ids_repeat ? table_get(&self->by_id, span->span_id) : place;
     uint32_t source = own == NOWHERE ? NOWHERE : self->bound[own];
     if (source != NOWHERE)
         put_bind(&self->text, (uint64_t)SPAN(self, source)->span_id, source == own);
@@ -858,7 +861,7 @@ put_async(Slices *self, uint32_t place, Span *span, site_t *site, int64_t start_
     put(text, self->lanes[lane_at].address, self->lanes[lane_at].address_length);
     PUT(text, ",\"ts\":");
     put_time(text, start_ns - self->base_ns);
-    put_bind_of(self, span);
+    put_bind_of(self, place, span);
     PUT(text, "}");
     return 0;
 }
@@ -916,7 +919,7 @@ put_span(Slices *self, uint32_t place)
     put_time(text, start_ns - self->base_ns);
     PUT(text, ",\"dur\":");
     put_time(text, total_ns);
-    put_bind_of(self, span);
+    put_bind_of(self, place, span);
     PUT(text, "}");
     return 0;
 }

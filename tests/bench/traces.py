@@ -64,15 +64,14 @@ def make(count: int, in_tasks: bool) -> Any:
         if following is not None and place == following[0]:
             root, task = following
             following = next(firsts, (-1, 0))
-        facts = {"http.route": "/chat", "http.status_code": 200} if parent is None and in_tasks else {}
-        device = ()
+        facts: dict[str, Any] = {"device": ()}  # without attributes they have no dict, as in the recorder's spans
+        if parent is None and in_tasks:
+            facts["attributes"] = {"http.route": "/chat", "http.status_code": 200}
         if site in layers and chance.random() < 0.1:
-            device = (DeviceInterval(0, 7, start + 100, end + 500),)
+            facts["device"] = (DeviceInterval(0, 7, start + 100, end + 500),)
         parent_id = 0 if parent is None else ids[parent]
         identity = ids[place], parent_id, ids[root], 100 if in_tasks else 100 + lane, task if in_tasks else 0
-        spans.append(
-            Span(site, *identity, start, end, end - start, end - start - inside[place], attributes=facts, device=device)
-        )
+        spans.append(Span(site, *identity, start, end, end - start, end - start - inside[place], **facts))
     threads = {100 + lane: f"worker-{lane}" for lane in range(1 if in_tasks else 4)}
     origin = Origin(1234, "chat", 10**12, 1_700_000_000 * 10**9)
     return Trace(origin, 10**12, max(span.end_ns for span in spans), spans, threads)
