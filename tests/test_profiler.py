@@ -613,6 +613,22 @@ def test_check_of_a_service_that_starts_a_session_itself_starts_none(
         instrument.session()
 
 
+@pytest.mark.parametrize(
+    ("profile", "are_read"),
+    [("budget: 1%", False), ("schedule: {record: 5}", True), ("{budget: 1%, schedule: {record: 5}}", True)],
+)
+def test_spans_that_nobody_wants_are_not_read_while_the_service_runs(
+    profile: str, are_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    session = begin(profile)
+    looks: list[None] = []
+    monkeypatch.setattr(session._reader, "look", lambda: looks.append(None))
+    request(3)
+    session._pump()
+    assert bool(looks) == are_read
+
+
 def test_the_time_stamp_counter_is_used_where_it_is_sound_and_named_where_it_is_not() -> None:
     session = begin("clock: tsc")
     request(3)
