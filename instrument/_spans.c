@@ -769,20 +769,6 @@ typedef struct {
     PyObject *values; /* the key of a site -> its `value` */
 } count_t;
 
-static void *
-grown(void *memory, size_t *room, size_t used, size_t size)
-{
-    if (used < *room)
-        return memory;
-    size_t more = *room == 0 ? 64 : *room * 2;
-    void *larger = PyMem_RawRealloc(memory, more * size);
-    if (larger == NULL)
-        PyErr_NoMemory();
-    else
-        *room = more;
-    return larger;
-}
-
 /* The number of a site object, NOWHERE with an error. */
 static uint32_t
 number_of_site(count_t *count, PyObject *site)
@@ -795,7 +781,7 @@ number_of_site(count_t *count, PyObject *site)
     if (*cell != NOWHERE)
         return *cell;
     *cell = (uint32_t)count->known_count;
-    void *larger = grown(count->known, &count->known_room, count->known_count, sizeof *count->known);
+    void *larger = grown(count->known, &count->known_room, count->known_count, sizeof *count->known, 64);
     if (larger == NULL)
         return NOWHERE;
     count->known = larger;
@@ -837,7 +823,7 @@ node_below(count_t *count, uint32_t parent, uint32_t site)
     if (*cell == NOWHERE)
         *cell = count->place_count++;
     uint32_t place = *cell;
-    void *larger = grown(count->nodes, &count->node_room, count->node_count, sizeof *count->nodes);
+    void *larger = grown(count->nodes, &count->node_room, count->node_count, sizeof *count->nodes, 64);
     if (larger == NULL)
         return NOWHERE;
     count->nodes = larger;
@@ -918,7 +904,7 @@ cell_at(count_t *count, uint32_t node, int64_t thread_id)
         goto no_memory;
     if (*cell == NOWHERE) {
         *cell = (uint32_t)count->cell_count;
-        void *larger = grown(count->cells, &count->cell_room, count->cell_count, sizeof *count->cells);
+        void *larger = grown(count->cells, &count->cell_room, count->cell_count, sizeof *count->cells, 64);
         if (larger == NULL)
             return NULL;
         count->cells = larger;

@@ -137,6 +137,23 @@ table_drop(table_t *table, size_t at)
     table->used--;
 }
 
+/* ---- room for more */
+
+/* The same memory with room for one more than are used, `least` at first; NULL with an error. */
+static inline void *
+grown(void *memory, size_t *room, size_t used, size_t size, size_t least)
+{
+    if (used < *room)
+        return memory;
+    size_t more = *room == 0 ? least : *room * 2;
+    void *larger = PyMem_RawRealloc(memory, more * size);
+    if (larger == NULL)
+        PyErr_NoMemory();
+    else
+        *room = more;
+    return larger;
+}
+
 /* ---- room for the other threads */
 
 #define TURN 4096

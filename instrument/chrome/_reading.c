@@ -409,7 +409,8 @@ typedef struct {
 
 typedef struct {
     open_t *open; /* outermost first */
-    uint32_t count, room;
+    uint32_t count;
+    size_t room;
 } lane_t;
 
 typedef struct {
@@ -427,7 +428,8 @@ typedef struct {
     int nests;  /* whether a slice without a parent has that around it */
     table_t lane_of; /* tid -> place in `lanes` */
     lane_t *lanes;
-    uint32_t lane_count, lane_room;
+    uint32_t lane_count;
+    size_t lane_room;
 } Reader;
 
 /* The lane of a tid, NULL with an error. */
@@ -440,16 +442,12 @@ lane_at(Reader *self, int64_t tid)
     if (cell == NULL)
         return (lane_t *)PyErr_NoMemory();
     if (*cell == NOWHERE) {
-        if (self->lane_count == self->lane_room) {
-            uint32_t room = self->lane_room == 0 ? 16 : self->lane_room * 2;
-            lane_t *larger = PyMem_RawRealloc(self->lanes, room * sizeof *larger);
-            if (larger == NULL) {
-                table_drop(&self->lane_of, (size_t)(cell - self->lane_of.values));
-                return (lane_t *)PyErr_NoMemory();
-            }
-            self->lanes = larger;
-            self->lane_room = room;
+        lane_t *larger = grown(self->lanes, &self->lane_room, self->lane_count, sizeof *larger, 16);
+        if (larger == NULL) {
+            table_drop(&self->lane_of, (size_t)(cell - self->lane_of.values));
+            return NULL;
         }
+        self->lanes = larger;
         self->lanes[self->lane_count] = (lane_t){0};
         *cell = self->lane_count++;
     }
@@ -469,16 +467,10 @@ around(lane_t *lane, int64_t start_ns)
 static int
 open_on(lane_t *lane, open_t open)
 {
-    if (lane->count == lane->room) {
-        uint32_t room = lane->room == 0 ? 4 : lane->room * 2;
-        open_t *larger = PyMem_RawRealloc(lane->open, room * sizeof *larger);
-        if (larger == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        lane->open = larger;
-        lane->room = room;
-    }
+    open_t *larger = grown(lane->open, &lane->room, lane->count, sizeof *larger, 4);
+    if (larger == NULL)
+        return -1;
+    lane->open = larger;
     lane->open[lane->count++] = open;
     return 0;
 }

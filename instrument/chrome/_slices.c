@@ -185,7 +185,8 @@ typedef struct {
     char *address, *mark;
     uint32_t address_length, mark_length;
     int64_t tid, opener; /* of an async lane: the id of its first span */
-    uint32_t number, count, room;
+    uint32_t number, count;
+    size_t room;
     int is_request;
     open_t *open; /* outermost first */
 } lane_t;
@@ -341,24 +342,10 @@ may_lead(Slices *self, uint32_t source, int64_t target_ns, int bound)
     return start_ns < target_ns || (start_ns == target_ns && !(bound || is_async(self, source)));
 }
 
-static void *
-grown(void *memory, size_t *room, size_t used, size_t size)
-{
-    if (used < *room)
-        return memory;
-    size_t more = *room == 0 ? 64 : *room * 2;
-    void *larger = PyMem_RawRealloc(memory, more * size);
-    if (larger == NULL)
-        PyErr_NoMemory();
-    else
-        *room = more;
-    return larger;
-}
-
 static int
 add_flow(Slices *self, flow_t flow)
 {
-    flow_t *larger = grown(self->flows, &self->flow_room, self->flow_count, sizeof *larger);
+    flow_t *larger = grown(self->flows, &self->flow_room, self->flow_count, sizeof *larger, 64);
     if (larger == NULL)
         return -1;
     self->flows = larger;
@@ -412,7 +399,7 @@ survey(Slices *self)
         }
         if (*number == NOWHERE) {
             *number = (uint32_t)self->site_count;
-            char *larger = grown(self->is_request, &self->site_room, self->site_count, 1);
+            char *larger = grown(self->is_request, &self->site_room, self->site_count, 1, 64);
             if (larger == NULL || PyList_Append(self->sites, span->site) < 0) {
                 plain = -1;
                 break;
@@ -522,7 +509,7 @@ new_lane(Slices *self, group_t *group, const char *address, const char *mark, in
     if (self->free_count > 0 && group->count == 0)
         at = self->free_lanes[--self->free_count]; /* only first lanes: further ones are remembered in `moved` */
     else {
-        lane_t *larger = grown(self->lanes, &self->lane_room, self->lane_count, sizeof *larger);
+        lane_t *larger = grown(self->lanes, &self->lane_room, self->lane_count, sizeof *larger, 64);
         if (larger == NULL)
             return NOWHERE;
         self->lanes = larger;
@@ -623,16 +610,10 @@ first_lane(Slices *self, int64_t thread_id)
 static int
 push(lane_t *lane, open_t open)
 {
-    if (lane->count == lane->room) {
-        uint32_t room = lane->room == 0 ? 4 : lane->room * 2;
-        open_t *larger = PyMem_RawRealloc(lane->open, room * sizeof *larger);
-        if (larger == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        lane->open = larger;
-        lane->room = room;
-    }
+    open_t *larger = grown(lane->open, &lane->room, lane->count, sizeof *larger, 4);
+    if (larger == NULL)
+        return -1;
+    lane->open = larger;
     lane->open[lane->count++] = open;
     return 0;
 }
@@ -695,7 +676,7 @@ close_all(Slices *self, int64_t until_ns)
             continue;
         }
         if (group->count > 0) {
-            uint32_t *larger = grown(self->free_lanes, &self->free_room, self->free_count, sizeof *larger);
+            uint32_t *larger = grown(self->free_lanes, &self->free_room, self->free_count, sizeof *larger, 64);
             if (larger == NULL) {
                 done = -1;
                 break;
