@@ -83,7 +83,7 @@ class Account:
         calls = self.recorder.site_calls()
         probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
         mean_ns = (probes_ns + self.pairs_ns()) / counted if counted else 0.0
-        cold_ns = mean_ns + self.costs.cold_ns() if counted else 0.0
+        cold_ns = mean_ns + self.costs.cold_ns if counted else 0.0
         return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
 
     def pairs_ns(self) -> float:

@@ -140,6 +140,7 @@ class Session:
             self._undos.append(self._gauges.stop)
             self._gauges.start()
             self._choose_clock()
+            self._costs.measure(with_ticks=self._ticks.are_used)
             self._undos.append(self._budget.release)
             self._budget.change(self.profile.budget)
             RECORDER.on = True

@@ -183,7 +183,7 @@ def test_a_running_session_tells_its_probes_threads_rings_and_clock() -> None:
         view = session.views(["cost"])["cost"]
         assert isinstance(view, InstrumentationCost)
         first = view.sites[0]
-        costs = session._costs.by_shape()
+        costs = session.account.costs.by_shape
         assert (first.name, first.calls, first.each_ns) == ("work", 100, costs["call"].added_ns)
         assert view.sites[1].each_ns == costs["scope"].added_ns
         assert view.parts[0].name == "probes"
@@ -191,6 +191,19 @@ def test_a_running_session_tells_its_probes_threads_rings_and_clock() -> None:
         assert (view.clock, view.muted) == ("CLOCK_MONOTONIC", ())
         assert view.rings is not None
         assert (view.rings.held_rows, view.rings.memory_bytes) == (101, 64 << 20)
+    finally:
+        instrument.stop()
+
+
+def test_the_probes_are_measured_when_a_session_starts_and_by_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = instrument.start(loads(""))
+    try:
+        assert all(cost.added_ns > 1 for cost in session.account.costs.by_shape.values())
+        monkeypatch.setattr("instrument.probe_cost.Recorder", None)
+        with scope("request", kind="request"):
+            pass
+        assert session.cost().per_call_ns == session.account.costs.by_shape["scope"].added_ns
+        assert session.views(["cost"])
     finally:
         instrument.stop()
 
