@@ -77,6 +77,7 @@ static const char *const REASONS[REASON_COUNT] = {
 };
 
 #define CHUNKS 60 /* of 64 histogram buckets: up to 2^63 ns, see tally.bucket */
+#define FIRST_BUCKET(chunks) ((uint32_t)__builtin_ctzll(chunks) << 6) /* that of the lowest of chunks, bit by bit */
 
 #if PY_VERSION_HEX < 0x030D0000
 #define UNCHECKED_THREAD_STATE() _PyThreadState_UncheckedGet()
@@ -112,11 +113,13 @@ typedef struct node {
 
 _Static_assert(sizeof(node_t) == LINE, "a node is one cache line");
 
-/* Counts are 64 bits wide; the upper halves exist only once a lower one has wrapped. */
+/* Counts are 64 bits wide and more. Of most the upper part is 0: it exists once a lower one has wrapped. */
 typedef struct {
-    uint32_t low[64];
-    uint32_t *high;
+    uint16_t low[64];
+    uint64_t *high;
 } chunk_t;
+
+#define LOW_BITS 16
 
 /* What each call changes lies in the first cache line. In a service that computes between two spans, nearly every line
  * that a span touches comes from memory, at 100 ns, against 50 ns for all the rest: so the buckets of the last calls
@@ -646,9 +649,9 @@ bucket_of(uint64_t value)
 }
 
 static int
-carry(chunk_t *chunk, uint32_t at, uint32_t times)
+carry(chunk_t *chunk, uint32_t at, uint64_t times)
 {
-    if (chunk->high == NULL && (chunk->high = PyMem_Calloc(64, sizeof(uint32_t))) == NULL)
+    if (chunk->high == NULL && (chunk->high = PyMem_Calloc(64, sizeof *chunk->high)) == NULL)
         return -1;
     chunk->high[at] += times;
     return 0;
@@ -671,12 +674,18 @@ count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t times)
         core->reasons[NO_DETAILS] += times;
         return;
     }
-    uint64_t sum = chunk->low[bucket & 63] + times;
-    if (sum >> 32 != 0 && carry(chunk, bucket & 63, (uint32_t)(sum >> 32)) < 0) {
-        core->reasons[NO_DETAILS] += sum - UINT32_MAX;
-        sum = UINT32_MAX; /* no memory to count on in */
+    uint16_t *low = &chunk->low[bucket & 63];
+    if (times > (uint64_t)(UINT16_MAX - *low)) {
+        uint64_t sum = *low + (times & UINT16_MAX);
+        if (carry(chunk, bucket & 63, (times >> LOW_BITS) + (sum >> LOW_BITS)) < 0) {
+            core->reasons[NO_DETAILS] += times - (uint64_t)(UINT16_MAX - *low);
+            *low = UINT16_MAX; /* no memory to count on in */
+        } else {
+            *low = (uint16_t)sum;
+        }
+    } else {
+        *low += (uint16_t)times;
     }
-    chunk->low[bucket & 63] = (uint32_t)sum;
 }
 
 /* Count the buckets that wait; those for which there is no memory wait on, if that can be. */
@@ -691,7 +700,7 @@ count_waiting(Core *core, totals_t *totals)
     while (totals->waiting_count > 0) {
         uint32_t bucket = totals->waiting[totals->waiting_count - 1];
         chunk_t *chunk = chunk_of(totals, bucket);
-        if (core == NULL && (chunk == NULL || (chunk->low[bucket & 63] == UINT32_MAX && carry(chunk, bucket & 63, 0) < 0)))
+        if (core == NULL && (chunk == NULL || (chunk->low[bucket & 63] == UINT16_MAX && carry(chunk, bucket & 63, 0) < 0)))
             return;
         totals->waiting_count--;
         count_bucket(core, totals, bucket, 1);
@@ -715,7 +724,7 @@ times_of(const totals_t *totals, uint32_t bucket)
     const chunk_t *chunk = totals->chunks[bucket >> 6];
     if (chunk == NULL)
         return 0;
-    return (chunk->high == NULL ? 0 : (uint64_t)chunk->high[bucket & 63] << 32) + chunk->low[bucket & 63];
+    return (chunk->high == NULL ? 0 : chunk->high[bucket & 63] << LOW_BITS) + chunk->low[bucket & 63];
 }
 
 /* Add all but the histogram. */
@@ -791,6 +800,14 @@ packed_size(const totals_t *totals)
     return used * PACKED_BYTES;
 }
 
+static char *
+pack_bucket(char *at, uint32_t bucket, uint64_t times)
+{
+    memcpy(at, &bucket, sizeof bucket);
+    memcpy(at + sizeof bucket, &times, sizeof times);
+    return at + PACKED_BYTES;
+}
+
 /* Where the packed histogram ends. */
 static char *
 pack(char *at, const totals_t *totals)
@@ -798,11 +815,8 @@ pack(char *at, const totals_t *totals)
     for (uint32_t c = 0; c < CHUNKS; c++)
         for (uint32_t i = c << 6; totals->chunks[c] != NULL && i < (c + 1) << 6; i++) {
             uint64_t times = times_of(totals, i);
-            if (times == 0)
-                continue;
-            memcpy(at, &i, sizeof i);
-            memcpy(at + sizeof i, &times, sizeof times);
-            at += PACKED_BYTES;
+            if (times != 0)
+                at = pack_bucket(at, i, times);
         }
     return at;
 }
@@ -1049,11 +1063,11 @@ Ring_preset_totals(Ring *self, PyObject *args)
         for (uint32_t i = 0; chunk != NULL && i < 64; i++) {
             if (times_of(totals, (c << 6) + i) == 0)
                 continue;
-            if (times >> 32 != 0 && carry(chunk, i, 0) < 0)
+            if (times >> LOW_BITS != 0 && carry(chunk, i, 0) < 0)
                 return PyErr_NoMemory();
-            chunk->low[i] = (uint32_t)times;
+            chunk->low[i] = (uint16_t)times;
             if (chunk->high != NULL)
-                chunk->high[i] = (uint32_t)(times >> 32);
+                chunk->high[i] = times >> LOW_BITS;
         }
     }
     Py_RETURN_NONE;
@@ -4350,12 +4364,59 @@ end:
     return found;
 }
 
+/* Histograms added up. What lies in the lower parts is summed on 32 bits, for as many chunks as can be. */
+typedef struct {
+    uint64_t used; /* chunks with calls, bit by bit; the counts of others are not set */
+    uint32_t left; /* chunks that may be added before the sums must be moved */
+    uint32_t sums[CHUNKS * 64];
+    uint64_t times[CHUNKS * 64];
+} histogram_t;
+
+static void
+move_sums(histogram_t *histogram)
+{
+    for (uint64_t left = histogram->used; left != 0; left &= left - 1)
+        for (uint32_t bucket = FIRST_BUCKET(left), end = bucket + 64; bucket < end; bucket++) {
+            histogram->times[bucket] += histogram->sums[bucket];
+            histogram->sums[bucket] = 0;
+        }
+    histogram->left = UINT32_MAX / UINT16_MAX;
+}
+
+static inline void
+add_low(uint32_t *restrict to, const uint16_t *restrict low)
+{
+    for (int at = 0; at < 64; at++)
+        to[at] += low[at];
+}
+
+static void
+add_histogram(histogram_t *histogram, const totals_t *totals)
+{
+    for (uint32_t c = 0; c < CHUNKS; c++) {
+        const chunk_t *chunk = totals->chunks[c];
+        if (chunk == NULL)
+            continue;
+        if ((histogram->used >> c & 1) == 0) {
+            memset(histogram->sums + c * 64, 0, 64 * sizeof *histogram->sums);
+            memset(histogram->times + c * 64, 0, 64 * sizeof *histogram->times);
+            histogram->used |= (uint64_t)1 << c;
+        }
+        if (histogram->left == 0)
+            move_sums(histogram);
+        histogram->left--;
+        add_low(histogram->sums + c * 64, chunk->low);
+        for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
+            histogram->times[c * 64 + at] += chunk->high[at] << LOW_BITS;
+    }
+}
+
 /* The histogram of nodes on a thread (0: those that were given up), or on all, packed. */
 static PyObject *
 Core_histogram_of(Core *self, PyObject *args)
 {
     PyObject *nodes, *thread, *found = NULL;
-    Py_ssize_t count;
+    Py_ssize_t count, buckets = 0;
     if (!PyArg_ParseTuple(args, "OO:histogram_of", &nodes, &thread))
         return NULL;
     long thread_id = thread == Py_None ? -1 : PyLong_AsLong(thread);
@@ -4363,12 +4424,14 @@ Core_histogram_of(Core *self, PyObject *args)
     if ((thread_id == -1 && PyErr_Occurred()) || PyObject_GetBuffer(nodes, &view, PyBUF_SIMPLE) < 0)
         return NULL;
     Ring **rings = all_rings(self, &count);
-    uint64_t *times = rings == NULL ? NULL : PyMem_RawMalloc(CHUNKS * 64 * sizeof *times);
-    if (rings != NULL && times == NULL)
+    histogram_t *sum = rings == NULL ? NULL : PyMem_RawMalloc(sizeof *sum);
+    if (sum == NULL) {
         PyErr_NoMemory();
-    uint64_t chunks = 0; /* those with calls, bit by bit; their times alone are set */
+        goto end;
+    }
+    sum->used = sum->left = 0;
     /* Ring by ring: what one thread has recorded lies together. */
-    for (Py_ssize_t r = 0; times != NULL && r < count; r++) {
+    for (Py_ssize_t r = 0; r < count; r++) {
         if (thread_id != -1 && thread_id != (r == count - 1 ? 0 : rings[r]->thread_id))
             continue;
         for (size_t i = 0; i < (size_t)view.len / sizeof(int32_t); i++) {
@@ -4376,37 +4439,21 @@ Core_histogram_of(Core *self, PyObject *args)
             if (t == NULL || t->calls == 0)
                 continue;
             count_waiting(NULL, t);
-            for (uint32_t c = 0; c < CHUNKS; c++) {
-                const chunk_t *chunk = t->chunks[c];
-                uint64_t *to = times + (c << 6);
-                if (chunk == NULL)
-                    continue;
-                if ((chunks >> c & 1) == 0)
-                    memset(to, 0, 64 * sizeof *to);
-                chunks |= (uint64_t)1 << c;
-                for (uint32_t at = 0; at < 64; at++)
-                    to[at] += chunk->low[at];
-                for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
-                    to[at] += (uint64_t)chunk->high[at] << 32;
-            }
+            add_histogram(sum, t);
         }
     }
-    Py_ssize_t used = 0;
-    for (uint64_t left = chunks; left != 0; left &= left - 1)
-        for (uint32_t at = 0, c = (uint32_t)__builtin_ctzll(left); at < 64; at++)
-            used += times[(c << 6) + at] != 0;
-    if (times != NULL)
-        found = PyBytes_FromStringAndSize(NULL, used * (Py_ssize_t)PACKED_BYTES);
+    move_sums(sum);
+    for (uint64_t left = sum->used; left != 0; left &= left - 1)
+        for (uint32_t bucket = FIRST_BUCKET(left), end = bucket + 64; bucket < end; bucket++)
+            buckets += sum->times[bucket] != 0;
+    found = PyBytes_FromStringAndSize(NULL, buckets * (Py_ssize_t)PACKED_BYTES);
     char *to = found == NULL ? NULL : PyBytes_AS_STRING(found);
-    for (uint64_t left = chunks; to != NULL && left != 0; left &= left - 1)
-        for (uint32_t bucket = (uint32_t)__builtin_ctzll(left) << 6, end = bucket + 64; bucket < end; bucket++) {
-            if (times[bucket] == 0)
-                continue;
-            memcpy(to, &bucket, sizeof bucket);
-            memcpy(to + sizeof bucket, &times[bucket], sizeof times[bucket]);
-            to += PACKED_BYTES;
-        }
-    PyMem_RawFree(times);
+    for (uint64_t left = sum->used; to != NULL && left != 0; left &= left - 1)
+        for (uint32_t bucket = FIRST_BUCKET(left), end = bucket + 64; bucket < end; bucket++)
+            if (sum->times[bucket] != 0)
+                to = pack_bucket(to, bucket, sum->times[bucket]);
+end:
+    PyMem_RawFree(sum);
     PyMem_RawFree(rings);
     PyBuffer_Release(&view);
     return found;
@@ -4421,23 +4468,27 @@ Core_ended_firsts(Core *self, PyObject *Py_UNUSED(none))
     return firsts;
 }
 
-/* The nodes from a number on, as (site, index of the parent or -1). */
+/* Of the nodes from a number on the sites, and the indices of the parents, -1 for none: ([site], [parent]). Two lists, for
+ * a pair of each would have the collector run several times. */
 static PyObject *
 Core_nodes_from(Core *self, PyObject *argument)
 {
     unsigned long first = PyLong_AsUnsignedLong(argument);
     if (first == (unsigned long)-1 && PyErr_Occurred())
         return NULL;
-    PyObject *nodes = PyList_New(0);
-    for (unsigned long i = first; nodes != NULL && i < self->node_count; i++) {
+    PyObject *sites = PyList_New(0), *parents = PyList_New(0), *both = NULL;
+    for (unsigned long i = first; sites != NULL && parents != NULL && i < self->node_count; i++) {
         node_t *node = self->nodes[i];
-        int parent = node->parent == &self->root ? -1 : (int)node->parent->index;
-        PyObject *pair = Py_BuildValue("(Oi)", node->site, parent);
-        if (pair == NULL || PyList_Append(nodes, pair) < 0)
-            Py_CLEAR(nodes);
-        Py_XDECREF(pair);
+        PyObject *parent = PyLong_FromLong(node->parent == &self->root ? -1 : (long)node->parent->index);
+        if (parent == NULL || PyList_Append(sites, node->site) < 0 || PyList_Append(parents, parent) < 0)
+            Py_CLEAR(sites);
+        Py_XDECREF(parent);
     }
-    return nodes;
+    if (sites != NULL && parents != NULL)
+        both = PyTuple_Pack(2, sites, parents);
+    Py_XDECREF(sites);
+    Py_XDECREF(parents);
+    return both;
 }
 
 static int
@@ -4755,7 +4806,7 @@ static PyMethodDef Core_methods[] = {
     {"histogram_of", (PyCFunction)Core_histogram_of, METH_VARARGS, "The histogram of nodes on a thread, or on all, packed."},
     {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},
     {"ended_firsts", (PyCFunction)Core_ended_firsts, METH_NOARGS, "Their first calls, as `Ring.firsts` has them."},
-    {"nodes_from", (PyCFunction)Core_nodes_from, METH_O, "The nodes from a number on: (site, parent or -1)."},
+    {"nodes_from", (PyCFunction)Core_nodes_from, METH_O, "Sites and parents of the nodes from a number on."},
     {"open_rows", (PyCFunction)Core_open_rows, METH_NOARGS, "(thread id, row) of each span that is open now."},
     {"innermost_manual", (PyCFunction)Core_innermost_manual, METH_O, "The innermost manual frame, by name or None."},
     {"current_id", (PyCFunction)Core_current_id, METH_NOARGS, "Identity of the current span, 0 if there is none."},

@@ -80,7 +80,7 @@ class Account:
 
         A generator counts as one step, whatever it made. Device times add what a pair of events costs on this device.
         """
-        calls = self.recorder.site_calls()
+        calls = self.recorder.shape_calls()
         probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
         mean_ns = (probes_ns + self.pairs_ns()) / counted if counted else 0.0
         cold_ns = mean_ns + self.costs.cold_ns if counted else 0.0

@@ -64,7 +64,8 @@ class CallTree:
         self._place_of: dict[int, int] = {}  # by what `_spot` says
         # Of a place that several nodes stand for, all of them.
         self._nodes_of: dict[int, dict[int, None]] = {}
-        self._number_of: dict[Site, tuple[int, int]] = {}
+        self._number_of: dict[Site, int] = {}
+        self._keys: dict[int, int] = {}  # by the site's number, that of its key
         self._key_numbers: dict[tuple[object, ...], int] = {}
         self._said: dict[Callable[[Site], Any], list[Any]] = {}
         self._numbers: dict[Callable[[Site], Any], tuple[array[int], dict[Hashable, int]]] = {}
@@ -73,35 +74,50 @@ class CallTree:
     def __len__(self) -> int:
         return len(self._nodes) // 3
 
-    def add(self, site: Site, parent: int) -> None:
-        """Add a node under another, or under `NOT_BELOW`. Not for two threads at a time.
+    def extend(self, sites: Iterable[Site], parents: Iterable[int]) -> None:
+        """Add nodes: of each its site and its parent, another node or `NOT_BELOW`. Not for two threads at a time.
 
-        Its place is that of the first node whose path is of the same places.
+        A node's place is that of the first node whose path is of the same places.
         """
-        number, key = self._known(site)
-        node = len(self)
-        above = parent if parent == NOT_BELOW else self._nodes[3 * parent + 2]
-        place = self._place_of.setdefault(_spot(above, key), node)
-        if place != node:
-            self._nodes_of.setdefault(place, {place: None})[node] = None
-        self._nodes.extend((number, above, place))
+        column, number_of, keys, node = self._nodes, self._number_of, self._keys, len(self)
+        for site, parent in zip(sites, parents, strict=True):
+            number = number_of.get(site)
+            if number is None:
+                number = self._number(site)
+            above = parent if parent < 0 else column[3 * parent + 2]
+            place = self._place_of.setdefault(_spot(above, keys[number]), node)
+            if place != node:
+                self._nodes_of.setdefault(place, {place: None})[node] = None
+            column.extend((number, above, place))
+            node += 1
 
     def place(self, site: Site, parent: int) -> int:
         """The place of a path, which is added where there is none."""
-        known = self._place_of.get(_spot(parent, self._known(site)[1]))
+        known = self._place_of.get(_spot(parent, self._keys[self._number(site)]))
         if known is None:
             known = len(self)
-            self.add(site, parent)
+            self.extend([site], [parent])
         return known
 
-    def _known(self, site: Site) -> tuple[int, int]:
-        """The numbers of a site and of its key."""
-        known = self._number_of.get(site)
-        if known is None:
-            key = self._key_numbers.setdefault(site.key, len(self._key_numbers))
+    def _number(self, site: Site) -> int:
+        """The number of a site."""
+        number = self._number_of.get(site)
+        if number is None:
+            number = len(self.sites)
+            self._keys[number] = self._key_numbers.setdefault(site.key, len(self._key_numbers))
             self.sites.append(site)
-            known = self._number_of[site] = len(self.sites) - 1, key
-        return known
+            self._number_of[site] = number
+        return number
+
+    def site(self, node: int) -> Site:
+        """That of a node."""
+        return self.sites[self._nodes[3 * node]]
+
+    def upwards(self, node: int) -> Iterator[Site]:
+        """The sites of a node's path, its own first."""
+        while node != NOT_BELOW:
+            yield self.site(node)
+            node = self._nodes[3 * node + 1]
 
     @property
     def site_of(self) -> array[int]:

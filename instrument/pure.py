@@ -186,9 +186,10 @@ class Core:
         """Call paths known."""
         return len(self._nodes)
 
-    def nodes_from(self, first: int) -> list[tuple[Site, int]]:
-        """The nodes from a number on, as site and number of the parent or -1."""
-        return [(node.site, node.parent.index if node.parent else -1) for node in self._nodes[first:]]
+    def nodes_from(self, first: int) -> tuple[list[Site], list[int]]:
+        """The sites of the nodes from a number on, and the numbers of their parents, -1 for none."""
+        nodes = self._nodes[first:]
+        return [node.site for node in nodes], [node.parent.index if node.parent else -1 for node in nodes]
 
     def rings(self) -> list[Ring]:
         """The rings in the order in which their threads first recorded."""

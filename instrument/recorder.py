@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import Context
 from pathlib import Path
@@ -25,7 +25,7 @@ from instrument.lines import NOT_BELOW, CallTree, Lines, Numbers, unpacked
 from instrument.ring import Cursor, Row, self_ns
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
 from instrument.spans import KINDS, PHASES, AttributeValue, RemoteParent, Site, Span
-from instrument.tally import OVERFLOW, Node, Tally, Totals
+from instrument.tally import OVERFLOW, Tally, Totals
 
 _native = native.find("_recorder")
 _native_spans = native.find("_spans")
@@ -105,7 +105,7 @@ class _Recording:
         def count(self, what: str, /) -> None: ...
         def count_device(self, ring: Any, index: int, host_ns: int, device_ns: int, elapsed_ns: int, /) -> bool: ...
         def rings(self) -> list[Any]: ...
-        def nodes_from(self, first: int, /) -> list[tuple[Site, int]]: ...
+        def nodes_from(self, first: int, /) -> tuple[list[Site], list[int]]: ...
         def open_rows(self) -> list[tuple[int, Row]]: ...
         def current_id(self) -> int: ...
 
@@ -147,8 +147,6 @@ class _Recording:
         self.open_scope_limit = OPEN_SCOPE_LIMIT
         self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
         self._manual_open = 0
-        self._tree: list[Node] = []
-        self._tree_root = Node(-1, Site("(root)"), None)
         self._paths = CallTree()
         self._reading = threading.RLock()
         self.muted: set[Site] = set()
@@ -302,9 +300,9 @@ class _Recording:
         """Thread id, site, calls and total ns of every call path that was recorded: what a look at the load needs."""
         for ring in self.rings():
             cells = ring.usage()
-            nodes = self._known_nodes()
+            site = self.paths().site
             for index, calls, total_ns in cells:
-                yield ring.thread_id, nodes[index].site, calls, total_ns
+                yield ring.thread_id, site(index), calls, total_ns
 
     def site_calls(self) -> dict[Site, int]:
         """How often each site was called, on all threads together: what a report of the tally needs beside it."""
@@ -312,22 +310,25 @@ class _Recording:
         site_of, count = tree.site_of, len(tree.sites)
         return {site: calls for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False) if calls}
 
-    # ---------------------------------------------------------------- reading
+    def shape_calls(self) -> dict[str, int]:
+        """How often probes of each shape were called, as `measure_costs` names them."""
+        tree, shape_of = self.paths(), self.shapes.get
+        site_of, count = tree.site_of, len(tree.sites)
+        found: defaultdict[str, int] = defaultdict(int)
+        for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False):
+            found[shape_of(site, "scope")] += calls
+        return found
 
-    def _known_nodes(self) -> list[Node]:
-        """The call tree's nodes by number, kept up with the core's."""
-        with self._reading:
-            for site, parent in self.nodes_from(len(self._tree)):
-                node = Node(len(self._tree), site, self._tree[parent] if parent >= 0 else self._tree_root)
-                self._tree.append(node)
-            return self._tree
+    # ---------------------------------------------------------------- reading
 
     def paths(self) -> CallTree:
         """The call paths as columns, kept up with the core's."""
         with self._reading:
-            for node in self._known_nodes()[len(self._paths) :]:
-                self._paths.add(node.site, NOT_BELOW if node.parent is None else node.parent.index)
+            self._paths.extend(*self.nodes_from(len(self._paths)))
             return self._paths
+
+    def _paths_with(self, row: Row) -> CallTree:
+        return self._paths if row[0] < len(self._paths) else self.paths()
 
     def asks_for_device_time(self) -> bool:
         """Whether a site that was called asks for device time."""
@@ -388,11 +389,11 @@ class _Recording:
     def firsts(self) -> dict[Site, tuple[int, int]]:
         """When the first call of each site began that has ended, and how long it took on the host, in ns."""
         books = [*(ring.firsts() for ring in self.rings()), self.ended_firsts()]
-        nodes = self._known_nodes()
+        site_of = self.paths().site
         found: dict[Site, tuple[int, int]] = {}
         for book in books:
             for index, first in book.items():
-                site = nodes[index].site
+                site = site_of(index)
                 found[site] = min(first, found.get(site, first))
         return found
 
@@ -421,22 +422,13 @@ class _Recording:
             remote=remote,
         )
 
-    def _node_of(self, row: Row) -> Node:
-        nodes = self._tree
-        return nodes[row[0]] if row[0] < len(nodes) else self._known_nodes()[row[0]]
-
     def site_of(self, row: Row) -> Site:
         """The site of a row."""
-        return self._node_of(row).site
+        return self._paths_with(row).site(row[0])
 
     def in_request(self, row: Row) -> bool:
         """Whether the row's call path passes through a request."""
-        node: Node | None = self._node_of(row)
-        while node is not None:
-            if node.site.kind == "request":
-                return True
-            node = node.parent
-        return False
+        return any(site.kind == "request" for site in self._paths_with(row).upwards(row[0]))
 
     def spans(self, start_ns: int = 0, end_ns: int | None = None) -> list[Span]:
         """The spans that the rings still hold and that lie in or reach into the window, open ones clipped at its end.
@@ -474,7 +466,8 @@ class _Recording:
     def _spans_within(self, rows: list[Row], thread_id: int, start_ns: int, end_ns: int) -> list[Span]:
         """The spans of a thread's rows that reach into the window, clipped to it."""
         if _native_spans is not None:
-            sites = [node.site for node in self._known_nodes()]
+            tree = self.paths()
+            sites = list(map(tree.sites.__getitem__, tree.site_of))
             return _native_spans.of_rows(rows, thread_id, sites, start_ns, end_ns, RemoteParent, STREAM)  # type: ignore[no-any-return]
         found = []
         for row in rows:
@@ -509,7 +502,7 @@ class _Recording:
             asking.frombytes(ids)
         for span_id, (thread_id, node) in still_open.items():
             oldest.setdefault(thread_id, now_ns)
-            if self._known_nodes()[node].site.device:
+            if self.paths().site(node).device:
                 asking.append(span_id)
         return Held(spans + len(still_open), oldest, asking)
 
@@ -571,7 +564,7 @@ class _Recording:
     def after_fork_in_child(self) -> None:
         """Start clean in a forked child: own rings, no parents from before the fork."""
         self._reading = threading.RLock()
-        self._tree, self._tree_root, self._paths = [], Node(-1, Site("(root)"), None), CallTree()
+        self._paths = CallTree()
         self.reset()
         self._forget_all()
 

@@ -155,7 +155,7 @@ def test_sites_of_the_same_place_are_one_path_and_keep_all_their_nodes() -> None
     first, same, other = Site("f", "op"), Site("f", "op"), Site("g")
     tree = CallTree()
     for site, parent in ((first, NOT_BELOW), (same, NOT_BELOW), (other, 0), (other, 1), (same, 3)):
-        tree.add(site, parent)
+        tree.extend([site], [parent])
     assert list(tree.places) == [0, 0, 2, 2, 4]
     assert list(tree.parents) == [NOT_BELOW, NOT_BELOW, 0, 0, 2]
     assert sorted(tree.nodes([0, 2])) == [0, 1, 2, 3]
@@ -170,7 +170,7 @@ def test_what_is_said_of_a_site_is_asked_for_once() -> None:
         return (site.kind,)
 
     for name, kind in (("a", "op"), ("b", "layer"), ("c", "op")):
-        tree.add(Site(name, kind), NOT_BELOW)
+        tree.extend([Site(name, kind)], [NOT_BELOW])
         found = tree.numbered(say)
     assert asked == ["a", "b", "c"]
     assert found == (array("i", [0, 1, 0]), ["op", "layer"])

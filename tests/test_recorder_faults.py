@@ -635,6 +635,40 @@ def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recor
 
 
 @needs_native
+def test_the_histograms_of_many_paths_and_threads_add_up_beyond_what_their_parts_hold(make_recorder: Any) -> None:
+    recorder = make_recorder()
+    if not recorder.native:
+        pytest.skip("integers of the twin have no end")
+    sites = [Site(f"f{n}") for n in range(16_000)]
+    times = (1 << 16) - 1
+    recorded, mine = threading.Barrier(6), threading.Event()
+
+    def work() -> None:
+        for site in sites:
+            recorder.record(site, recorder.now_ns() - (1 << 30), None)
+        recorded.wait()
+        mine.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(5)]
+    try:
+        for thread in threads:
+            thread.start()
+        recorded.wait()
+        for ring in recorder.rings():
+            for index, *_ in ring.usage():
+                ring._preset_totals(index, times, times, times, times)
+        lines = recorder.lines()
+        assert sum(lines.histogram(range(len(recorder.paths())), None).values()) == 5 * len(sites) * times > 1 << 32
+        ring._preset_totals(index, times, times, times, (1 << 40) + 5)
+        assert list(lines.histogram([index], ring.thread_id).values()) == [(1 << 40) + 5]
+        assert list(lines.histogram([index], None).values()) == [(1 << 40) + 5 + 4 * times]
+    finally:
+        mine.set()
+        for thread in threads:
+            thread.join()
+
+
+@needs_native
 def test_merging_the_totals_of_ended_threads_carries_too(make_recorder: Any) -> None:
     recorder = make_recorder(ring_bytes=128 * 64)
     if not recorder.native:

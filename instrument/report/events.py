@@ -376,8 +376,10 @@ def _copy_sums(lines: Lines, total_ns: int, state: str) -> tuple[CopySum, ...]:
 
 def _way(site: Site) -> tuple[object] | None:
     """Whether a copy is synchronous, as far as its site says; None for what is no copy between devices and host."""
+    if site.kind != "copy":
+        return None
     attributes = dict(site.attributes)
-    return (attributes.get("sync"),) if site.kind == "copy" and attributes.get("direction") != "h2h" else None
+    return (attributes.get("sync"),) if attributes.get("direction") != "h2h" else None
 
 
 def _sections(view: Events) -> list[str]:

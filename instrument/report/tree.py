@@ -107,14 +107,11 @@ class NameTree:
 
     def total_ns(self, thread: int | None, state: str) -> int | None:
         """The sum of the topmost rows; None where one has no call, so that what is hidden below may stand for it."""
-        sums, total_ns = self.sums(thread), 0
-        topmost = self.children(ROOT)
-        calls, times = sums.column(CALLS), sums.column(TIMES[state])
-        for entry in topmost:
-            if not calls[entry] and (self.children(entry) or self._hides(entry)):
-                return None
-            total_ns += times[entry]
-        return total_ns
+        sums, topmost = self.sums(thread), self.children(ROOT)
+        calls = sums.column(CALLS)
+        if any(self.children(entry) or self._hides(entry) for entry in topmost if not calls[entry]):
+            return None
+        return sum(map(sums.column(TIMES[state]).__getitem__, topmost))
 
     def total_below_ns(self, thread: int | None, state: str) -> int:
         """The sum of the topmost rows that have calls; in the tree with phases it is the same in every option."""
