@@ -277,6 +277,49 @@ typedef struct {
     uint32_t owner, place;
 } stretch_t;
 
+/* Places by the id of their span. A recorder gives ids in a row: then they are looked up by number, else in a table. */
+typedef struct {
+    uint32_t *by_number; /* NULL: in the table */
+    int64_t first;
+    uint64_t numbers;
+    table_t table;
+} index_t;
+
+/* For so many spans with ids from `least` to `most`. 0, or -1 without memory. */
+static int
+index_make(index_t *index, size_t count, int64_t least, int64_t most)
+{
+    uint64_t numbers = count == 0 ? 0 : (uint64_t)most - (uint64_t)least + 1;
+    if (numbers == 0 || numbers > 4 * (uint64_t)count)
+        return table_make(&index->table, count);
+    index->by_number = PyMem_RawMalloc(numbers * sizeof *index->by_number);
+    if (index->by_number == NULL)
+        return -1;
+    memset(index->by_number, 0xFF, numbers * sizeof *index->by_number);
+    index->first = least;
+    index->numbers = numbers;
+    return 0;
+}
+
+static inline uint32_t
+index_get(const index_t *index, int64_t id)
+{
+    if (index->by_number == NULL)
+        return table_get(&index->table, id);
+    uint64_t number = (uint64_t)id - (uint64_t)index->first;
+    return number < index->numbers ? index->by_number[number] : NOWHERE;
+}
+
+/* Where the place of an id is; NULL where it is not one of those that were counted with. */
+static inline uint32_t *
+index_cell(index_t *index, int64_t id)
+{
+    if (index->by_number == NULL)
+        return index->table.used <= index->table.mask / 2 ? table_cell(&index->table, id) : NULL;
+    uint64_t number = (uint64_t)id - (uint64_t)index->first;
+    return number < index->numbers ? &index->by_number[number] : NULL;
+}
+
 enum phase { SPANS, CLOSINGS, DEVICES, ARROWS, DONE };
 
 typedef struct {
@@ -286,12 +329,12 @@ typedef struct {
     PyObject *more_args, *text_of; /* of Python: the rarer arguments of a span, and the JSON of a text */
     int64_t base_ns, pid;
     size_t count, batch;
-    uint32_t *order;      /* the order of the spans, NULL where they stand in it */
+    Span **order;         /* the spans in their order; references of `spans` */
     uint32_t *site_of;    /* the site of each span, by its place in the order */
     char *is_request;     /* of each site */
     size_t site_count, site_room;
     site_t *texts;        /* of each site, once it has been given */
-    table_t by_id;        /* span id -> place in the order, of the last that has it */
+    index_t by_id;        /* span id -> place in the order, of the last that has it */
     int ids_repeat;       /* whether two spans have one id */
     uint32_t *bound;      /* by place: the place of the source of its bind, or NOWHERE */
     int any_bound;
@@ -316,11 +359,11 @@ typedef struct {
     text_t text;
 } Slices;
 
-#define PLACE(self, i) ((self)->order == NULL ? (i) : (self)->order[i])
-#define SPAN(self, i) ((Span *)PyTuple_GET_ITEM((self)->spans, PLACE(self, i)))
+#define SPAN(self, i) ((self)->order[i])
 
 /* Have the span that comes some places later fetched from memory: in the order of time they lie anywhere. */
 #define AHEAD 12
+#define STRETCHES_AHEAD 4
 #define FETCH_AHEAD(self, i)                                                                                               \
     if ((i) + AHEAD < (self)->count) {                                                                                     \
         const char *ahead = (const char *)SPAN(self, (i) + AHEAD);                                                         \
@@ -350,6 +393,21 @@ add_flow(Slices *self, flow_t flow)
         return -1;
     self->flows = larger;
     self->flows[self->flow_count++] = flow;
+    return 0;
+}
+
+/* 0, or -1 without memory. */
+static int
+put_in_order(Slices *self)
+{
+    PyObject *const *spans = &PyTuple_GET_ITEM(self->spans, 0);
+    uint32_t *numbers;
+    self->order = PyMem_RawMalloc((self->count + 1) * sizeof *self->order);
+    if (self->order == NULL || order_spans(spans, self->count, 0, &numbers) < 0)
+        return -1;
+    for (size_t i = 0; i < self->count; i++)
+        self->order[i] = (Span *)spans[numbers == NULL ? i : numbers[i]];
+    PyMem_RawFree(numbers);
     return 0;
 }
 
@@ -424,7 +482,11 @@ survey(Slices *self)
                 self->base_ns = interval->start_ns;
             self->stretch_count++;
         }
-        uint32_t *cell = table_cell(&self->by_id, span->span_id); /* it has room for all */
+        uint32_t *cell = index_cell(&self->by_id, span->span_id);
+        if (cell == NULL) { /* somebody has changed the span meanwhile */
+            plain = 0;
+            break;
+        }
         self->ids_repeat |= *cell != NOWHERE;
         *cell = (uint32_t)i;
         give_way(i);
@@ -457,7 +519,7 @@ plan_arrows(Slices *self)
                 self->stretches[stretch++] = (stretch_t){interval->start_ns, interval->end_ns, (uint32_t)i, (uint32_t)n};
         }
         if (any && is_async(self, (uint32_t)i)) {
-            uint32_t at = table_get(&self->by_id, span->span_id);
+            uint32_t at = index_get(&self->by_id, span->span_id);
             self->bound[at] = at;
             self->any_bound = 1;
         }
@@ -467,7 +529,7 @@ plan_arrows(Slices *self)
     for (size_t i = 0; i < self->count; i++) {
         FETCH_AHEAD(self, i)
         Span *span = SPAN(self, i);
-        uint32_t at = table_get(&self->by_id, span->parent_id);
+        uint32_t at = index_get(&self->by_id, span->parent_id);
         if (at == NOWHERE)
             continue;
         Span *parent = SPAN(self, at);
@@ -485,7 +547,7 @@ plan_arrows(Slices *self)
     }
     while (tied-- > 0) {
         Span *span = SPAN(self, ties[tied]);
-        uint32_t own = table_get(&self->by_id, span->span_id), parent = table_get(&self->by_id, span->parent_id);
+        uint32_t own = index_get(&self->by_id, span->span_id), parent = index_get(&self->by_id, span->parent_id);
         if (own == NOWHERE || parent == NOWHERE)
             continue; /* somebody has changed the span meanwhile */
         int room = self->bound[own] == NOWHERE && (self->bound[parent] == NOWHERE || self->bound[parent] == parent);
@@ -770,7 +832,7 @@ put_bind_of(Slices *self, uint32_t place, Span *span)
 {
     if (!self->any_bound)
         return;
-    uint32_t own = self->ids_repeat ? table_get(&self->by_id, span->span_id) : place;
+    uint32_t own = self->ids_repeat ? index_get(&self->by_id, span->span_id) : place;
     uint32_t source = own == NOWHERE ? NOWHERE : self->bound[own];
     if (source != NOWHERE)
         put_bind(&self->text, (uint64_t)SPAN(self, source)->span_id, source == own);
@@ -905,6 +967,40 @@ put_span(Slices *self, uint32_t place)
     return 0;
 }
 
+/* A device interval, if it is one; NULL where somebody has changed its span meanwhile. */
+static inline PyObject *
+found_at(Slices *self, const stretch_t *stretch)
+{
+    PyObject *device = SPAN(self, stretch->owner)->device;
+    if (device == NULL || !PyTuple_CheckExact(device) || PyTuple_GET_SIZE(device) <= stretch->place)
+        return NULL;
+    return PyTuple_GET_ITEM(device, stretch->place);
+}
+
+static inline Interval *
+interval_of(Slices *self, const stretch_t *stretch)
+{
+    PyObject *found = found_at(self, stretch);
+    return found != NULL && Py_IS_TYPE(found, interval_type) ? (Interval *)found : NULL;
+}
+
+/* Have the device interval that comes `step` by `step` places later fetched from memory: what says where it lies comes first. */
+static inline void
+fetch_stretch(Slices *self, size_t i, Py_ssize_t step)
+{
+    const stretch_t *stretch[5];
+    for (int n = 1; n <= 4; n++) {
+        size_t ahead = i + (size_t)(n * step); /* beyond the first it wraps */
+        if (ahead >= self->stretch_count)
+            return;
+        stretch[n] = &self->stretches[self->stretch_order[ahead].index];
+    }
+    __builtin_prefetch(stretch[4]);
+    __builtin_prefetch(&SPAN(self, stretch[3]->owner)->device);
+    __builtin_prefetch(SPAN(self, stretch[2]->owner)->device);
+    __builtin_prefetch(found_at(self, stretch[1]));
+}
+
 /* Sort the device intervals by start, longer first, and find those that enclose another. 0, or -1 with an error. */
 static int
 order_stretches(Slices *self)
@@ -927,12 +1023,9 @@ order_stretches(Slices *self)
     self->stretch_order = places;
     for (size_t i = count; i-- > 0;) {
         stretch_t *stretch = &self->stretches[places[i].index];
-        Span *owner = SPAN(self, stretch->owner);
-        if (owner->device == NULL || !PyTuple_CheckExact(owner->device) ||
-            PyTuple_GET_SIZE(owner->device) <= stretch->place)
-            continue;
-        Interval *interval = (Interval *)PyTuple_GET_ITEM(owner->device, stretch->place);
-        if (!Py_IS_TYPE((PyObject *)interval, interval_type))
+        fetch_stretch(self, i, -STRETCHES_AHEAD);
+        Interval *interval = interval_of(self, stretch);
+        if (interval == NULL)
             continue;
         uint32_t at = group_at(&self->streams, interval->device, interval->stream);
         if (at == NOWHERE) {
@@ -953,10 +1046,9 @@ put_stretch(Slices *self, size_t i)
     text_t *text = &self->text;
     stretch_t *stretch = &self->stretches[self->stretch_order[i].index];
     Span *owner = SPAN(self, stretch->owner);
-    Interval *interval = NULL;
-    if (owner->device != NULL && PyTuple_CheckExact(owner->device) && PyTuple_GET_SIZE(owner->device) > stretch->place)
-        interval = (Interval *)PyTuple_GET_ITEM(owner->device, stretch->place);
-    if (interval == NULL || !Py_IS_TYPE((PyObject *)interval, interval_type)) {
+    Interval *interval = interval_of(self, stretch);
+    fetch_stretch(self, i, STRETCHES_AHEAD);
+    if (interval == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "a span was changed while it was written");
         return -1;
     }
@@ -1041,7 +1133,7 @@ static int
 put_flow(Slices *self, flow_t *flow)
 {
     Span *source = SPAN(self, flow->source);
-    uint32_t own = table_get(&self->by_id, source->span_id);
+    uint32_t own = index_get(&self->by_id, source->span_id);
     uint8_t bit = flow->is_launch ? 2 : 1;
     if (own != NOWHERE && !(self->started[own] & bit)) {
         self->started[own] |= bit;
@@ -1168,10 +1260,10 @@ Slices_dealloc(Slices *self)
     }
     void *const owned[] = {self->order,  self->site_of,   self->is_request,    self->texts,    self->bound,     self->flows,
                            self->lanes,  self->started,   self->free_lanes,    self->stretches, self->stretch_order,
-                           self->encloses, self->text.bytes};
+                           self->encloses, self->text.bytes, self->by_id.by_number};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++)
         PyMem_RawFree(owned[i]);
-    table_free(&self->by_id);
+    table_free(&self->by_id.table);
     table_free(&self->moved);
     groups_free(&self->rows);
     groups_free(&self->tasks);
@@ -1243,16 +1335,22 @@ slices(PyObject *Py_UNUSED(module), PyObject *args)
         goto failed;
     self->count = (size_t)PyTuple_GET_SIZE(self->spans);
     int plain = self->count < NOWHERE && since_ns > -FARTHEST && since_ns < FARTHEST;
-    for (size_t i = 0; plain && i < self->count; i++)
-        plain = PyObject_TypeCheck(PyTuple_GET_ITEM(self->spans, i), span_type) &&
-                ((Span *)PyTuple_GET_ITEM(self->spans, i))->site != NULL;
+    int64_t least_id = INT64_MAX, most_id = INT64_MIN;
+    for (size_t i = 0; plain && i < self->count; i++) {
+        Span *span = (Span *)PyTuple_GET_ITEM(self->spans, i);
+        plain = PyObject_TypeCheck((PyObject *)span, span_type) && span->site != NULL;
+        if (!plain)
+            break;
+        least_id = span->span_id < least_id ? span->span_id : least_id;
+        most_id = span->span_id > most_id ? span->span_id : most_id;
+    }
     if (plain) {
         self->site_of = PyMem_RawMalloc((self->count + 1) * sizeof *self->site_of);
         self->bound = PyMem_RawMalloc((self->count + 1) * sizeof *self->bound);
         self->started = PyMem_RawCalloc(self->count + 1, 1);
         if (self->site_of == NULL || self->bound == NULL || self->started == NULL ||
-            order_spans(&PyTuple_GET_ITEM(self->spans, 0), self->count, 0, &self->order) < 0 ||
-            table_make(&self->by_id, self->count) < 0 || table_make(&self->moved, 16) < 0 ||
+            put_in_order(self) < 0 ||
+            index_make(&self->by_id, self->count, least_id, most_id) < 0 || table_make(&self->moved, 16) < 0 ||
             groups_make(&self->rows) < 0 || groups_make(&self->tasks) < 0) {
             PyErr_NoMemory();
             goto failed;
