@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,9 @@ def receiver() -> Iterator[Receiver]:
         if "CI" in os.environ:
             pytest.fail(f"{PROGRAM} is not installed; CI needs it (pip install {PROGRAM})")
         pytest.skip(f"{PROGRAM} is not installed (pip install {PROGRAM})")
-    found = Receiver(free_port(), free_port())
-    command = [program, "--host", "127.0.0.1", "-p", str(free_port()), "--web-ui-port", "0"]
+    port, http_port, grpc_port = _free_ports(3)
+    found = Receiver(http_port, grpc_port)
+    command = [program, "--host", "127.0.0.1", "-p", str(port), "--web-ui-port", "0"]
     command += ["--otlp-http-port", str(found.http_port), "--otlp-grpc-port", str(found.grpc_port)]
     command += ["--disable-llmobs-data-forwarding", "--log-level", "ERROR"]
     environ = {
@@ -127,9 +128,16 @@ def receiver() -> Iterator[Receiver]:
 
 def free_port() -> int:
     """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return _free_ports(1)[0]
+
+
+def _free_ports(count: int) -> list[int]:
+    """As many different ones: a port that was let go may be the next one that the system gives."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _program() -> str | None:

@@ -208,9 +208,10 @@ def test_a_window_of_a_loop_says_which_device_times_had_not_come(torch: Any, ses
         found.append(window.trace)  # now: a trace that is looked at later has what has come until then
 
     with instrument.Profiler(schedule=instrument.schedule(record=1), on_trace_ready=look) as profiler:
-        for waits in (False, True):
+        # The first is longer than a loaded machine may need to the end of its step.
+        for waits, work_ns in ((False, 1000 * MS), (True, 50 * MS)):
             with instrument.scope("decode", device=True):
-                torch.work(50 * MS)
+                torch.work(work_ns)
             if waits:
                 settled(running)
             profiler.step()
