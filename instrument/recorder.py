@@ -15,20 +15,19 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import Context
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import native, pure, wrapping
 from instrument.errors import TargetError
 from instrument.lines import NOT_BELOW, CallTree, Lines, Numbers, unpacked
-from instrument.ring import Cursor, Row, self_ns
+from instrument.ring import Cursor, Row
+from instrument.rows import STREAM, Held, Taken, span_of
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
 from instrument.spans import KINDS, PHASES, AttributeValue, RemoteParent, Site, Span
 from instrument.tally import OVERFLOW, Tally, Totals
 
 _native = native.find("_recorder")
-_native_spans = native.find("_spans")
 
 
 def native_driver_calls() -> Any:
@@ -41,46 +40,10 @@ def native_driver_calls() -> Any:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-STREAM = object()
-"""The key under which a span's attributes hold the handle of the stream that its device time is taken on, if its own.
-It is nothing that a reader sees."""
-
 SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
 KNOWN_SITES = 65_536
 """A service that decorates a function at each request makes a site each time: the first so many are known singly."""
-
-
-class Taken(NamedTuple):
-    """Rows as they were at one moment: the finished ones by thread id, in the order of ends, and the open ones."""
-
-    rings: list[tuple[int, list[Row]]]
-    open_rows: list[tuple[int, Row]]
-
-    def oldest_ns(self, start_ns: int, end_ns: int) -> dict[int, int]:
-        """The first end on each thread of a span that lies in or reaches into the window, at most the window's end."""
-        found: dict[int, int] = {}
-        for thread_id, rows in self.rings:  # each in the order of ends
-            first_ns = next((row[6] for row in rows if row[6] > start_ns and row[5] < end_ns), None)
-            if first_ns is not None:
-                found[thread_id] = min(first_ns, end_ns, found.get(thread_id, end_ns))
-        for thread_id, row in self.open_rows:
-            if row[5] < end_ns:
-                found.setdefault(thread_id, end_ns)
-        return found
-
-    @property
-    def size(self) -> int:
-        """How many rows there are."""
-        return sum(len(rows) for _, rows in self.rings) + len(self.open_rows)
-
-
-class Held(NamedTuple):
-    """Spans that are held: how many, the first end on each thread, and the ids of those that ask for device time."""
-
-    spans: int
-    oldest_ns: dict[int, int]
-    asking: array[int]
 
 
 class _Recording:
@@ -399,28 +362,7 @@ class _Recording:
 
     def span(self, row: Row, thread_id: int) -> Span:
         """The span that a row stands for."""
-        total_ns = row[6] - row[5]
-        attributes = row[10]
-        remote: RemoteParent | None = None
-        if attributes and (RemoteParent in attributes or STREAM in attributes):
-            attributes = dict(attributes)
-            remote = attributes.pop(RemoteParent, None)
-            attributes.pop(STREAM, None)
-        return Span(
-            site=self.site_of(row),
-            span_id=row[1],
-            parent_id=row[2],
-            root_id=row[3],
-            thread_id=thread_id,
-            task_id=row[4],
-            start_ns=row[5],
-            end_ns=row[6],
-            active_ns=row[8] if row[8] >= 0 else total_ns,
-            self_ns=self_ns(row),
-            error=row[9],
-            attributes=attributes or {},
-            remote=remote,
-        )
+        return span_of(row, self.site_of(row), thread_id)
 
     def site_of(self, row: Row) -> Site:
         """The site of a row."""
@@ -449,34 +391,8 @@ class _Recording:
 
     def spans_of(self, taken: Taken, start_ns: int, end_ns: int) -> list[Span]:
         """As `spans`, of rows that were taken from that start on; on any thread, at any later time."""
-        found: list[Span] = []
-        for thread_id, rows in taken.rings:
-            found += self._spans_within(rows, thread_id, start_ns, end_ns)
-        # One that has ended since is there already.
-        still_open = {row[1]: (row, thread_id) for thread_id, row in taken.open_rows if row[5] < end_ns}
-        for span in found if still_open else ():
-            still_open.pop(span.span_id, None)
-        for row, thread_id in still_open.values():
-            span = self.span(row, thread_id)
-            span.end_ns = end_ns
-            _clip(span, start_ns, end_ns)
-            found.append(span)
-        return found
-
-    def _spans_within(self, rows: list[Row], thread_id: int, start_ns: int, end_ns: int) -> list[Span]:
-        """The spans of a thread's rows that reach into the window, clipped to it."""
-        if _native_spans is not None:
-            tree = self.paths()
-            sites = list(map(tree.sites.__getitem__, tree.site_of))
-            return _native_spans.of_rows(rows, thread_id, sites, start_ns, end_ns, RemoteParent, STREAM)  # type: ignore[no-any-return]
-        found = []
-        for row in rows:
-            if row[6] > start_ns and row[5] < end_ns:
-                span = self.span(row, thread_id)
-                if row[5] < start_ns or row[6] > end_ns:
-                    _clip(span, start_ns, end_ns)
-                found.append(span)
-        return found
+        tree = self.paths()
+        return taken.spans(list(map(tree.sites.__getitem__, tree.site_of)), start_ns, end_ns)
 
     def held(self, start_ns: int, leave_out: Collection[int]) -> Held:
         """What spans the rings hold that ended after a time, and those that are open now, without making them.
@@ -539,15 +455,6 @@ class _Recording:
         return total
 
     # ---------------------------------------------------------------- life
-
-    def use_ticks(self) -> str:
-        """Time spans with the processor's time stamp counter from now on. Returns why not, "" where it is so."""
-        if not self.native:
-            return "the recorder in Python reads CLOCK_MONOTONIC only"
-        unsound = _unsound_ticks()
-        if not unsound and not self.start_ticks():
-            unsound = "the processor has none"
-        return unsound
 
     def reset(self, ring_bytes: int | None = None) -> None:
         """Forget every row and total. Call paths stay known; a span that is open now will be counted when it ends."""
@@ -727,21 +634,6 @@ def stream_handle(stream: Any) -> int:
     )
 
 
-def _unsound_ticks() -> str:
-    """Why the time stamp counter cannot be trusted on this machine, "" where processor and kernel say it can."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("flags")[2].split("\n")[0]
-        source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text(encoding="ascii")
-    except OSError as error:
-        return f"the kernel does not say whether it is sound ({error})"
-    missing = {"constant_tsc", "nonstop_tsc"}.difference(flags.split())
-    if missing:
-        return f"the processor does not claim {' and '.join(sorted(missing))}"
-    if source.strip() != "tsc":
-        return f"the kernel keeps its time by {source.strip()}, not by the counter"
-    return ""
-
-
 def _thread_name() -> str:
     # Not current_thread(), which leaves a dummy behind for threads that Python did not start.
     thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
@@ -756,15 +648,6 @@ def _as_totals(book: dict[int, Any]) -> Iterator[tuple[int, Totals]]:
     """A book's totals by the number of their node. The native core gives tuples."""
     for index, cell in book.items():
         yield index, cell if isinstance(cell, Totals) else Totals.of_core(cell)
-
-
-def _clip(span: Span, start_ns: int, end_ns: int) -> None:
-    """Cut a span to the window and mark it; what it was active and by itself can be no more than what remains."""
-    span.start_ns = max(span.start_ns, start_ns)
-    span.end_ns = max(min(span.end_ns, end_ns), span.start_ns)
-    span.active_ns = min(span.active_ns, span.total_ns)
-    span.self_ns = min(span.self_ns, span.total_ns)
-    span.clipped = True
 
 
 def _caller() -> tuple[str, str, str, int]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from instrument.recorder import Held, Recorder, Taken
+from instrument.recorder import Recorder
+from instrument.rows import Held, Taken
 from instrument.spans import Origin, Span
 
 WINDOWS_THREAD = "instrument-windows"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from instrument.recorder import Recorder
 
 CHECK_NS = 10**9
@@ -18,7 +20,7 @@ class Ticks:
 
     def start(self, now_ns: int) -> str:
         """Time spans by it from now on. Returns why not, "" where it is so. `Recorder.stop_ticks` is the way back."""
-        unsound = self._recorder.use_ticks()
+        unsound = use_ticks(self._recorder)
         self._checked_ns = None if unsound else now_ns
         return unsound
 
@@ -37,3 +39,28 @@ class Ticks:
         if self._checked_ns is None or now_ns - self._checked_ns < CHECK_NS:
             return
         self._checked_ns = None if self._recorder.check_ticks(LIMIT_NS) is None else now_ns
+
+
+def use_ticks(recorder: Recorder) -> str:
+    """Time spans with the processor's time stamp counter from now on. Returns why not, "" where it is so."""
+    if not recorder.native:
+        return "the recorder in Python reads CLOCK_MONOTONIC only"
+    unsound = _unsound_ticks()
+    if not unsound and not recorder.start_ticks():
+        unsound = "the processor has none"
+    return unsound
+
+
+def _unsound_ticks() -> str:
+    """Why the time stamp counter cannot be trusted on this machine, "" where processor and kernel say it can."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("flags")[2].split("\n")[0]
+        source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text(encoding="ascii")
+    except OSError as error:
+        return f"the kernel does not say whether it is sound ({error})"
+    missing = {"constant_tsc", "nonstop_tsc"}.difference(flags.split())
+    if missing:
+        return f"the processor does not claim {' and '.join(sorted(missing))}"
+    if source.strip() != "tsc":
+        return f"the kernel keeps its time by {source.strip()}, not by the counter"
+    return ""

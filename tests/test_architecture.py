@@ -15,7 +15,7 @@ import instrument
 ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
-    ["errors", "clock", "compression", "document", "native", "spans", "tally", "lines", "ring"],
+    ["errors", "clock", "compression", "document", "native", "spans", "tally", "lines", "ring", "rows"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
     [
         "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
@@ -30,6 +30,7 @@ WITHIN = {
     "tally": {"native", "spans"},
     "lines": {"native", "spans", "tally"},
     "ring": {"spans", "tally"},
+    "rows": {"native", "ring", "spans"},
     "recorder": {"pure", "shelf", "wrapping"},
     "device": {"imports", "profile", "recorder"},
     "process": {"profiler", "generation"},

@@ -21,7 +21,7 @@ from instrument.device.pairs import Driver
 from instrument.device.resolver import LAUNCH_NS, Resolver
 from instrument.device.timer import Timer
 from instrument.device.torch_events import TorchDriver
-from instrument.recorder import STREAM
+from instrument.rows import STREAM
 from instrument.spans import DeviceInterval, Site, Span, length, union
 
 cuda = pytest.importorskip("cuda.bindings.driver")

@@ -32,7 +32,7 @@ from instrument.profiler import Session
 from instrument.recorder import RECORDER
 from instrument.schema import loads
 from instrument.spans import Cost
-from instrument.ticks import CHECK_NS
+from instrument.ticks import CHECK_NS, use_ticks
 from instrument.window import Windows
 
 
@@ -632,7 +632,7 @@ def test_spans_that_nobody_wants_are_not_read_while_the_service_runs(
 def test_the_time_stamp_counter_is_used_where_it_is_sound_and_named_where_it_is_not() -> None:
     session = begin("clock: tsc")
     request(3)
-    reason = RECORDER.use_ticks()
+    reason = use_ticks(RECORDER)
     text = instrument.summary()
     assert ("clock: tsc is not used" in text) == bool(reason)
     session._ticks.check(time.monotonic_ns() + CHECK_NS)

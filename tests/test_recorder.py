@@ -29,6 +29,7 @@ from instrument.lines import NOT_BELOW, WIDTH, Lines
 from instrument.probe_cost import measure_cold_ns, measure_costs
 from instrument.spans import RemoteParent, Site
 from instrument.tally import OVERFLOW, Totals, bucket
+from instrument.ticks import use_ticks
 
 
 def wrapped(recorder: Any, name: str = "", kind: str = "op") -> Any:
@@ -1033,7 +1034,7 @@ def test_a_signal_handler_that_raises_in_the_middle_leaves_no_span_open(recorder
 
 
 def test_the_time_stamp_counter_agrees_with_the_monotonic_clock_or_says_why_it_is_not_used(recorder: Any) -> None:
-    reason = recorder.use_ticks()
+    reason = use_ticks(recorder)
     if reason:
         assert "recorder in Python" in reason or "processor" in reason or "kernel" in reason
         return
@@ -1048,7 +1049,7 @@ def test_the_time_stamp_counter_agrees_with_the_monotonic_clock_or_says_why_it_i
 
 
 def test_a_time_stamp_counter_that_strays_is_given_up_and_counted(recorder: Any) -> None:
-    if recorder.use_ticks():
+    if use_ticks(recorder):
         pytest.skip("no sound time stamp counter, or the recorder in Python")
     time.sleep(0.01)
     assert recorder.check_ticks(-1) is None
@@ -1070,7 +1071,7 @@ def test_a_time_stamp_counter_that_strays_is_given_up_and_counted(recorder: Any)
 def test_processor_and_kernel_must_both_call_the_counter_sound(
     monkeypatch: pytest.MonkeyPatch, flags: str | None, source: str, reason: str
 ) -> None:
-    from instrument import recorder as module
+    from instrument import ticks
 
     def read(path: Path, **_: object) -> str:
         if flags is None:
@@ -1078,7 +1079,7 @@ def test_processor_and_kernel_must_both_call_the_counter_sound(
         return f"model name: x\nflags\t\t: {flags}\nbugs: none\n" if path.name == "cpuinfo" else f"{source}\n"
 
     monkeypatch.setattr(Path, "read_text", read)
-    found = module._unsound_ticks()
+    found = ticks._unsound_ticks()
     assert reason in found
     assert bool(found) == bool(reason)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from instrument.recorder import STREAM
+from instrument.rows import STREAM
 from instrument.spans import Site
 
 SITE, PLAIN = Site("timed", device=True), Site("plain")

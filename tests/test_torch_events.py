@@ -24,7 +24,7 @@ from instrument.device.intervals import Intervals
 from instrument.device.resolver import Resolver
 from instrument.device.timer import Timer
 from instrument.device.torch_events import TorchDriver, error_of
-from instrument.recorder import STREAM
+from instrument.rows import STREAM
 from instrument.spans import Site, Span
 
 cuda = pytest.importorskip("cuda.bindings.driver")

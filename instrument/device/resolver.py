@@ -17,7 +17,8 @@ from instrument.device.intervals import Intervals
 from instrument.device.pairs import Context, Driver, Pair, Times
 from instrument.device.streams import Stream
 from instrument.errors import FAULTS
-from instrument.recorder import STREAM, Recorder
+from instrument.recorder import Recorder
+from instrument.rows import STREAM
 
 FIRST = 64
 CHUNK = 256

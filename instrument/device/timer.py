@@ -28,7 +28,8 @@ from instrument.device.pairs import Context, Driver, Pair, Untimed
 from instrument.device.resolver import FIRST, INTERRUPTED, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.device.torch_events import TorchDriver
-from instrument.recorder import RECORDER, STREAM, Recorder
+from instrument.recorder import RECORDER, Recorder
+from instrument.rows import STREAM
 from instrument.spans import Site, Span
 
 STREAMS_KNOWN = 1024

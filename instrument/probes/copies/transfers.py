@@ -18,7 +18,8 @@ from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, replace, undo_all
 from instrument.probes.holders import rebind
 from instrument.profile import CopyRule
-from instrument.recorder import RECORDER, STREAM, Recorder, stream_handle
+from instrument.recorder import RECORDER, Recorder, stream_handle
+from instrument.rows import STREAM
 from instrument.spans import Site
 
 
