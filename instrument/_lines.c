@@ -328,6 +328,40 @@ end:
     return found;
 }
 
+/* ------------------------------------------------------------------ chains */
+
+static PyObject *
+chained(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *of[3], *found = NULL;
+    column_t columns[3];
+    if (!PyArg_ParseTuple(args, "OOO", &of[0], &of[1], &of[2]) || open_columns(columns, of, 3) < 0)
+        return NULL;
+    const int32_t *before = ITEMS(columns[0]), *lasts = ITEMS(columns[1]), *entries = ITEMS(columns[2]);
+    Py_ssize_t count = columns[0].count, left = count;
+    found = PyList_New(0);
+    for (Py_ssize_t i = 0; found != NULL && i < columns[2].count; i++) {
+        if (entries[i] < 0 || entries[i] >= columns[1].count) {
+            PyErr_SetString(PyExc_ValueError, "an entry is beyond the last");
+            Py_CLEAR(found);
+            break;
+        }
+        for (int32_t at = lasts[entries[i]]; found != NULL && at >= 0; at = before[at]) {
+            if (at >= count || left-- == 0) { /* each is in one chain at most */
+                PyErr_SetString(PyExc_ValueError, "a link is beyond the last");
+                Py_CLEAR(found);
+                break;
+            }
+            PyObject *number = PyLong_FromLong(at);
+            if (number == NULL || PyList_Append(found, number) < 0)
+                Py_CLEAR(found);
+            Py_XDECREF(number);
+        }
+    }
+    close_columns(columns, 3);
+    return found;
+}
+
 /* ------------------------------------------------------------------ values */
 
 /* Whether a double may not hold the integer, and a quotient of it not be Python's. */
@@ -640,6 +674,7 @@ static PyMethodDef methods[] = {
     {"tree_of_names", tree_of_names, METH_VARARGS, "The entries of a tree of names, and those that nodes count in."},
     {"sums", sums, METH_VARARGS, "Lines added up by group."},
     {"together", together, METH_VARARGS, "Some of many sums as one."},
+    {"chained", chained, METH_VARARGS, "The numbers along the links from the last of each entry."},
     {"values", values, METH_VARARGS, "A value for each entry with calls at or under it."},
     {"topmost", topmost, METH_VARARGS, "Group 0 for marked nodes under no marked one, -1 for others."},
     {"functions", functions, METH_VARARGS, "Self times by function and row."},

@@ -397,21 +397,11 @@ class Names(NamedTuple):
 
     def children(self, entry: int) -> list[int]:
         """What is right under an entry, in the order of the lines."""
-        found, child, before = [], self.last_children[entry], self.before
-        while child >= 0:
-            found.append(child)
-            child = before[child]
-        return found[::-1]
+        return _chained(self.before, self.last_children, [entry])[::-1]
 
     def nodes(self, entries: Iterable[int]) -> list[int]:
         """The nodes that entries are the last ones of."""
-        found, before = [], self.node_before
-        for entry in entries:
-            node = self.last_nodes[entry]
-            while node >= 0:
-                found.append(node)
-                node = before[node]
-        return found
+        return _chained(self.node_before, self.last_nodes, entries)
 
 
 def tree_of_names(parents: Numbers, site_of: Numbers, levels: Numbers, books: list[Numbers]) -> Names:
@@ -579,6 +569,19 @@ def functions(
         of_functions += [*total, len(of_groups) // len(Group._fields), len(in_order)]
         of_groups += [number for group in in_order for number in group]
     return Functions(of_functions, of_groups)
+
+
+def _chained(before: Numbers, lasts: Numbers, entries: Iterable[int]) -> list[int]:
+    """The numbers along the links from the last of each entry."""
+    if _native is not None and isinstance(before, memoryview):
+        return _native.chained(before, lasts, array("i", entries))  # type: ignore[no-any-return]
+    found = []
+    for entry in entries:
+        at = lasts[entry]
+        while at >= 0:
+            found.append(at)
+            at = before[at]
+    return found
 
 
 def _spot(parent: int, key: int) -> int:

@@ -2,11 +2,14 @@
 
 The demonstration's server (`examples/chat`) answers the same requests again and again, one after the other, in three
 states that take turns: bare, when there is no session and no probe, recording, and with recording switched off. All
-three are of one process, for where the memory of two lies makes them differ by more than what is looked for. In each
-round a session is started and stopped, its requests are answered while it records and while it does not, in the order
-ABBA or BAAB, and those of the bare server come before or after, drawn anew each time: the speed of a machine wanders
-by some percent within seconds, and what is compared must lie close together. The first requests after the probes were
-put on or taken off do not count, for Python's interpreter learns its way anew.
+three are of one process, for where the memory of two lies makes them differ by more than what is looked for. The speed
+of a machine wanders by some percent within seconds, so what is compared must lie close together: in each round a
+session is started and stopped, and each request is answered four times in a row, while it records and while it does
+not, in the order ABBA or BAAB. Those of the bare server come before or after, drawn anew each time. The first requests
+after the probes were put on or taken off do not count, for Python's interpreter learns its way anew.
+
+Run it with the scheduler's usual policy: the kernel takes a twentieth of each second from what runs in real time. How
+many requests the 99th percentile wants depends on the machine's own spread; `--tokens 2 --repeat 6` sends shorter ones.
 
 A latency, as the client sees it, is told in units of the median that its own request takes, so that requests of all
 lengths count alike; the 50th and the 99th percentile of these are compared between states, and so is the processor
@@ -32,8 +35,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +50,7 @@ TARGET = 0.01
 WARM_UP = 64
 SETTLING = 6
 REQUESTS = 8
+RING = "1MiB"
 DRAWS = 1_000
 LIMIT_S = 120
 LISTENING = "listening on "
@@ -81,7 +87,7 @@ from instrument.recorder import RECORDER
 
 def follow():
     for line in sys.stdin:
-        state, profile = line.rstrip().split(" ", 1)
+        state, _, profile = line.rstrip().partition(" ")
         try:
             instrument.session()
         except instrument.StateError:
@@ -91,17 +97,18 @@ def follow():
             instrument.stop()
         else:
             (instrument.enable if state == "on" else instrument.disable)()
-        gc.collect()
+        if profile:
+            gc.collect()
         print(state, RECORDER.calls, flush=True)
 
 threading.Thread(target=follow, daemon=True).start()
 sys.argv[0] = "chat.server"
 server.main()
 """
-"""The server, and a thread that waits for words on its standard input: the state to be in, and the profile.
+"""The server, and a thread that waits for words on its standard input: the state to be in, and maybe the profile.
 
-Each turn begins with a collection of garbage: what a session leaves behind that was started or stopped a moment ago,
-which no service does, would have the collector stop one of the next requests for some 30 ms.
+With it garbage is collected: what a session leaves behind that was started or stopped a moment ago, which no service
+does, would have the collector stop one of the next requests for some 30 ms.
 """
 
 
@@ -134,19 +141,24 @@ def server_of(seed: int, folder: str, core: set[int]) -> Iterator[tuple[subproce
             server.communicate(timeout=LIMIT_S)
 
 
+Taken = dict[str, list[list[tuple[float, float]]]]
+"""By state, of each request of a round the latencies and the processor times of the server, in seconds."""
+
+
 @dataclass
-class Taken:
-    """What the requests of one turn took in one state: latencies by request, processor time of all, in seconds."""
+class Work:
+    """What each turn sends: the first requests, each so often and with so many tokens (None: its own number)."""
 
-    total_s: list[float]
-    processor_s: float
+    tokens: int | None
+    repeat: int
+
+    def fields(self, number: int) -> dict[str, object]:
+        """Those of a request."""
+        own = load.make_request(number % REQUESTS)
+        return own if self.tokens is None else {**own, "max_tokens": self.tokens}
 
 
-Round = dict[str, list[Taken]]
-"""The turns of a round by state."""
-
-
-def tell(server: subprocess.Popen[str], state: str, profile: Path) -> int:
+def tell(server: subprocess.Popen[str], state: str, profile: Path | str = "") -> int:
     """Bring a server into a state; how many calls it has recorded."""
     assert server.stdin is not None
     assert server.stdout is not None
@@ -158,82 +170,126 @@ def tell(server: subprocess.Popen[str], state: str, profile: Path) -> int:
     return int(calls)
 
 
-async def turn(client: httpx.AsyncClient, server: subprocess.Popen[str], requests: int) -> Taken:
-    """Send the first requests, one after the other."""
+async def ask(
+    client: httpx.AsyncClient, server: subprocess.Popen[str], fields: dict[str, object]
+) -> tuple[float, float]:
+    """Send a request; its latency and the server's processor time meanwhile, in seconds."""
     before_s = processor_s(server.pid)
-    answers = [await load.ask(client, load.make_request(number)) for number in range(requests)]
-    spent_s = processor_s(server.pid) - before_s
-    faults = [answer.error for answer in answers if answer.error]
-    if faults:
-        raise RuntimeError(f"{len(faults)} requests failed, the first: {faults[0]}")
-    return Taken([answer.total_s for answer in answers], spent_s)
+    answer = await load.ask(client, fields)
+    if answer.error:
+        raise RuntimeError(f"{fields} failed: {answer.error}")
+    return answer.total_s, processor_s(server.pid) - before_s
 
 
-async def rounds_of(server: subprocess.Popen[str], url: str, count: int, profile: Path, seed: int) -> list[Round]:
+async def turn(
+    client: httpx.AsyncClient, server: subprocess.Popen[str], states: tuple[str, ...], profile: Path, work: Work
+) -> Taken:
+    """Answer each request in these states, one after the other."""
+    first = "on" if "on" in states else states[0]  # so that the ring has wrapped, too
+    tell(server, first, profile)
+    for number in range(SETTLING * work.repeat):
+        await ask(client, server, work.fields(number))
+    calls = tell(server, first, profile)
+    taken: Taken = {state: [[] for _ in range(REQUESTS)] for state in states}
+    for number in range(REQUESTS * work.repeat):
+        for state in states:
+            tell(server, state)
+            taken[state][number % REQUESTS].append(await ask(client, server, work.fields(number)))
+            before, calls = calls, tell(server, state)
+            # A comparison with a session that did not record would show how little nothing costs.
+            if (calls > before) != (state == "on"):
+                raise RuntimeError(f"{calls - before} calls were recorded in a request when {state}")
+    return taken
+
+
+async def rounds_of(
+    server: subprocess.Popen[str], url: str, count: int, profile: Path, work: Work, seed: int
+) -> list[Taken]:
     """So many rounds with a server."""
     chance = random.Random(seed)
-    rounds: list[Round] = []
+    rounds: list[Taken] = []
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
-        await turn(client, server, WARM_UP)
+        for number in range(WARM_UP * work.repeat):
+            await ask(client, server, work.fields(number))
         for _ in range(count):
-            found: Round = {"bare": [], "off": [], "on": []}
-            turns = chance.choice((["on", "off", "off", "on"], ["off", "on", "on", "off"]))
-            for states in chance.sample((["bare", "bare"], turns), 2):
-                tell(server, states[0], profile)
-                await turn(client, server, SETTLING)
-                for state in states:
-                    before = tell(server, state, profile)
-                    found[state].append(await turn(client, server, REQUESTS))
-                    recorded = tell(server, state, profile) - before
-                    # A comparison with a session that did not record would show how little nothing costs.
-                    if (recorded >= REQUESTS) != (state == "on"):
-                        raise RuntimeError(f"{recorded} calls were recorded in {REQUESTS} requests when {state}")
-            rounds.append(found)
+            orders = [("bare", "bare"), chance.choice((("on", "off", "off", "on"), ("off", "on", "on", "off")))]
+            rounds.append({})
+            for states in chance.sample(orders, 2):
+                rounds[-1].update(await turn(client, server, states, profile, work))
     return rounds
 
 
-def figures(rounds: list[Round], usual_s: list[float]) -> dict[str, Figures]:
-    """By state the percentiles of the latencies in units of what a request usually takes, and the processor time."""
-    found: dict[str, Figures] = {}
-    for state in STATES:
-        turns = [taken for one in rounds for taken in one[state]]
-        ordered = sorted(
-            total_s / usual for taken in turns for total_s, usual in zip(taken.total_s, usual_s, strict=True)
+@dataclass
+class Server:
+    """What a server took: by state, of each round in a row its latencies, in units of what the request usually takes,
+    and its processor times in seconds."""
+
+    latencies: dict[str, Any]
+    processor_s: dict[str, Any]
+    usual_s: float
+
+    @classmethod
+    def of_rounds(cls, rounds: list[Taken]) -> Server:
+        """What a request usually takes is its median in all states."""
+        # By state: round, request, turn, and which of the two times.
+        times = {state: numpy.array([taken[state] for taken in rounds]) for state in STATES}
+        usual_s = numpy.median(numpy.concatenate([of[..., 0] for of in times.values()], axis=2), axis=(0, 2))
+        flat = (len(rounds), -1)
+        return cls(
+            {state: (of[..., 0] / usual_s[None, :, None]).reshape(flat) for state, of in times.items()},
+            {state: of[..., 1].reshape(flat) for state, of in times.items()},
+            float(numpy.median(usual_s)),
         )
-        spent_s = statistics.mean(taken.processor_s for taken in turns)
-        found[state] = {"p50": quantile(ordered, 0.5), "p99": quantile(ordered, 0.99), "processor": spent_s}
-    return found
+
+    def figures(self, drawn: Any) -> dict[str, Figures]:
+        """By state the percentiles of the latencies and the processor time, of these rounds."""
+        found: dict[str, Figures] = {}
+        for state in STATES:
+            of = self.latencies[state][drawn].ravel()
+            places = {name: min(int(share * of.size), of.size - 1) for name, share in (("p50", 0.5), ("p99", 0.99))}
+            of.partition(list(places.values()))
+            found[state] = {name: of[at] for name, at in places.items()}
+            found[state]["processor"] = self.processor_s[state][drawn].mean()
+        return found
+
+    @property
+    def rounds(self) -> int:
+        """How many there were."""
+        return len(self.latencies["bare"])
 
 
-def usual(rounds: list[Round]) -> list[float]:
-    """The median of what each request takes, in all states."""
-    turns = [taken.total_s for one in rounds for takens in one.values() for taken in takens]
-    return [statistics.median(request) for request in zip(*turns, strict=True)]
+Key = tuple[str, str, str]
+"""A state, the one that it is compared with, and the figure."""
 
 
-def shifts(servers: list[list[Round]], usual_s: list[list[float]]) -> dict[tuple[str, str, str], float]:
+def shifts(servers: list[Server], drawn: list[Any]) -> dict[Key, float]:
     """By what share each figure of one state differs from that of another, the mean over the servers."""
-    told = [figures(rounds, each) for rounds, each in zip(servers, usual_s, strict=True)]
+    told = [server.figures(rounds) for server, rounds in zip(servers, drawn, strict=True)]
     return {
-        (of, against, name): statistics.mean(one[of][name] / one[against][name] - 1 for one in told)
+        (of, against, name): statistics.mean(float(one[of][name] / one[against][name] - 1) for one in told)
         for _, of, against in COMPARISONS
         for name in NAMES
     }
 
 
-def intervals(servers: list[list[Round]]) -> dict[tuple[str, str, str], tuple[float, float]]:
+def intervals(servers: list[Server]) -> dict[Key, tuple[float, float]]:
     """95 % confidence intervals of the shifts, from rounds drawn with replacement; the same for the same rounds."""
-    draw = random.Random(1)
-    usual_s = [usual(rounds) for rounds in servers]
-    drawn = [shifts([draw.choices(rounds, k=len(rounds)) for rounds in servers], usual_s) for _ in range(DRAWS)]
+    draw = numpy.random.default_rng(1)
+    drawn = [
+        shifts(servers, [draw.integers(0, server.rounds, server.rounds) for server in servers]) for _ in range(DRAWS)
+    ]
     low, high = int(0.025 * DRAWS), int(0.975 * DRAWS)
     ordered = {key: sorted(one[key] for one in drawn) for key in drawn[0]}
     return {key: (values[low], values[high]) for key, values in ordered.items()}
 
 
-def without_exports(profile: Path, folder: str) -> Path:
-    """The profile, but for what a session writes when it is stopped."""
-    document = {**yaml.safe_load(profile.read_text()), "export": {}}
+def for_short_sessions(profile: Path, folder: str) -> Path:
+    """The profile, but for what a session writes when it is stopped, and with rings that soon wrap.
+
+    The first time round a ring's memory is new, which costs the system a fault for each page; that of a service which
+    has run for a minute is not.
+    """
+    document = {**yaml.safe_load(profile.read_text()), "export": {}, "limits": {"ring": RING}}
     path = Path(folder, "profile.yaml")
     path.write_text(yaml.safe_dump(document))
     return path
@@ -249,11 +305,6 @@ def server_core() -> set[int]:
     """The last core that this process may use; none where it has only one."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return set(cores[-1:]) if len(cores) > 1 else set()
-
-
-def quantile(ordered: list[float], share: float) -> float:
-    """Nearest rank."""
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 def verdict(low: float, high: float) -> str:
@@ -272,28 +323,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what the instrumentation costs the demonstration's service")
     parser.add_argument("--servers", type=int, default=3, help="how many, one after the other (default: 3)")
     parser.add_argument("--rounds", type=int, default=40, help="with each, at least 2 (default: 40)")
+    parser.add_argument(
+        "--tokens", type=int, help="of each answer, instead of 16 to 23: more requests in the same time"
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="how often a turn has each request (default: 1)")
     parser.add_argument("--profile", type=Path, default=ROOT / "configs" / "chat.yaml", help="what is recorded")
     options = parser.parse_args()
-    if options.servers < 1 or options.rounds < 2:
-        parser.error("--servers must be at least 1, --rounds at least 2")
+    if options.servers < 1 or options.rounds < 2 or options.repeat < 1:
+        parser.error("--servers and --repeat must be at least 1, --rounds at least 2")
     begin = time.perf_counter()
     core = server_core()
     if core:
         pin(0, set(os.sched_getaffinity(0)) - core)
-    servers: list[list[Round]] = []
+    work = Work(options.tokens, options.repeat)
+    servers: list[Server] = []
     print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"{options.servers} servers, {options.rounds} rounds of {2 * REQUESTS} requests in each state\n", flush=True)
+    count = 2 * REQUESTS * options.repeat
+    print(f"{options.servers} servers, {options.rounds} rounds of {count} requests in each state\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        profile = without_exports(options.profile.resolve(), folder)
+        profile = for_short_sessions(options.profile.resolve(), folder)
         for number in range(1, options.servers + 1):
             with server_of(number, folder, core) as (server, url):
-                servers.append(asyncio.run(rounds_of(server, url, options.rounds, profile, number)))
-            own = shifts(servers[-1:], [usual(servers[-1])])
+                rounds = rounds_of(server, url, options.rounds, profile, work, number)
+                servers.append(Server.of_rounds(asyncio.run(rounds)))
+            own = shifts(servers[-1:], [slice(None)])
             told = ", ".join(f"{name} {own['on', 'bare', name]:+.2%}" for name in NAMES)
-            print(
-                f"server {number}: {told}, {statistics.median(usual(servers[-1])) * 1e3:.1f} ms a request", flush=True
-            )
-    found, within = shifts(servers, [usual(rounds) for rounds in servers]), intervals(servers)
+            print(f"server {number}: {told}, {servers[-1].usual_s * 1e3:.1f} ms a request", flush=True)
+    found, within = shifts(servers, [slice(None)] * len(servers)), intervals(servers)
     for title, of, against in COMPARISONS:
         print(f"\n{title:<24}{'shift':>9}{'95 % interval':>22}  target")
         for name in NAMES:
