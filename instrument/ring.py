@@ -247,13 +247,14 @@ def _grouped(block: list[Row], known: Container[int]) -> Waiting | None:
 class _Mark:
     """Lives in a thread's locals; its end is the thread's end."""
 
-    __slots__ = ("ring",)
+    ring: Ring | None = None  # a signal handler may raise before `__init__` has set it
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
 
     def __del__(self) -> None:
-        self.ring.ended = True
+        if self.ring is not None:
+            self.ring.ended = True
 
 
 class _Local(threading.local):
@@ -290,9 +291,10 @@ class Rings:
             self._retire()
             quarter = max(self._free() // 4, SMALLEST_RING)
             ring = Ring(1 << (quarter.bit_length() - 1), thread_id, name, self._nodes)
+            mark = _Mark(ring)  # first of all: where a signal handler raises before it is kept, the ring has ended
             self._rings.append(ring)
+        self.local.mark = mark
         self.local.ring = ring
-        self.local.mark = _Mark(ring)
         return ring
 
     def _free(self) -> int:
