@@ -11,9 +11,9 @@ and load of the file included, and its memory at most; the least of some runs. T
 
 Then `Session.summary` of a process that has recorded, with all threads together and the fifty largest rows: the least
 processor time of some. The target is 20 ms up to the bound of call paths, whatever the uptime: as a tree of a few names
-four levels deep, and as paths that are each a site of its own (`flat`). `first` is the first of all, of `events`,
-which learns the paths, each once. `apart` is `events` with a block for each thread; what
-that takes are the rows shown, fifty for each, and no target.
+four levels deep, and as paths that are each a site of its own (`flat`). `first` is the first of all, of `events`, which
+learns the paths, each once. `apart` is `events` with a block for each thread; what that takes are the rows shown, fifty
+for each, and no target.
 """
 
 from __future__ import annotations
