@@ -93,6 +93,61 @@ each_line(PyObject *books, Py_ssize_t nodes, int (*each)(void *, const int64_t *
     return status;
 }
 
+/* Where to look for a pair in a table. */
+static size_t
+slot_of(int32_t one, int32_t other)
+{
+    uint64_t mixed = ((uint64_t)(uint32_t)one << 32 | (uint32_t)other) * 0x9E3779B97F4A7C15u;
+    return (size_t)(mixed ^ (mixed >> 32));
+}
+
+/* ------------------------------------------------------------------ places */
+
+/* (places of the nodes' parents, places of the nodes), as `lines.Located` has them. */
+static PyObject *
+places(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *from[3], *of_parents = NULL, *of_nodes = NULL, *both = NULL;
+    column_t columns[3];
+    if (!PyArg_ParseTuple(args, "OOO", &from[0], &from[1], &from[2]) || open_columns(columns, from, 3) < 0)
+        return NULL;
+    size_t nodes = (size_t)columns[0].count, slots = 8;
+    while (slots < 2 * nodes)
+        slots *= 2;
+    uint32_t *table = PyMem_RawCalloc(slots, sizeof *table); /* of places and 1, 0 for none */
+    if (table == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    if (check_tree(&columns[0], &columns[1], columns[2].count) < 0)
+        goto end;
+    of_parents = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(nodes * sizeof(int32_t)));
+    of_nodes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(nodes * sizeof(int32_t)));
+    if (of_parents == NULL || of_nodes == NULL)
+        goto end;
+    int32_t *above = (int32_t *)PyBytes_AS_STRING(of_parents), *place = (int32_t *)PyBytes_AS_STRING(of_nodes);
+    const int32_t *parents = ITEMS(columns[0]), *site_of = ITEMS(columns[1]), *keys = ITEMS(columns[2]);
+    for (int32_t n = 0; (size_t)n < nodes; n++) {
+        above[n] = parents[n] < 0 ? parents[n] : place[parents[n]];
+        size_t at = slot_of(above[n], keys[site_of[n]]) & (slots - 1);
+        for (; table[at] != 0; at = (at + 1) & (slots - 1)) {
+            int32_t known = (int32_t)table[at] - 1;
+            if (above[known] == above[n] && keys[site_of[known]] == keys[site_of[n]])
+                break;
+        }
+        if (table[at] == 0)
+            table[at] = (uint32_t)n + 1;
+        place[n] = (int32_t)table[at] - 1;
+    }
+    both = PyTuple_Pack(2, of_parents, of_nodes);
+end:
+    Py_XDECREF(of_parents);
+    Py_XDECREF(of_nodes);
+    PyMem_RawFree(table);
+    close_columns(columns, 3);
+    return both;
+}
+
 /* ------------------------------------------------------------------ the tree of names */
 
 enum { PARENT, LEVEL, FIRST_NODE, LAST_CHILD, BEFORE, LAST_NODE, OF_ENTRY };
@@ -110,8 +165,7 @@ static int32_t
 entry_below(names_t *names, int32_t parent, int32_t level, int32_t node)
 {
     int32_t **columns = names->columns;
-    uint64_t mixed = ((uint64_t)(uint32_t)parent << 32 | (uint32_t)level) * 0x9E3779B97F4A7C15u;
-    size_t at = (size_t)(mixed ^ (mixed >> 32)) & names->mask;
+    size_t at = slot_of(parent, level) & names->mask;
     for (; names->table[at] != 0; at = (at + 1) & names->mask) {
         int32_t known = (int32_t)names->table[at];
         if (columns[PARENT][known] == parent && columns[LEVEL][known] == level)
@@ -501,8 +555,7 @@ typedef struct {
 static group_t *
 group_of(groups_t *groups, int32_t function, int32_t row)
 {
-    uint64_t mixed = ((uint64_t)(uint32_t)function << 32 | (uint32_t)row) * 0x9E3779B97F4A7C15u;
-    size_t at = (size_t)(mixed ^ (mixed >> 32)) & groups->mask;
+    size_t at = slot_of(function, row) & groups->mask;
     for (; groups->table[at] != 0; at = (at + 1) & groups->mask) {
         group_t *known = &groups->groups[groups->table[at] - 1];
         if (known->function == function && known->row == row)
@@ -671,6 +724,7 @@ end:
 /* ------------------------------------------------------------------ the module */
 
 static PyMethodDef methods[] = {
+    {"places", places, METH_VARARGS, "The places of the parents of nodes, and of the nodes."},
     {"tree_of_names", tree_of_names, METH_VARARGS, "The entries of a tree of names, and those that nodes count in."},
     {"sums", sums, METH_VARARGS, "Lines added up by group."},
     {"together", together, METH_VARARGS, "Some of many sums as one."},

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 Numbers = Sequence[int]
 
+def places(parents: Numbers, site_of: Numbers, keys: Numbers, /) -> tuple[bytes, bytes]: ...
 def tree_of_names(
     parents: Numbers, site_of: Numbers, levels: Numbers, books: list[Numbers], /
 ) -> tuple[bytes, ...]: ...

@@ -4390,24 +4390,36 @@ add_low(uint32_t *restrict to, const uint16_t *restrict low)
         to[at] += low[at];
 }
 
+static inline void
+use_chunk(histogram_t *histogram, uint32_t c)
+{
+    if (histogram->used >> c & 1)
+        return;
+    memset(histogram->sums + c * 64, 0, 64 * sizeof *histogram->sums);
+    memset(histogram->times + c * 64, 0, 64 * sizeof *histogram->times);
+    histogram->used |= (uint64_t)1 << c;
+}
+
+/* Nothing is changed that the thread whose calls they are may be about to change: its caches keep it. */
 static void
 add_histogram(histogram_t *histogram, const totals_t *totals)
 {
+    if (histogram->left <= CHUNKS)
+        move_sums(histogram);
     for (uint32_t c = 0; c < CHUNKS; c++) {
         const chunk_t *chunk = totals->chunks[c];
         if (chunk == NULL)
             continue;
-        if ((histogram->used >> c & 1) == 0) {
-            memset(histogram->sums + c * 64, 0, 64 * sizeof *histogram->sums);
-            memset(histogram->times + c * 64, 0, 64 * sizeof *histogram->times);
-            histogram->used |= (uint64_t)1 << c;
-        }
-        if (histogram->left == 0)
-            move_sums(histogram);
+        use_chunk(histogram, c);
         histogram->left--;
         add_low(histogram->sums + c * 64, chunk->low);
         for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
             histogram->times[c * 64 + at] += chunk->high[at] << LOW_BITS;
+    }
+    histogram->left -= totals->waiting_count > 0;
+    for (int i = 0; i < totals->waiting_count; i++) {
+        use_chunk(histogram, totals->waiting[i] >> 6);
+        histogram->sums[totals->waiting[i]]++;
     }
 }
 
@@ -4435,11 +4447,9 @@ Core_histogram_of(Core *self, PyObject *args)
         if (thread_id != -1 && thread_id != (r == count - 1 ? 0 : rings[r]->thread_id))
             continue;
         for (size_t i = 0; i < (size_t)view.len / sizeof(int32_t); i++) {
-            totals_t *t = known_totals(&rings[r]->totals, (uint32_t)((const int32_t *)view.buf)[i]);
-            if (t == NULL || t->calls == 0)
-                continue;
-            count_waiting(NULL, t);
-            add_histogram(sum, t);
+            const totals_t *t = known_totals(&rings[r]->totals, (uint32_t)((const int32_t *)view.buf)[i]);
+            if (t != NULL && t->calls != 0)
+                add_histogram(sum, t);
         }
     }
     move_sums(sum);

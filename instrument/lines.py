@@ -7,9 +7,11 @@ all lines are in C (`_lines.c`) or, where that is not built or a number has more
 
 from __future__ import annotations
 
+import itertools
 import threading
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from instrument import native
@@ -47,6 +49,9 @@ WIDTH = len(Sum._fields)
 CALLS, ERRORS, TOTAL, SELF, DEVICE, ELAPSED, MIN, MAX, MOVED, FIRST = range(1, WIDTH)
 _ADDED = (CALLS, ERRORS, TOTAL, SELF, DEVICE, ELAPSED, MOVED)
 
+NAME, KIND = attrgetter("name"), attrgetter("kind")
+"""Of a site."""
+
 REQUEST, WORK = 1, 2
 """Marks of a site, for `functions`."""
 
@@ -59,86 +64,82 @@ class CallTree:
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
-        # Of each node the number of its site, its parent and its place: in one column, so that none is longer.
+        # Of each node the number of its site and its parent: in one column, so that none is longer.
         self._nodes = array("i")
-        self._place_of: dict[int, int] = {}  # by what `_spot` says
-        # Of a place that several nodes stand for, all of them.
-        self._nodes_of: dict[int, dict[int, None]] = {}
         self._number_of: dict[Site, int] = {}
-        self._keys: dict[int, int] = {}  # by the site's number, that of its key
-        self._key_numbers: dict[tuple[object, ...], int] = {}
+        self._located = Located(array("i"), array("i"), array("i"))
+        # Of a place that several nodes stand for, all of them.
+        self._nodes_of: dict[int, list[int]] = {}
+        self._keys = array("i")
+        self._first_of_key: dict[tuple[object, ...], int] = {}
         self._said: dict[Callable[[Site], Any], list[Any]] = {}
-        self._numbers: dict[Callable[[Site], Any], tuple[array[int], dict[Hashable, int]]] = {}
-        self._lock = threading.Lock()
+        self._numbers: dict[Callable[[Site], Hashable], tuple[array[int], dict[Hashable, int]]] = {}
+        self._columns: dict[Callable[[array[int], CallTree], None], array[int]] = {}
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        return len(self._nodes) // 3
+        return len(self._nodes) // 2
 
-    def extend(self, sites: Iterable[Site], parents: Iterable[int]) -> None:
-        """Add nodes: of each its site and its parent, another node or `NOT_BELOW`. Not for two threads at a time.
-
-        A node's place is that of the first node whose path is of the same places.
-        """
-        column, number_of, keys, node = self._nodes, self._number_of, self._keys, len(self)
-        for site, parent in zip(sites, parents, strict=True):
-            number = number_of.get(site)
-            if number is None:
-                number = self._number(site)
-            above = parent if parent < 0 else column[3 * parent + 2]
-            place = self._place_of.setdefault(_spot(above, keys[number]), node)
-            if place != node:
-                self._nodes_of.setdefault(place, {place: None})[node] = None
-            column.extend((number, above, place))
-            node += 1
-
-    def place(self, site: Site, parent: int) -> int:
-        """The place of a path, which is added where there is none."""
-        known = self._place_of.get(_spot(parent, self._keys[self._number(site)]))
-        if known is None:
-            known = len(self)
-            self.extend([site], [parent])
-        return known
-
-    def _number(self, site: Site) -> int:
-        """The number of a site."""
-        number = self._number_of.get(site)
-        if number is None:
-            number = len(self.sites)
-            self._keys[number] = self._key_numbers.setdefault(site.key, len(self._key_numbers))
-            self.sites.append(site)
-            self._number_of[site] = number
-        return number
+    def extend(self, sites: Sequence[Site], parents: Sequence[int]) -> None:
+        """Add nodes: of each its site and its parent, another node or `NOT_BELOW`. Not for two threads at a time."""
+        unknown = [site for site in dict.fromkeys(sites) if site not in self._number_of]
+        self._number_of.update(zip(unknown, itertools.count(len(self._number_of)), strict=False))
+        self.sites += list(self._number_of)[len(self.sites) :]  # where memory ran out before, those of then, too
+        numbers = array("i", map(self._number_of.__getitem__, sites))
+        added = array("i", bytes(2 * array("i").itemsize * len(sites)))
+        added[::2], added[1::2] = numbers, array("i", parents)
+        self._nodes = self._nodes + added
 
     def site(self, node: int) -> Site:
         """That of a node."""
-        return self.sites[self._nodes[3 * node]]
+        return self.sites[self._nodes[2 * node]]
 
     def upwards(self, node: int) -> Iterator[Site]:
         """The sites of a node's path, its own first."""
         while node != NOT_BELOW:
             yield self.site(node)
-            node = self._nodes[3 * node + 1]
+            node = self._nodes[2 * node + 1]
 
     @property
     def site_of(self) -> array[int]:
         """The number of each node's site, as it is now."""
-        return self._nodes[::3]
+        return self._nodes[::2]
 
-    @property
-    def parents(self) -> array[int]:
-        """The place of each node's parent."""
-        return self._nodes[1::3]
-
-    @property
-    def places(self) -> array[int]:
-        """Each node's place."""
-        return self._nodes[2::3]
+    def located(self) -> Located:
+        """All nodes with their places; not to be changed."""
+        with self._lock:
+            nodes = self._nodes
+            if len(self._located.places) < len(nodes) // 2:
+                located = Located.of(nodes[::2], nodes[1::2], self._extended_keys())
+                nodes_of: dict[int, list[int]] = {}
+                for node, place in enumerate(located.places):
+                    if place != node:
+                        nodes_of.setdefault(place, [place]).append(node)
+                self._located, self._nodes_of = located, nodes_of
+            return self._located
 
     def nodes(self, places: Iterable[int]) -> array[int]:
         """All nodes of the places."""
+        self.located()
         if not self._nodes_of:
             return array("i", places)
         return array("i", [node for place in places for node in self._nodes_of.get(place, (place,))])
+
+    def keys(self) -> array[int]:
+        """Of each site the number of the first that means the same place."""
+        with self._lock:
+            return self._extended_keys()[:]
+
+    def _extended_keys(self) -> array[int]:
+        # A key is a thing more for the collector to look at, and most sites have a name of their own.
+        start = len(self._keys)
+        keys = self.numbered(NAME)[start:]
+        for number, first in enumerate(keys, start):
+            if first != number:
+                self._first_of_key.setdefault(self.sites[first].key, first)
+                keys[number - start] = self._first_of_key.setdefault(self.sites[number].key, number)
+        self._keys.extend(keys)
+        return self._keys
 
     def by_site(self, say: Callable[[Site], Said]) -> list[Said]:
         """What a function says of each site, by the site's number."""
@@ -147,24 +148,43 @@ class CallTree:
             said += map(say, self.sites[len(said) :])
         return said
 
-    def numbered(
-        self, say: Callable[[Site], Sequence[Hashable | None]], width: int = 1
-    ) -> tuple[array[int], list[Any]]:
-        """Numbers for what a function says of each site, equal ones for what is equal, and what they stand for.
-
-        It says `width` things of each, None for nothing, which is -1.
-        """
+    def numbered(self, say: Callable[[Site], Hashable]) -> array[int]:
+        """Of each site the number of the first of which a function says the same."""
         with self._lock:
             numbers, known = self._numbers.setdefault(say, (array("i"), {}))
-            for site in self.sites[len(numbers) // width :]:
-                said = say(site)
-                numbers.extend([-1 if one is None else known.setdefault(one, len(known)) for one in said])
-            return numbers[:], list(known)
+            start = len(numbers)
+            numbers.extend(array("i", map(known.setdefault, map(say, self.sites[start:]), itertools.count(start))))
+            return numbers[:]
+
+    def column(self, add: Callable[[array[int], CallTree], None]) -> array[int]:
+        """A column to which a function adds what it lacks of the sites known by now."""
+        with self._lock:
+            column = self._columns.setdefault(add, array("i"))
+            add(column, self)
+            return column[:]
 
 
-def by_key(site: Site) -> tuple[tuple[object, ...]]:
-    """For `CallTree.numbered`: sites that mean the same place have one number."""
-    return (site.key,)
+class Located(NamedTuple):
+    """Of each node the number of its site, the place of its parent, and its own.
+
+    A node's place is the first node whose path is of the same places.
+    """
+
+    site_of: array[int]
+    parents: array[int]
+    places: array[int]
+
+    @classmethod
+    def of(cls, site_of: array[int], parents: array[int], keys: array[int]) -> Located:
+        """Of nodes, with each one's parent, and of sites, with the numbers of their keys."""
+        if _native is not None:
+            return cls(site_of, *(array("i", part) for part in _native.places(parents, site_of, keys)))
+        above, places = array("i"), array("i")
+        known: dict[tuple[int, int], int] = {}
+        for node, (site, parent) in enumerate(zip(site_of, parents, strict=True)):
+            above.append(parent if parent < 0 else places[parent])
+            places.append(known.setdefault((above[node], keys[site]), node))
+        return cls(site_of, above, places)
 
 
 class Lines:
@@ -181,8 +201,7 @@ class Lines:
         make_histogram: Callable[[Iterable[int], int | None], dict[int, int]],
     ) -> None:
         self.tree = tree
-        self.parents = tree.parents
-        self.site_of = tree.site_of[: len(self.parents)]
+        self.site_of, self.parents, _ = tree.located()
         self.threads = dict(threads)
         self._books = books
         self.histogram = make_histogram
@@ -190,28 +209,31 @@ class Lines:
     @classmethod
     def of_tally(cls, tally: Tally) -> Lines:
         """Of a tally, in its order."""
-        tree = CallTree()
         known: dict[tuple[Site, ...], int] = {(): NOT_BELOW}
+        sites: list[Site] = []
+        parents: list[int] = []
+        for row in tally.rows():
+            path, upper = row.path, row.path
+            while upper not in known:
+                upper = upper[:-1]
+            for depth in range(len(upper), len(path)):
+                sites.append(path[depth])
+                parents.append(known[path[:depth]])
+                known[path[: depth + 1]] = len(known) - 1
+        tree = CallTree()
+        tree.extend(sites, parents)
+        places = tree.located().places
         columns: dict[int, list[int]] = {}
         totals_of: dict[int, dict[int, list[Totals]]] = {}
         for row in tally.rows():
-            path, totals = row.path, row.totals
-            node = known.get(path)
-            if node is None:
-                upper = path[:-1]
-                while upper not in known:
-                    upper = upper[:-1]
-                node = known[upper]
-                for site in path[len(upper) :]:
-                    node = tree.place(site, node)
-                known[path] = node
-            if node == NOT_BELOW:
+            if not row.path:
                 continue
+            totals, place = row.totals, places[known[row.path]]
             columns.setdefault(row.thread_id, []).extend((
-                node, totals.calls, totals.errors, totals.total_ns, totals.self_ns, totals.device_ns, totals.elapsed_ns,
-                totals.min_ns, totals.max_ns, totals.moved_bytes, totals.first_ns,
+                place, totals.calls, totals.errors, totals.total_ns, totals.self_ns, totals.device_ns,
+                totals.elapsed_ns, totals.min_ns, totals.max_ns, totals.moved_bytes, totals.first_ns,
             ))  # fmt: skip
-            totals_of.setdefault(row.thread_id, {}).setdefault(node, []).append(totals)
+            totals_of.setdefault(row.thread_id, {}).setdefault(place, []).append(totals)
 
         def histogram(nodes: Iterable[int], thread: int | None) -> dict[int, int]:
             found = Totals()
@@ -234,10 +256,10 @@ class Lines:
         """Whether a call was counted on the thread."""
         return any(any(lines[CALLS::WIDTH]) for lines in self.book(thread))
 
-    def column(self, field: int) -> Iterator[int]:
-        """A number of every line."""
-        for lines in self.book(None):
-            yield from lines[field::WIDTH]
+    def has(self, field: int) -> bool:
+        """Whether a number of any line is not 0."""
+        of_all = (lines[field::WIDTH] for lines in self.book(None))
+        return any(bool(one.tobytes().strip(b"\0")) if isinstance(one, memoryview) else any(one) for one in of_all)
 
     def merged(self) -> Numbers:
         """One line with calls for each path, of all threads together, in the order of first calls."""
@@ -582,11 +604,6 @@ def _chained(before: Numbers, lasts: Numbers, entries: Iterable[int]) -> list[in
             found.append(at)
             at = before[at]
     return found
-
-
-def _spot(parent: int, key: int) -> int:
-    """A number for both; a pair would be one more thing for the collector to look at, for each path."""
-    return (parent + 1) << 32 | key
 
 
 def _packed(numbers: list[int]) -> Numbers:

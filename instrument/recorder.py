@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import Context
 from types import TracebackType
@@ -275,12 +275,11 @@ class _Recording:
 
     def shape_calls(self) -> dict[str, int]:
         """How often probes of each shape were called, as `measure_costs` names them."""
-        tree, shape_of = self.paths(), self.shapes.get
-        site_of, count = tree.site_of, len(tree.sites)
-        found: defaultdict[str, int] = defaultdict(int)
-        for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False):
-            found[shape_of(site, "scope")] += calls
-        return found
+        tree = self.paths()
+        site_of = tree.site_of
+        shapes = tree.numbered(self.shapes.get)
+        calls = self.calls_by(array("i", map(shapes.__getitem__, site_of)), len(shapes))
+        return {self.shapes.get(tree.sites[first], "scope"): calls[first] for first in set(shapes)}
 
     # ---------------------------------------------------------------- reading
 
@@ -308,7 +307,7 @@ class _Recording:
         tree = self.paths()
         threads: dict[int, str] = {}
         books: dict[int, list[Numbers]] = {}
-        for thread_id, name, packed in self.lines_by_place(tree.places, merged):
+        for thread_id, name, packed in self.lines_by_place(tree.located().places, merged):
             if packed:
                 threads.setdefault(thread_id, name)
                 books.setdefault(thread_id, []).append(memoryview(packed).cast("q"))
@@ -324,7 +323,7 @@ class _Recording:
         books = [(ring.thread_id, ring.name, ring.copied_totals()) for ring in self.rings()]
         books.append((0, "(ended threads)", self.ended_totals()))
         tree = self.paths()
-        places, parents, site_of = tree.places, tree.parents, tree.site_of
+        site_of, parents, places = tree.located()
         paths: dict[int, tuple[Site, ...]] = {NOT_BELOW: ()}
         lines: dict[int, dict[int, Totals]] = {}
         for thread_id, name, book in books:

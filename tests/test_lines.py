@@ -34,7 +34,7 @@ from instrument.lines import (
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.report.events import events
 from instrument.report.self_times import classes, instances, ops
-from instrument.report.tree import LEVELS, WEIGHTS
+from instrument.report.tree import ADD_LEVELS, WEIGHTS
 from instrument.report.view import HeldSpans, Options, Recording
 from instrument.schema import loads
 from instrument.spans import Site
@@ -91,12 +91,22 @@ def plain(found: Any) -> Any:
 
 
 @native
+@given(tallies())
+def test_the_places_of_paths_are_those_of_the_twin_and_tell_paths_apart_by_their_keys(tally: Tally) -> None:
+    fast = Lines.of_tally(tally).tree
+    with twin():
+        assert Lines.of_tally(tally).tree.located() == fast.located()
+    keys = [tuple(site.key for site in fast.upwards(node)) for node in range(len(fast))]
+    assert list(fast.located().places) == [keys.index(key) for key in keys]
+
+
+@native
 @given(tallies(), st.sampled_from(TRACER_OPTIONS), st.sampled_from(sorted(WEIGHTS)), st.booleans())
 def test_the_tree_of_names_its_sums_and_its_values_are_those_of_the_twin(
     tally: Tally, tracer_option: str, sorted_by: str, is_least: bool
 ) -> None:
     lines = Lines.of_tally(tally)
-    levels, _ = lines.tree.numbered(LEVELS[tracer_option], 3)
+    levels = lines.tree.column(ADD_LEVELS[tracer_option])
     field, per, is_negative = WEIGHTS[sorted_by]
 
     def made() -> list[Any]:
@@ -120,7 +130,7 @@ def test_the_tree_of_names_its_sums_and_its_values_are_those_of_the_twin(
 @given(tallies(least_calls=1), st.sampled_from(ORDERS), st.booleans())
 def test_the_functions_are_those_of_the_twin(tally: Tally, order: str, is_single: bool) -> None:
     lines = Lines.of_tally(tally)
-    keys, _ = lines.tree.numbered(lambda site: (site.key,))
+    keys = lines.tree.keys()
     marks = array("i", [REQUEST * (site.kind == "request") + WORK * (site.kind == "op") for site in lines.tree.sites])
     rows = array("i", [-1] * len(keys)) if is_single else keys
 
@@ -156,24 +166,26 @@ def test_sites_of_the_same_place_are_one_path_and_keep_all_their_nodes() -> None
     tree = CallTree()
     for site, parent in ((first, NOT_BELOW), (same, NOT_BELOW), (other, 0), (other, 1), (same, 3)):
         tree.extend([site], [parent])
-    assert list(tree.places) == [0, 0, 2, 2, 4]
-    assert list(tree.parents) == [NOT_BELOW, NOT_BELOW, 0, 0, 2]
+    located = tree.located()
+    assert list(located.places) == [0, 0, 2, 2, 4]
+    assert list(located.parents) == [NOT_BELOW, NOT_BELOW, 0, 0, 2]
+    assert list(located.site_of) == [0, 1, 2, 2, 1]
+    assert list(tree.keys()) == [0, 0, 2]
     assert sorted(tree.nodes([0, 2])) == [0, 1, 2, 3]
-    assert (tree.place(first, 2), tree.place(first, 4)) == (4, 5)
 
 
 def test_what_is_said_of_a_site_is_asked_for_once() -> None:
     tree, asked = CallTree(), []
 
-    def say(site: Site) -> tuple[str]:
+    def say(site: Site) -> str:
         asked.append(site.name)
-        return (site.kind,)
+        return site.kind
 
     for name, kind in (("a", "op"), ("b", "layer"), ("c", "op")):
         tree.extend([Site(name, kind)], [NOT_BELOW])
-        found = tree.numbered(say)
-    assert asked == ["a", "b", "c"]
-    assert found == (array("i", [0, 1, 0]), ["op", "layer"])
+        found, said = tree.numbered(say), tree.by_site(say)
+    assert asked == ["a", "a", "b", "b", "c", "c"]
+    assert (found, said) == (array("i", [0, 1, 0]), ["op", "layer", "op"])
 
 
 LINE = array("q", [0, 1, *[0] * (WIDTH - 2)])
@@ -184,6 +196,9 @@ TREE = array("i", [NOT_BELOW]), array("i", [0])
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [
+        ("places", (array("i", [0]), array("i", [0]), array("i", [0]))),
+        ("places", (*TREE, array("i"))),
+        ("places", (array("i", [NOT_BELOW]), array("i"), array("i", [0]))),
         ("tree_of_names", (array("i", [0]), array("i", [0]), array("i", [0, -1, -1]), [LINE])),
         ("tree_of_names", (*TREE, array("i"), [LINE])),
         ("tree_of_names", (*TREE, array("i", [0, -1, -1]), [array("q", [1, *LINE[1:]])])),

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from instrument.lines import CALLS, TOTAL, by_key
+from instrument.lines import CALLS, TOTAL
 from instrument.report.device import Coverage
 from instrument.report.instrumentation import uncached
 from instrument.report.stretches import UNTIMED
@@ -198,21 +198,20 @@ def _parts(spent: Cost, upkeep: Upkeep | None, window_ns: int) -> tuple[CostPart
 def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
     lines, upkeep = recording.lines(merged=True), recording.upkeep
     tree = lines.tree
-    keys, known = tree.numbered(by_key)
-    first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))  # the first site of each key
+    keys = tree.keys()
     labels = tree.by_site(_label)
-    sums = lines.sums(map(keys.__getitem__, lines.site_of), len(known))
+    sums = lines.sums(map(keys.__getitem__, lines.site_of), len(keys))
     calls, host_ns = sums.column(CALLS), sums.column(TOTAL)
     costs: dict[int, tuple[int, float]] = {}
     for key, called in enumerate(calls):
         if called:
-            each_ns = spent.per_call_ns if upkeep is None else upkeep.added_ns(tree.sites[first[key]])
+            each_ns = spent.per_call_ns if upkeep is None else upkeep.added_ns(tree.sites[key])
             costs[key] = round(called * each_ns), each_ns
     whole_ns = sum(cost_ns for cost_ns, _ in costs.values())
-    shown = _heaviest({key: cost_ns for key, (cost_ns, _) in costs.items()}, lambda key: labels[first[key]], options)
+    shown = _heaviest({key: cost_ns for key, (cost_ns, _) in costs.items()}, labels.__getitem__, options)
     found = []
     for key in shown:
-        site, (cost_ns, each_ns) = tree.sites[first[key]], costs[key]
+        site, (cost_ns, each_ns) = tree.sites[key], costs[key]
         ratio = share(cost_ns, whole_ns)
         found.append(SiteCost(site.name, site.kind, _where(site), calls[key], each_ns, cost_ns, host_ns[key], ratio))
     left = len(costs) - len(shown)

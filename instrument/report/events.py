@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from instrument.lines import DEVICE, Lines, Sum, Sums
+from instrument.lines import DEVICE, KIND, Lines, Sum, Sums
 from instrument.report.table import (
     GAP,
     LINE,
@@ -237,7 +237,7 @@ def events(recording: Recording, options: Options) -> Events:
         overhead=Overhead(total_ns, lines.total(_computes)[TIMES[options.state]]) if of_all else None,
         copies=_copy_sums(lines, total_ns, options.state) if of_all else (),
         probes_ns=probes_ns,
-        has_device_time=any(lines.column(DEVICE)),
+        has_device_time=lines.has(DEVICE),
         _options=options,
     )
 
@@ -351,7 +351,7 @@ _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 
 
 def _computes(site: Site) -> bool:
-    declared = dict(site.attributes).get("phase")
+    declared = dict(site.attributes).get("phase") if site.attributes else None
     return declared in _COMPUTING or (
         declared is None and (site.kind == "layer" or (site.kind == "phase" and site.name == "compute"))
     )
@@ -359,10 +359,9 @@ def _computes(site: Site) -> bool:
 
 def _copy_sums(lines: Lines, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
-    ways = lines.tree.by_site(_way)
     copies: list[tuple[object, Sum]] = []
-    if any(way is not None for way in ways):
-        by_site = lines.by_site()
+    if "copy" in lines.tree.by_site(KIND):
+        ways, by_site = lines.tree.by_site(_way), lines.by_site()
         copies = [(way[0], by_site[site]) for site, way in enumerate(ways[: len(by_site)]) if way is not None]
     sums = []
     for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):

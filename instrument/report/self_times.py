@@ -31,7 +31,6 @@ from instrument.lines import (
     Functions,
     Lines,
     Numbers,
-    by_key,
     functions,
 )
 from instrument.report.table import (
@@ -233,9 +232,9 @@ def class_of(site: Site) -> str:
 def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     lines = Lines.of_tally(recording.tally.corrected()) if options.corrected else recording.lines(merged=True)
     tree, merged = lines.tree, lines.merged()
-    keys, _ = tree.numbered(by_key)
+    keys = tree.keys()
     marks = array("i", tree.by_site(_marks)[: len(keys)])
-    rows = {"classes": tree.numbered(_class)[0], "ops": keys, "instances": array("i", [OWN_ROW]) * len(keys)}[of]
+    rows = {"classes": tree.numbered(class_of), "ops": keys, "instances": array("i", [OWN_ROW]) * len(keys)}[of]
     column = SortKey.of(options).column
     order = column if column in ORDERS else ORDERS[0]
     found = functions(merged, lines.parents, lines.site_of, marks, keys, rows[: len(keys)], order)
@@ -254,10 +253,6 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
 
 OWN_ROW = -1
 """In place of the number of a row: each line is one."""
-
-
-def _class(site: Site) -> tuple[str]:
-    return (class_of(site),)
 
 
 def _marks(site: Site) -> int:

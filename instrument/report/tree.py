@@ -7,9 +7,24 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from instrument.lines import CALLS, DEVICE, ELAPSED, FIRST, MAX, MIN, TOTAL, Lines, Sums, tree_of_names
+from instrument.lines import (
+    CALLS,
+    DEVICE,
+    ELAPSED,
+    FIRST,
+    KIND,
+    MAX,
+    MIN,
+    NAME,
+    TOTAL,
+    CallTree,
+    Lines,
+    Sums,
+    tree_of_names,
+)
 from instrument.report.view import Options
 from instrument.spans import Site
 
@@ -37,8 +52,10 @@ WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
 """A sort key's field, what it is divided by (-1: nothing), and whether the least is first. Other keys are the Total."""
 
 ROOT = 0
-Level = tuple[str, object]
-"""What an entry is (`row`, `phase`, `copy` or `instance`), and what it is told by among those under the same one."""
+
+ROW, PHASE, COPY, INSTANCE = (role << 28 for role in range(4))
+"""What an entry is. Its level is that, and the number of the first site that is called the same."""
+ROLES = INSTANCE
 
 
 class NameTree:
@@ -46,7 +63,7 @@ class NameTree:
 
     def __init__(self, lines: Lines, tracer_option: str) -> None:
         self._lines = lines
-        levels, self._levels = lines.tree.numbered(LEVELS[tracer_option], 3)
+        levels = lines.tree.column(ADD_LEVELS[tracer_option])
         self._names = tree_of_names(lines.parents, lines.site_of, levels, lines.book(None))
         self.parents = self._names.parents
         self._children: dict[int, list[int]] = {}
@@ -82,18 +99,18 @@ class NameTree:
 
     def name(self, entry: int) -> str:
         """What the entry is called; an instance has its number."""
-        _, key = self._levels[self._names.levels[entry]]
-        name = key if isinstance(key, str) else self.site(entry).name
-        return f"{name}{self._number(entry)}" if self._role(entry) == "instance" else name
+        site, role = self.site(entry), self._role(entry)
+        name = _copy_name(site) if role == COPY else site.name
+        return f"{name}{self._number(entry)}" if role == INSTANCE else name
 
     def label(self, entry: int) -> str:
         """The name as shown: a phase carries the name of what it is a phase of."""
         name = self.name(entry)
-        return f"{self.name(self.parents[entry])}/{name}" if self._role(entry) == "phase" else name
+        return f"{self.name(self.parents[entry])}/{name}" if self._role(entry) == PHASE else name
 
     def detail(self, entry: int) -> str:
         """What tells an instance apart from its siblings."""
-        if self._role(entry) != "instance":
+        if self._role(entry) != INSTANCE:
             return ""
         site = self.site(entry)
         return site.instance or site.function or (f"{site.file}:{site.line}" if site.file else "")
@@ -101,7 +118,7 @@ class NameTree:
     def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
         """How long the calls of entries took."""
         if self._has_instances:
-            below = [child for entry in entries for child in self.children(entry) if self._role(child) == "instance"]
+            below = [child for entry in entries for child in self.children(entry) if self._role(child) == INSTANCE]
             entries = [*entries, *below]
         return self._lines.histogram(self._names.nodes(entries), thread)
 
@@ -109,7 +126,8 @@ class NameTree:
         """The sum of the topmost rows; None where one has no call, so that what is hidden below may stand for it."""
         sums, topmost = self.sums(thread), self.children(ROOT)
         calls = sums.column(CALLS)
-        if any(self.children(entry) or self._hides(entry) for entry in topmost if not calls[entry]):
+        uncalled = [entry for entry in topmost if not calls[entry]]
+        if any(self.children(entry) or self._hides(entry) for entry in uncalled):
             return None
         return sum(map(sums.column(TIMES[state]).__getitem__, topmost))
 
@@ -125,9 +143,8 @@ class NameTree:
                     pending.append(entry)
         return total_ns
 
-    def _role(self, entry: int) -> str:
-        role: str = self._levels[self._names.levels[entry]][0]
-        return role
+    def _role(self, entry: int) -> int:
+        return self._names.levels[entry] & ROLES
 
     def _hides(self, entry: int) -> bool:
         """Whether a phase is hidden in the entry."""
@@ -141,7 +158,7 @@ class NameTree:
         above = self.parents[entry]
         if above not in self._numbers:
             first_ns = self.sums(None).values(self.parents, FIRST, least=True)
-            instances = [child for child in self.children(above) if self._role(child) == "instance"]
+            instances = [child for child in self.children(above) if self._role(child) == INSTANCE]
             instances.sort(key=lambda child: first_ns[child] or 0)
             self._numbers[above] = {child: number for number, child in enumerate(instances)}
         return self._numbers[above][entry]
@@ -163,11 +180,10 @@ class Selection:
 
     def below(self, entry: int) -> tuple[list[int], list[int]]:
         """What is right under an entry and has calls at or under it: the kept ones in order, and those left out."""
-        kept: list[int] = []
-        left_out: list[int] = []
-        for child in self._tree.children(entry):
-            if self._weight[child] is not None:
-                (kept if self._kept is None or child in self._kept else left_out).append(child)
+        weight, chosen = self._weight, self._kept
+        children = [child for child in self._tree.children(entry) if weight[child] is not None]
+        kept = children if chosen is None else [child for child in children if child in chosen]
+        left_out = [] if chosen is None else [child for child in children if child not in chosen]
         kept.sort(key=self._order)
         return kept, left_out
 
@@ -188,13 +204,12 @@ class Selection:
         while heap and len(kept) <= rows:
             entry = heapq.heappop(heap)[-1]
             kept.add(entry)
-            children = [
-                child
-                for child in self._tree.children(entry)
-                if self._weight[child] is not None and (enough is None or child in enough)
-            ]
+            children = [child for child in self._tree.children(entry) if self._weight[child] is not None]
+            if enough is not None:
+                children = [child for child in children if child in enough]
             if len(children) > rows:
-                children = heapq.nsmallest(rows, children, key=self._lightness)
+                weights = zip(map(self._weight.__getitem__, children), itertools.count(0, -1), children)
+                children = [child for _, _, child in heapq.nlargest(rows, weights)]
             for child in children:
                 heapq.heappush(heap, (self._lightness(child), next(order), child))
         return kept
@@ -212,28 +227,44 @@ class Selection:
         return enough
 
 
-def _levels(site: Site, tracer_option: str) -> tuple[Level | None, Level | None, Level | None]:
-    """The levels that a site adds to the tree: none for a hidden phase, two where instances are shown.
+def _adder(tracer_option: str) -> Callable[[array[int], CallTree], None]:
+    special = {"phase", "copy", *(INSTANTIATED if tracer_option == "AllOpDetail" else ())}
 
-    A phase that nothing surrounds is a row like any other, so that no option changes the Total time.
-    """
-    if site.kind == "phase":
-        return None if tracer_option == "Default" else ("phase", site.name), None, ("row", site.name)
-    if site.kind == "copy":
-        return ("copy", _copy_name(site)), None, None
-    if tracer_option == "AllOpDetail" and site.kind in INSTANTIATED:
-        return ("row", site.name), ("instance", site.key), None
-    return ("row", site.name), None, None
+    def add(levels: array[int], tree: CallTree) -> None:
+        """Add what sites add to the tree: nothing where a phase is hidden, two levels where instances are shown.
+
+        A phase that nothing surrounds is a row like any other, so that no option changes the Total time.
+        """
+        names, start = tree.numbered(NAME), len(levels) // WIDTH
+        kinds = tree.by_site(KIND)[start : len(names)]
+        instances = tree.keys() if special.intersection(INSTANTIATED) else names
+        copies = tree.numbered(_copy_name) if "copy" in kinds else names
+        added = array("i", [NOTHING]) * (WIDTH * len(kinds))
+        added[::WIDTH] = names[start:]
+        for number, kind in enumerate(kinds, start) if special.intersection(kinds) else ():
+            if kind not in special:
+                continue
+            at, name = WIDTH * (number - start), names[number]
+            if kind == "phase":
+                own = NOTHING if tracer_option == "Default" else PHASE | name
+                added[at : at + WIDTH] = array("i", (own, NOTHING, ROW | name))
+            elif kind == "copy":
+                added[at] = COPY | copies[number]
+            else:
+                added[at + 1] = INSTANCE | instances[number]
+        levels.extend(added)
+
+    return add
 
 
-def _levels_of(tracer_option: str) -> Callable[[Site], tuple[Level | None, ...]]:
-    return lambda site: _levels(site, tracer_option)
+NOTHING = -1
+WIDTH = 3
+"""Of each site the one or two levels that it adds to the tree, and the one that it adds where it is topmost."""
 
-
-LEVELS: Mapping[str, Callable[[Site], tuple[Level | None, ...]]] = {
-    option: _levels_of(option) for option in ("Default", "OpDetail", "AllOpDetail")
+ADD_LEVELS: Mapping[str, Callable[[array[int], CallTree], None]] = {
+    option: _adder(option) for option in ("Default", "OpDetail", "AllOpDetail")
 }
-"""The one or two levels that a site adds to the tree, and the one that it adds where it is topmost, None for none."""
+"""For `CallTree.column`, by the tracer option."""
 
 
 def _copy_name(site: Site) -> str:
