@@ -1,22 +1,23 @@
 """What the instrumentation costs a service: `python tests/bench/service.py`, from the root of the repository.
 
 The demonstration's server (`examples/chat`) answers the same requests again and again, one after the other, in three
-states that take turns: bare, when there is no session and no probe, recording, and with recording switched off. All
-three are of one process, for where the memory of two lies makes them differ by more than what is looked for. The speed
-of a machine wanders by some percent within seconds, so what is compared must lie close together: in each round a
-session is started and stopped, and each request is answered four times in a row, while it records and while it does
-not, in the order ABBA or BAAB. Those of the bare server come before or after, drawn anew each time. The first requests
-after the probes were put on or taken off do not count, for Python's interpreter learns its way anew.
+states that take turns: bare, without a probe, recording, and with recording switched off. All three are of one process,
+for where the memory of two lies makes them differ by more than what is looked for. The speed of a machine wanders by
+some percent within seconds, so what is compared must lie close together: a round is one request, which is answered four
+times in a row, while the server records and while it does not, in the order ABBA or BAAB, and right before or after,
+drawn anew each time, twice without the probes. They come and go as the session goes over to another profile. The first
+requests after that do not count, for Python's interpreter learns its way anew. Threads of the session's own, which read
+gauges, run in all states, and the table tells what they take.
 
 Run it with the scheduler's usual policy: the kernel takes a twentieth of each second from what runs in real time. How
 many requests the 99th percentile wants depends on the machine's own spread; `--tokens 2 --repeat 6` sends shorter ones.
 
-A latency, as the client sees it, is told in units of the median that its own request takes, so that requests of all
-lengths count alike; the 50th and the 99th percentile of these are compared between states, and so is the processor
-time of the server. The 95 % confidence intervals come from drawing the rounds of each server anew (bootstrap). Where
-there is more than one core, the server has the last one for itself and the client the others: what the server does on
-any of its threads then adds to its latency, and the client's work does not. An interval wider than the target decides
-nothing, and the table says so.
+A latency, as the client sees it, is told in units of the median of its round, so that requests of all lengths and at
+all speeds of the machine count alike; the 50th and the 99th percentile of these are compared between states, and so is
+the processor time of the server. The 95 % confidence intervals come from drawing the rounds of each server anew
+(bootstrap). Where there is more than one core, the server has the last one for itself and the client the others: what
+the server does on any of its threads then adds to its latency, and the client's work does not. An interval wider than
+the target decides nothing, and the table says so.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy
@@ -48,7 +49,7 @@ from chat import load  # noqa: E402
 
 TARGET = 0.01
 WARM_UP = 64
-SETTLING = 6
+SETTLING = 2
 REQUESTS = 8
 RING = "1MiB"
 DRAWS = 1_000
@@ -62,8 +63,11 @@ COMPARISONS = (
     ("recording alone", "on", "off"),
 )
 
+RECORDED = ("functions", "layers", "copies")
+"""Parts of a profile that say what is recorded."""
+
 Figures = dict[str, float]
-"""Seconds by name."""
+"""By name, in units of a request."""
 
 
 def environment(seed: int) -> dict[str, str]:
@@ -88,18 +92,16 @@ from instrument.recorder import RECORDER
 def follow():
     for line in sys.stdin:
         state, _, profile = line.rstrip().partition(" ")
-        try:
-            instrument.session()
-        except instrument.StateError:
-            if state != "bare":
+        if profile:
+            try:
+                instrument.session().reload(profile)
+            except instrument.StateError:
                 instrument.start(profile)
-        if state == "bare":
-            instrument.stop()
-        else:
-            (instrument.enable if state == "on" else instrument.disable)()
+        (instrument.enable if state == "on" else instrument.disable)()
         if profile:
             gc.collect()
-        print(state, RECORDER.calls, flush=True)
+        cost = instrument.session().cost()
+        print(state, RECORDER.calls, cost.thread_ns / cost.window_ns, flush=True)
 
 threading.Thread(target=follow, daemon=True).start()
 sys.argv[0] = "chat.server"
@@ -107,8 +109,8 @@ server.main()
 """
 """The server, and a thread that waits for words on its standard input: the state to be in, and maybe the profile.
 
-With it garbage is collected: what a session leaves behind that was started or stopped a moment ago, which no service
-does, would have the collector stop one of the next requests for some 30 ms.
+With it garbage is collected: what a profile leaves behind that was given up a moment ago, which no service does, would
+have the collector stop one of the next requests for some 30 ms.
 """
 
 
@@ -141,13 +143,13 @@ def server_of(seed: int, folder: str, core: set[int]) -> Iterator[tuple[subproce
             server.communicate(timeout=LIMIT_S)
 
 
-Taken = dict[str, list[list[tuple[float, float]]]]
-"""By state, of each request of a round the latencies and the processor times of the server, in seconds."""
+Taken = dict[str, list[tuple[float, float]]]
+"""By state, the latencies and the processor times of the server of a round, in seconds."""
 
 
 @dataclass
 class Work:
-    """What each turn sends: the first requests, each so often and with so many tokens (None: its own number)."""
+    """What each round sends: one of the first requests, with so many tokens (None: its own number)."""
 
     tokens: int | None
     repeat: int
@@ -158,16 +160,16 @@ class Work:
         return own if self.tokens is None else {**own, "max_tokens": self.tokens}
 
 
-def tell(server: subprocess.Popen[str], state: str, profile: Path | str = "") -> int:
-    """Bring a server into a state; how many calls it has recorded."""
+def tell(server: subprocess.Popen[str], state: str, profile: Path | str = "") -> tuple[int, float]:
+    """Bring a server into a state; how many calls it has recorded, and the share of a processor of our threads."""
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(f"{state} {profile}\n")
     server.stdin.flush()
-    said, _, calls = server.stdout.readline().partition(" ")
+    said, *rest = server.stdout.readline().split()
     if said != state:
         raise RuntimeError("the server does not follow")
-    return int(calls)
+    return int(rest[0]), float(rest[1])
 
 
 async def ask(
@@ -182,63 +184,70 @@ async def ask(
 
 
 async def turn(
-    client: httpx.AsyncClient, server: subprocess.Popen[str], states: tuple[str, ...], profile: Path, work: Work
+    client: httpx.AsyncClient,
+    server: subprocess.Popen[str],
+    states: tuple[str, ...],
+    profile: Path,
+    fields: dict[str, object],
 ) -> Taken:
-    """Answer each request in these states, one after the other."""
-    first = "on" if "on" in states else states[0]  # so that the ring has wrapped, too
+    """Answer a request in these states, one after the other, with this profile."""
+    first = "on" if "on" in states else states[0]
     tell(server, first, profile)
-    for number in range(SETTLING * work.repeat):
-        await ask(client, server, work.fields(number))
-    calls = tell(server, first, profile)
-    taken: Taken = {state: [[] for _ in range(REQUESTS)] for state in states}
-    for number in range(REQUESTS * work.repeat):
-        for state in states:
-            tell(server, state)
-            taken[state][number % REQUESTS].append(await ask(client, server, work.fields(number)))
-            before, calls = calls, tell(server, state)
-            # A comparison with a session that did not record would show how little nothing costs.
-            if (calls > before) != (state == "on"):
-                raise RuntimeError(f"{calls - before} calls were recorded in a request when {state}")
+    for _ in range(SETTLING):
+        await ask(client, server, fields)
+    calls, _ = tell(server, first)
+    taken: Taken = {state: [] for state in states}
+    for state in states:
+        tell(server, state)
+        taken[state].append(await ask(client, server, fields))
+        before, (calls, _) = calls, tell(server, state)
+        # A comparison with a session that did not record would show how little nothing costs.
+        if (calls > before) != (state == "on"):
+            raise RuntimeError(f"{calls - before} calls were recorded in a request when {state}")
     return taken
 
 
 async def rounds_of(
-    server: subprocess.Popen[str], url: str, count: int, profile: Path, work: Work, seed: int
+    server: subprocess.Popen[str], url: str, count: int, profiles: Profiles, work: Work, seed: int
 ) -> list[Taken]:
     """So many rounds with a server."""
     chance = random.Random(seed)
     rounds: list[Taken] = []
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
-        for number in range(WARM_UP * work.repeat):
+        tell(server, "on", profiles.full)
+        for number in range(WARM_UP * work.repeat):  # in which the ring wraps, too
             await ask(client, server, work.fields(number))
-        for _ in range(count):
-            orders = [("bare", "bare"), chance.choice((("on", "off", "off", "on"), ("off", "on", "on", "off")))]
+        for number in range(count):
+            order = chance.choice((("on", "off", "off", "on"), ("off", "on", "on", "off")))
+            turns = [(("bare", "bare"), profiles.empty), (order, profiles.full)]
             rounds.append({})
-            for states in chance.sample(orders, 2):
-                rounds[-1].update(await turn(client, server, states, profile, work))
+            for states, profile in chance.sample(turns, 2):
+                rounds[-1].update(await turn(client, server, states * work.repeat, profile, work.fields(number)))
     return rounds
 
 
 @dataclass
 class Server:
-    """What a server took: by state, of each round in a row its latencies, in units of what the request usually takes,
-    and its processor times in seconds."""
+    """What a server took: by state, of each round in a row its latencies and its processor times, in units of the
+    median latency of the round, and that in seconds; and what share of a processor the threads of ours took."""
 
     latencies: dict[str, Any]
-    processor_s: dict[str, Any]
+    processor: dict[str, Any]
     usual_s: float
+    threads: float
 
     @classmethod
-    def of_rounds(cls, rounds: list[Taken]) -> Server:
+    def of_rounds(cls, rounds: list[Taken], threads: float) -> Server:
         """What a request usually takes is its median in all states."""
-        # By state: round, request, turn, and which of the two times.
+        # By state: round, turn, and which of the two times.
         times = {state: numpy.array([taken[state] for taken in rounds]) for state in STATES}
-        usual_s = numpy.median(numpy.concatenate([of[..., 0] for of in times.values()], axis=2), axis=(0, 2))
-        flat = (len(rounds), -1)
+        usual_s = numpy.median(numpy.concatenate([of[..., 0] for of in times.values()], axis=1), axis=1)
+        units = {state: of / usual_s[:, None, None] for state, of in times.items()}
         return cls(
-            {state: (of[..., 0] / usual_s[None, :, None]).reshape(flat) for state, of in times.items()},
-            {state: of[..., 1].reshape(flat) for state, of in times.items()},
+            {state: of[..., 0] for state, of in units.items()},
+            {state: of[..., 1] for state, of in units.items()},
             float(numpy.median(usual_s)),
+            threads,
         )
 
     def figures(self, drawn: Any) -> dict[str, Figures]:
@@ -249,7 +258,7 @@ class Server:
             places = {name: min(int(share * of.size), of.size - 1) for name, share in (("p50", 0.5), ("p99", 0.99))}
             of.partition(list(places.values()))
             found[state] = {name: of[at] for name, at in places.items()}
-            found[state]["processor"] = self.processor_s[state][drawn].mean()
+            found[state]["processor"] = self.processor[state][drawn].mean()
         return found
 
     @property
@@ -283,16 +292,24 @@ def intervals(servers: list[Server]) -> dict[Key, tuple[float, float]]:
     return {key: (values[low], values[high]) for key, values in ordered.items()}
 
 
-def for_short_sessions(profile: Path, folder: str) -> Path:
-    """The profile, but for what a session writes when it is stopped, and with rings that soon wrap.
+class Profiles(NamedTuple):
+    """Files: the whole profile, and the same with nothing to record."""
+
+    full: Path
+    empty: Path
+
+
+def profiles_in(folder: str, profile: Path) -> Profiles:
+    """Of a profile, but for what a session writes when it is stopped, and with rings that soon wrap.
 
     The first time round a ring's memory is new, which costs the system a fault for each page; that of a service which
     has run for a minute is not.
     """
     document = {**yaml.safe_load(profile.read_text()), "export": {}, "limits": {"ring": RING}}
-    path = Path(folder, "profile.yaml")
-    path.write_text(yaml.safe_dump(document))
-    return path
+    found = Profiles(Path(folder, "full.yaml"), Path(folder, "empty.yaml"))
+    found.full.write_text(yaml.safe_dump(document))
+    found.empty.write_text(yaml.safe_dump({name: part for name, part in document.items() if name not in RECORDED}))
+    return found
 
 
 def pin(process: int, cores: set[int]) -> None:
@@ -322,11 +339,11 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="what the instrumentation costs the demonstration's service")
     parser.add_argument("--servers", type=int, default=3, help="how many, one after the other (default: 3)")
-    parser.add_argument("--rounds", type=int, default=40, help="with each, at least 2 (default: 40)")
+    parser.add_argument("--rounds", type=int, default=300, help="with each, at least 2 (default: 300)")
     parser.add_argument(
         "--tokens", type=int, help="of each answer, instead of 16 to 23: more requests in the same time"
     )
-    parser.add_argument("--repeat", type=int, default=1, help="how often a turn has each request (default: 1)")
+    parser.add_argument("--repeat", type=int, default=1, help="how often a round has its turns (default: 1)")
     parser.add_argument("--profile", type=Path, default=ROOT / "configs" / "chat.yaml", help="what is recorded")
     options = parser.parse_args()
     if options.servers < 1 or options.rounds < 2 or options.repeat < 1:
@@ -338,14 +355,14 @@ def main() -> None:
     work = Work(options.tokens, options.repeat)
     servers: list[Server] = []
     print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    count = 2 * REQUESTS * options.repeat
+    count = 2 * options.repeat
     print(f"{options.servers} servers, {options.rounds} rounds of {count} requests in each state\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        profile = for_short_sessions(options.profile.resolve(), folder)
+        profiles = profiles_in(folder, options.profile.resolve())
         for number in range(1, options.servers + 1):
             with server_of(number, folder, core) as (server, url):
-                rounds = rounds_of(server, url, options.rounds, profile, work, number)
-                servers.append(Server.of_rounds(asyncio.run(rounds)))
+                rounds = asyncio.run(rounds_of(server, url, options.rounds, profiles, work, number))
+                servers.append(Server.of_rounds(rounds, tell(server, "off")[1]))
             own = shifts(servers[-1:], [slice(None)])
             told = ", ".join(f"{name} {own['on', 'bare', name]:+.2%}" for name in NAMES)
             print(f"server {number}: {told}, {servers[-1].usual_s * 1e3:.1f} ms a request", flush=True)
@@ -358,6 +375,8 @@ def main() -> None:
                 f"{name:<24}{found[of, against, name]:>+9.2%}{f'{low:+.2%} to {high:+.2%}':>22}"
                 f"  <= {TARGET:.0%} {verdict(low, high)}"
             )
+    threads = statistics.mean(server.threads for server in servers)
+    print(f"\nThe threads of the session's own, in all states: {threads:.3%} of a processor")
     print(f"took {time.perf_counter() - begin:.0f} s")
 
 
