@@ -103,11 +103,11 @@ slot_of(int32_t one, int32_t other)
 
 /* ------------------------------------------------------------------ places */
 
-/* (places of the nodes' parents, places of the nodes), as `lines.Located` has them. */
+/* (places of the nodes' parents, places of the nodes, nodes with another's place), as `lines.Located` has them. */
 static PyObject *
 places(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *from[3], *of_parents = NULL, *of_nodes = NULL, *both = NULL;
+    PyObject *from[3], *of_parents = NULL, *of_nodes = NULL, *of_shared = NULL, *all = NULL;
     column_t columns[3];
     if (!PyArg_ParseTuple(args, "OOO", &from[0], &from[1], &from[2]) || open_columns(columns, from, 3) < 0)
         return NULL;
@@ -123,9 +123,11 @@ places(PyObject *Py_UNUSED(module), PyObject *args)
         goto end;
     of_parents = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(nodes * sizeof(int32_t)));
     of_nodes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(nodes * sizeof(int32_t)));
-    if (of_parents == NULL || of_nodes == NULL)
+    of_shared = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(nodes * sizeof(int32_t)));
+    if (of_parents == NULL || of_nodes == NULL || of_shared == NULL)
         goto end;
     int32_t *above = (int32_t *)PyBytes_AS_STRING(of_parents), *place = (int32_t *)PyBytes_AS_STRING(of_nodes);
+    int32_t *shared = (int32_t *)PyBytes_AS_STRING(of_shared), others = 0;
     const int32_t *parents = ITEMS(columns[0]), *site_of = ITEMS(columns[1]), *keys = ITEMS(columns[2]);
     for (int32_t n = 0; (size_t)n < nodes; n++) {
         above[n] = parents[n] < 0 ? parents[n] : place[parents[n]];
@@ -137,15 +139,19 @@ places(PyObject *Py_UNUSED(module), PyObject *args)
         }
         if (table[at] == 0)
             table[at] = (uint32_t)n + 1;
+        else
+            shared[others++] = n;
         place[n] = (int32_t)table[at] - 1;
     }
-    both = PyTuple_Pack(2, of_parents, of_nodes);
+    if (_PyBytes_Resize(&of_shared, others * (Py_ssize_t)sizeof(int32_t)) == 0)
+        all = PyTuple_Pack(3, of_parents, of_nodes, of_shared);
 end:
     Py_XDECREF(of_parents);
     Py_XDECREF(of_nodes);
+    Py_XDECREF(of_shared);
     PyMem_RawFree(table);
     close_columns(columns, 3);
-    return both;
+    return all;
 }
 
 /* ------------------------------------------------------------------ the tree of names */
@@ -724,7 +730,7 @@ end:
 /* ------------------------------------------------------------------ the module */
 
 static PyMethodDef methods[] = {
-    {"places", places, METH_VARARGS, "The places of the parents of nodes, and of the nodes."},
+    {"places", places, METH_VARARGS, "The places of the parents of nodes and of the nodes, and which share one."},
     {"tree_of_names", tree_of_names, METH_VARARGS, "The entries of a tree of names, and those that nodes count in."},
     {"sums", sums, METH_VARARGS, "Lines added up by group."},
     {"together", together, METH_VARARGS, "Some of many sums as one."},

@@ -4478,26 +4478,55 @@ Core_ended_firsts(Core *self, PyObject *Py_UNUSED(none))
     return firsts;
 }
 
-/* Of the nodes from a number on the sites, and the indices of the parents, -1 for none: ([site], [parent]). Two lists, for
- * a pair of each would have the collector run several times. */
-static PyObject *
-Core_nodes_from(Core *self, PyObject *argument)
+/* Where an object stands in a table, or would. */
+static uint32_t *
+place_in(uint32_t *table, uint32_t slots, PyObject *sites, PyObject *site)
 {
-    unsigned long first = PyLong_AsUnsignedLong(argument);
-    if (first == (unsigned long)-1 && PyErr_Occurred())
+    uint32_t at = slot_of(site, slots);
+    while (table[at] != 0 && PyList_GET_ITEM(sites, table[at] - 1) != site)
+        at = (at + 1) & (slots - 1);
+    return &table[at];
+}
+
+/* Of the nodes from a number on, where their sites are in a list, to which new ones are added, and the numbers of their
+ * parents, -1 for none. */
+static PyObject *
+Core_nodes_from(Core *self, PyObject *args)
+{
+    unsigned int first;
+    PyObject *sites, *of_sites = NULL, *of_parents = NULL, *both = NULL;
+    if (!PyArg_ParseTuple(args, "IO!:nodes_from", &first, &PyList_Type, &sites))
         return NULL;
-    PyObject *sites = PyList_New(0), *parents = PyList_New(0), *both = NULL;
-    for (unsigned long i = first; sites != NULL && parents != NULL && i < self->node_count; i++) {
-        node_t *node = self->nodes[i];
-        PyObject *parent = PyLong_FromLong(node->parent == &self->root ? -1 : (long)node->parent->index);
-        if (parent == NULL || PyList_Append(sites, node->site) < 0 || PyList_Append(parents, parent) < 0)
-            Py_CLEAR(sites);
-        Py_XDECREF(parent);
+    size_t count = self->node_count > first ? self->node_count - first : 0;
+    uint32_t slots = 8;
+    while (slots < 2 * (count + (size_t)PyList_GET_SIZE(sites)))
+        slots *= 2;
+    /* Of what is in the list, by its address: 1 more than where, 0 for none. */
+    uint32_t *table = count == 0 ? NULL : PyMem_RawCalloc(slots, sizeof *table);
+    if ((count != 0 && table == NULL) ||
+        (of_sites = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(uint32_t)))) == NULL ||
+        (of_parents = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(uint32_t)))) == NULL) {
+        PyErr_NoMemory();
+        goto end;
     }
-    if (sites != NULL && parents != NULL)
-        both = PyTuple_Pack(2, sites, parents);
-    Py_XDECREF(sites);
-    Py_XDECREF(parents);
+    for (Py_ssize_t known = 0; count != 0 && known < PyList_GET_SIZE(sites); known++)
+        *place_in(table, slots, sites, PyList_GET_ITEM(sites, known)) = (uint32_t)known + 1;
+    for (size_t i = 0; i < count; i++) {
+        const node_t *node = self->nodes[first + i];
+        uint32_t *place = place_in(table, slots, sites, node->site);
+        if (*place == 0) {
+            if (PyList_Append(sites, node->site) < 0)
+                goto end;
+            *place = (uint32_t)PyList_GET_SIZE(sites);
+        }
+        ((uint32_t *)PyBytes_AS_STRING(of_sites))[i] = *place - 1;
+        ((int32_t *)PyBytes_AS_STRING(of_parents))[i] = node->parent == &self->root ? -1 : (int32_t)node->parent->index;
+    }
+    both = PyTuple_Pack(2, of_sites, of_parents);
+end:
+    Py_XDECREF(of_sites);
+    Py_XDECREF(of_parents);
+    PyMem_RawFree(table);
     return both;
 }
 
@@ -4816,7 +4845,7 @@ static PyMethodDef Core_methods[] = {
     {"histogram_of", (PyCFunction)Core_histogram_of, METH_VARARGS, "The histogram of nodes on a thread, or on all, packed."},
     {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},
     {"ended_firsts", (PyCFunction)Core_ended_firsts, METH_NOARGS, "Their first calls, as `Ring.firsts` has them."},
-    {"nodes_from", (PyCFunction)Core_nodes_from, METH_O, "Sites and parents of the nodes from a number on."},
+    {"nodes_from", (PyCFunction)Core_nodes_from, METH_VARARGS, "Sites and parents of the nodes from a number on."},
     {"open_rows", (PyCFunction)Core_open_rows, METH_NOARGS, "(thread id, row) of each span that is open now."},
     {"innermost_manual", (PyCFunction)Core_innermost_manual, METH_O, "The innermost manual frame, by name or None."},
     {"current_id", (PyCFunction)Core_current_id, METH_NOARGS, "Identity of the current span, 0 if there is none."},

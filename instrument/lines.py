@@ -66,8 +66,7 @@ class CallTree:
         self.sites: list[Site] = []
         # Of each node the number of its site and its parent: in one column, so that none is longer.
         self._nodes = array("i")
-        self._number_of: dict[Site, int] = {}
-        self._located = Located(array("i"), array("i"), array("i"))
+        self._located = Located(*(array("i") for _ in Located._fields))
         # Of a place that several nodes stand for, all of them.
         self._nodes_of: dict[int, list[int]] = {}
         self._keys = array("i")
@@ -80,15 +79,15 @@ class CallTree:
     def __len__(self) -> int:
         return len(self._nodes) // 2
 
-    def extend(self, sites: Sequence[Site], parents: Sequence[int]) -> None:
-        """Add nodes: of each its site and its parent, another node or `NOT_BELOW`. Not for two threads at a time."""
-        unknown = [site for site in dict.fromkeys(sites) if site not in self._number_of]
-        self._number_of.update(zip(unknown, itertools.count(len(self._number_of)), strict=False))
-        self.sites += list(self._number_of)[len(self.sites) :]  # where memory ran out before, those of then, too
-        numbers = array("i", map(self._number_of.__getitem__, sites))
-        added = array("i", bytes(2 * array("i").itemsize * len(sites)))
-        added[::2], added[1::2] = numbers, array("i", parents)
-        self._nodes = self._nodes + added
+    def extend(self, numbers: bytes, parents: bytes) -> None:
+        """Add nodes: of each where its site is in `sites`, and its parent, a node or `NOT_BELOW`, in 32 bits each.
+
+        Not for two threads at a time.
+        """
+        if numbers:
+            added = array("i", 2 * numbers)
+            added[::2], added[1::2] = array("i", numbers), array("i", parents)
+            self._nodes = self._nodes + added
 
     def site(self, node: int) -> Site:
         """That of a node."""
@@ -112,9 +111,8 @@ class CallTree:
             if len(self._located.places) < len(nodes) // 2:
                 located = Located.of(nodes[::2], nodes[1::2], self._extended_keys())
                 nodes_of: dict[int, list[int]] = {}
-                for node, place in enumerate(located.places):
-                    if place != node:
-                        nodes_of.setdefault(place, [place]).append(node)
+                for node in located.shared:
+                    nodes_of.setdefault(located.places[node], [located.places[node]]).append(node)
                 self._located, self._nodes_of = located, nodes_of
             return self._located
 
@@ -134,7 +132,8 @@ class CallTree:
         # A key is a thing more for the collector to look at, and most sites have a name of their own.
         start = len(self._keys)
         keys = self.numbered(NAME)[start:]
-        for number, first in enumerate(keys, start):
+        all_differ = len(self._numbers[NAME][1]) == start + len(keys)
+        for number, first in () if all_differ else enumerate(keys, start):
             if first != number:
                 self._first_of_key.setdefault(self.sites[first].key, first)
                 keys[number - start] = self._first_of_key.setdefault(self.sites[number].key, number)
@@ -165,7 +164,7 @@ class CallTree:
 
 
 class Located(NamedTuple):
-    """Of each node the number of its site, the place of its parent, and its own.
+    """Of each node the number of its site, the place of its parent, and its own; and which nodes have another's place.
 
     A node's place is the first node whose path is of the same places.
     """
@@ -173,18 +172,21 @@ class Located(NamedTuple):
     site_of: array[int]
     parents: array[int]
     places: array[int]
+    shared: array[int]
 
     @classmethod
     def of(cls, site_of: array[int], parents: array[int], keys: array[int]) -> Located:
         """Of nodes, with each one's parent, and of sites, with the numbers of their keys."""
         if _native is not None:
             return cls(site_of, *(array("i", part) for part in _native.places(parents, site_of, keys)))
-        above, places = array("i"), array("i")
+        above, places, shared = array("i"), array("i"), array("i")
         known: dict[tuple[int, int], int] = {}
         for node, (site, parent) in enumerate(zip(site_of, parents, strict=True)):
             above.append(parent if parent < 0 else places[parent])
             places.append(known.setdefault((above[node], keys[site]), node))
-        return cls(site_of, above, places)
+            if places[node] != node:
+                shared.append(node)
+        return cls(site_of, above, places, shared)
 
 
 class Lines:
@@ -201,7 +203,7 @@ class Lines:
         make_histogram: Callable[[Iterable[int], int | None], dict[int, int]],
     ) -> None:
         self.tree = tree
-        self.site_of, self.parents, _ = tree.located()
+        self.site_of, self.parents, *_ = tree.located()
         self.threads = dict(threads)
         self._books = books
         self.histogram = make_histogram
@@ -210,18 +212,19 @@ class Lines:
     def of_tally(cls, tally: Tally) -> Lines:
         """Of a tally, in its order."""
         known: dict[tuple[Site, ...], int] = {(): NOT_BELOW}
-        sites: list[Site] = []
-        parents: list[int] = []
+        number_of: dict[Site, int] = {}
+        numbers, parents = array("i"), array("i")
         for row in tally.rows():
             path, upper = row.path, row.path
             while upper not in known:
                 upper = upper[:-1]
             for depth in range(len(upper), len(path)):
-                sites.append(path[depth])
+                numbers.append(number_of.setdefault(path[depth], len(number_of)))
                 parents.append(known[path[:depth]])
                 known[path[: depth + 1]] = len(known) - 1
         tree = CallTree()
-        tree.extend(sites, parents)
+        tree.sites += number_of
+        tree.extend(numbers.tobytes(), parents.tobytes())
         places = tree.located().places
         columns: dict[int, list[int]] = {}
         totals_of: dict[int, dict[int, list[Totals]]] = {}

@@ -23,6 +23,7 @@ import itertools
 import sys
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Context, ContextVar
@@ -186,10 +187,19 @@ class Core:
         """Call paths known."""
         return len(self._nodes)
 
-    def nodes_from(self, first: int) -> tuple[list[Site], list[int]]:
-        """The sites of the nodes from a number on, and the numbers of their parents, -1 for none."""
+    def nodes_from(self, first: int, sites: list[Site]) -> tuple[bytes, bytes]:
+        """Of the nodes from a number on, where their sites are in a list, and their parents, -1 for none: 32 bits each.
+
+        Sites that the list has not are added to it.
+        """
         nodes = self._nodes[first:]
-        return [node.site for node in nodes], [node.parent.index if node.parent else -1 for node in nodes]
+        number_of = {site: number for number, site in enumerate(sites)} if nodes else {}
+        for node in nodes:
+            if node.site not in number_of:
+                sites.append(node.site)
+                number_of[node.site] = len(number_of)
+        parents = array("i", [node.parent.index if node.parent else -1 for node in nodes])
+        return array("i", [number_of[node.site] for node in nodes]).tobytes(), parents.tobytes()
 
     def rings(self) -> list[Ring]:
         """The rings in the order in which their threads first recorded."""

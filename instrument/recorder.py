@@ -68,7 +68,7 @@ class _Recording:
         def count(self, what: str, /) -> None: ...
         def count_device(self, ring: Any, index: int, host_ns: int, device_ns: int, elapsed_ns: int, /) -> bool: ...
         def rings(self) -> list[Any]: ...
-        def nodes_from(self, first: int, /) -> tuple[list[Site], list[int]]: ...
+        def nodes_from(self, first: int, sites: list[Site], /) -> tuple[bytes, bytes]: ...
         def open_rows(self) -> list[tuple[int, Row]]: ...
         def current_id(self) -> int: ...
 
@@ -286,8 +286,9 @@ class _Recording:
     def paths(self) -> CallTree:
         """The call paths as columns, kept up with the core's."""
         with self._reading:
-            self._paths.extend(*self.nodes_from(len(self._paths)))
-            return self._paths
+            paths = self._paths
+            paths.extend(*self.nodes_from(len(paths), paths.sites))
+            return paths
 
     def _paths_with(self, row: Row) -> CallTree:
         return self._paths if row[0] < len(self._paths) else self.paths()
@@ -323,7 +324,7 @@ class _Recording:
         books = [(ring.thread_id, ring.name, ring.copied_totals()) for ring in self.rings()]
         books.append((0, "(ended threads)", self.ended_totals()))
         tree = self.paths()
-        site_of, parents, places = tree.located()
+        site_of, parents, places, _ = tree.located()
         paths: dict[int, tuple[Site, ...]] = {NOT_BELOW: ()}
         lines: dict[int, dict[int, Totals]] = {}
         for thread_id, name, book in books:

@@ -161,15 +161,22 @@ def test_lines_of_all_threads_have_the_sums_of_the_tally(tally: Tally) -> None:
     assert firsts == sorted(firsts)
 
 
+def extend(tree: CallTree, site: Site, parent: int) -> None:
+    if site not in tree.sites:
+        tree.sites.append(site)
+    tree.extend(array("i", [tree.sites.index(site)]).tobytes(), array("i", [parent]).tobytes())
+
+
 def test_sites_of_the_same_place_are_one_path_and_keep_all_their_nodes() -> None:
     first, same, other = Site("f", "op"), Site("f", "op"), Site("g")
     tree = CallTree()
     for site, parent in ((first, NOT_BELOW), (same, NOT_BELOW), (other, 0), (other, 1), (same, 3)):
-        tree.extend([site], [parent])
+        extend(tree, site, parent)
     located = tree.located()
     assert list(located.places) == [0, 0, 2, 2, 4]
     assert list(located.parents) == [NOT_BELOW, NOT_BELOW, 0, 0, 2]
     assert list(located.site_of) == [0, 1, 2, 2, 1]
+    assert list(located.shared) == [1, 3]
     assert list(tree.keys()) == [0, 0, 2]
     assert sorted(tree.nodes([0, 2])) == [0, 1, 2, 3]
 
@@ -182,7 +189,7 @@ def test_what_is_said_of_a_site_is_asked_for_once() -> None:
         return site.kind
 
     for name, kind in (("a", "op"), ("b", "layer"), ("c", "op")):
-        tree.extend([Site(name, kind)], [NOT_BELOW])
+        extend(tree, Site(name, kind), NOT_BELOW)
         found, said = tree.numbered(say), tree.by_site(say)
     assert asked == ["a", "a", "b", "b", "c", "c"]
     assert (found, said) == (array("i", [0, 1, 0]), ["op", "layer", "op"])
