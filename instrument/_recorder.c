@@ -4177,6 +4177,10 @@ Core_ended_totals(Core *self, PyObject *Py_UNUSED(none))
     return totals;
 }
 
+/* Totals are read one after the other, and lie anywhere: those of the next nodes are fetched meanwhile. */
+#define AHEAD 12
+#define AHEAD_ON_EACH 4 /* where those of all threads are read by turns */
+
 /* How often the nodes of each group were called, on all threads together. */
 static PyObject *
 Core_calls_by(Core *self, PyObject *args)
@@ -4197,6 +4201,7 @@ Core_calls_by(Core *self, PyObject *args)
         const Ring *ring = i < rings ? (Ring *)PyList_GET_ITEM(self->rings, i) : self->ended;
         for (uint32_t n = 0; n < nodes && n < ring->totals.slots * PAGE; n++) {
             const totals_t *totals = known_totals(&ring->totals, n);
+            __builtin_prefetch(known_totals(&ring->totals, n + AHEAD));
             if (totals != NULL && group_of[n] >= 0 && group_of[n] < count)
                 calls[group_of[n]] += totals->calls;
         }
@@ -4237,8 +4242,6 @@ at_most(uint64_t number)
     return number > INT64_MAX ? INT64_MAX : (int64_t)number;
 }
 
-#define AHEAD 4 /* nodes whose totals are fetched from memory while others are added up */
-
 /* The totals of the nodes that places are given for, on these rings together, in the order of first calls. */
 static PyObject *
 lines_of(Ring *const *rings, Py_ssize_t count, PyObject *places)
@@ -4258,7 +4261,8 @@ lines_of(Ring *const *rings, Py_ssize_t count, PyObject *places)
         totals_t sum; /* all but the histogram */
         memset(&sum, 0, offsetof(totals_t, chunks));
         for (Py_ssize_t i = 0; i < count; i++) {
-            const totals_t *t = known_totals(&rings[i]->totals, n), *ahead = known_totals(&rings[i]->totals, n + AHEAD);
+            const totals_t *t = known_totals(&rings[i]->totals, n);
+            const totals_t *ahead = known_totals(&rings[i]->totals, n + AHEAD_ON_EACH);
             if (ahead != NULL) {
                 __builtin_prefetch(ahead);
                 __builtin_prefetch(&ahead->errors);
@@ -4293,7 +4297,11 @@ lines_of(Ring *const *rings, Py_ssize_t count, PyObject *places)
             lines[place_of[n]].first_node = n;
         }
     }
-    qsort(order, used, sizeof *order, compare_lines);
+    int in_order = 1; /* as they are where one thread has made the nodes */
+    for (uint32_t i = 1; i < used && in_order; i++)
+        in_order = compare_lines(&order[i - 1], &order[i]) < 0;
+    if (!in_order)
+        qsort(order, used, sizeof *order, compare_lines);
     found = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(used * sizeof lines->numbers));
     for (uint32_t i = 0; found != NULL && i < used; i++)
         memcpy(PyBytes_AS_STRING(found) + i * sizeof lines->numbers, order[i]->numbers, sizeof lines->numbers);
@@ -4400,21 +4408,28 @@ use_chunk(histogram_t *histogram, uint32_t c)
     histogram->used |= (uint64_t)1 << c;
 }
 
+_Static_assert(CHUNKS % 12 == 0, "chunks are looked for by the dozen");
+
 /* Nothing is changed that the thread whose calls they are may be about to change: its caches keep it. */
 static void
 add_histogram(histogram_t *histogram, const totals_t *totals)
 {
     if (histogram->left <= CHUNKS)
         move_sums(histogram);
-    for (uint32_t c = 0; c < CHUNKS; c++) {
-        const chunk_t *chunk = totals->chunks[c];
-        if (chunk == NULL)
-            continue;
-        use_chunk(histogram, c);
-        histogram->left--;
-        add_low(histogram->sums + c * 64, chunk->low);
-        for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
-            histogram->times[c * 64 + at] += chunk->high[at] << LOW_BITS;
+    for (uint32_t several = 0; several < CHUNKS; several += 12) {
+        uintptr_t any = 0;
+        for (uint32_t c = several; c < several + 12; c++)
+            any |= (uintptr_t)totals->chunks[c];
+        for (uint32_t c = several; any != 0 && c < several + 12; c++) {
+            const chunk_t *chunk = totals->chunks[c];
+            if (chunk == NULL)
+                continue;
+            use_chunk(histogram, c);
+            histogram->left--;
+            add_low(histogram->sums + c * 64, chunk->low);
+            for (uint32_t at = 0; chunk->high != NULL && at < 64; at++)
+                histogram->times[c * 64 + at] += chunk->high[at] << LOW_BITS;
+        }
     }
     histogram->left -= totals->waiting_count > 0;
     for (int i = 0; i < totals->waiting_count; i++) {
@@ -4442,12 +4457,17 @@ Core_histogram_of(Core *self, PyObject *args)
         goto end;
     }
     sum->used = sum->left = 0;
+    const uint32_t *node = view.buf;
+    size_t length = (size_t)view.len / sizeof *node;
     /* Ring by ring: what one thread has recorded lies together. */
     for (Py_ssize_t r = 0; r < count; r++) {
         if (thread_id != -1 && thread_id != (r == count - 1 ? 0 : rings[r]->thread_id))
             continue;
-        for (size_t i = 0; i < (size_t)view.len / sizeof(int32_t); i++) {
-            const totals_t *t = known_totals(&rings[r]->totals, (uint32_t)((const int32_t *)view.buf)[i]);
+        for (size_t i = 0; i < length; i++) {
+            const totals_t *t = known_totals(&rings[r]->totals, node[i]);
+            const totals_t *ahead = i + AHEAD < length ? known_totals(&rings[r]->totals, node[i + AHEAD]) : NULL;
+            for (size_t at = 0; ahead != NULL && at < sizeof *ahead; at += LINE)
+                __builtin_prefetch((const char *)ahead + at);
             if (t != NULL && t->calls != 0)
                 add_histogram(sum, t);
         }
