@@ -8,7 +8,6 @@ all lines are in C (`_lines.c`) or, where that is not built or a number has more
 from __future__ import annotations
 
 import itertools
-import threading
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -59,7 +58,9 @@ REQUEST, WORK = 1, 2
 class CallTree:
     """Call paths as columns, by the number of their node; a node's parent comes before it.
 
-    What is said of a site does not change, so it is asked for once. May be read while another thread adds to it.
+    What is said of a site may not change, for it is asked for once. A column that grows is another one from then on: it
+    may be read while another thread, or a signal's handler, has it grow, and two that do so come to the same. Nobody
+    else may change one.
     """
 
     def __init__(self) -> None:
@@ -67,27 +68,25 @@ class CallTree:
         # Of each node the number of its site and its parent: in one column, so that none is longer.
         self._nodes = array("i")
         self._located = Located(*(array("i") for _ in Located._fields))
-        # Of a place that several nodes stand for, all of them.
-        self._nodes_of: dict[int, list[int]] = {}
+        self._shared: tuple[Located, dict[int, list[int]]] = self._located, {}
         self._keys = array("i")
         self._first_of_key: dict[tuple[object, ...], int] = {}
         self._said: dict[Callable[[Site], Any], list[Any]] = {}
         self._numbers: dict[Callable[[Site], Hashable], tuple[array[int], dict[Hashable, int]]] = {}
-        self._columns: dict[Callable[[array[int], CallTree], None], array[int]] = {}
-        self._lock = threading.RLock()
+        self._columns: dict[Callable[[CallTree, int], array[int]], array[int]] = {}
 
     def __len__(self) -> int:
         return len(self._nodes) // 2
 
-    def extend(self, numbers: bytes, parents: bytes) -> None:
-        """Add nodes: of each where its site is in `sites`, and its parent, a node or `NOT_BELOW`, in 32 bits each.
+    def extend(self, first: int, numbers: bytes, parents: bytes) -> None:
+        """Add nodes from a number on: of each where its site is in `sites`, and its parent, a node or `NOT_BELOW`.
 
-        Not for two threads at a time.
+        Both in 32 bits. Not for two threads at a time.
         """
         if numbers:
             added = array("i", 2 * numbers)
             added[::2], added[1::2] = array("i", numbers), array("i", parents)
-            self._nodes = self._nodes + added
+            self._nodes = self._nodes[: 2 * first] + added
 
     def site(self, node: int) -> Site:
         """That of a node."""
@@ -105,62 +104,64 @@ class CallTree:
         return self._nodes[::2]
 
     def located(self) -> Located:
-        """All nodes with their places; not to be changed."""
-        with self._lock:
-            nodes = self._nodes
-            if len(self._located.places) < len(nodes) // 2:
-                located = Located.of(nodes[::2], nodes[1::2], self._extended_keys())
-                nodes_of: dict[int, list[int]] = {}
-                for node in located.shared:
-                    nodes_of.setdefault(located.places[node], [located.places[node]]).append(node)
-                self._located, self._nodes_of = located, nodes_of
-            return self._located
+        """All nodes with their places."""
+        nodes, located = self._nodes, self._located
+        if len(located.places) < len(nodes) // 2:
+            located = self._located = Located.of(nodes[::2], nodes[1::2], self.keys())
+        return located
 
     def nodes(self, places: Iterable[int]) -> array[int]:
         """All nodes of the places."""
-        self.located()
-        if not self._nodes_of:
+        located = self.located()
+        of, nodes_of = self._shared
+        if of is not located:
+            nodes_of = {}
+            for node in located.shared:
+                place = located.places[node]
+                nodes_of.setdefault(place, [place]).append(node)
+            self._shared = located, nodes_of
+        if not nodes_of:
             return array("i", places)
-        return array("i", [node for place in places for node in self._nodes_of.get(place, (place,))])
+        return array("i", [node for place in places for node in nodes_of.get(place, (place,))])
 
     def keys(self) -> array[int]:
         """Of each site the number of the first that means the same place."""
-        with self._lock:
-            return self._extended_keys()[:]
-
-    def _extended_keys(self) -> array[int]:
+        known, names = self._keys, self.numbered(NAME)
+        if len(known) == len(names):
+            return known
+        keys = names[len(known) :]
         # A key is a thing more for the collector to look at, and most sites have a name of their own.
-        start = len(self._keys)
-        keys = self.numbered(NAME)[start:]
-        all_differ = len(self._numbers[NAME][1]) == start + len(keys)
-        for number, first in () if all_differ else enumerate(keys, start):
+        for number, first in enumerate(keys, len(known)):
             if first != number:
                 self._first_of_key.setdefault(self.sites[first].key, first)
-                keys[number - start] = self._first_of_key.setdefault(self.sites[number].key, number)
-        self._keys.extend(keys)
+                keys[number - len(known)] = self._first_of_key.setdefault(self.sites[number].key, number)
+        self._keys = known + keys
         return self._keys
 
     def by_site(self, say: Callable[[Site], Said]) -> list[Said]:
         """What a function says of each site, by the site's number."""
-        with self._lock:
-            said = self._said.setdefault(say, [])
-            said += map(say, self.sites[len(said) :])
+        said: list[Said] = self._said.get(say, [])
+        if len(said) < len(self.sites):
+            said = self._said[say] = [*said, *map(say, self.sites[len(said) :])]
         return said
 
     def numbered(self, say: Callable[[Site], Hashable]) -> array[int]:
         """Of each site the number of the first of which a function says the same."""
-        with self._lock:
-            numbers, known = self._numbers.setdefault(say, (array("i"), {}))
-            start = len(numbers)
-            numbers.extend(array("i", map(known.setdefault, map(say, self.sites[start:]), itertools.count(start))))
-            return numbers[:]
+        numbers, known = self._numbers.setdefault(say, (array("i"), {}))
+        start = len(numbers)
+        if start < len(self.sites):
+            firsts = map(known.setdefault, map(say, self.sites[start:]), itertools.count(start))
+            numbers = numbers + array("i", firsts)
+            self._numbers[say] = numbers, known
+        return numbers
 
-    def column(self, add: Callable[[array[int], CallTree], None]) -> array[int]:
-        """A column to which a function adds what it lacks of the sites known by now."""
-        with self._lock:
-            column = self._columns.setdefault(add, array("i"))
-            add(column, self)
-            return column[:]
+    def column(self, more: Callable[[CallTree, int], array[int]]) -> array[int]:
+        """A column to which a function has given what it lacked, told how long it was, of the sites known by now."""
+        column = self._columns.get(more, array("i"))
+        added = more(self, len(column))
+        if added:
+            column = self._columns[more] = column + added
+        return column
 
 
 class Located(NamedTuple):
@@ -224,7 +225,7 @@ class Lines:
                 known[path[: depth + 1]] = len(known) - 1
         tree = CallTree()
         tree.sites += number_of
-        tree.extend(numbers.tobytes(), parents.tobytes())
+        tree.extend(0, numbers.tobytes(), parents.tobytes())
         places = tree.located().places
         columns: dict[int, list[int]] = {}
         totals_of: dict[int, dict[int, list[Totals]]] = {}

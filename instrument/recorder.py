@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import Context
 from types import TracebackType
@@ -275,11 +275,12 @@ class _Recording:
 
     def shape_calls(self) -> dict[str, int]:
         """How often probes of each shape were called, as `measure_costs` names them."""
-        tree = self.paths()
-        site_of = tree.site_of
-        shapes = tree.numbered(self.shapes.get)
-        calls = self.calls_by(array("i", map(shapes.__getitem__, site_of)), len(shapes))
-        return {self.shapes.get(tree.sites[first], "scope"): calls[first] for first in set(shapes)}
+        tree, shape_of = self.paths(), self.shapes.get
+        site_of, count = tree.site_of, len(tree.sites)
+        found: defaultdict[str, int] = defaultdict(int)
+        for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False):
+            found[shape_of(site, "scope")] += calls  # asked anew: a loader's is known after its scope may have run
+        return found
 
     # ---------------------------------------------------------------- reading
 
@@ -287,7 +288,8 @@ class _Recording:
         """The call paths as columns, kept up with the core's."""
         with self._reading:
             paths = self._paths
-            paths.extend(*self.nodes_from(len(paths), paths.sites))
+            first = len(paths)
+            paths.extend(first, *self.nodes_from(first, paths.sites))
             return paths
 
     def _paths_with(self, row: Row) -> CallTree:

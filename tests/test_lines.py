@@ -19,6 +19,7 @@ from instrument import scope
 from instrument.lines import (
     CALLS,
     FIRST,
+    NAME,
     NOT_BELOW,
     ORDERS,
     REQUEST,
@@ -34,7 +35,7 @@ from instrument.lines import (
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.report.events import events
 from instrument.report.self_times import classes, instances, ops
-from instrument.report.tree import ADD_LEVELS, WEIGHTS
+from instrument.report.tree import LEVELS, WEIGHTS
 from instrument.report.view import HeldSpans, Options, Recording
 from instrument.schema import loads
 from instrument.spans import Site
@@ -106,7 +107,7 @@ def test_the_tree_of_names_its_sums_and_its_values_are_those_of_the_twin(
     tally: Tally, tracer_option: str, sorted_by: str, is_least: bool
 ) -> None:
     lines = Lines.of_tally(tally)
-    levels = lines.tree.column(ADD_LEVELS[tracer_option])
+    levels = lines.tree.column(LEVELS[tracer_option])
     field, per, is_negative = WEIGHTS[sorted_by]
 
     def made() -> list[Any]:
@@ -164,7 +165,7 @@ def test_lines_of_all_threads_have_the_sums_of_the_tally(tally: Tally) -> None:
 def extend(tree: CallTree, site: Site, parent: int) -> None:
     if site not in tree.sites:
         tree.sites.append(site)
-    tree.extend(array("i", [tree.sites.index(site)]).tobytes(), array("i", [parent]).tobytes())
+    tree.extend(len(tree), array("i", [tree.sites.index(site)]).tobytes(), array("i", [parent]).tobytes())
 
 
 def test_sites_of_the_same_place_are_one_path_and_keep_all_their_nodes() -> None:
@@ -193,6 +194,31 @@ def test_what_is_said_of_a_site_is_asked_for_once() -> None:
         found, said = tree.numbered(say), tree.by_site(say)
     assert asked == ["a", "a", "b", "b", "c", "c"]
     assert (found, said) == (array("i", [0, 1, 0]), ["op", "layer", "op"])
+
+
+def test_what_asks_again_while_a_site_is_asked_about_comes_to_the_same() -> None:
+    """A signal's handler may print a report while another is made on the same thread."""
+    tree, alone = CallTree(), CallTree()
+    for name in "aba":
+        extend(tree, Site(name), NOT_BELOW)
+        extend(alone, Site(name), NOT_BELOW)
+    asked = []
+
+    def say(site: Site) -> str:
+        if not asked:
+            asked.append(site)
+            tree.numbered(say)
+            tree.by_site(say)
+            extend(tree, Site("b"), NOT_BELOW)
+            tree.keys()
+        return site.name
+
+    tree.numbered(say)
+    extend(alone, Site("b"), NOT_BELOW)
+    assert tree.numbered(say) == alone.numbered(NAME) == array("i", [0, 1, 0, 1])
+    assert tree.by_site(say) == list("abab")
+    assert (tree.keys(), tree.located()) == (alone.keys(), alone.located())
+    assert sorted(tree.nodes([0, 1])) == [0, 1, 2, 3]
 
 
 LINE = array("q", [0, 1, *[0] * (WIDTH - 2)])

@@ -63,7 +63,7 @@ class NameTree:
 
     def __init__(self, lines: Lines, tracer_option: str) -> None:
         self._lines = lines
-        levels = lines.tree.column(ADD_LEVELS[tracer_option])
+        levels = lines.tree.column(LEVELS[tracer_option])
         self._names = tree_of_names(lines.parents, lines.site_of, levels, lines.book(None))
         self.parents = self._names.parents
         self._children: dict[int, list[int]] = {}
@@ -227,42 +227,43 @@ class Selection:
         return enough
 
 
-def _adder(tracer_option: str) -> Callable[[array[int], CallTree], None]:
+NOTHING = -1
+PER_SITE = 3
+"""Of each site the one or two levels that it adds to the tree, and the one that it adds where it is topmost."""
+
+
+def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
     special = {"phase", "copy", *(INSTANTIATED if tracer_option == "AllOpDetail" else ())}
 
-    def add(levels: array[int], tree: CallTree) -> None:
-        """Add what sites add to the tree: nothing where a phase is hidden, two levels where instances are shown.
+    def levels_from(tree: CallTree, known: int) -> array[int]:
+        """What sites add to the tree: nothing where a phase is hidden, two levels where instances are shown.
 
         A phase that nothing surrounds is a row like any other, so that no option changes the Total time.
         """
-        names, start = tree.numbered(NAME), len(levels) // WIDTH
+        names, start = tree.numbered(NAME), known // PER_SITE
         kinds = tree.by_site(KIND)[start : len(names)]
         instances = tree.keys() if special.intersection(INSTANTIATED) else names
         copies = tree.numbered(_copy_name) if "copy" in kinds else names
-        added = array("i", [NOTHING]) * (WIDTH * len(kinds))
-        added[::WIDTH] = names[start:]
+        levels = array("i", [NOTHING]) * (PER_SITE * len(kinds))
+        levels[::PER_SITE] = names[start:]
         for number, kind in enumerate(kinds, start) if special.intersection(kinds) else ():
             if kind not in special:
                 continue
-            at, name = WIDTH * (number - start), names[number]
+            at, name = PER_SITE * (number - start), names[number]
             if kind == "phase":
                 own = NOTHING if tracer_option == "Default" else PHASE | name
-                added[at : at + WIDTH] = array("i", (own, NOTHING, ROW | name))
+                levels[at : at + PER_SITE] = array("i", (own, NOTHING, ROW | name))
             elif kind == "copy":
-                added[at] = COPY | copies[number]
+                levels[at] = COPY | copies[number]
             else:
-                added[at + 1] = INSTANCE | instances[number]
-        levels.extend(added)
+                levels[at + 1] = INSTANCE | instances[number]
+        return levels
 
-    return add
+    return levels_from
 
 
-NOTHING = -1
-WIDTH = 3
-"""Of each site the one or two levels that it adds to the tree, and the one that it adds where it is topmost."""
-
-ADD_LEVELS: Mapping[str, Callable[[array[int], CallTree], None]] = {
-    option: _adder(option) for option in ("Default", "OpDetail", "AllOpDetail")
+LEVELS: Mapping[str, Callable[[CallTree, int], array[int]]] = {
+    option: _leveller(option) for option in ("Default", "OpDetail", "AllOpDetail")
 }
 """For `CallTree.column`, by the tracer option."""
 

@@ -89,6 +89,8 @@ import instrument
 from chat import server
 from instrument.recorder import RECORDER
 
+RECORDER.node_limit = 1 << 20  # probes that come back are new ones, with call paths of their own
+
 def follow():
     for line in sys.stdin:
         state, _, profile = line.rstrip().partition(" ")
@@ -100,6 +102,8 @@ def follow():
         (instrument.enable if state == "on" else instrument.disable)()
         if profile:
             gc.collect()
+        if RECORDER.node_count == RECORDER.node_limit:
+            state = "too-many-call-paths"
         cost = instrument.session().cost()
         print(state, RECORDER.calls, cost.thread_ns / cost.window_ns, flush=True)
 
@@ -168,7 +172,7 @@ def tell(server: subprocess.Popen[str], state: str, profile: Path | str = "") ->
     server.stdin.flush()
     said, *rest = server.stdout.readline().split()
     if said != state:
-        raise RuntimeError("the server does not follow")
+        raise RuntimeError(f"the server does not follow: {said}")
     return int(rest[0]), float(rest[1])
 
 
