@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrument import otlp
@@ -19,7 +19,7 @@ from instrument.probes.verdict import Verdict
 from instrument.reader import Reader
 from instrument.recorder import Recorder
 from instrument.report.view import Upkeep
-from instrument.spans import Cost
+from instrument.spans import Cost, Span
 
 COMPLAINTS_KEPT = 20
 
@@ -85,6 +85,18 @@ class Account:
         mean_ns = (probes_ns + self.pairs_ns()) / counted if counted else 0.0
         cold_ns = mean_ns + self.costs.cold_ns if counted else 0.0
         return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
+
+    def cost_of(self, spans: Sequence[Span], window_ns: int, session_ns: int) -> Cost:
+        """What it has cost in a window, by its spans; its threads are taken to work evenly while the session runs."""
+        sites = Counter(span.site for span in spans)
+        shapes: Counter[str] = Counter()
+        for site, calls in sites.items():
+            shapes[self.recorder.shapes.get(site, "scope")] += calls
+        timed = sum(bool(span.device) for span in spans)
+        probes_ns = self.costs.sum_ns(shapes) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
+        mean_ns = probes_ns / len(spans) if spans else 0.0
+        threads_ns = sum(self.threads_ns().values()) * window_ns // max(session_ns, 1)
+        return Cost(len(spans), mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_ns if spans else 0.0)
 
     def pairs_ns(self) -> float:
         """What all pairs of events on devices have cost."""

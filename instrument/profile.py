@@ -23,6 +23,9 @@ VIEWS: tuple[str, ...] = (
     "overview", "events", "phases", "operators", "kernels", "device", "copies", "memory", "distribution", "user",
     "requests", "classes", "ops", "instances", "startup", "benchmark", "cost",
 )  # fmt: skip
+TIME_UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+"""In ns: what times in text may be in."""
+
 SORT_KEYS: tuple[str, ...] = (
     "default", "calls", "total", "max", "min", "ave",
     "cpu_total", "cpu_max", "cpu_min", "cpu_ave", "gpu_total", "gpu_max", "gpu_min", "gpu_ave",
@@ -218,14 +221,18 @@ class Otlp:
 class Summary:
     """Text reports to `stderr`, `stdout` or a file, whose path may hold `{service}` and `{pid}`.
 
-    `rows` bounds each table, None means all rows. `sorted_by` and `per_thread` are of the view `events`.
+    Its options are those of `instrument.report.view.Options`; `per_thread` is of `events`.
     """
 
     to: str = "stderr"
     views: tuple[str, ...] = ("events",)
     sorted_by: str = "default"
     rows: int | None = None
+    least_ns: int = 0
+    unit: str = "ms"
     per_thread: bool = False
+    corrected: bool = False
+    skip_first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,7 +370,10 @@ class Session:
 
         A generator counts as one step, whatever it made. Device times add what a pair of events costs on this device.
         """
-        return self.account.cost((self.end_ns or time.monotonic_ns()) - self.start_ns)
+        return self.account.cost(self._lasted_ns())
+
+    def _lasted_ns(self) -> int:
+        return (self.end_ns or time.monotonic_ns()) - self.start_ns
 
     def losses(self) -> Mapping[str, int]:
         """Everything that was recorded and not kept, by reason."""
@@ -386,7 +389,9 @@ class Session:
 
     def tally(self) -> Tally:
         """Exact totals of all calls up to now, with what their probes cost."""
-        tally = RECORDER.tally()
+        return self._charged(RECORDER.tally())
+
+    def _charged(self, tally: Tally) -> Tally:
         tally.charge(lambda site: self._costs.of(site).outside_ns)
         return tally
 
@@ -399,14 +404,15 @@ class Session:
         """
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
-        return self.trace_of(self.take(first, last, window, origin))
+        trace = self.trace_of(self.take(first, last, window, origin))
+        return replace(trace, cost=self.cost()) if start_ns is None and end_ns is None else trace
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
         """What the rings hold of that time, at 0.3 us a span; `trace_of` makes a trace of it later."""
         return Stretch.of(RECORDER, start_ns, end_ns, window, origin or self.origin())
 
     def trace_of(self, stretch: Stretch) -> Trace:
-        """The trace of what was taken, with the device times that have come by now.
+        """The trace of what was taken, with the device times that have come by now, and the cost of these spans.
 
         2 us a span; while the session runs, on any thread.
         """
@@ -423,7 +429,7 @@ class Session:
             losses=self.losses(),
             notes=self.notes(),
             window=stretch.window,
-            cost=self.cost(),
+            cost=self.account.cost_of(spans, stretch.end_ns - stretch.start_ns, self._lasted_ns()),
             held_from_ns=stretch.held_from_ns(),
             samples=self._gauges.samples(stretch.start_ns, stretch.end_ns),
             gpus=self._gauges.gpus(),
@@ -502,6 +508,10 @@ class Session:
             "sorted_by": wanted.sorted_by,
             "rows": wanted.rows,
             "threads": "both" if wanted.per_thread else "merged",
+            "least_ns": wanted.least_ns,
+            "unit": wanted.unit,
+            "corrected": wanted.corrected,
+            "skip_first": wanted.skip_first,
         }
         return Options(**{**defaults, **{name: value for name, value in asked.items() if value is not None}})
 
@@ -565,10 +575,13 @@ class Session:
         if wanted is None:
             return
         self.selection.finish_nodes()
+        trace = self.trace(start_ns, end_ns, index, origin)
+        if start_ns <= self.start_ns and self.end_ns is not None and end_ns >= self.end_ns:
+            trace, tally = replace(trace, cost=self.cost()), self.tally()
+        else:
+            tally = self._charged(Tally.of_spans(trace.spans, trace.threads))
         try:
-            path = chrome.dump(
-                place.path(wanted.path, index), self.trace(start_ns, end_ns, index, origin), self.tally()
-            )
+            path = chrome.dump(place.path(wanted.path, index), trace, tally)
         except TraceError as error:
             self.account.complain(str(error))
             return

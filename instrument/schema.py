@@ -46,6 +46,7 @@ from instrument.profile import (
     RECORDED,
     SORT_KEYS,
     STATES,
+    TIME_UNITS,
     TRACER_OPTIONS,
     VIEWS,
     Argument,
@@ -555,7 +556,11 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "views": Key("views", one_or_more(one_of(*VIEWS))),
         "sorted_by": Key("sorted_by", one_of(*SORT_KEYS)),
         "rows": Key("rows", whole(1)),
+        "least": Key("least_ns", _duration("50us")),
+        "unit": Key("unit", one_of(*TIME_UNITS)),
         "per_thread": Key("per_thread", flag),
+        "corrected": Key("corrected", flag),
+        "skip_first": Key("skip_first", whole(0)),
     },
 }
 """Every key that a profile may hold, by section."""

@@ -29,6 +29,7 @@ from instrument.profile import (
     RECORDED,
     SORT_KEYS,
     STATES,
+    TIME_UNITS,
     TRACER_OPTIONS,
     VIEWS,
     Argument,
@@ -123,7 +124,8 @@ class TestWhatEachKeyGives:
                 headers: {authorization: "Bearer x", X-Tenant: "7"}
                 timeout: 1.5s
                 compression: none
-              summary: {to: out/summary.txt, views: [events], sorted_by: total, rows: 50, per_thread: true}
+              summary: {to: out/summary.txt, views: [events], sorted_by: total, rows: 50, least: 50us, unit: s,
+                        per_thread: true, corrected: true, skip_first: 2}
         """
         profile = read(text)
         assert profile.service == "chat-7b"
@@ -160,7 +162,9 @@ class TestWhatEachKeyGives:
             timeout_ns=1_500_000_000,
             compression="none",
         )
-        assert profile.export.summary == Summary("out/summary.txt", ("events",), "total", 50, True)
+        assert profile.export.summary == Summary(
+            "out/summary.txt", ("events",), "total", 50, 50_000, "s", per_thread=True, corrected=True, skip_first=2
+        )
 
     @pytest.mark.parametrize(
         ("text", "expected"),
@@ -1086,7 +1090,11 @@ PROFILES = mapping(
             views=one_or_more(st.sampled_from(VIEWS)),
             sorted_by=st.sampled_from(SORT_KEYS),
             rows=COUNT,
+            least=DURATION,
+            unit=st.sampled_from(tuple(TIME_UNITS)),
             per_thread=st.booleans(),
+            corrected=st.booleans(),
+            skip_first=COUNT,
         ),
     ),
 )

@@ -455,6 +455,39 @@ def test_a_schedule_writes_one_file_a_window_while_the_service_runs() -> None:
     assert len(list(Path("traces").iterdir())) == 1
 
 
+def test_the_file_of_a_window_tells_of_the_calls_and_the_cost_of_that_window_alone() -> None:
+    begin("schedule: {skip_first: 3, record: 2, repeat: 1}\n" + CHROME)
+    for _ in range(9):
+        request()
+        time.sleep(0.002)
+    instrument.stop()
+    trace, tally = chrome.load(f"traces/shop-{os.getpid()}-0.json")
+    assert sum(row.totals.calls for row in tally.rows() if row.path[-1].name == "request") == 2
+    assert sum(row.totals.total_ns for row in tally.rows()) == sum(span.end_ns - span.start_ns for span in trace.spans)
+    assert trace.cost is not None
+    assert trace.cost.calls == len(trace.spans)
+    assert trace.cost.window_ns == trace.end_ns - trace.start_ns
+
+
+def test_the_file_of_a_whole_session_tells_of_all_its_calls_also_of_those_that_are_no_longer_held() -> None:
+    begin("limits: {ring: 64KiB}\n" + CHROME)
+    for _ in range(3_000):
+        request()
+    instrument.stop()
+    trace, tally = chrome.load(f"traces/shop-{os.getpid()}-0.json")
+    assert trace.cost is not None
+    assert sum(row.totals.calls for row in tally.rows()) == trace.cost.calls > len(trace.spans)
+
+
+def test_the_summary_at_exit_takes_the_options_of_one_on_call() -> None:
+    begin("export: {summary: {to: out/said.txt, least: 1s, unit: us, rows: 3}}")
+    request(2)
+    instrument.stop()
+    said = Path("out/said.txt").read_text("utf-8")
+    assert "Time unit: us" in said
+    assert "(remaining 1)" in said
+
+
 def test_a_forked_child_starts_clean_and_writes_a_file_of_its_own() -> None:
     begin(CHROME)
     request(2)

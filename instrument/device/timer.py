@@ -293,6 +293,11 @@ class Timing:
         """Up to when that is so. Takes time by the number of open spans: ask once for many."""
         return self._now() if self.timer is None else self.timer.resolver.settled_ns()
 
+    @property
+    def pair_ns(self) -> float:
+        """What a pair costs the thread that records it."""
+        return 0.0 if self.timer is None else self.timer.resolver.pair_ns
+
     def cost_ns(self) -> tuple[float, int]:
         """What pairs have cost the threads of the service up to now, and the resolver's thread."""
         if self.timer is None:

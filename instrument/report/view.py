@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from instrument.lines import Lines
-from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
+from instrument.profile import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
 from instrument.spans import Cost, Site, Span, Startup, Trace
 from instrument.tally import Tally
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 THREADS: tuple[str, ...] = ("both", "merged", "apart")
-UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+UNITS = TIME_UNITS
 """Nanoseconds in each unit of time that a report may be in."""
 
 
