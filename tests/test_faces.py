@@ -160,6 +160,28 @@ class TestFluid:
         assert calls_of(capsys.readouterr().out, "thread0::work") == batches
         assert chrome.load("batches")[1].calls == batches
 
+    def test_every_option_of_paddle_utils_is_honoured(self, capsys: pytest.CaptureFixture[str]) -> None:
+        options = fluid.ProfilerOptions(
+            options={
+                "state": "GPU",
+                "sorted_key": "total",
+                "tracer_level": "OpDetail",
+                "batch_range": [0, 2],
+                "output_thread_detail": True,
+                "profile_path": "profile",
+                "timeline_path": "timeline.json",
+                "op_summary_path": "report.txt",
+            }
+        )
+        with fluid.Profiler(options=options.with_state("CPU")) as profiler:
+            for _ in range(3):
+                work()
+                profiler.record_step()
+        text = capsys.readouterr().out
+        assert Path("report.txt").read_text() == text.removesuffix("\n")
+        assert calls_of(text, "thread0::work") == 2
+        assert [chrome.load(path)[1].calls for path in ("profile", "timeline.json")] == [2, 2]
+
     def test_one_that_is_not_enabled_does_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
         with fluid.Profiler(enabled=False) as profiler:
             work()

@@ -10,12 +10,12 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Union
 
 from instrument import chrome
 from instrument.errors import ProfileError
@@ -24,6 +24,8 @@ from instrument.profiler import Session
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.steps import join, leave
+
+_Path = Union[str, "os.PathLike[str]"]
 
 SORTED_KEYS = ("default", "calls", "total", "max", "min", "ave")
 PROFILE_PATH = str(Path(tempfile.gettempdir(), "profile"))
@@ -56,8 +58,12 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
             _run = _Run(session, state, tracer_option, now_ns, session.start_ns >= now_ns)
 
 
-def stop_profiler(sorted_key: str | None = None, profile_path: str | os.PathLike[str] | None = PROFILE_PATH) -> None:
+def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PROFILE_PATH) -> None:
     """Print the report of all threads together, then by thread; write the timeline. Nothing where none runs."""
+    _stop(sorted_key, (profile_path,), None)
+
+
+def _stop(sorted_key: str | None, timelines: Iterable[_Path | None], report: _Path | None) -> None:
     global _run
     _refuse(sorted_key=(sorted_key or "default", SORTED_KEYS))
     with _lock:
@@ -68,9 +74,13 @@ def stop_profiler(sorted_key: str | None = None, profile_path: str | os.PathLike
             trace = run.session.trace(run.since_ns)
             recording = run.session.recording() if run.counts_all else Recording.of_trace(trace)
             options = Options(tracer_option=run.tracer_option, state=run.state, sorted_by=sorted_key or "default")
-            print(summary(["events"], recording, options), flush=True)
-            if profile_path is not None:
-                chrome.dump(profile_path, trace)
+            text = summary(["events"], recording, options)
+            print(text, flush=True)
+            if report is not None:
+                Path(report).write_text(text, encoding="utf-8")
+            for path in timelines:
+                if path is not None:
+                    chrome.dump(path, trace)
         finally:
             leave(run.session)
 
@@ -86,7 +96,7 @@ def reset_profiler() -> None:
 def profiler(
     state: str,
     sorted_key: str | None = None,
-    profile_path: str | os.PathLike[str] | None = PROFILE_PATH,
+    profile_path: _Path | None = PROFILE_PATH,
     tracer_option: str = "Default",
 ) -> Iterator[None]:
     """Record within the block, and report when it is left, by an exception too."""
@@ -98,11 +108,24 @@ def profiler(
         stop_profiler(sorted_key, profile_path)
 
 
+class ProfilerOptions:
+    """The options of a `Profiler` of `paddle.utils`, as an object."""
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self.options = dict(options or {})
+
+    def with_state(self, state: str) -> ProfilerOptions:
+        """The same with another state."""
+        self.options["state"] = state
+        return self
+
+
 class Profiler:
     """That of `paddle.utils`: ``with Profiler(options={"batch_range": [10, 20]}) as p``, `p.record_step()` by batch.
 
-    Options: state, sorted_key, tracer_level, batch_range (batches first to end - 1) and profile_path, in which `none`
-    writes no file.
+    Options: state, sorted_key, tracer_level, batch_range (batches first to end - 1), and the files, of which `none`
+    writes none: profile_path and timeline_path get a Chrome trace, op_summary_path the report too. The report tells
+    threads apart with output_thread_detail and without.
     """
 
     DEFAULTS: Mapping[str, Any] = {
@@ -110,12 +133,16 @@ class Profiler:
         "sorted_key": "default",
         "tracer_level": "Default",
         "batch_range": (0, 2**63 - 1),
+        "output_thread_detail": False,
         "profile_path": "none",
+        "timeline_path": "none",
+        "op_summary_path": "none",
     }
 
-    def __init__(self, enabled: bool = True, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, enabled: bool = True, options: Mapping[str, Any] | ProfilerOptions | None = None) -> None:
         self._enabled = enabled
-        self._options = {**self.DEFAULTS, **(options or {})}
+        asked = options.options if isinstance(options, ProfilerOptions) else options or {}
+        self._options = {**self.DEFAULTS, **asked}
         problems = [
             f"Profiler: options: found the key {key!r}; allowed: {', '.join(self.DEFAULTS)}"
             for key in self._options
@@ -138,8 +165,11 @@ class Profiler:
     def stop(self) -> None:
         """Print and write what was recorded; nothing where the range has ended before."""
         if self._enabled:
-            path = self._options["profile_path"]
-            stop_profiler(self._options["sorted_key"], None if path == "none" else path)
+            profile, timeline, report = (
+                None if self._options[name] == "none" else self._options[name]
+                for name in ("profile_path", "timeline_path", "op_summary_path")
+            )
+            _stop(self._options["sorted_key"], (profile, timeline), report)
 
     def reset(self) -> None:
         """As `reset_profiler`."""
