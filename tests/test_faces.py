@@ -441,6 +441,44 @@ class TestSinga:
         assert float(backward.split()[-2]) >= 0.02
         assert timed == "Timed iterations: 3"
 
+    @pytest.mark.parametrize("make", ["create_cuda_gpu()", "create_cuda_gpu_on(0)", "create_cpu_device()"])
+    def test_the_lines_of_its_documentation_run_and_say_what_they_lack(
+        self, make: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        lines = f"""
+dev = device.{make}
+verbosity = 2
+dev.SetVerbosity(verbosity)
+dev.SetSkipIteration(5)
+work()
+dev.PrintTimeProfiling()
+"""
+        names: dict[str, Any] = {"device": singa, "work": work}
+        exec(lines, names)
+        assert capsys.readouterr().out.splitlines() == [
+            "",
+            "Time Profiling:",
+            "Timed iterations: 0; call EndIteration() after each, the first 5 are skipped",
+        ]
+        names["dev"].EndIteration()
+        names["dev"].SetSkipIteration(0)
+        names["dev"].PrintTimeProfiling()
+        assert "OP_ID0. work : " in capsys.readouterr().out
+        names["dev"].SetVerbosity(0)
+
+    def test_a_phase_that_there_was_none_of_has_no_time(self, capsys: pytest.CaptureFixture[str]) -> None:
+        device = singa.create_cuda_gpu()
+        device.SetVerbosity(1)
+        device.SetSkipIteration(0)
+        with scope("forward", kind="phase"):
+            pass
+        device.EndIteration()
+        device.PrintTimeProfiling()
+        device.SetVerbosity(0)
+        *_, forward, backward, timed = capsys.readouterr().out.splitlines()
+        assert float(forward.split()[-2]) > 0
+        assert (backward, timed) == ("Backward Propagation Time : - sec", "Timed iterations: 1")
+
     def test_bad_numbers_are_told(self) -> None:
         with pytest.raises(ProfileError, match="SetVerbosity: found 4; allowed: 0, 1, 2, 3"):
             singa.Device().SetVerbosity(4)
