@@ -218,7 +218,7 @@ class TestPaddle:
 
     def test_a_range_of_steps_begins_at_0_where_it_begins_before(self) -> None:
         found: list[Window] = []
-        with paddle.Profiler(scheduler=(-3, 2), on_trace_ready=found.append) as p:
+        with paddle.Profiler(scheduler=(-3, 2), on_trace_ready=lambda prof: found.append(prof.window)) as p:
             for _ in range(4):
                 p.step()
         assert [(window.first_step, window.last_step) for window in found] == [(0, 1)]
@@ -229,10 +229,166 @@ class TestPaddle:
         def states(step: int) -> State:
             return paddle.ProfilerState.RECORD_AND_RETURN if step == 2 else paddle.ProfilerState.CLOSED
 
-        with paddle.Profiler(scheduler=states, on_trace_ready=found.append) as p:
+        with paddle.Profiler(scheduler=states, on_trace_ready=lambda prof: found.append(prof.window)) as p:
             for _ in range(4):
                 p.step()
         assert [(window.first_step, window.last_step) for window in found] == [(2, 2)]
+
+    def test_the_handler_of_its_documentation_exports_and_prints_each_window(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        lines = """
+def my_on_trace_ready(prof):
+    callback = profiler.export_chrome_tracing('./profiler_demo')
+    callback(prof)
+    prof.summary()
+
+prof = profiler.Profiler(
+    targets=[ProfilerTarget.CPU, ProfilerTarget.GPU],
+    scheduler=profiler.make_scheduler(closed=1, ready=1, record=4, repeat=3),
+    on_trace_ready=my_on_trace_ready)
+prof.start()
+for i in range(20):
+    with profiler.RecordEvent("DataPrepare"):
+        work()
+    prof.step()
+prof.stop()
+"""
+        names: dict[str, Any] = {"profiler": paddle, "ProfilerTarget": paddle.ProfilerTarget, "work": work}
+        exec(lines, names)
+        text = capsys.readouterr().out
+        assert names["prof"].failures == 0
+        assert len([line for line in text.splitlines() if line.split()[:2] == ["DataPrepare", "4"]]) >= 3
+        assert "10 steps timed, the first 10 skipped" in text.rpartition("DataPrepare")[2]
+        traces = [chrome.load(path)[0] for path in Path("profiler_demo").iterdir()]
+        assert [sum(span.site.name == "work" for span in trace.spans) for trace in traces] == [4, 4, 4]
+
+    def test_a_handler_may_stop_the_profiler_and_the_loop_goes_on(self, capsys: pytest.CaptureFixture[str]) -> None:
+        lines = """
+def my_on_trace_ready(prof):
+    callback = profiler.export_chrome_tracing('./profiler_demo')
+    callback(prof)
+    prof.stop()
+    prof.summary(sorted_by=profiler.SortedKeys.GPUTotal)
+
+p = profiler.Profiler(scheduler = [3,14], on_trace_ready=my_on_trace_ready)
+p.start()
+for batch_id in range(20):
+    work()
+    p.step()
+p.stop()
+"""
+        names: dict[str, Any] = {"profiler": paddle, "work": work}
+        exec(lines, names)
+        text = capsys.readouterr().out
+        assert names["p"].failures == 0
+        assert calls_of(text, "work") == 11
+        assert "4 steps timed, the first 10 skipped" in text
+        (path,) = Path("profiler_demo").iterdir()
+        assert sum(span.site.name == "work" for span in chrome.load(path)[0].spans) == 11
+        with pytest.raises(StateError, match="no session runs"):
+            instrument.session()
+
+    def test_the_cost_of_the_steps_is_printed_when_a_loop_that_is_only_timed_stops(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        p = paddle.Profiler(timer_only=True)
+        p.start()
+        for _ in range(12):
+            p.step(num_samples=4)
+        assert capsys.readouterr().out == ""
+        p.stop()
+        p.stop()
+        assert capsys.readouterr().out.count("2 steps timed, the first 10 skipped") == 1
+
+    def test_what_it_is_asked_for_and_does_not_record_is_said_once(
+        self, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        paddle._told.clear()
+        session = instrument.start(loads("", environ={}))
+        assert session is not None
+        for _ in range(2):
+            with paddle.Profiler(
+                targets=[paddle.ProfilerTarget.CPU, paddle.ProfilerTarget.XPU],
+                record_shapes=True,
+                profile_memory=True,
+                with_flops=True,
+                emit_nvtx=True,
+                custom_device_types=["npu"],
+            ) as p:
+                work()
+                p.step()
+        told = [record.getMessage() for record in caplog.records]
+        assert [line.partition(": accepted, but not recorded; ")[0] for line in told] == [
+            f"paddle.Profiler: {name}"
+            for name in (
+                "custom_device_types", "emit_nvtx", "profile_memory", "record_shapes", "targets: XPU", "with_flops",
+            )
+        ]  # fmt: skip
+        assert [session.account.notes().count(line) for line in told] == [1] * 6
+
+    def test_a_worker_names_its_files_and_the_newest_window_is_exported_as_json(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def both(prof: paddle.Profiler) -> None:
+            prof.export("inside.json", format="json")
+
+        with paddle.Profiler(
+            scheduler=paddle.make_scheduler(closed=0, ready=0, record=1, repeat=2),
+            on_trace_ready=[paddle.export_chrome_tracing("log", worker_name="worker0"), both],
+        ) as p:
+            for _ in range(2):
+                work()
+                p.step()
+        assert sorted(path.name for path in Path("log").iterdir()) == ["worker0-0.json.gz", "worker0-1.json.gz"]
+        p.export("after.json", format="json")
+        for name in ("inside.json", "after.json", "log/worker0-1.json.gz"):
+            assert "work" in paddle.load_profiler_result(name).summary()
+        with pytest.raises(ProfileError, match="format: found 'pb'; allowed: json, which load_profiler_result reads"):
+            p.export("after.pb", format="pb")
+        with pytest.raises(ProfileError, match="no protobuf is written; use export_chrome_tracing"):
+            paddle.export_protobuf("log")
+
+    def test_a_file_of_its_own_says_what_is_profiled(self, capsys: pytest.CaptureFixture[str]) -> None:
+        module = {"module": "paddle.profiler", "use_direct": False}
+        asked = {
+            "targets": ["cpu", "gpu"],
+            "scheduler": {"make_scheduler": {**module, "args": [], "kwargs": {"closed": 1, "ready": 0, "record": 2}}},
+            "on_trace_ready": {"export_chrome_tracing": {**module, "args": ["log"], "kwargs": {}}},
+            "timer_only": False,
+        }
+        Path("profiler.json").write_text(json.dumps(asked))
+        with paddle.get_profiler("profiler.json") as p:
+            for _ in range(3):
+                work()
+                p.step()
+        (path,) = Path("log").iterdir()
+        assert sum(span.site.name == "work" for span in chrome.load(path)[0].spans) == 2
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", "JSONDecodeError"),
+            ('{"target": []}', "found the key 'target'; allowed: targets, scheduler"),
+            ('{"targets": ["tpu"]}', "KeyError: 'TPU'"),
+            ('{"scheduler": [5, 2]}', r"schedule: found \(5, 2\); allowed: \(first, end\)"),
+            ('{"on_trace_ready": {"x": {"module": "paddle.profiler"}}}', "has no attribute 'x'"),
+        ],
+    )
+    def test_what_is_wrong_in_such_a_file_is_told(self, text: str, message: str) -> None:
+        Path("profiler.json").write_text(text)
+        with pytest.raises(ProfileError, match=f"get_profiler: profiler.json: .*{message}"):
+            paddle.get_profiler("profiler.json")
+
+    def test_handlers_of_instrument_get_its_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
+        handlers = [instrument.print_summary(sorted_by="total"), instrument.export_chrome("log")]
+        with paddle.Profiler(on_trace_ready=handlers) as p:
+            work()
+            p.step()
+        text = capsys.readouterr().out
+        assert p.failures == 0
+        assert text.startswith("Window 0, steps 0 to 0")
+        assert len(list(Path("log").iterdir())) == 1
 
     def test_targets_that_are_none_are_told(self) -> None:
         for targets in ([], ["GPU"]):
@@ -273,7 +429,7 @@ class TestPaddle:
             b.end()
             c.begin()
 
-        with paddle.Profiler(on_trace_ready=found.append) as p:
+        with paddle.Profiler(on_trace_ready=lambda prof: found.append(prof.window)) as p:
             a.begin()
             b.begin()
             p.step()

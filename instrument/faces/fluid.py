@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Union
+from typing import Any
 
 from instrument import chrome
 from instrument.errors import ProfileError
@@ -25,7 +25,7 @@ from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.steps import join, leave
 
-_Path = Union[str, "os.PathLike[str]"]
+_Path = str | os.PathLike[str]
 
 SORTED_KEYS = ("default", "calls", "total", "max", "min", "ave")
 PROFILE_PATH = str(Path(tempfile.gettempdir(), "profile"))

@@ -1,22 +1,27 @@
 """The names of `paddle.profiler`: `Profiler`, `make_scheduler`, `RecordEvent`, `SortedKeys`, `SummaryView` and so on.
 
-Differences: on_trace_ready gets the `Window`, not the profiler, runs before the next window is armed, and nothing is
-written where none is given. A window that the schedule leaves without RECORD_AND_RETURN is delivered too. Ranges may
-overlap, cross steps and tasks; profilers may be nested. `make_scheduler` is `instrument.schedule`, `ProfilerState` is
-`instrument.window.State`. `summary` prints and returns the text; nothing is printed by `stop`.
+Differences: on_trace_ready runs before the next window is armed, and nothing is written where none is given. A window
+that the schedule leaves without RECORD_AND_RETURN is delivered too. Ranges may overlap, cross steps and tasks;
+profilers may be nested. `make_scheduler` is `instrument.schedule`, `ProfilerState` is `instrument.window.State`.
+`summary` prints and returns the text. There is no protobuf. What is asked for and not recorded is said once in the log,
+and in the session's notes.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from importlib import import_module
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from instrument import chrome
-from instrument.errors import ProfileError
-from instrument.handlers import Handler, export_chrome
+from instrument import chrome, files
+from instrument.errors import ProfileError, logger
+from instrument.handlers import InBackground, Window, export_chrome
 from instrument.probes.functions import profiled
 from instrument.profile import VIEWS
 from instrument.recorder import RECORDER, Scope
@@ -40,18 +45,37 @@ __all__ = [
     "SummaryView",
     "TracerEventType",
     "export_chrome_tracing",
+    "export_protobuf",
+    "get_profiler",
     "load_profiler_result",
     "make_scheduler",
 ]
+
+_KEYS = ("targets", "scheduler", "on_trace_ready", "timer_only")
+_FILE = "{service}-{window}.json.gz"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProfilerTarget(Enum):
-    """What is timed: the host, or what goes to a GPU too."""
+    """What is timed: the host, or what goes to a GPU too. Of the others nothing is."""
 
     CPU = 0
     GPU = 1
+    XPU = 2
+    CUSTOM_DEVICE = 3
+
+
+_TIMED = (ProfilerTarget.CPU, ProfilerTarget.GPU)
+
+_NO_DEVICE = "host and GPU are timed"
+_INSTEAD: Mapping[str, str] = {
+    "record_shapes": "a rule's attributes record the sizes of arguments",
+    "profile_memory": "the view memory takes allocations from a trace of torch.profiler",
+    "emit_nvtx": "under Nsight every span is an NVTX range without it",
+    "with_flops": "nothing counts operations",
+}
+_told: set[str] = set()
 
 
 class SortedKeys(Enum):
@@ -138,15 +162,49 @@ class RecordEvent:
         return profiled(self.name, **self._how)(function)  # type: ignore[call-overload, no-any-return]
 
 
-def export_chrome_tracing(dir_name: str | os.PathLike[str]) -> Handler:
-    """As `instrument.export_chrome`: one file a window, named by service, process and window."""
-    return export_chrome(dir_name)
+class _Exporter(InBackground):
+    """Writes windows; given a profiler, as within a handler, it writes the newest at once."""
+
+    def __call__(self, ready: Profiler | Window) -> object:
+        window = ready.window if isinstance(ready, Profiler) else ready
+        return None if window is None else super().__call__(window)
+
+
+def export_chrome_tracing(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
+    """As `instrument.export_chrome`: one file a window, named by service or worker, process and window."""
+    if worker_name is None:
+        return _Exporter(export_chrome(dir_name))
+    folder = files.working_folder() / dir_name
+
+    def write(window: Window) -> None:
+        index = window.index
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = files.path_of(_FILE, folder, worker_name, index)
+            try:
+                path.touch(0o600, exist_ok=False)
+                break
+            except FileExistsError:
+                index += 1
+        window.export(path)
+        files.make_room(_FILE, folder, worker_name, path, window.session.profile.limits.disk_bytes)
+
+    return _Exporter(write)
+
+
+def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
+    """There is none. Raises `ProfileError`, which says what there is."""
+    raise ProfileError(
+        ["export_protobuf: no protobuf is written; use export_chrome_tracing, load_profiler_result reads it"]
+    )
 
 
 class Profiler(_Profiler):
     """`paddle.profiler.Profiler`: its arguments, in our words those of `instrument.Profiler`.
 
     `targets` with a GPU time the device too; left out, both. In a `scheduler` ``(start, end)`` a start below 0 is 0.
+    `on_trace_ready` gets this object, and its `window` is what has been recorded. A handler may `stop` it: that is done
+    when the step has ended, and what steps the loop goes on to count is nothing.
     """
 
     def __init__(
@@ -155,16 +213,86 @@ class Profiler(_Profiler):
         targets: Iterable[ProfilerTarget] | None = None,
         scheduler: tuple[int, int] | States | None = None,
         on_trace_ready: Handler | Sequence[Handler] | None = None,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
         timer_only: bool = False,
+        emit_nvtx: bool = False,
+        custom_device_types: Sequence[str] = (),
+        with_flops: bool = False,
     ) -> None:
-        wanted = set(ProfilerTarget if targets is None else targets)
+        wanted = set(_TIMED if targets is None else targets)
         unknown = [target for target in wanted if not isinstance(target, ProfilerTarget)]
-        if unknown or not wanted:
+        if unknown or not wanted.intersection(_TIMED):
             raise ProfileError([f"Profiler: targets: found {targets!r}; allowed: a list of ProfilerTarget.CPU and GPU"])
         if isinstance(scheduler, (tuple, list)) and len(scheduler) == 2 and isinstance(scheduler[0], int):
             scheduler = (max(scheduler[0], 0), scheduler[1])
-        state = None if len(wanted) > 1 else wanted.pop().name
-        super().__init__(state=state, schedule=scheduler, on_trace_ready=on_trace_ready, timer_only=timer_only)
+        asked = {
+            "record_shapes": record_shapes, "profile_memory": profile_memory, "emit_nvtx": emit_nvtx,
+            "custom_device_types": custom_device_types, "with_flops": with_flops,
+            **{f"targets: {target.name}": True for target in wanted.difference(_TIMED)},
+        }  # fmt: skip
+        self._not_recorded = sorted(name for name, value in asked.items() if value)
+        self._is_over = False
+        wanted.intersection_update(_TIMED)
+        many = on_trace_ready if isinstance(on_trace_ready, (list, tuple)) else [on_trace_ready]
+        super().__init__(
+            state=None if len(wanted) > 1 else wanted.pop().name,
+            schedule=scheduler,
+            on_trace_ready=[self._given(handler) for handler in many if handler is not None],
+            timer_only=timer_only,
+        )
+
+    def _given(self, handler: Any) -> Any:
+        """The handler as a function of a window, which those of `instrument` are."""
+        if (
+            not callable(handler)
+            or isinstance(handler, InBackground)
+            or getattr(handler, "__module__", "") == export_chrome.__module__
+        ):
+            return handler
+        return lambda window: handler(self)
+
+    def start(self) -> None:
+        """As that of `instrument.Profiler`."""
+        super().start()
+        self._is_over = False
+        for name in self._not_recorded:
+            note = f"paddle.Profiler: {name}: accepted, but not recorded; {_INSTEAD.get(name, _NO_DEVICE)}"
+            if note not in _told:
+                _told.add(note)
+                logger.warning("%s", note)
+            if self._session is not None and note not in self._session.account.notes():
+                self._session.account.complain(note, log=False)
+
+    def step(self, num_samples: int | None = None) -> None:
+        """As that of `instrument.Profiler`; nothing once a handler has stopped this."""
+        if self._is_over:
+            return
+        super().step(num_samples)
+        if self._is_over:
+            self._stop()
+
+    def stop(self) -> None:
+        """As that of `instrument.Profiler`, and print the cost of the steps where some were timed."""
+        if self._is_delivering:
+            self._is_over = self._is_running
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        was_running = self._is_running
+        super().stop()
+        cost = counted(self._benchmark, Options())
+        if was_running and self._benchmark.loop().steps:
+            print("\n".join(cost.lines()), flush=True)
+
+    def export(self, path: str | os.PathLike[str], format: str = "json") -> Path:
+        """Write the newest window as a Chrome trace. Raises `ProfileError` for a format that is not json."""
+        if format != "json":
+            raise ProfileError(
+                [f"Profiler.export: format: found {format!r}; allowed: json, which load_profiler_result reads"]
+            )
+        return super().export(path)
 
     def summary(  # type: ignore[override]
         self,
@@ -181,6 +309,10 @@ class Profiler(_Profiler):
             text = f"{_text(recording, sorted_by, op_detail, thread_sep, time_unit, views)}\n{text}"
         print(text, flush=True)
         return text
+
+
+Handler = Callable[[Profiler], object] | InBackground
+"""What `on_trace_ready` may be."""
 
 
 class ProfilerResult:
@@ -207,6 +339,39 @@ class ProfilerResult:
 def load_profiler_result(file_name: str | os.PathLike[str]) -> ProfilerResult:
     """Read a file that `export_chrome_tracing` or `export` has written. Raises `TraceError`."""
     return ProfilerResult(*chrome.load(file_name))
+
+
+def get_profiler(config_path: str | os.PathLike[str]) -> Profiler:
+    """The profiler that a JSON file of Paddle's asks for. Raises `ProfileError` for what is wrong in it.
+
+    Functions of `paddle.profiler` that it names are those of this module.
+    """
+    try:
+        return Profiler(**_asked(json.loads(Path(config_path).read_text(encoding="utf-8"))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ProfileError([f"get_profiler: {os.fspath(config_path)}: {type(error).__name__}: {error}"]) from error
+
+
+def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Profiler` that such a file means."""
+    unknown = [name for name in found if name not in _KEYS]
+    if unknown:
+        raise ValueError(f"found the key {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
+    asked = dict(found)
+    if "targets" in asked:
+        asked["targets"] = [ProfilerTarget[name.upper()] for name in asked["targets"]]
+    for name in ("scheduler", "on_trace_ready"):
+        if isinstance(asked.get(name), dict):
+            ((function, how),) = asked[name].items()
+            asked[name] = _named(function, **how)
+    return asked
+
+
+def _named(function: str, module: str, use_direct: bool = False, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    """A function that a file names, or what a call of it returns."""
+    ours = module == "paddle.profiler" or module.startswith("paddle.profiler.")
+    found = getattr(sys.modules[__name__] if ours else import_module(module), function)
+    return found if use_direct else found(*args, **(kwargs or {}))
 
 
 def _text(
