@@ -160,6 +160,18 @@ class TestFluid:
         assert calls_of(capsys.readouterr().out, "thread0::work") == batches
         assert chrome.load("batches")[1].calls == batches
 
+    def test_the_lines_of_its_documentation_run(self, capsys: pytest.CaptureFixture[str]) -> None:
+        lines = """
+with profiler.profiler('All', 'total') as prof:
+    work()
+profiler.start_profiler(state='All', tracer_option='Default')
+work()
+profiler.stop_profiler(sorted_key='total', profile_path='tmp/profile')
+"""
+        exec(lines, {"profiler": fluid, "work": work})
+        assert capsys.readouterr().out.count("Profiling Report") == 2
+        assert chrome.load("tmp/profile")[1].calls == 1
+
     def test_every_option_of_paddle_utils_is_honoured(self, capsys: pytest.CaptureFixture[str]) -> None:
         options = fluid.ProfilerOptions(
             options={
@@ -652,7 +664,7 @@ class TestTheano:
         outer()
         work()  # not within it
         assert (outer.profile.calls, outer.profile.call_ns > 0) == (1, True)
-        lines = outer.profile.summary().splitlines()
+        lines = outer.profile.text().splitlines()
         assert lines[:2] == ["Function profiling", "=================="]
         assert re.fullmatch(r"  Message: test_faces\.py:\d+", lines[2])
         text = "\n".join(lines)
@@ -676,7 +688,24 @@ class TestTheano:
         inner()
         assert outer.profile is inner.profile is both
         assert both.calls == 2
-        assert "  Message: both" in both.summary()
+        assert "  Message: both" in both.text()
+        instrument.stop()
+
+    def test_a_summary_is_printed_where_theano_printed_it_and_a_graph_is_refused(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        f = theano.function(profile=True)(lambda: work())
+        f()
+        f.profile.summary()
+        assert capsys.readouterr().err == f.profile.text()
+        with Path("profile.txt").open("w") as file:
+            f.profile.summary(file, n_ops_to_print=1, n_apply_to_print=1)
+        text = Path("profile.txt").read_text()
+        assert text == f.profile.text(1, 1)
+        assert text.count("(remaining 1 ") == 2  # ops and instances; the two are of one class
+        assert "(remaining " not in f.profile.text()
+        with pytest.raises(ProfileError, match="function: found inputs of a graph"):
+            theano.function([], object(), profile=True)
         instrument.stop()
 
     def test_nothing_is_recorded_where_no_profile_is_asked_for_and_a_wrong_one_is_told(self) -> None:
@@ -712,10 +741,10 @@ slow()
         assert done.stdout == ""
 
 
-def readme_rows() -> list[tuple[str, list[tuple[str, str]]]]:
-    """The systems of the migration tables of the README, with the old line and ours of each row."""
+def readme_rows() -> list[tuple[str, list[tuple[str, str, bool]]]]:
+    """The systems of the README's migration tables: the old line and ours of each row, and whether the old one runs."""
     section = (Path(__file__).parent.parent / "README.md").read_text().partition("## From another profiler\n")[2]
-    systems: list[tuple[str, list[tuple[str, str]]]] = []
+    systems: list[tuple[str, list[tuple[str, str, bool]]]] = []
     for line in section.partition("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if not line.startswith("|") or line.startswith("|---"):
@@ -723,28 +752,52 @@ def readme_rows() -> list[tuple[str, list[tuple[str, str]]]]:
         if not cells[0].startswith("`"):
             systems.append((cells[0], []))
             continue
-        systems[-1][1].append((cells[0].strip("`"), cells[1].strip("`")))
+        old, no = re.fullmatch(r"`([^`]+)`( \*no: [^*]+\*)?", cells[0]).groups()  # type: ignore[union-attr]
+        systems[-1][1].append((old, cells[1].strip("`"), no is None))
     return systems
 
 
-FACES = ["Paddle fluid", "Paddle", "SINGA", "Mini-Caffe"]
-"""Whose old lines are the same but for the import; graphs of Theano are not, and that cannot be installed any more."""
+SYSTEMS = ["Paddle fluid", "Paddle", "SINGA", "Mini-Caffe", "Theano"]
 
 
-def test_the_readme_has_a_table_for_every_system() -> None:
-    assert [name for name, _ in readme_rows()] == [*FACES, "Theano"]
+def test_the_readme_has_a_table_for_every_system_and_its_first_line_is_the_import() -> None:
+    assert [name for name, _ in readme_rows()] == SYSTEMS
+    for _, rows in readme_rows():
+        assert len(rows) >= 4
+        assert [index for index, (old, _, _) in enumerate(rows) if old.startswith(("from ", "import "))] == [0]
 
 
-@pytest.mark.parametrize(
-    ("system", "is_ours"), [*[(name, False) for name in FACES], *[(name, True) for name in [*FACES, "Theano"]]]
-)
-def test_every_line_of_the_readmes_tables_runs(system: str, is_ours: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = dict(readme_rows())[system]
-    assert len(rows) >= 4
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_line_of_the_readmes_tables_runs_in_our_words(system: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"work": work, "y": work}
-    for old, ours in rows:
-        exec(ours if is_ours or old.startswith(("from ", "import ")) else old, names)
+    for _, ours, _ in dict(readme_rows())[system]:
+        exec(ours, names)
     capsys.readouterr()
+    instrument.stop()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_old_line_of_the_readmes_tables_runs_through_its_face_or_is_marked(
+    system: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of an import line nothing but the face is taken; a line that is marked is refused, and ours stands in for it."""
+    names: dict[str, Any] = {"work": work, "x": object(), "y": work}
+    (first, ours, _), *rows = dict(readme_rows())[system]
+    face = ours.rpartition("; ")[2]
+    assert face.startswith("from instrument.faces import ")
+    assert first.split()[-1] == face.split()[-1]  # the same name, or the lines below would not be the old ones
+    exec(face, names)
+    for old, ours, runs in rows:
+        if runs:
+            exec(old, names)
+            continue
+        with pytest.raises(ProfileError):
+            exec(old, names)
+        exec("import instrument; from instrument import export_chrome", names)
+        exec(ours, names)
+    printed = capsys.readouterr()
+    said = {"SINGA": "Timed iterations: 0; call EndIteration()", "Mini-Caffe": ""}.get(system, "work")
+    assert said in printed.out + printed.err
     instrument.stop()
 
 

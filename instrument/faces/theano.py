@@ -2,8 +2,9 @@
 
 ``@function(profile=True)`` stands for ``theano.function(..., profile=True)``: what runs within the calls of the Python
 function is its profile, and the views `classes`, `ops` and `instances` are its sections Class, Ops and Apply. The first
-such function begins a session where none runs. Differences: times are self times of spans in place of thunks, and
-nothing is compiled. Functions that call each other have what their own calls took; their sum counts that once.
+such function begins a session where none runs. Differences: ``theano.function([x], y)``, which compiles a graph, is
+refused; times are self times of spans in place of thunks. Functions that call each other have what their own calls
+took; their sum counts that once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from instrument import process
 from instrument.errors import FAULTS, ProfileError, StateError
@@ -58,10 +59,16 @@ class ProfileStats:
         """Time in these calls, in ns."""
         return sum(row.totals.total_ns for row in self._tally().rows() if len(row.path) == 1)
 
-    def summary(self, *, rows: int = ROWS) -> str:
-        """The profile as text, `rows` in each section. Raises `StateError` where no session runs."""
+    def summary(self, file: TextIO | None = None, n_ops_to_print: int = ROWS, n_apply_to_print: int = ROWS) -> str:
+        """Print the profile to `file`, else to standard error, and return the text. Raises as `text`."""
+        text = self.text(n_ops_to_print, n_apply_to_print)
+        print(text, end="", file=file or sys.stderr, flush=True)
+        return text
+
+    def text(self, rows: int = ROWS, instances: int = ROWS) -> str:
+        """The profile, `rows` of classes and of ops, and of instances. Raises `StateError` where no session runs."""
         lines = ["Function profiling", "==================", f"  Message: {safe(self.message or '')}", ""]
-        return "\n".join([*lines, *_sections(self._tally(), rows)]) + "\n"
+        return "\n".join([*lines, *_sections(self._tally(), rows, instances)]) + "\n"
 
     def _tally(self) -> Tally:
         return _below(process.session().tally(), self._sites)
@@ -71,11 +78,18 @@ _profiles: list[ProfileStats] = []
 _lock = threading.RLock()
 
 
-def function(*, profile: bool | str | ProfileStats = True, name: str | None = None) -> Callable[[Function], Function]:
+def function(
+    *graph: object, profile: bool | str | ProfileStats = True, name: str | None = None
+) -> Callable[[Function], Function]:
     """A decorator whose result has its `profile`: one of its own, by a message, or one that functions share.
 
-    `name` is that of its spans, else the function's own. `profile=False` records nothing.
+    `name` is that of its spans, else the function's own. `profile=False` records nothing. Raises `ProfileError` for
+    the inputs and outputs of a graph.
     """
+    if graph:
+        raise ProfileError(
+            ["function: found inputs of a graph, which nothing compiles here; allowed: function(profile=)(callable)"]
+        )
     if not isinstance(profile, (bool, str, ProfileStats)):
         raise ProfileError([f"function: profile: found {profile!r}; allowed: True, False, a message, a ProfileStats"])
     if profile is False:
@@ -125,18 +139,21 @@ def report() -> str:
         profiles = sorted(_profiles, key=lambda stats: stats.call_ns, reverse=True)
     called = [stats for stats in profiles if stats.calls]
     texts = [f"Skipping empty Profile: {safe(stats.message or '')}\n" for stats in profiles if not stats.calls]
-    texts += [stats.summary() for stats in called]
+    texts += [stats.text() for stats in called]
     if len(called) > 1:
         lines = [f"Sum of all({len(called)}) printed profiles at exit", ""]
         tally = _below(process.session().tally(), [site for stats in called for site in stats._sites], SUM)
-        texts.append("\n".join([*lines, *_sections(tally, ROWS)]) + "\n")
+        texts.append("\n".join([*lines, *_sections(tally)]) + "\n")
     return "\n".join(texts)
 
 
-def _sections(tally: Tally, rows: int) -> list[str]:
+def _sections(tally: Tally, rows: int = ROWS, instances: int = ROWS) -> list[str]:
     recording = Recording(lambda: tally, _no_trace)
-    views = made(SECTIONS, recording, Options(rows=rows, sorted_by="total"))
-    return [line for view in views.values() for line in view.lines()]
+    lines: list[str] = []
+    for views, most in ((SECTIONS[:2], rows), (SECTIONS[2:], instances)):
+        for view in made(views, recording, Options(rows=most, sorted_by="total")).values():
+            lines += view.lines()
+    return lines
 
 
 def _no_trace() -> Trace:
