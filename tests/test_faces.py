@@ -182,7 +182,7 @@ profiler.stop_profiler(sorted_key='total', profile_path='tmp/profile')
                 "output_thread_detail": True,
                 "profile_path": "profile",
                 "timeline_path": "timeline.json",
-                "op_summary_path": "report.txt",
+                "op_summary_path": "reports/ops.txt",
             }
         )
         with fluid.Profiler(options=options.with_state("CPU")) as profiler:
@@ -190,7 +190,7 @@ profiler.stop_profiler(sorted_key='total', profile_path='tmp/profile')
                 work()
                 profiler.record_step()
         text = capsys.readouterr().out
-        assert Path("report.txt").read_text() == text.removesuffix("\n")
+        assert Path("reports/ops.txt").read_text() == text.removesuffix("\n")
         assert calls_of(text, "thread0::work") == 2
         assert [chrome.load(path)[1].calls for path in ("profile", "timeline.json")] == [2, 2]
 
@@ -312,6 +312,21 @@ p.stop()
         p.stop()
         p.stop()
         assert capsys.readouterr().out.count("2 steps timed, the first 10 skipped") == 1
+
+    def test_a_forked_child_prints_nothing_of_its_parents_loop(self) -> None:
+        program = """
+import os
+from instrument.faces import paddle
+p = paddle.Profiler()
+p.start()
+for _ in range(12):
+    p.step()
+if os.fork():
+    os.wait()
+p.stop()
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.count("2 steps timed, the first 10 skipped") == 1
 
     def test_what_it_is_asked_for_and_does_not_record_is_said_once(
         self, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
@@ -807,7 +822,8 @@ from instrument.faces import fluid, minicaffe, paddle, singa
 with fluid.profiler("All", "total", "profile"):
     pass
 with paddle.Profiler(scheduler=(0, 1)) as p, paddle.RecordEvent("x"):
-    p.step()
+    for _ in range(12):
+        p.step()
 minicaffe.enable(); minicaffe.open_scope("x"); minicaffe.close_scope(); minicaffe.disable()
 """
     environ = {**os.environ, "INSTRUMENT": "off"}

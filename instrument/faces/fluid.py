@@ -77,6 +77,7 @@ def _stop(sorted_key: str | None, timelines: Iterable[_Path | None], report: _Pa
             text = summary(["events"], recording, options)
             print(text, flush=True)
             if report is not None:
+                Path(report).parent.mkdir(parents=True, exist_ok=True)
                 Path(report).write_text(text, encoding="utf-8")
             for path in timelines:
                 if path is not None:

@@ -23,6 +23,7 @@ from instrument import chrome, files
 from instrument.errors import ProfileError, logger
 from instrument.handlers import InBackground, Window, export_chrome
 from instrument.probes.functions import profiled
+from instrument.probes.scopes import OFF
 from instrument.profile import VIEWS
 from instrument.recorder import RECORDER, Scope
 from instrument.report.benchmark import counted
@@ -282,9 +283,9 @@ class Profiler(_Profiler):
     def _stop(self) -> None:
         was_running = self._is_running
         super().stop()
-        cost = counted(self._benchmark, Options())
-        if was_running and self._benchmark.loop().steps:
-            print("\n".join(cost.lines()), flush=True)
+        has_ended = was_running and not self._is_running  # not in a forked child, whose loop this is not
+        if has_ended and not OFF and self._benchmark.loop().steps:
+            print("\n".join(counted(self._benchmark, Options()).lines()), flush=True)
 
     def export(self, path: str | os.PathLike[str], format: str = "json") -> Path:
         """Write the newest window as a Chrome trace. Raises `ProfileError` for a format that is not json."""
