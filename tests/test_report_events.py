@@ -392,24 +392,53 @@ def test_times_are_in_the_unit_that_is_asked_for(unit: str, total: str, part: st
 
 
 @pytest.mark.parametrize(
-    ("state", "place", "total", "ratio", "parts"),
+    ("state", "place", "total", "ave", "ratio", "parts"),
     [
-        ("All", "All", "3", "0.75", True),
-        ("CPU", "CPU", "1.5", "0.6", False),
-        ("GPU", "CUDA", "2", "1", False),
+        ("All", "All", "3", "0.75", "0.75", True),
+        ("CPU", "CPU", "1.5", "0.375", "0.6", False),
+        ("GPU", "CUDA", "2", "0.5", "1", False),
     ],
 )
-def test_the_state_chooses_which_time_is_the_total(state: str, place: str, total: str, ratio: str, parts: bool) -> None:
+def test_the_state_chooses_which_time_is_the_total_and_the_average(
+    state: str, place: str, total: str, ave: str, ratio: str, parts: bool
+) -> None:
     tally = Tally()
-    count(tally, (op("matmul"),), 1.5, device_ms=2, elapsed_ms=3)
+    count(tally, (op("matmul"),), 1.5, calls=4, device_ms=2, elapsed_ms=3)
     count(tally, (op("tokenize"),), 1)
     report = report_of(tally, state=state)
     first, second = table_rows(report)
     assert f"Place: {place}\n" in report
-    assert (first["Total"], first["Ratio."], first["Min."], first["Ave."]) == (total, ratio, "3", "3")
+    assert (first["Total"], first["Ratio."], first["Ave."]) == (total, ratio, ave)
     assert ("Host and Device Time" in report) is parts
-    assert ("of host and device time together" in report) is (not parts)
     assert second["Total"] == ("0" if state == "GPU" else "1")
+
+
+KEPT = ("Min.", "Max.", "p50", "p99")
+
+
+def test_what_is_kept_of_elapsed_time_alone_is_not_shown_as_that_of_another() -> None:
+    tally = Tally()
+    count(tally, (op("matmul"),), 1.5, device_ms=2, elapsed_ms=3)
+    count(tally, (op("tokenize"),), 1)
+    unknown, known = dict.fromkeys(KEPT, "-"), dict.fromkeys(KEPT, "1")
+    for state, expected in {"CPU": (unknown, known), "GPU": (unknown, unknown)}.items():
+        report = report_of(tally, state=state)
+        assert tuple({key: row[key] for key in KEPT} for row in table_rows(report)) == expected
+        assert "Min., Max., p50, p99 -: they are kept of host and device time together" in report
+        assert f"  row's {state} time.\n" in report
+    assert "they are kept of" not in report_of(tally)
+    with_device_alone = Tally()
+    count(with_device_alone, (op("matmul"),), 1.5, device_ms=2, elapsed_ms=2)
+    (row,) = table_rows(report_of(with_device_alone, state="GPU"))
+    assert [row[key] for key in KEPT] == ["2"] * 4
+
+
+def test_averages_are_sorted_as_they_are_shown() -> None:
+    tally = Tally()
+    count(tally, (op("kernel"),), 1, device_ms=9, elapsed_ms=9)
+    count(tally, (op("host"),), 2)
+    for state, order in {"All": "kernel host", "CPU": "host kernel", "GPU": "kernel host"}.items():
+        assert " ".join(row.name for row in rows_of(tally, state=state, sorted_by="ave")) == order
 
 
 @pytest.mark.parametrize(
@@ -1009,9 +1038,12 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
         total, elapsed = sum(map(time_of, spans)), [span.elapsed_ns for span in spans]
         host, device = sum(span.total_ns for span in spans), sum(span.device_ns for span in spans)
         whole = sum(elapsed)
+        # The tally keeps no least or greatest but of elapsed time.
+        known = all(time_of(span) == span.elapsed_ns for span in spans)
         return (
-            len(spans), sum(span.error is not None for span in spans), total, host, device, whole, min(elapsed),
-            max(elapsed), whole / len(spans), total / base if base else None,
+            len(spans), sum(span.error is not None for span in spans), total, host, device, whole,
+            (min(elapsed), max(elapsed)) if known else (None, None), known, known, total / len(spans),
+            total / base if base else None,
             (host / whole, device / whole) if whole else (None, None),
         )  # fmt: skip
 
@@ -1020,8 +1052,9 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
     options = Options(tracer_option=tracer_option, state=state, threads="merged")
     view = events(Recording.of_trace(trace), options)
     ours = [
-        (row.depth, (row.calls, row.errors, row.total_ns, row.host_ns, row.device_ns, row.elapsed_ns, row.min_ns,
-                     row.max_ns, row.ave_ns, row.ratio, (row.host_ratio, row.device_ratio)))
+        (row.depth, (row.calls, row.errors, row.total_ns, row.host_ns, row.device_ns, row.elapsed_ns,
+                     (row.min_ns, row.max_ns), row.p50_ns is not None, row.p99_ns is not None, row.ave_ns, row.ratio,
+                     (row.host_ratio, row.device_ratio)))
         for block in view.blocks for row in block.rows
     ]  # fmt: skip
     assert nested(ours) == nested(expected)

@@ -5,7 +5,8 @@ follow these rules, which differ from that report where it counted wrongly:
 
 - Total is, in state All, the sum over calls of `elapsed`: the length of the union of a call's host and device
   interval, so that time in which both ran counts once. State CPU: the host interval. State GPU: the device time.
-- Min., Max., Ave., p50 and p99 are of `elapsed` in every state, for that is what the tally's histogram holds.
+- Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed`, for that is what the tally's
+  histogram holds; where a row's Total is not the sum of it, they are not known, and there is a dash.
 - Ratio. is a row's Total divided by the Total time of its block, which is the sum of the topmost rows. A row whose
   span has not ended, or ended on another thread, has no call to count; what lies under it counts in its place.
 - Rows are sums of work. Children that ran at the same time as each other, or on the device after their parent had
@@ -84,10 +85,11 @@ class EventRow:
 
     `name` is unescaped and in full, `depth` is 0 for the topmost rows. `thread` is the thread's id, or None where all
     threads are merged. `total_ns` is what the state asks for: `elapsed_ns`, `host_ns` or `device_ns`. `ratio` is its
-    share of the block's Total time. `instance` tells the instances of `AllOpDetail` apart: a layer's path, else where
-    the code is. `self_ns` is host time outside the row's children; a hidden phase leaves its own to the row around it,
-    and the row of a type has that of its instances. A row with `remaining` stands for so many rows of its level that
-    were left out.
+    share of the block's Total time. The least, the greatest and the percentiles are of elapsed time, None where the
+    total is of another. `instance` tells the instances of `AllOpDetail` apart: a layer's path, else where the code
+    is. `self_ns` is host time outside the row's children; a hidden phase leaves its own to the row around it, and the
+    row of a type has that of its instances. A row with `remaining` stands for so many rows of its level that were
+    left out.
     """
 
     name: str
@@ -111,8 +113,8 @@ class EventRow:
 
     @property
     def ave_ns(self) -> float | None:
-        """Mean elapsed time of a call."""
-        return share(self.elapsed_ns, self.calls)
+        """The Total by the calls."""
+        return share(self.total_ns, self.calls)
 
     @property
     def host_ratio(self) -> float | None:
@@ -293,10 +295,13 @@ def _event_row(
 ) -> EventRow:
     """The row of an entry, or one for those of a level that the limit leaves out, so that the level still adds up."""
     totals = sums[item] if isinstance(item, int) else sums.together(item)
-    called = totals.calls > 0
-    histogram = tree.histogram([item] if isinstance(item, int) else item, thread) if called else {}
-    p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
-    total_ns = totals[TIMES[state]]
+    called, total_ns = totals.calls > 0, totals[TIMES[state]]
+    # No call's time of a state exceeds what has elapsed, so with equal sums each is the same.
+    known = called and total_ns == totals.elapsed_ns
+    p50_ns = p99_ns = None
+    if known:
+        histogram = tree.histogram([item] if isinstance(item, int) else item, thread)
+        p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
     return EventRow(
         name=tree.label(item) if isinstance(item, int) else f"(remaining {len(item)})",
         depth=depth,
@@ -310,8 +315,8 @@ def _event_row(
         device_ns=totals.device_ns,
         elapsed_ns=totals.elapsed_ns,
         self_ns=totals.self_ns,
-        min_ns=totals.min_ns if called else None,
-        max_ns=totals.max_ns if called else None,
+        min_ns=totals.min_ns if known else None,
+        max_ns=totals.max_ns if known else None,
         p50_ns=p50_ns,
         p99_ns=p99_ns,
         ratio=share(total_ns, base_ns) if called else None,
@@ -336,8 +341,6 @@ def _heading(view: Events, blocks: Sequence[Block]) -> list[str]:
         f"Ratio: of {base}, the sum of the top rows; work that ran side by side is",
         "  summed, so it may exceed the time on the clock",
     ]
-    if options.state != "All" and view.has_device_time:
-        lines.append("Min., Max., Ave., p50, p99: of host and device time together")
     if view.probes_ns is not None:
         known = f"less what their probes cost ({in_unit(view.probes_ns, options.unit)} in all)"
         unknown = "what the probes cost is not known"
@@ -498,6 +501,11 @@ def _reading_notes(view: Events) -> list[str]:
     lines = []
     if any(not row.calls for block in view.blocks for row in block.rows):
         lines.append("Calls 0: the span had not ended, or it ended on another thread.")
+    if any(row.calls and row.max_ns is None for block in view.blocks for row in block.rows):
+        lines += [
+            f"Min., Max., p50, p99 {MISSING}: they are kept of host and device time together, which is more than the",
+            f"  row's {view._options.state} time.",
+        ]
     if view.has_device_time:
         lines.append("GPU times are stretches of a stream between two events, not kernels.")
     elif view.blocks and view._options.state != "CPU":

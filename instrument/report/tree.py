@@ -39,7 +39,6 @@ WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
     "calls": (CALLS, -1, False),
     "max": (MAX, -1, False),
     "min": (MIN, -1, False),
-    "ave": (ELAPSED, CALLS, False),
     "cpu_total": (TOTAL, -1, False),
     "cpu_max": (MAX, -1, False),
     "cpu_min": (MIN, -1, True),
@@ -49,7 +48,8 @@ WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
     "gpu_min": (MIN, -1, True),
     "gpu_ave": (DEVICE, CALLS, False),
 }
-"""A sort key's field, what it is divided by (-1: nothing), and whether the least is first. Other keys are the Total."""
+"""A sort key's field, what it is divided by (-1: nothing), and whether the least is first. Other keys are the Total,
+by the calls for `ave`."""
 
 ROOT = 0
 
@@ -173,7 +173,8 @@ class Selection:
     def __init__(self, tree: NameTree, thread: int | None, options: Options) -> None:
         self._tree, self._options = tree, options
         self._sums = tree.sums(thread)
-        field, per, negative = WEIGHTS.get(options.sorted_by, (TIMES[options.state], -1, False))
+        per = CALLS if options.sorted_by == "ave" else -1
+        field, per, negative = WEIGHTS.get(options.sorted_by, (TIMES[options.state], per, False))
         self._weight = self._sums.values(tree.parents, field, per, negative=negative)
         self._first_ns = self._sums.values(tree.parents, FIRST, least=True)
         self._kept = self._find_kept()
