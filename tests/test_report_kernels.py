@@ -214,9 +214,35 @@ def test_options_bound_sort_and_scale_the_tables(tmp_path: Path) -> None:
     lines = view_of(trace, rows=1, unit="us").lines()
     row = next(line.split() for line in lines if line.startswith("(remaining 3)"))
     assert row == ["(remaining", "3)", "6", "7000", "1166.67", "2000", "1000", "-", "12.3%"]
-    for key, first in (("calls", ADD), ("min", GEMM)):
-        assert view_of(trace, sorted_by=key).kernels[0].name == first
     assert "(remaining 2)" in "\n".join(view_of(trace, least_ns=3 * MS).lines())
+
+
+@pytest.mark.parametrize(
+    ("sorted_by", "order", "heading"),
+    [
+        ("default", "bca", "total time"),
+        ("total", "bca", "total time"),
+        ("calls", "bca", "number of calls"),
+        ("max", "acb", "maximum time"),
+        ("min", "acb", "minimum time"),
+        ("ave", "acb", "average time"),
+        ("gpu_total", "bca", "total time"),
+        ("gpu_max", "acb", "maximum time"),
+        ("gpu_ave", "acb", "average time"),
+        ("gpu_min", "bca", "minimum time, least first"),
+        ("cpu_total", "bca", "total time, for a kernel has no host time"),
+        ("cpu_min", "bca", "total time, for a kernel has no host time"),
+    ],
+)
+def test_kernels_are_sorted_as_asked_and_as_the_heading_says(sorted_by: str, order: str, heading: str) -> None:
+    times = {"a": [9], "b": [3, 4, 5], "c": [6, 5]}
+    ran = [
+        Kernel(name, "kernel", 0, 7, at * 10 * MS, (at * 10 + took) * MS)
+        for at, (name, took) in enumerate((name, took) for name in times for took in times[name])
+    ]
+    view = view_of(trace_of(kernels=ran, watched=(0, 100 * MS), end_ns=100 * MS), sorted_by=sorted_by)
+    assert "".join(use.name for use in view.kernels) == order
+    assert f"; sorted by {heading}\n" in text_of(view)
 
 
 @pytest.mark.parametrize(

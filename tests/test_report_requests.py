@@ -231,8 +231,12 @@ def test_device_time_within_requests_is_that_of_the_device_view() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sorted_by", "order"), [("default", "cba"), ("total", "cba"), ("calls", "bca"), ("max", "acb"), ("ave", "acb")]
-)
+    ("sorted_by", "order"),
+    [
+        ("default", "cba"), ("total", "cba"), ("calls", "bca"), ("max", "acb"), ("ave", "acb"), ("min", "acb"),
+        ("cpu_total", "cba"), ("cpu_max", "acb"), ("cpu_ave", "acb"), ("cpu_min", "bca"), ("gpu_max", "acb"),
+    ],
+)  # fmt: skip
 def test_endpoints_are_sorted_as_asked(sorted_by: str, order: str) -> None:
     walls = {"a": [9], "b": [3, 3, 4], "c": [6, 5]}
     spans = [Site(name, "request") for name in walls for _ in walls[name]]

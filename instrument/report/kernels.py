@@ -31,7 +31,7 @@ from instrument.report.table import (
     tenths,
     title,
 )
-from instrument.report.view import Options, Recording
+from instrument.report.view import Options, Recording, SortKey
 from instrument.spans import Interval, Kernel, Site, Trace
 
 KERNELS = "torch.profiler"
@@ -44,10 +44,11 @@ HEAVIEST_ROOM = 40
 
 SEVERAL = {"copy": "copies", "fill": "fills"}
 
-BEST_FIRST = {"calls": "calls", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
+COLUMNS = {"calls": "calls", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
 _QUALIFIERS = re.compile(r"(?:(?:\w+|\(anonymous namespace\))::)+")
 
 ORDER = {"calls": "number of calls", "max": "maximum time", "min": "minimum time", "ave": "average time"}
+NO_HOST_TIME = "total time, for a kernel has no host time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class Kernels:
             "From: torch.profiler, which saw every kernel"
             if self.source == KERNELS
             else "From: pairs of events around instrumented calls; a row is a call's stretch of its stream, no kernel",
-            f"Time unit: {options.unit}; sorted by {ORDER.get(options.sorted_by, 'total time')}",
+            f"Time unit: {options.unit}; sorted by {_sorting(options)}",
             "",
             *_device_lines(self),
             "",
@@ -160,7 +161,7 @@ class Kernels:
 def kernels(recording: Recording, options: Options) -> Kernels:
     """The view, of the part of the window that was watched.
 
-    `sorted_by` is `calls`, `max`, `min` or `ave`, all from the greatest down, else by total. `rows` and `least_ns`
+    `sorted_by` takes every key, as `SortKey` says; those of host time alone mean the total. `rows` and `least_ns`
     (of a row's total) bound the tables; `unit` is that of times. The other options mean nothing here.
     """
     trace = recording.trace
@@ -169,8 +170,9 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     found = _of_torch(trace) if beside else _of_events(trace)
     total_ns = sum(used.total_ns for used in found.by_name.values())
     uses = [used.use(name, total_ns) for name, used in found.by_name.items()]
-    key = BEST_FIRST.get(options.sorted_by, "total_ns")
-    uses.sort(key=lambda use: (-getattr(use, key), -use.total_ns, use.name))
+    key = _key(options)
+    column, sign = COLUMNS.get(key.column, "total_ns"), 1 if key.ascending else -1
+    uses.sort(key=lambda use: (sign * getattr(use, column), -use.total_ns, use.name))
     window_ns = found.window[1] - found.window[0]
     return Kernels(
         source=found.source,
@@ -190,6 +192,22 @@ def kernels(recording: Recording, options: Options) -> Kernels:
         coverage=tuple(_seen(trace, found)),
         _options=options,
     )
+
+
+def _key(options: Options) -> SortKey:
+    key = SortKey.of(options)
+    return SortKey("gpu", "total", ascending=False) if _means_host(options) else key
+
+
+def _means_host(options: Options) -> bool:
+    return options.sorted_by.startswith("cpu_")
+
+
+def _sorting(options: Options) -> str:
+    if _means_host(options):
+        return NO_HOST_TIME
+    key = _key(options)
+    return ORDER.get(key.column, "total time") + (", least first" if key.ascending else "")
 
 
 class _Used:

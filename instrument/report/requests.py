@@ -34,7 +34,7 @@ from instrument.report.table import (
     wrapped,
 )
 from instrument.report.utilisation import EndpointUse, requests_within, utilisation
-from instrument.report.view import UNITS, Options, Recording
+from instrument.report.view import UNITS, Options, Recording, SortKey
 from instrument.spans import Site, Span
 
 QUEUE = "queue"
@@ -45,6 +45,8 @@ IN_ORDER = (
     "post",
 )  # fmt: skip
 """Phases as they mostly follow each other; others come after them, by their time."""
+
+COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
 
 SLOWEST = 5
 """How many of the slowest requests are listed where `rows` does not say it."""
@@ -85,6 +87,7 @@ class Endpoint:
     p50_ns: int
     p90_ns: int
     p99_ns: int
+    min_ns: int
     max_ns: int
     ratio: float | None
     phases: tuple[PhaseTime, ...]
@@ -167,9 +170,9 @@ class RequestTimes:
 def requests(recording: Recording, options: Options) -> RequestTimes:
     """The view, from the spans that are held.
 
-    `sorted_by` orders the endpoints (`default` is by the wall of all their requests), `rows` bounds the tables to so
-    many endpoints and phases of each, and the list of the slowest requests, which are five where it is left out.
-    `least_ns` leaves endpoints and phases with less time in all to the row of the rest.
+    `sorted_by` orders the endpoints by their walls, as `SortKey` says (`default` is by the sum of them), `rows`
+    bounds the tables to so many endpoints and phases of each, and the list of the slowest requests, which are five
+    where it is left out. `least_ns` leaves endpoints and phases with less time in all to the row of the rest.
     """
     trace = recording.trace
     known = owners(trace.spans)
@@ -194,7 +197,9 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
             slow[span.span_id] = _Found()
             slow[span.span_id].add(span, times, unknown_ns)
     endpoints = [_endpoint(name, one, wall_ns, options) for name, one in found.items()]
-    endpoints.sort(key=lambda endpoint: (-_weight(endpoint, options.sorted_by), endpoint.name))
+    key = SortKey.of(options)
+    column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
+    endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
 
     def rest(others: Sequence[Endpoint]) -> Endpoint:
         together = _Found()
@@ -279,6 +284,7 @@ def _endpoint(name: str, found: _Found, all_ns: int, options: Options, remaining
         p50_ns=p50_ns,
         p90_ns=p90_ns,
         p99_ns=p99_ns,
+        min_ns=walls[0],
         max_ns=walls[-1],
         ratio=share(wall_ns, all_ns),
         phases=_phases(found, options),
@@ -308,12 +314,6 @@ def _phases(found: _Found, options: Options) -> tuple[PhaseTime, ...]:
 def _place(phase: PhaseTime) -> tuple[bool, int]:
     place = IN_ORDER.index(phase.name) if phase.name in IN_ORDER else len(IN_ORDER)
     return bool(phase.remaining), place
-
-
-def _weight(endpoint: Endpoint, sorted_by: str) -> float:
-    return {"calls": endpoint.requests, "max": endpoint.max_ns, "ave": endpoint.mean_ns}.get(
-        sorted_by, endpoint.wall_ns
-    )
 
 
 def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:

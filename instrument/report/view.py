@@ -67,10 +67,11 @@ class Options:
 class SortKey:
     """What rows are sorted by: `column` is `default`, `calls`, `total`, `max`, `min` or `ave`.
 
-    `part` says of which times, `cpu` (host) or `gpu` (device), where a view has both; a key that does not say it means
-    those of the state, host times for `All`. A view with one time of a row takes that. One that has no such column
-    takes its total, and `default` is the order that the view is read in. Greatest first, but for `cpu_min` and
-    `gpu_min`, which ascend as in `paddle.profiler`; `min` descends as in its older profiler.
+    `part` says of which times, `cpu` (host) or `gpu` (device), where a view has both; a key that does not say it
+    means those of the state, host times for `All`. A view with one time of a row takes that, but for `kernels`, which
+    have no host times and say so. One that has no such column takes its total, and `default` is the order that the
+    view is read in. Greatest first, but for `cpu_min` and `gpu_min`, which ascend as in `paddle.profiler`; `min`
+    descends as in its older profiler.
     """
 
     part: str
