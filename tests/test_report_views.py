@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from instrument.spans import (
     FirstCall,
     Gpu,
     ImportTime,
+    Kernel,
     Origin,
     RemoteParent,
     Sample,
@@ -100,6 +102,34 @@ def service() -> Trace:
     )  # fmt: skip
 
 
+def beside_torch() -> Trace:
+    """The same with rows enough in every table that any bound leaves several of them out."""
+    trace = service()
+    trace.kernels = [
+        Kernel(f"gemm_{n % 7}<float>(int)", "kernel", 0, 7, at := n * 6 * MS + 11_003, at + (n % 7 * 711_037 + n * 137),
+               1, n * 5 * MS + 3)
+        for n in range(35)
+    ]  # fmt: skip
+    attributes = {word: (("phase", word),) for word in ("load", "compile")}
+    for n in range(6):
+        site = Site(f"prepare {n}", "user", attributes=attributes["compile" if n % 2 else "load"])
+        trace.spans += [
+            span(1000 + 2 * n, site, 9 * n, 9 * n + 3.0371 + n * 1.0193),
+            span(1001 + 2 * n, site, 9 * n + 4, 9 * n + 5.0017 + n / 7),
+        ]
+    assign_self_times(trace.spans)
+    assert trace.startup is not None
+    packages = [
+        ImportTime(f"package{n}", 3 + n * n, (9 + n) * 1_234_567, (3 + n) * 1_357_911, n * 31_013, n * 17_123)
+        for n in range(8)
+    ]
+    firsts = [
+        replace(first, total_ns=first.total_ns + (1 + n) * 10_007_003) for n, first in enumerate(trace.startup.firsts)
+    ]
+    trace.startup = replace(trace.startup, imports=(*(trace.startup.imports or ()), *packages), firsts=tuple(firsts))
+    return trace
+
+
 def foreign() -> Trace:
     """As another profiler's file reads: no cost, no clock, kernels as spans of their own."""
     spans = [span(1, Site("aten::mul", "op"), 0, 1), span(2, Site("Memcpy HtoD", "copy"), 0, 1)]
@@ -136,6 +166,7 @@ def hostile() -> Trace:
 
 TRACES = {
     "a service": service(),
+    "a service beside torch": beside_torch(),
     "hostile names": hostile(),
     "an empty recording": Trace(Origin(1, "shop", 5, 5), 0, 0, []),
     "one span": Trace(Origin(1, "shop", 5, 5), 0, 2 * MS, [span(1, Site("work"), 0, 1)]),
@@ -238,9 +269,10 @@ def is_there(shown: str, known: list[float]) -> bool:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("trace", ["a service", "a service beside torch"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_every_number_of_the_text_is_in_the_document(view: str, options: str) -> None:
-    for recording in (Recording.of_trace(service()), running(service())):
+def test_every_number_of_the_text_is_in_the_document(view: str, trace: str, options: str) -> None:
+    for recording in (Recording.of_trace(TRACES[trace]), running(TRACES[trace])):
         document = json.loads(json.dumps(summary_document([view], recording, OPTIONS[options])))
         text = "\n".join(made([view], recording, OPTIONS[options])[view].lines())
         known = list(numbers_of(document))

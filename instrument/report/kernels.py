@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import sub
-from typing import TypeVar
 
 from instrument.report.device import coverage
 from instrument.report.places import SHARED, UNKNOWN, name_of, places
 from instrument.report.stretches import innermost, length_ns, united
 from instrument.report.table import (
     MISSING,
+    bounded,
     columns,
     in_unit,
     named_table,
@@ -56,6 +56,7 @@ class KernelUse:
     """The calls of one kernel: `total_ns` is their sum, `busy_ns` the union, `ratio` the sum's share of all kernels'.
 
     `name` is complete. Where `source` of the view is `STRETCHES`, it is that of the span whose device time this is.
+    One with `remaining` stands for so many that were left out; the union of their times is not told.
     """
 
     name: str
@@ -63,8 +64,9 @@ class KernelUse:
     total_ns: int
     max_ns: int
     min_ns: int
-    busy_ns: int
+    busy_ns: int | None
     ratio: float | None
+    remaining: int = 0
 
     @property
     def mean_ns(self) -> float | None:
@@ -76,19 +78,18 @@ class KernelUse:
 class PlaceUse:
     """The kernels that were asked for directly within the spans of one place, outside of their children.
 
-    `ratio` is of the sum of all kernels, `heaviest` the kernel with the greatest sum among them.
+    `ratio` is of the sum of all kernels, `heaviest` the kernel with the greatest sum among them. One with `remaining`
+    stands for so many places that were left out, without what only a look at all their kernels could tell.
     """
 
     name: str
     kind: str
     kernels: int
     total_ns: int
-    busy_ns: int
+    busy_ns: int | None
     ratio: float | None
     heaviest: str
-
-
-Use = TypeVar("Use", KernelUse, PlaceUse)
+    remaining: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,7 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     key = _key(options)
     column, sign = COLUMNS.get(key.column, "total_ns"), 1 if key.ascending else -1
     uses.sort(key=lambda use: (sign * getattr(use, column), -use.total_ns, use.name))
+    by_place = sorted(found.places(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))
     window_ns = found.window[1] - found.window[0]
     return Kernels(
         source=found.source,
@@ -183,8 +185,8 @@ def kernels(recording: Recording, options: Options) -> Kernels:
             DeviceKernels(device, used.count, used.total_ns, used.busy_ns, share(used.busy_ns, window_ns))
             for device, used in sorted(found.by_device.items())
         ),
-        kernels=tuple(uses),
-        places=tuple(sorted(found.places(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))),
+        kernels=bounded(uses, options, lambda use: use.total_ns, lambda rest: _other_kernels(rest, total_ns)),
+        places=bounded(by_place, options, lambda use: use.total_ns, lambda rest: _other_places(rest, total_ns)),
         others=tuple(
             OtherWork(kind, used.count, used.total_ns, used.busy_ns) for kind, used in sorted(found.others.items())
         ),
@@ -192,6 +194,25 @@ def kernels(recording: Recording, options: Options) -> Kernels:
         coverage=tuple(_seen(trace, found)),
         _options=options,
     )
+
+
+def _other_kernels(rest: Sequence[KernelUse], all_ns: int) -> KernelUse:
+    total_ns = sum(use.total_ns for use in rest)
+    return KernelUse(
+        name=f"(remaining {len(rest)})",
+        calls=sum(use.calls for use in rest),
+        total_ns=total_ns,
+        max_ns=max(use.max_ns for use in rest),
+        min_ns=min(use.min_ns for use in rest),
+        busy_ns=None,
+        ratio=share(total_ns, all_ns),
+        remaining=len(rest),
+    )
+
+
+def _other_places(rest: Sequence[PlaceUse], all_ns: int) -> PlaceUse:
+    count, total_ns = sum(use.kernels for use in rest), sum(use.total_ns for use in rest)
+    return PlaceUse(f"(remaining {len(rest)})", "", count, total_ns, None, share(total_ns, all_ns), "", len(rest))
 
 
 def _key(options: Options) -> SortKey:
@@ -378,18 +399,12 @@ def _device_lines(view: Kernels) -> list[str]:
 
 def _kernel_lines(view: Kernels) -> list[str]:
     unit = view._options.unit
-    shown, rest = _bounded(view.kernels, view._options)
-    labels = _labels([use.name for use in shown]) if view.source == KERNELS else {}
+    labels = _labels(_names(view.kernels)) if view.source == KERNELS else {}
     cells = [
         [labels.get(use.name, use.name), str(use.calls), *(in_unit(value, unit) for value in (
-            use.total_ns, use.mean_ns, use.max_ns, use.min_ns, use.busy_ns)), tenths(use.total_ns, view.total_ns)]
-        for use in shown
+            use.total_ns, use.mean_ns, use.max_ns, use.min_ns, use.busy_ns)), tenths(use.ratio, 1)]
+        for use in view.kernels
     ]  # fmt: skip
-    if rest:
-        calls, total_ns = sum(use.calls for use in rest), sum(use.total_ns for use in rest)
-        most, least = max(use.max_ns for use in rest), min(use.min_ns for use in rest)
-        times = (in_unit(value, unit) for value in (total_ns, share(total_ns, calls), most, least))
-        cells.append([f"(remaining {len(rest)})", str(calls), *times, MISSING, tenths(total_ns, view.total_ns)])
     what, several = ("Kernel", "Kernels") if view.source == KERNELS else ("Stretch of", "Stretches")
     return [
         *section_title(f"{several} by name"),
@@ -399,26 +414,19 @@ def _kernel_lines(view: Kernels) -> list[str]:
 
 def _place_lines(view: Kernels) -> list[str]:
     unit = view._options.unit
-    shown, rest = _bounded(view.places, view._options)
-    labels = _labels(use.name for use in view.kernels)
+    heaviest = [use.heaviest for use in view.places if not use.remaining]
+    labels = _labels(dict.fromkeys([*_names(view.kernels), *heaviest]))
     cells = [
         [use.name, str(use.kernels), in_unit(use.total_ns, unit), in_unit(use.busy_ns, unit),
-         tenths(use.total_ns, view.total_ns), _begin_of(labels[use.heaviest])]
-        for use in shown
+         tenths(use.ratio, 1), MISSING if use.remaining else _begin_of(labels[use.heaviest])]
+        for use in view.places
     ]  # fmt: skip
-    if rest:
-        calls, total_ns = sum(use.kernels for use in rest), sum(use.total_ns for use in rest)
-        ratio = tenths(total_ns, view.total_ns)
-        cells.append([f"(remaining {len(rest)})", str(calls), in_unit(total_ns, unit), MISSING, ratio, MISSING])
     header = ["Asked for in", "Kernels", "Total", "Busy", "Of sum", "Heaviest kernel"]
     return [*section_title("Kernels by place"), *named_table(header, cells, 0)]
 
 
-def _bounded(uses: Sequence[Use], options: Options) -> tuple[list[Use], list[Use]]:
-    """The uses that the options leave, and the others."""
-    shown = [use for use in uses if use.total_ns >= options.least_ns][: options.rows]
-    known = set(map(id, shown))
-    return shown, [use for use in uses if id(use) not in known]
+def _names(uses: Iterable[KernelUse]) -> list[str]:
+    return [use.name for use in uses if not use.remaining]
 
 
 def _labels(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:

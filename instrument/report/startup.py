@@ -8,15 +8,16 @@ are held tell how much that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from instrument.report.places import name_of_site
 from instrument.report.table import (
     GAP,
     LINE,
     MISSING,
+    bounded,
     in_unit,
     named_table,
     number,
@@ -27,12 +28,11 @@ from instrument.report.table import (
     table,
     tenths,
     title,
+    wrapped,
 )
 from instrument.report.view import Options, Recording
 from instrument.spans import PREPARING, FirstCall, ImportTime, Site, Startup, Trace
 from instrument.tally import Row, Totals, bucket
-
-Use = TypeVar("Use")
 
 WORDS = {"load": "Loading", "compile": "Compiling"}
 
@@ -45,41 +45,59 @@ class Preparation:
     """The calls of one place that load or compile (`phase`).
 
     `total_ns` is their sum without calls of the same within them, `self_ns` without all that is instrumented below,
-    `in_requests_ns` the part of the total that went by within requests, which somebody has waited for.
+    `in_requests_ns` the part of the total that went by within requests, which somebody has waited for. One with
+    `remaining` stands for so many that were left out: of those some may lie in others, so there is no sum.
     """
 
     phase: str
     name: str
     calls: int
-    total_ns: int
+    total_ns: int | None
     self_ns: int
     max_ns: int
-    in_requests_ns: int
+    in_requests_ns: int | None
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Imports:
+    """The imports of one package, as `ImportTime` says; `ratio` is the share of its own modules in all imports.
+
+    One with `remaining` stands for so many packages that were left out: some may have imported others, so that there
+    is no sum of what they took with all that they imported.
+    """
+
+    package: str
+    entries: int
+    total_ns: int | None
+    self_ns: int
+    in_spans_ns: int
+    late_ns: int
+    ratio: float | None
+    remaining: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
     """The first call of one place against those after it: `median_ns` is that of the others' elapsed times.
 
-    `extra_ns` is by how much the first took longer, never below 0.
+    `extra_ns` is by how much the first took longer than that median, never below 0. One with `remaining` stands for so
+    many places that were left out.
     """
 
     name: str
     kind: str
     calls: int
-    start_ns: int
-    first_ns: int
-    median_ns: int
-
-    @property
-    def extra_ns(self) -> int:
-        """By how much the first call took longer than the median of the others."""
-        return max(self.first_ns - self.median_ns, 0)
+    start_ns: int | None
+    first_ns: int | None
+    median_ns: int | None
+    extra_ns: int
+    remaining: int = 0
 
     @property
     def times(self) -> float | None:
         """How many times the median of the others the first call took."""
-        return share(self.first_ns, self.median_ns)
+        return None if self.first_ns is None or self.median_ns is None else share(self.first_ns, self.median_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +124,11 @@ class Request:
     first_ns: int
     median_ns: int | None
 
+    @property
+    def ended_ns(self) -> int:
+        """How long after the process began the first request had ended."""
+        return self.after_ns + self.first_ns
+
 
 @dataclass(frozen=True, slots=True)
 class StartupView:
@@ -130,7 +153,7 @@ class StartupView:
     request: Request | None
     ran_ns: int | None
     ran_last: str
-    imports: tuple[ImportTime, ...] | None
+    imports: tuple[Imports, ...] | None
     imports_ns: int
     imports_in_spans_ns: int
     preparations: tuple[Preparation, ...]
@@ -192,11 +215,13 @@ def startup(recording: Recording, options: Options) -> StartupView:
         request=request,
         ran_ns=None if last is None else last.start_ns + last.total_ns - began_ns,
         ran_last="" if last is None else name_of_site(last.site),
-        imports=None if imports is None else tuple(sorted(imports, key=lambda one: (-one.self_ns, one.package))),
+        imports=None if imports is None else _imports(imports, imports_ns, options),
         imports_ns=imports_ns,
         imports_in_spans_ns=in_spans_ns,
-        preparations=tuple(_preparations(rows)),
-        warm_ups=tuple(one.use for one in warm_ups if one.use.extra_ns),
+        preparations=bounded(_preparations(rows), options, lambda one: one.total_ns or 0, _other_preparations),
+        warm_ups=bounded(
+            [one.use for one in warm_ups if one.use.extra_ns], options, lambda one: one.extra_ns, _other_warm_ups
+        ),
         _options=options,
     )
 
@@ -236,7 +261,8 @@ def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], rows: Iterable[Row
             others.histogram[index] -= 1
         median_ns = others.percentile(0.5) or 0
         name, kind = name_of_site(first.site), first.site.kind
-        use = WarmUp(name, kind, of_all.calls, first.start_ns, first.total_ns, median_ns)
+        extra_ns = max(first.total_ns - median_ns, 0)
+        use = WarmUp(name, kind, of_all.calls, first.start_ns, first.total_ns, median_ns, extra_ns)
         found.append(_Known(key, median_ns, use))
     return sorted(found, key=lambda one: (-one.use.extra_ns, one.use.name))
 
@@ -268,7 +294,36 @@ def _preparations(rows: Iterable[Row]) -> list[Preparation]:
         sums[3] = max(sums[3], row.totals.max_ns)
         sums[4] += outermost_ns if any(one.kind == "request" for one in above) else 0
     uses = [Preparation(key[0], name_of_site(sites[key]), *sums) for key, sums in found.items()]
-    return sorted(uses, key=lambda use: (-use.total_ns, use.name, use.phase))
+    return sorted(uses, key=lambda use: (-(use.total_ns or 0), use.name, use.phase))
+
+
+def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
+    """As many packages as the options leave, those whose own modules took longest first."""
+
+    def rest(others: Sequence[Imports]) -> Imports:
+        entries, self_ns = sum(one.entries for one in others), sum(one.self_ns for one in others)
+        in_spans_ns, late_ns = sum(one.in_spans_ns for one in others), sum(one.late_ns for one in others)
+        name, ratio = f"(remaining {len(others)})", share(self_ns, all_ns)
+        return Imports(name, entries, None, self_ns, in_spans_ns, late_ns, ratio, len(others))
+
+    found = [
+        Imports(one.package, one.entries, one.total_ns, one.self_ns, one.in_spans_ns, one.late_ns,
+                share(one.self_ns, all_ns))
+        for one in imports
+    ]  # fmt: skip
+    found.sort(key=lambda one: (-one.self_ns, one.package))
+    return bounded(found, options, lambda one: one.self_ns, rest)
+
+
+def _other_preparations(rest: Sequence[Preparation]) -> Preparation:
+    calls, self_ns = sum(one.calls for one in rest), sum(one.self_ns for one in rest)
+    max_ns = max(one.max_ns for one in rest)
+    return Preparation("", f"(remaining {len(rest)})", calls, None, self_ns, max_ns, None, len(rest))
+
+
+def _other_warm_ups(rest: Sequence[WarmUp]) -> WarmUp:
+    calls, extra_ns = sum(one.calls for one in rest), sum(one.extra_ns for one in rest)
+    return WarmUp(f"(remaining {len(rest)})", "", calls, None, None, None, extra_ns, len(rest))
 
 
 class _Prepared(NamedTuple):
@@ -333,13 +388,13 @@ def _way_lines(view: StartupView) -> list[str]:
     cells += [
         [f"First request: {name}", in_unit(view.request.first_ns, unit), ""],
         ["  Median of those after it", in_unit(view.request.median_ns, unit), ""],
-        ["All until the first request had ended", in_unit(view.request.after_ns + view.request.first_ns, unit), ""],
+        ["All until the first request had ended", in_unit(view.request.ended_ns, unit), ""],
     ]
     lines = table(["Way to serving", "Time", "Of session to request"], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0])
     ran = shorten(safe(view.ran_last), LINE // 4)
     if view.late:
         parts = ", ".join(f"{part.name} {in_unit(part.total_ns, unit)} {unit}" for part in view.late)
-        lines.append(f"Not on the way, for it began after the first request: {parts}")
+        lines += wrapped(f"Not on the way, for it began after the first request: {parts}")
     if view.is_late_partial:
         lines.append("Older calls than the rings still hold may have begun after it too, and are on the way here.")
     return [
@@ -356,18 +411,10 @@ def _import_lines(view: StartupView) -> list[str]:
         ]
     if not view.imports:
         return ["Nothing was imported since the session began."]
-    shown, rest = _bounded(view.imports, lambda one: one.self_ns, view._options)
     cells = [
-        [one.package, str(one.entries), in_unit(one.total_ns, unit), in_unit(one.self_ns, unit),
-         tenths(one.self_ns, view.imports_ns)]
-        for one in shown
-    ]  # fmt: skip
-    if rest:
-        self_ns = sum(one.self_ns for one in rest)
-        entries = str(sum(one.entries for one in rest))
-        cells.append(
-            [f"(remaining {len(rest)})", entries, MISSING, in_unit(self_ns, unit), tenths(self_ns, view.imports_ns)]
-        )
+        [one.package, str(one.entries), in_unit(one.total_ns, unit), in_unit(one.self_ns, unit), tenths(one.ratio, 1)]
+        for one in view.imports
+    ]
     of_it = f", {in_unit(view.imports_in_spans_ns, unit)} of it within spans" if view.imports_in_spans_ns else ""
     return [
         *section_title("Imports"),
@@ -381,16 +428,11 @@ def _preparation_lines(view: StartupView) -> list[str]:
     unit = view._options.unit
     if not view.preparations:
         return ["Nothing was seen to load or compile a model."]
-    shown, rest = _bounded(view.preparations, lambda one: one.total_ns, view._options)
     cells = [
-        [one.name, one.phase, str(one.calls), *(in_unit(value, unit) for value in (
+        [one.name, one.phase or MISSING, str(one.calls), *(in_unit(value, unit) for value in (
             one.total_ns, one.self_ns, one.max_ns, one.in_requests_ns))]
-        for one in shown
+        for one in view.preparations
     ]  # fmt: skip
-    if rest:
-        calls, self_ns = sum(one.calls for one in rest), sum(one.self_ns for one in rest)
-        more = [in_unit(self_ns, unit), in_unit(max(one.max_ns for one in rest), unit), MISSING]
-        cells.append([f"(remaining {len(rest)})", MISSING, str(calls), MISSING, *more])
     header = ["Name", "Phase", "Calls", "Total", "Self", "Longest", "In requests"]
     return [*section_title("Load and compile"), *named_table(header, cells, 0)]
 
@@ -399,16 +441,12 @@ def _warm_up_lines(view: StartupView) -> list[str]:
     unit = view._options.unit
     if not view.warm_ups:
         return ["No first call took longer than those after it."]
-    shown, rest = _bounded(view.warm_ups, lambda one: one.extra_ns, view._options)
     cells = [
-        [one.name, one.kind, str(one.calls), *(in_unit(value, unit) for value in (one.first_ns, one.median_ns)),
+        [one.name, one.kind if not one.remaining else MISSING, str(one.calls),
+         *(in_unit(value, unit) for value in (one.first_ns, one.median_ns)),
          number(round(one.times, 1)) if one.times is not None else MISSING, in_unit(one.extra_ns, unit)]
-        for one in shown
+        for one in view.warm_ups
     ]  # fmt: skip
-    if rest:
-        calls = str(sum(one.calls for one in rest))
-        extra_ns = sum(one.extra_ns for one in rest)
-        cells.append([f"(remaining {len(rest)})", MISSING, calls, *[MISSING] * 3, in_unit(extra_ns, unit)])
     header = ["Name", "Kind", "Calls", "First", "Median after", "Times", "Extra"]
     return [*section_title("First calls"), *named_table(header, cells, 0)]
 
@@ -426,10 +464,3 @@ def _notes(view: StartupView) -> list[str]:
     if view.warm_ups:
         lines.append("Extra: what a first call took beyond the median of the others, calls below it included.")
     return lines
-
-
-def _bounded(uses: Sequence[Use], time_ns: Callable[[Use], int], options: Options) -> tuple[list[Use], list[Use]]:
-    """The uses that the options leave, and the others."""
-    shown = [use for use in uses if time_ns(use) >= options.least_ns][: options.rows]
-    known = set(map(id, shown))
-    return shown, [use for use in uses if id(use) not in known]
