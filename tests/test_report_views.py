@@ -172,7 +172,19 @@ TRACES = {
     "one span": Trace(Origin(1, "shop", 5, 5), 0, 2 * MS, [span(1, Site("work"), 0, 1)]),
     "one span of no length": Trace(Origin(1, "shop", 5, 5), 0, 0, [span(1, Site("work", "request"), 0, 0)]),
     "another profiler's trace": foreign(),
-}
+    **{f"nothing but {what}": Trace(Origin(1, "shop", 5, 5), 0, 2 * MS, [], **facts) for what, facts in {
+        "a startup without times": {"startup": Startup(0)},
+        "a startup in which nothing was imported": {"startup": Startup(0, -5, ())},
+        "a first request": {"startup": Startup(0, firsts=(FirstCall(Site("n" * 200, "request"), 5, 9),))},
+        "torch.profiler": {"watched": (0, MS)},
+        "gauges": {"samples": [Sample("utilization", 0, 100, 75)]},
+        "losses": {"losses": {"spans overwritten by newer ones": 12}, "held_from_ns": MS},
+    }.items()},
+    "spans that are cut": Trace(
+        Origin(1, "shop", 5, 5), 0, 9 * MS, held_from_ns=5 * MS,
+        spans=[span(n, Site("n" * 200, kind, device=True), n, 9.5) for n, kind in enumerate(KINDS, 1)],
+    ),
+}  # fmt: skip
 OPTIONS = {
     "as it is": Options(),
     "bounded": Options(rows=1, threads="merged", sorted_by="total", unit="us", tracer_option="AllOpDetail"),
@@ -333,8 +345,14 @@ def traces(draw: st.DrawFn) -> Trace:
         spans.append(made_of)
     assign_self_times(spans)
     return Trace(
-        Origin(1, "", 0, 1), 0, draw(st.integers(0, 3 * 10**9)), spans, held_from_ns=draw(st.integers(0, 10**9))
-    )
+        Origin(1, "", 0, 1), 0, draw(st.integers(0, 3 * 10**9)), spans, held_from_ns=draw(st.integers(0, 10**9)),
+        startup=draw(st.sampled_from([None, Startup(0), Startup(5, 0, (), firsts_of(spans))])),
+        watched=draw(st.sampled_from([None, (0, 10**9)])),
+    )  # fmt: skip
+
+
+def firsts_of(spans: list[Span]) -> tuple[FirstCall, ...]:
+    return tuple(FirstCall(one.site, one.start_ns, one.total_ns) for one in spans)
 
 
 CHOICES = st.builds(

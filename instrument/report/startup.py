@@ -407,7 +407,8 @@ def _import_lines(view: StartupView) -> list[str]:
     unit = view._options.unit
     if view.imports is None:
         return [
-            "Imports were not timed. `startup: auto` in the profile times them, and records what loads and compiles.",
+            "Imports were not timed: `startup: auto` in the profile times them, and records what loads and",
+            "compiles.",
         ]
     if not view.imports:
         return ["Nothing was imported since the session began."]
