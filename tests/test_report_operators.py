@@ -15,7 +15,7 @@ from raw_spans import above, lies_in, points, timed, traces
 
 from instrument.report.calls import Times
 from instrument.report.operators import IN_ORDER, OPERATORS, Operators, operators
-from instrument.report.rows import CallRow
+from instrument.report.rows import REMAINING, CallRow
 from instrument.report.table import LINE, columns
 from instrument.report.user import User, user
 from instrument.report.view import Options, Recording, document
@@ -250,6 +250,33 @@ def test_a_limit_leaves_nothing_out_of_the_sums(trace: Trace, rows: int, least_n
         for part in (lambda row: row.calls, lambda row: total(row.cpu), lambda row: total(row.gpu)):
             assert sum(map(part, full.rows)) == sum(map(part, block.rows))
         assert sum(row.remaining or 1 for row in block.rows) == len(full.rows)
+
+
+@given(traces(), st.integers(1, 3))
+def test_the_remaining_operators_have_the_share_of_those_that_lie_in_no_other_of_them(trace: Trace, rows: int) -> None:
+    expected = Expected(trace, OPERATORS)
+    for block in view(trace, threads="merged", rows=rows).blocks:
+        shown = {(row.name, row.kind) for row in block.rows if not row.remaining}
+        left_out = [span for span in expected.of(None) if (span.site.name, span.site.kind) not in shown]
+        once = [span for span in left_out if not any(up in left_out for up in above(span, expected.by_id))]
+        cpu_ns, gpu_ns = sum(map(expected.host, once)), sum(len(points(expected.device(span))) for span in once)
+        for row in block.rows:
+            if row.remaining:
+                assert row.cpu_ratio == (cpu_ns / block.cpu_base_ns if block.cpu_base_ns else None)
+                has_device = any(expected.device(span) for span in left_out)
+                assert row.gpu_ratio == (gpu_ns / block.gpu_base_ns if block.gpu_base_ns and has_device else None)
+
+
+def test_operators_in_each_other_are_not_more_than_all_when_they_remain() -> None:
+    first, outer, inner = (Site(name, "op") for name in ("first", "outer", "inner"))
+    spans = [
+        Span(first, 1, 0, 1, 1, 0, 0, 20 * MS, 0, 0),
+        Span(outer, 2, 0, 2, 1, 0, 20 * MS, 30 * MS, 0, 0),
+        Span(inner, 3, 2, 2, 1, 0, 20 * MS, 29 * MS, 0, 0),
+    ]
+    its = view(Trace(Origin(1, "", 0, 0), 0, 30 * MS, spans), rows=1)
+    assert [(row.name, row.cpu_ratio) for row in its.blocks[0].rows] == [("first", 20 / 30), ("(remaining 2)", 10 / 30)]
+    assert REMAINING in its.lines()
 
 
 def total(times: Times | None) -> int:

@@ -17,7 +17,18 @@ from dataclasses import dataclass, field
 
 from instrument.report.calls import Place, Times, call_tree, every_place
 from instrument.report.device import coverage
-from instrument.report.rows import CallBlock, CallRow, block_lines, blocks_of, by_name, ordered, row_of, sorting
+from instrument.report.rows import (
+    CallBlock,
+    CallRow,
+    block_lines,
+    blocks_of,
+    by_name,
+    note_of_rest,
+    ordered,
+    row_of,
+    sorting,
+    top_rows,
+)
 from instrument.report.table import LINE, columns, number, safe, section_title, share, shorten, title
 from instrument.report.view import Options, Recording
 from instrument.spans import Span, Trace
@@ -88,6 +99,7 @@ class Operators:
             f"Time unit: {self._options.unit}; {sorting(self._options)}",
             "Ratio: of the sum over operators that lie in no other one; of a row below an operator: of that",
             "operator. Work side by side counts for each.",
+            *note_of_rest(self.blocks),
             "",
             *block_lines(self.blocks, self._options, "Operator"),
         ]
@@ -114,9 +126,8 @@ def _block(thread: int | None, name: str, places: Sequence[Place], options: Opti
     outermost = [place for place in places if not place.inside]
     cpu_ns, gpu_ns = sum(place.host_ns for place in outermost), sum(place.device_ns for place in outermost)
     groups = by_name(places)
-    rows = [row_of(*key, 0, group, cpu_ns, gpu_ns) for key, group in groups.items()]
     shown: list[CallRow] = []
-    for row in ordered(rows, options):
+    for row in top_rows(groups, cpu_ns, gpu_ns, options):
         shown.append(row)
         if options.tracer_option != "Default" and not row.remaining:
             shown += _below(row, groups[row.name, row.kind], options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from instrument.report.calls import Place, Times, device_times, host_times
@@ -14,7 +14,8 @@ from instrument.report.view import Options, SortKey
 class CallRow:
     """The calls of one name. Ratios are of what the view says, a `gpu` of None means that no call had device time.
 
-    A row with `remaining` stands for so many rows of its level that were left out.
+    A row with `remaining` stands for so many rows of its level that were left out. Of its calls those that lie in no
+    other of them are in its ratios.
     """
 
     name: str
@@ -82,7 +83,41 @@ def row_of(name: str, kind: str, depth: int, places: Sequence[Place], cpu_base_n
     )
 
 
-def ordered(rows: Sequence[CallRow], options: Options) -> list[CallRow]:
+def top_rows(
+    groups: Mapping[tuple[str, str], Sequence[Place]], cpu_base_ns: int, gpu_base_ns: int, options: Options
+) -> list[CallRow]:
+    """The rows of the topmost level, `ordered`."""
+
+    def rest_ratios(rest: Sequence[CallRow]) -> tuple[float | None, float | None]:
+        names = {(row.name, row.kind) for row in rest}
+        once = [place for name in names for place in groups[name] if not _lies_in(place, names)]
+        return (
+            share(sum(place.host_ns for place in once), cpu_base_ns),
+            share(sum(place.device_ns for place in once), gpu_base_ns) if any(row.gpu for row in rest) else None,
+        )
+
+    rows = [row_of(*key, 0, group, cpu_base_ns, gpu_base_ns) for key, group in groups.items()]
+    return ordered(rows, options, rest_ratios)
+
+
+def _lies_in(place: Place, names: Collection[tuple[str, str]]) -> bool:
+    """Whether a call of one of the names is around the place on its line."""
+    above = place.parent
+    while above is not None and (above.site.name, above.site.kind) not in names:
+        above = above.parent
+    return above is not None
+
+
+def _sum_of_ratios(rest: Sequence[CallRow]) -> tuple[float | None, float | None]:
+    """Of rows of which no call lies in a call of another."""
+    return _added([row.cpu_ratio for row in rest]), _added([row.gpu_ratio for row in rest])
+
+
+def ordered(
+    rows: Sequence[CallRow],
+    options: Options,
+    rest_ratios: Callable[[Sequence[CallRow]], tuple[float | None, float | None]] = _sum_of_ratios,
+) -> list[CallRow]:
     """The rows in the order asked, as many as are asked for; the last one sums up those left out."""
     key = SortKey.of(options)
     sign = 1 if key.ascending else -1
@@ -102,12 +137,13 @@ def ordered(rows: Sequence[CallRow], options: Options) -> list[CallRow]:
     shown = [row for row in in_order if heaviest_ns(row) >= options.least_ns][: options.rows]
     if len(shown) < len(rows):
         kept = set(map(id, shown))
-        shown.append(_together([row for row in in_order if id(row) not in kept]))
+        rest = [row for row in in_order if id(row) not in kept]
+        shown.append(_together(rest, *rest_ratios(rest)))
     return shown
 
 
-def _together(rows: Sequence[CallRow]) -> CallRow:
-    """One row for several; a ratio is the sum of theirs, which may hold an inner operator and its outer one both."""
+def _together(rows: Sequence[CallRow], cpu_ratio: float | None, gpu_ratio: float | None) -> CallRow:
+    """One row for several."""
     calls = sum(row.calls for row in rows)
     gpu = [row.gpu for row in rows if row.gpu]
     return CallRow(
@@ -117,8 +153,8 @@ def _together(rows: Sequence[CallRow]) -> CallRow:
         calls,
         _sum([row.cpu for row in rows if row.cpu], calls),
         _sum(gpu, calls, whole=len(gpu) == len(rows)),
-        _added([row.cpu_ratio for row in rows]),
-        _added([row.gpu_ratio for row in rows]),
+        cpu_ratio,
+        gpu_ratio,
         len(rows),
     )
 
@@ -133,6 +169,14 @@ def _sum(parts: Sequence[Times], calls: int, *, whole: bool = True) -> Times | N
 def _added(ratios: Sequence[float | None]) -> float | None:
     found = [ratio for ratio in ratios if ratio is not None]
     return sum(found) if found else None
+
+
+REMAINING = "Ratio of the remaining ones: of those of their calls that lie in no other of them."
+
+
+def note_of_rest(blocks: Iterable[CallBlock]) -> list[str]:
+    """What the ratio of a topmost row for several is of, where there is one."""
+    return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
 
 def sorting(options: Options) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from instrument.report.calls import Place, call_tree, every_place
 from instrument.report.device import coverage
-from instrument.report.rows import CallBlock, block_lines, blocks_of, by_name, ordered, row_of, sorting
+from instrument.report.rows import CallBlock, block_lines, blocks_of, by_name, note_of_rest, sorting, top_rows
 from instrument.report.table import title
 from instrument.report.view import Options, Recording
 
@@ -41,6 +41,7 @@ class User:
         lines += [
             f"Time unit: {self._options.unit}; {sorting(self._options)}",
             "Ratio: of the window, as far as every span of it is held; work side by side counts for each.",
+            *note_of_rest(self.blocks),
             "",
         ]
         return lines + block_lines(self.blocks, self._options, "Name")
@@ -52,8 +53,8 @@ def user(recording: Recording, options: Options) -> User:
     window_ns = trace.held[1] - trace.held[0]
 
     def block(thread: int | None, name: str, places: Sequence[Place], options: Options) -> CallBlock:
-        rows = [row_of(*key, 0, group, window_ns, window_ns) for key, group in by_name(places).items()]
-        return CallBlock(thread, name, window_ns, window_ns, tuple(ordered(rows, options)))
+        rows = top_rows(by_name(places), window_ns, window_ns, options)
+        return CallBlock(thread, name, window_ns, window_ns, tuple(rows))
 
     root = call_tree(trace.spans, ("user",), trace.held)
     places = [place for place in every_place(root) if place.site.kind == "user"]
