@@ -221,6 +221,23 @@ def test_a_request_inside_of_a_loop_is_a_function_that_the_sum_counts_once() -> 
     ]
 
 
+def test_what_the_rows_add_up_to_is_told_where_it_is_not_the_time_of_the_calls() -> None:
+    tally, request, step = Tally(), Site("/a", "request"), Site("step", "op")
+    count(tally, (request,), 6, total_ms=10)
+    count(tally, (request, step), 4)
+    assert "Time of all rows" not in text_of(view("ops", tally))
+    count(tally, (request, step), 8, thread=2)
+    its = view("ops", tally)
+    (function,) = its.functions
+    assert (function.outer_ns, function.time_ns) == (10 * MS, sum(row.time_ns for row in function.rows))
+    at = its.lines().index("Time in 1 call to /a (request): 10")
+    assert its.lines()[at + 3 : at + 6] == [
+        "Time of all rows, which Time% is of: 18",
+        "(spans below on other threads and tasks, and in calls that have not ended, are in it)",
+        "(work on several threads is summed, so it may exceed the calls)",
+    ]
+
+
 def test_work_beside_the_calls_is_said_to_be_summed() -> None:
     tally, request, step = Tally(), Site("/a", "request"), Site("step", "op")
     count(tally, (request,), 10)
