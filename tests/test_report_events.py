@@ -376,7 +376,7 @@ def test_the_layout_of_a_whole_report() -> None:
 
 
 @pytest.mark.parametrize(("unit", "total", "part"), [
-    ("s", "0.00203", "0.002028000 (1.000000)"), ("ms", "2.028", "2.028000 (1.000000)"),
+    ("s", "0.002028", "0.002028000 (1.000000)"), ("ms", "2.028", "2.028000 (1.000000)"),
     ("us", "2028", "2028.000 (1.000000)"), ("ns", "2028000", "2028000 (1.000000)"),
 ])  # fmt: skip
 def test_times_are_in_the_unit_that_is_asked_for(unit: str, total: str, part: str) -> None:
@@ -386,6 +386,35 @@ def test_times_are_in_the_unit_that_is_asked_for(unit: str, total: str, part: st
     assert f"Time unit: {unit}\n" in report
     assert table_rows(report)[0]["Total"] == part_rows(report)[0]["Total"] == total
     assert part_rows(report)[0]["CPU Time (Ratio)"] == part
+
+
+def test_times_have_six_digits_where_every_name_is_whole_beside_them() -> None:
+    tally = Tally()
+    count(tally, (op("a"),), 28_021.6219, calls=60, device_ms=1, min_ms=123.4567, max_ms=7654.3219)
+    report = report_of(tally, unit="us")
+    (row,) = table_rows(report)
+    assert (row["Total"], row["Min."], row["Max."], row["Ave."]) == ("28021622", "123457", "7654322", "467027")
+    assert part_rows(report)[0]["Total"] == "28021622"
+    assert table_rows(report_of(tally))[0]["Total"] == "28021.6"
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "ave"),
+    [(29, "28021.6", "467.027"), (31, "28021.6", "467.03"), (35, "28021.6", "467"), (36, "28022", "467")],
+)
+def test_a_longer_name_takes_digits_from_the_other_times_first(name: int, total: str, ave: str) -> None:
+    tally = Tally()
+    count(tally, (op("n" * name),), 28_021.6219, calls=60, min_ms=0.001234567, max_ms=0.7654321)
+    (row,) = table_rows(report_of(tally, threads="merged"))
+    assert (row["Event"], row["Total"], row["Ave."]) == ("n" * name, total, ave)
+
+
+@given(st.floats(1e-99, 1e99) | st.integers(0, 10**20), st.integers(4, 6))
+def test_a_number_is_as_near_as_its_digits_and_columns_allow(value: float, digits: int) -> None:
+    shown = compact(value, digits + 3, digits)
+    assert len(shown) <= digits + 3
+    # An exponent of two digits and its sign leave the mantissa two digits less.
+    assert float(shown) == pytest.approx(value, rel=0.51 * 10.0 ** (3 - digits), abs=0)
 
 
 # States, copies, computation.

@@ -295,7 +295,7 @@ def test_every_number_of_the_text_is_in_the_document(view: str, trace: str, opti
 
 @pytest.mark.parametrize("view", [view for view in VIEWS if view != "events"])
 def test_nanoseconds_are_whole_numbers(view: str) -> None:
-    """In a line of 100 columns the seven numbers of an event leave no room for more than four digits of each."""
+    """In a line of 100 columns the seven numbers of an event leave a name no room for all digits of each."""
     text = "\n".join(made([view], running(service()), Options(unit="ns"))[view].lines())
     assert re.findall(r"(?m)(?<!\w)\d[\d.]*e\+?\d+(?!\w)", text) == []
 

@@ -13,14 +13,15 @@ follow these rules, which differ from that report where it counted wrongly:
   returned, may together exceed their parent, and the Total time of all threads may exceed the time on the clock.
 - A row is a path of names, held as a list: no character of a name has a meaning.
 
-Fluid's table is 160 columns wide. Here a line has 100: cells show four significant digits where fluid shows six (the
-objects hold integer ns, from which all six follow), and CPU Time and GPU Time with their ratios are a table of their
-own, which has the rows with device time. Of any other row the CPU Time is the Total and the GPU Time 0.
+Fluid's table is 160 columns wide. Here a line has 100: times show the six significant digits of fluid where that leaves
+every name whole, else fewer, and four from the histogram (the objects hold integer ns). CPU Time and GPU Time with
+their ratios are a table of their own, which has the rows with device time. Of any other row the CPU Time is the Total
+and the GPU Time 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from instrument.lines import DEVICE, KIND, Lines, Sum, Sums
@@ -74,6 +75,12 @@ NUMBER_WIDTH = 12
 CALLS_WIDTH = 10
 """Digits of a number of calls that are shown in full."""
 RATIO_WIDTH = 6
+DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
+"""Significant digits of a total and of other exact times: the first that leave every name whole, else the last."""
+EXPONENT = 3
+"""Columns that a time may take beside its digits."""
+SAMPLE = 100
+"""Rows that mostly tell whether all will fit."""
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
 """Decimals of a time that is shown to the nanosecond."""
@@ -422,14 +429,14 @@ def _event_summary(view: Events, blocks: Sequence[Block]) -> list[str]:
     header = ["Event", "Calls", "Total", "Min.", "Max.", "Ave.", "Ratio.", "p50", "p99"]
     rows = [(block, row) for block in blocks for row in block.rows]
     corrected = view.probes_ns is not None
-    cells = [_cells(row, unit) + ([compact(row.self_ns / UNITS[unit])] if corrected else []) for _, row in rows]
     lines = [*legend, *([""] if legend else []), *section_title("Event Summary")]
-    lines += [*_tree_table([*header, *(["Self"] if corrected else [])], rows, cells), ""]
+    header += ["Self"] if corrected else []
+    lines += [*_tree_table(header, rows, lambda row, digits: _cells(row, unit, digits, corrected=corrected)), ""]
     timed = _with_device_time(rows)
     if view._options.state == "All" and timed:
-        cells = [_part_cells(row, unit) for _, row in timed]
+        header = ["Event", "Total", "CPU Time (Ratio)", "GPU Time (Ratio)"]
         lines += section_title("Host and Device Time")
-        lines += _tree_table(["Event", "Total", "CPU Time (Ratio)", "GPU Time (Ratio)"], timed, cells)
+        lines += _tree_table(header, timed, lambda row, digits: _part_cells(row, unit, digits))
         lines += [
             "",
             "Ratio: of the row's Total, in which time that host and device shared counts once; the two may",
@@ -450,28 +457,60 @@ def _with_device_time(rows: Sequence[tuple[Block, EventRow]]) -> list[tuple[Bloc
     return found[::-1]
 
 
+Digits = tuple[int, int]
+
+
 def _tree_table(
-    header: Sequence[str], rows: Sequence[tuple[Block, EventRow]], cells: Sequence[Sequence[str]]
+    header: Sequence[str], rows: Sequence[tuple[Block, EventRow]], cells_of: Callable[[EventRow, Digits], list[str]]
 ) -> list[str]:
     """A table whose first column holds the names, indented by their depth, in what the numbers leave of a line."""
-    widths = [max(columns(cell) for cell in column) + GAP for column in zip(header[1:], *cells, strict=True)]
-    room = min(LINE - sum(widths) - GAP, NAME_LIMIT)
-    names = [_name_cell(row, "" if block.number is None else f"thread{block.number}::", room) for block, row in rows]
+    names = _names(rows, NAME_LIMIT)
+    wanted = max(map(columns, names), default=0)
+    for digits in DIGITS:
+        cells = [cells_of(row, digits) for _, row in rows[:SAMPLE]]
+        room = _room(header, cells)
+        if room >= wanted or digits == DIGITS[-1]:
+            cells += [cells_of(row, digits) for _, row in rows[SAMPLE:]]
+            room = _room(header, cells)
+        if room >= wanted:
+            break
+    if room < wanted:
+        names = _names(rows, room)
     return table(header, [[name, *line] for name, line in zip(names, cells, strict=True)], [0] * len(header))
 
 
-def _cells(row: EventRow, unit: str) -> list[str]:
-    """Total, Min., Max., Ave., Ratio., p50 and p99 of a row; its calls before them."""
-    total_ns = row.total_ns if row.calls else None
-    times = [total_ns, row.min_ns, row.max_ns, row.ave_ns, row.p50_ns, row.p99_ns]
-    shown = [MISSING if time_ns is None else compact(time_ns / UNITS[unit]) for time_ns in times]
-    return [compact(row.calls, CALLS_WIDTH), *shown[:4], compact(row.ratio, RATIO_WIDTH), *shown[4:]]
+def _names(rows: Sequence[tuple[Block, EventRow]], room: int) -> list[str]:
+    return [_name_cell(row, "" if block.number is None else f"thread{block.number}::", room) for block, row in rows]
 
 
-def _part_cells(row: EventRow, unit: str) -> list[str]:
+def _room(header: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+    """Columns that the cells leave to a name."""
+    widths = [max(columns(cell) + GAP for cell in column) for column in zip(header[1:], *cells, strict=True)]
+    return LINE - sum(widths) - GAP
+
+
+def _cells(row: EventRow, unit: str, digits: Digits, *, corrected: bool) -> list[str]:
+    """Total, Min., Max., Ave., Ratio., p50 and p99 of a row; its calls before them, and its self time after them."""
+    of_total, of_time = digits
+    return [
+        compact(row.calls, CALLS_WIDTH),
+        _time(row.total_ns if row.calls else None, unit, of_total),
+        *(_time(time_ns, unit, of_time) for time_ns in (row.min_ns, row.max_ns, row.ave_ns)),
+        compact(row.ratio, RATIO_WIDTH),
+        # More digits than a bucket of the histogram is wide would say nothing.
+        *(_time(time_ns, unit, 4) for time_ns in (row.p50_ns, row.p99_ns)),
+        *([_time(row.self_ns, unit, of_time)] if corrected else []),
+    ]
+
+
+def _time(time_ns: float | None, unit: str, digits: int) -> str:
+    return MISSING if time_ns is None else compact(time_ns / UNITS[unit], digits + EXPONENT, digits)
+
+
+def _part_cells(row: EventRow, unit: str, digits: Digits) -> list[str]:
     """Total, and each part with its ratio to what has elapsed, in fluid's format `%f (%f)`."""
     return [
-        compact(row.total_ns / UNITS[unit]) if row.calls else MISSING,
+        _time(row.total_ns if row.calls else None, unit, digits[0]),
         *(
             f"{part_ns / UNITS[unit]:.{DECIMALS[unit]}f} ({MISSING if ratio is None else format(ratio, 'f')})"
             if row.calls

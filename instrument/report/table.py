@@ -132,20 +132,21 @@ def in_unit(value_ns: float | None, unit: str) -> str:
     return number(value)
 
 
-def compact(value: float | None, room: int = 7) -> str:
-    """Four significant digits, or three, in at most `room` columns; whole numbers in full where they fit.
+def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
+    """So many significant digits, or fewer, in at most `room` columns; whole numbers in full where they fit.
 
-    Seven columns are enough for any value from 1e-99 to 1e99.
+    Three columns more than digits are enough for any value from 1e-99 to 1e99.
     """
     if value is None:
         return MISSING
-    whole = abs(value) >= 1_000 or value == int(value)
-    for text in (f"{value:.0f}",) if whole else (f"{value:.4g}", f"{value:.3g}"):
+    whole = abs(value) >= 10 ** (digits - 1) or value == int(value)
+    for fewer in range(1 if whole else digits - 2):
+        text = f"{value:.0f}" if whole else f"{value:.{digits - fewer}g}"
         if len(text) <= room and "e" not in text:
             return text
-    for digits in (2, 1, 0):
-        mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
-        text = f"{mantissa.rstrip('0').rstrip('.') if digits else mantissa}e{int(exponent)}"
+    for after_point in range(digits - 2, -1, -1):
+        mantissa, _, exponent = f"{value:.{after_point}e}".partition("e")
+        text = f"{mantissa.rstrip('0').rstrip('.') if after_point else mantissa}e{int(exponent)}"
         if len(text) <= room:
             break
     return text
