@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from golden_views import text_of
+from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_spans import points, traces
@@ -45,8 +45,8 @@ def trace_of(*spans: Span, **facts: Any) -> Trace:
     return Trace(Origin(1, "shop", 0, 0), 0, 100 * MS, list(spans), **facts)
 
 
-def test_the_report_of_every_direction() -> None:
-    trace = trace_of(
+def every_direction() -> Trace:
+    return trace_of(
         copied(site("h2d", sync=False, pinned=False), 24 * MB, 4, 6),
         copied(site("h2d", sync=False, pinned=False), 24 * MB, 4, 0, "dropped"),
         copied(site("h2d", sync=False, pinned=True), 60 * MB, 0.01, 3),
@@ -57,7 +57,14 @@ def test_the_report_of_every_direction() -> None:
         copied(Site("save\nall", "copy"), 3 * MB, 2),
         copied(Site("step", "step"), 9 * MB, 2),
     )
-    assert outline(copies(trace)) == outline(
+
+
+def test_the_layout_to_the_column() -> None:
+    assert is_golden("copies", copies(every_direction()))
+
+
+def test_the_report_of_every_direction() -> None:
+    assert outline(copies(every_direction())) == outline(
         r"""
         ------------------------->      Copies Report       <-------------------------
         Spans: all 9 that were kept, from 0 s to 0.1 s

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_views import text_of
+from golden_views import is_golden, text_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 from trees import outline
@@ -124,6 +124,10 @@ def test_the_report_of_a_service_on_one_device() -> None:
         Stale stretches have the right length and an uncertain place: sums hold, unions may not.
         """
     )
+
+
+def test_the_layout_to_the_column() -> None:
+    assert is_golden("device", device(service()))
 
 
 def test_each_device_has_a_section_of_its_own() -> None:
