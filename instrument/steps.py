@@ -34,6 +34,7 @@ from instrument.report.view import Options
 from instrument.schema import load
 from instrument.step_spans import Step
 from instrument.window import RECORDING, State, States, Windows
+from instrument.window import schedule as make_states
 
 T = TypeVar("T")
 
@@ -140,6 +141,9 @@ class Profiler:
         self._at_once: tuple[Handler, ...] = tuple(one for one in wanted if not isinstance(one, InBackground))
         self._later: tuple[Handler, ...] = tuple(one for one in wanted if isinstance(one, InBackground))
         self._schedule: Schedule | States | None = None
+        given: object = schedule
+        if given is make_states:
+            raise ProfileError(["Profiler: schedule: found the function schedule itself; call it: schedule(record=3)"])
         if callable(schedule):
             self._schedule = schedule
         elif schedule is not None:

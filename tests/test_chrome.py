@@ -967,6 +967,16 @@ FOREIGN = """{"baseTimeNanoseconds": 1700000000000000000, "host_name": "node", "
 ]}"""
 
 
+def test_the_slice_that_says_how_long_torch_profiler_watched_is_no_call(tmp_path: Path) -> None:
+    watched = {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": "PyTorch Profiler"}
+    called = {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 7, "tid": 7}
+    path = tmp_path / "torch.json"
+    path.write_text(json.dumps({"traceEvents": [{**one, "ts": 1, "dur": 2} for one in (watched, called)]}))
+    trace, tally = chrome.load(path)
+    assert [span.site.name for span in trace.spans] == ["aten::add"]
+    assert tally.calls == 1
+
+
 def test_traces_of_other_profilers_are_read_by_their_slices(tmp_path: Path) -> None:
     path = tmp_path / "foreign.json"
     path.write_text(FOREIGN)

@@ -178,6 +178,11 @@ def test_a_handler_that_fails_is_noted_and_the_next_ones_run(caplog: pytest.LogC
     assert "on_trace_ready or the schedule of a Profiler failed 3 times" in caplog.text
 
 
+def test_the_function_schedule_itself_is_told_to_be_called() -> None:
+    with pytest.raises(ProfileError, match=r"call it: schedule\(record=3\)"):
+        Profiler(schedule=schedule)  # type: ignore[arg-type]
+
+
 def test_a_schedule_that_fails_later_closes_the_step_and_at_once_is_loud() -> None:
     def fails(step: int) -> str:
         return "RECORD" if step < 2 else "NEVER"

@@ -51,6 +51,9 @@ WORK_OF_CATEGORY = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fil
 LAUNCHES = re.compile(r"\w+_(?:runtime|driver)")
 HOST_MEMORY = 0
 
+WINDOW_OF_TORCH = ("Trace", "Spans")
+"""Category and process of the slice by which torch.profiler says how long it watched, which is no call."""
+
 
 # The file
 
@@ -402,7 +405,7 @@ class _Foreign:
             self._names[row if event["name"] == "thread_name" else (row[0], None)] = checked(event["args"]["name"], str)
         if phase == "i" and event.get("name") == "[memory]":
             self._add_allocation(event, row)
-        if phase not in ("X", "B", "E", "b", "e"):
+        if phase not in ("X", "B", "E", "b", "e") or (event.get("cat"), row[0]) == WINDOW_OF_TORCH:
             return
         self._count += 1
         if self._count > LIMIT_SPANS:
