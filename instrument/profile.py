@@ -57,7 +57,8 @@ class FunctionRule:
     `device` asks for device time too. `phase` says what part of the work it is, and where a file gives no kind makes it
     `phase`. Of calls shorter than `min_ns` only the tally knows. `attributes` name what is recorded of the
     arguments. `text` is how messages call the rule, and `line` (from 1) is where it stands; the line is not compared,
-    so a rule that only moved is the same rule.
+    so a rule that only moved is the same rule. `counted` is that of the function that `schedule.step` names: another
+    rule may have it, but one of kind `op` records it as `step`.
     """
 
     match: tuple[str, ...]
@@ -68,6 +69,7 @@ class FunctionRule:
     device: bool = False
     min_ns: int = 0
     attributes: tuple[Argument, ...] = ()
+    counted: bool = False
     line: int = field(default=0, compare=False)
     text: str = ""
 

@@ -43,6 +43,7 @@ from instrument.report.summary import made, summary
 from instrument.report.view import HeldSpans, Options, Recording, View
 from instrument.schema import loads
 from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Span, Startup, Trace
+from instrument.step_spans import Loop, with_steps
 from instrument.stretch import Stretch, held_now
 from instrument.tally import Tally
 from instrument.ticks import Ticks
@@ -120,6 +121,7 @@ class Session:
     def _begin(self) -> None:
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
+        self.loop = Loop()
         self._reader.begin(self.profile, self.start_ns)
 
     def _start(self) -> None:
@@ -400,11 +402,13 @@ class Session:
     ) -> Trace:
         """The newest spans that the rings still hold, as they lie in the window; open ones are clipped and marked.
 
-        `origin` is that of the window's end, where it has ended before now.
+        Steps of the first `Profiler` that looks at the session are spans, too. `origin` is that of the window's end,
+        where it has ended before now.
         """
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
         trace = self.trace_of(self.take(first, last, window, origin))
+        trace = with_steps(trace, self.loop.within(max(first, trace.held_from_ns), last))
         return replace(trace, cost=self.cost()) if start_ns is None and end_ns is None else trace
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
@@ -444,11 +448,12 @@ class Session:
         first_ns = max(from_ns, self.start_ns)
         timing = self._timing if held.asking else None
         intervals = {} if timing is None else timing.intervals.of(set(held.asking))
+        until_ns = max(time.monotonic_ns(), first_ns)
         return HeldSpans(
-            count=held.spans,
+            count=held.spans + len(self.loop.within(first_ns, until_ns)),
             complete=first_ns == self.start_ns,
             since_ns=first_ns - self.start_ns,
-            until_ns=max(time.monotonic_ns(), first_ns) - self.start_ns,
+            until_ns=until_ns - self.start_ns,
             asked=len(held.asking),
             labels=[tuple(one.label for one in its) for its in intervals.values()],
         )

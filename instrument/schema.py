@@ -126,7 +126,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     if schedule is None or schedule.step is None:
         return profile
     # The last rule, so that one of the file's own that names the function says how it is recorded.
-    counted = FunctionRule((schedule.step,), kind="step", text=f"schedule.step {schedule.step}")
+    counted = FunctionRule((schedule.step,), kind="step", counted=True, text=f"schedule.step {schedule.step}")
     return replace(profile, functions=(*profile.functions, counted))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,9 @@ from instrument.spans import AttributeValue, Interval, Site, Span, Trace, clip, 
 
 STEP = Site("step", "step", "instrument", "Profiler.step")
 """The site of every step; its attribute `step` is the number, `samples` how many it had."""
+
+STEPS_KEPT = 100_000
+"""How many of the newest steps of a window, or of a session, are spans of its trace. They take 0.2 KB each."""
 
 _FIRST_ID = 1 << 61
 _IDS = itertools.count(_FIRST_ID)
@@ -32,6 +36,49 @@ class Step:
     thread_id: int
     samples: float | None = None
     clipped: bool = False
+
+
+class Loop:
+    """The newest steps of one loop at a time: of the first that joins; when it leaves, of the next that adds one.
+
+    Loops within the loop would count each instant again. Steps are added on any thread, and read beside.
+    """
+
+    def __init__(self) -> None:
+        self._whose: object = None
+        self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
+
+    def join(self, whose: object) -> None:
+        """A loop begins."""
+        if self._whose is None:
+            self._whose = whose
+
+    def add(self, step: Step, whose: object) -> None:
+        """A step has ended."""
+        self.join(whose)
+        if self._whose is whose and not (self._steps and step.start_ns < self._steps[-1].end_ns):
+            self._steps.append(step)
+
+    def leave(self, whose: object) -> None:
+        """No more steps of that loop will come."""
+        if self._whose is whose:
+            self._whose = None
+
+    def within(self, start_ns: int, end_ns: int) -> list[Step]:
+        """The steps that reach into that time, as they lie in it: the others are clipped, and marked."""
+        found: list[Step] = []
+        for step in reversed(self._steps.copy()):
+            if step.end_ns <= start_ns:
+                break
+            if step.start_ns < start_ns or step.end_ns > end_ns:
+                if step.start_ns >= end_ns:
+                    continue
+                step = replace(
+                    step, start_ns=max(step.start_ns, start_ns), end_ns=min(step.end_ns, end_ns), clipped=True
+                )
+            found.append(step)
+        found.reverse()
+        return found
 
 
 def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from instrument import process
 from instrument.errors import FAULTS, ProfileError, StateError, logger
 from instrument.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window
-from instrument.probes.loaders import loader
+from instrument.probes.loaders import Waiting, listen, loader
 from instrument.probes.scopes import OFF
 from instrument.profile import STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.profiler import EXIT_LIMIT_NS, Session
@@ -32,7 +32,7 @@ from instrument.report.benchmark import Benchmark, Loop, counted
 from instrument.report.summary import summary
 from instrument.report.view import Options
 from instrument.schema import load
-from instrument.step_spans import Step
+from instrument.step_spans import STEPS_KEPT, Step
 from instrument.window import RECORDING, State, States, Windows
 from instrument.window import schedule as make_states
 
@@ -40,9 +40,6 @@ T = TypeVar("T")
 
 STEP_LIMIT_S = 1.0
 """The longest that the session's end waits for a step that is under way on another thread."""
-
-STEPS_KEPT = 100_000
-"""How many of the newest steps of a window are spans of its trace."""
 
 # -------------------------------------------------------------------- the session that Profilers share
 
@@ -174,13 +171,14 @@ class Profiler:
         self._backlog = Backlog(self._fail)
         self._delivered: list[weakref.ref[Window]] = []
         self._pid = os.getpid()
+        self._readers: set[int] = set()
         self._begin_costs()
 
     def _begin_costs(self) -> None:
         self._benchmark = Benchmark()
         self._since = Benchmark(skip=0)
         self._step_ns = time.monotonic_ns()
-        self._reader_ns = 0
+        self._waited: dict[int, int] = {}
 
     def start(self) -> None:
         """Begin step 0. Raises `StateError` where it has begun, and where the profile cannot have a session."""
@@ -197,6 +195,7 @@ class Profiler:
                     raise
                 self._session = session
                 if session is not None:
+                    session.loop.join(self)
                     session.onlookers.append(self._leave_with_the_session)
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
             self.window = None
@@ -207,6 +206,7 @@ class Profiler:
             self._delivered = []
             self._pid = os.getpid()
             self._is_running = True
+            self._unlisten = listen(self._wait)
             self._begin_costs()
 
     def _guarded(self, schedule: Schedule | States | None) -> Schedule | States | None:
@@ -252,15 +252,18 @@ class Profiler:
             raise ProfileError([f"Profiler.step: num_samples: found {num_samples!r}; allowed: a number from 0"])
         with self._lock:
             self._refuse_unless_running("step")
+            waited, self._waited = self._waited, {}
+            reader_ns = sum(waited.get(thread_id, 0) for thread_id in {threading.get_native_id(), *self._readers})
             for costs in (self._benchmark, self._since):
-                costs.add(now_ns - self._step_ns, self._reader_ns, num_samples)
-            self._reader_ns = 0
+                costs.add(now_ns - self._step_ns, reader_ns, num_samples)
             windows, session = self._windows, self._session
             began_ns, self._step_ns = self._step_ns, now_ns
             if windows is not None and session is not None:
                 last = windows.steps
+                step = Step(last, began_ns, now_ns, threading.get_native_id(), num_samples)
                 if windows.state in RECORDING:
-                    self._steps.append(Step(last, began_ns, now_ns, threading.get_native_id(), num_samples))
+                    self._steps.append(step)
+                session.loop.add(step, self)
                 found = windows.advance(now_ns)
                 try:
                     if found is not None:
@@ -269,7 +272,7 @@ class Profiler:
                     FAULTS.note("window of a Profiler", fault)
                 finally:  # a Ctrl-C in a handler ends the loop, not the Profiler
                     if found is not None:
-                        self._step_ns = time.monotonic_ns()
+                        self._step_ns, self._waited = time.monotonic_ns(), {}
                     windows.arm(self._step_ns)
 
     def stop(self) -> None:
@@ -283,6 +286,7 @@ class Profiler:
         with self._lock:
             is_running, self._is_running = self._is_running, False
             if is_running:
+                self._unlisten()
                 self._leave(WAIT_LIMIT_NS)
 
     def _leave_with_the_session(self) -> None:
@@ -327,6 +331,7 @@ class Profiler:
             FAULTS.note("windows of a Profiler", fault)
         finally:
             atexit.unregister(self.stop)
+            session.loop.leave(self)
             if self._leave_with_the_session in session.onlookers:
                 session.onlookers.remove(self._leave_with_the_session)
             if self.failures > 1:
@@ -394,17 +399,25 @@ class Profiler:
     def loader(self, batches: T, name: str | None = None) -> Iterator[Any]:
         """The items of an iterable; the time until each is recorded, and counted as the step's reader cost.
 
-        See `instrument.loader` for `name` and the spans. An asynchronous iterable is none.
+        Counted there without this, too: what `instrument.loader` and the profile's `loaders` record on the thread that
+        calls `step`. Here it is also what other threads wait for, and what is not recorded. See `instrument.loader` for
+        `name` and the spans. An asynchronous iterable is none.
         """
         items = iter(loader(batches, name))  # type: ignore[call-overload]
         while True:
-            before_ns = time.monotonic_ns()
+            self._readers.add(threading.get_native_id())
+            waiting = Waiting()
             try:
                 item = next(items)
             except StopIteration:
                 return
-            self._reader_ns += time.monotonic_ns() - before_ns
+            finally:
+                waiting.end()
             yield item
+
+    def _wait(self, thread_id: int, waited_ns: int) -> None:
+        waited = self._waited
+        waited[thread_id] = waited.get(thread_id, 0) + waited_ns
 
     def step_info(self, unit: str | None = None) -> str:
         """Averages of the steps since the last call: reader cost and batch cost in seconds, and how much in a second.

@@ -12,7 +12,7 @@ import pytest
 
 from instrument.errors import FAULTS
 from instrument.imports import Finder
-from instrument.probes import contexts
+from instrument.probes import contexts, loaders
 from instrument.probes.selection import Selection
 from instrument.recorder import RECORDER, PureRecorder, Recorder
 from instrument.schema import loads
@@ -64,6 +64,8 @@ def left_behind() -> list[str]:
         method = getattr(getattr(sys.modules.get(module), cls, None), name, None)
         if "instrument" in getattr(getattr(method, "__code__", None), "co_filename", ""):
             found.append(f"{cls}.{name}")
+    if loaders._listeners:
+        found.append("a listener of loaders")
     found += [f"fault in the {place}" for place in FAULTS.counts()]
     return found
 

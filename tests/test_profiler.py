@@ -763,6 +763,8 @@ def test_the_calls_of_a_named_function_are_the_steps_of_a_schedule(
     for index in range(2):
         trace, _ = chrome.load(f"traces/shop-{os.getpid()}-{index}.json")
         windows.append(sorted(span.attributes["at"] for span in trace.spans if span.site.name == "mark"))
+        kinds = {span.site.kind for span in trace.spans if span.site.qualname == "Trainer.step"}
+        assert kinds == {"step"}, "views of steps are of these"
     # A window begins when the step before it has ended, with that step's mark still open.
     assert windows == [[1, 2, 3], [4, 5, 6]]
     assert len(list(Path("traces").iterdir())) == 2
@@ -808,3 +810,19 @@ def test_a_budget_never_mutes_what_a_schedule_counts(tmp_path: Path, monkeypatch
     stepped.Trainer().step(1)
     assert not RECORDER.mute(stepped.Trainer.step.__instrument__)
     assert RECORDER.mute(stepped.Trainer.other.__instrument__)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_what_was_not_observed_is_told_alike_before_and_after_the_end(used: bool) -> None:
+    torch = pytest.importorskip("torch")
+    text = "phases: auto\nloaders: auto\ncomm: auto\ncopies: [{directions: [h2h]}, {directions: [h2d]}]"
+    session = instrument.start(loads(text, environ={}))
+    try:
+        if used:
+            for (batch,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(2, 2))):
+                torch.nn.Linear(2, 2)(batch.to(torch.float64).to(torch.float32))
+        before = session.notes()
+    finally:
+        instrument.stop()
+    assert session.notes() == before
+    assert any("loaders: waiting" in note for note in before) is not used

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -26,6 +28,7 @@ from instrument.handlers import Window
 from instrument.profile import Schedule
 from instrument.recorder import RECORDER
 from instrument.schema import loads
+from instrument.step_spans import Loop, Step
 from instrument.window import RECORDING, State, Windows
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -448,6 +451,52 @@ def test_beside_a_running_session_one_looks_and_leaves_it_as_it_was() -> None:
     assert instrument.session() is session
 
 
+def test_the_sessions_own_trace_and_summary_have_the_steps_of_the_first_profiler() -> None:
+    session = instrument.start(loads("", environ={}))
+    with Profiler() as outer:
+        for _ in range(3):
+            with Profiler() as inner:
+                for _ in range(2):
+                    work()
+                    inner.step()
+            outer.step(num_samples=4)
+    with Profiler() as later:
+        work()
+        later.step()
+    work()  # in no step
+    trace = session.trace()
+    steps = sorted((span for span in trace.spans if span.site.kind == "step"), key=lambda span: span.start_ns)
+    assert [(span.attributes["step"], span.attributes.get("samples")) for span in steps] == [
+        (0, 4), (1, 4), (2, 4), (0, None),
+    ]  # fmt: skip
+    numbers = {span.span_id: span.attributes["step"] for span in steps}
+    found = [numbers.get(span.parent_id) for span in trace.spans if span.site.name == "work"]
+    assert found == [0, 0, 1, 1, 2, 2, 0, None]
+    assert session.views(["benchmark"], skip_first=0)["benchmark"].loops[0].steps == 4  # type: ignore[attr-defined]
+    count = len(trace.spans)
+    assert f"Spans: all {count} that were kept" in session.summary(views=["cost"])
+    instrument.stop()
+    assert len(session.trace().spans) == count
+    assert "4 steps timed" in session.summary(views=["benchmark"], skip_first=0)
+
+
+def test_a_step_that_reaches_over_the_edge_of_a_trace_is_clipped_and_an_older_one_is_not_there() -> None:
+    loop, own, another = Loop(), object(), object()
+    loop.join(own)
+    loop.join(another)
+    loop.add(Step(0, 0, 10, 1), own)
+    loop.add(Step(0, 2, 4, 1), another)
+    loop.add(Step(1, 10, 20, 1), own)
+    loop.leave(own)
+    loop.add(Step(7, 15, 25, 1), another)  # it had begun when the other loop still had steps
+    loop.add(Step(8, 25, 30, 1), another)
+    whole = [Step(0, 0, 10, 1), Step(1, 10, 20, 1), Step(8, 25, 30, 1)]
+    assert loop.within(0, 30) == whole
+    assert loop.within(10, 26) == [whole[1], Step(8, 25, 26, 1, clipped=True)]
+    assert loop.within(12, 22) == [Step(1, 12, 20, 1, clipped=True)]
+    assert loop.within(20, 25) == []
+
+
 def test_a_session_that_ends_under_a_profiler_does_not_stop_the_loop() -> None:
     found: list[Window] = []
     with Profiler(schedule=schedule(record=1), on_trace_ready=found.append) as profiler:
@@ -569,6 +618,70 @@ def test_a_training_loop_prints_its_steps(capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     assert "Window 0, steps 2 to 4" in printed
     assert "Linear" in printed
+
+
+def test_whoever_waits_for_a_loader_on_the_thread_of_the_steps_is_reader_cost() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Slow(torch.utils.data.Dataset):  # type: ignore[misc,name-defined]
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, at: int) -> int:
+            time.sleep(0.004)
+            return range(12)[at]
+
+    def read(batches: Any) -> None:
+        for _ in batches:
+            pass
+
+    def validate(window: Window) -> None:
+        read(instrument.loader(Slow(), "validation"))  # a handler's work is in no step
+
+    batches = torch.utils.data.DataLoader(Slow())
+    with Profiler(loads("loaders: auto", environ={}), schedule=(2, 4), on_trace_ready=validate) as profiler:
+        another = threading.Thread(target=read, args=(instrument.loader(Slow()),))
+        another.start()
+        for _ in profiler.loader(instrument.loader(batches), "outer"):  # three in one another count once
+            time.sleep(0.002)
+            profiler.step()
+        another.join()
+        loop = profiler.benchmark()
+        assert loop.steps == 2
+        assert loop.reader is not None
+        assert loop.batch is not None
+        assert 4e6 <= loop.reader.mean <= loop.batch.mean - 2e6
+        reader, batch = profiler.step_info().replace("reader_cost: ", "").split(" s batch_cost: ")
+        assert 0.004 <= float(reader) < float(batch.split()[0])
+        for _ in batches:
+            profiler.step()
+            break
+        assert profiler.step_info().startswith("reader_cost: 0.00")
+        read(batches)
+    assert profiler.step_info() == "batch_cost: - s ips: - steps/s"
+
+
+def test_the_profilers_loader_counts_on_any_thread_and_without_recording() -> None:
+    items: queue.Queue[int | None] = queue.Queue()
+
+    def read() -> None:
+        for item in profiler.loader(map(slowly, range(4))):
+            items.put(item)
+        items.put(None)
+
+    def slowly(item: int) -> int:
+        time.sleep(0.004)
+        return item
+
+    with Profiler(timer_only=True) as profiler:
+        reading = threading.Thread(target=read)
+        reading.start()
+        while items.get() is not None:
+            pass
+        profiler.step()
+        reading.join()
+        found = profiler.step_info()
+    assert float(found.removeprefix("reader_cost: ").partition(" s")[0]) >= 0.016
 
 
 def test_the_loop_of_the_readme_writes_and_prints_its_windows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -701,6 +814,7 @@ def test_the_end_of_the_session_ends_those_who_look_at_it() -> None:
     own.step()
     work()
     instrument.stop()
+    own.stop()
     assert edges_seen == [(0, 0), (0, 1)]
 
 

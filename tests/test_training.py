@@ -99,7 +99,10 @@ def test_every_view_of_a_training_loop_with_workers(tmp_path: Path) -> None:
         assert heading in text
     assert "Time Profiling: host time, averages of 8 iterations timed, 2 skipped" in text
     assert "fault of instrument" not in text
-    assert "Phases Report" in done.stderr, "the summary of the whole run, of the window for want of a Profiler's steps"
+    assert "Phases Report" in done.stderr, "the summary of the whole run"
+    assert "Steps: 12 whole" in done.stderr, "which has the steps of the Profiler, too"
+    assert "12 steps timed, the first 0 skipped" in done.stderr
+    assert "waiting" not in done.stderr.replace("from 65536 B: waiting", ""), "what has run is not told to be missing"
     assert set(VIEWS) >= {"phases", "distribution"}
 
 

@@ -106,7 +106,7 @@ class Comm(Switch):
         if group is None or work is None:
             self._why = "this torch.distributed has no process groups"
             return False
-        self._attached = True
+        self._attach()
         self._is_compiling = getattr(getattr(module.torch, "compiler", None), "is_compiling", self._is_compiling)
         replaced = [(group, method, operation) for method, operation in OPERATIONS.items() if hasattr(group, method)]
         around = [
@@ -127,7 +127,7 @@ class Comm(Switch):
         """Whether there is torch.distributed, what has been called, and what cannot be seen."""
         if not self.rules:
             return []
-        if not self._attached and not self.hits:
+        if not self._met:
             return [Verdict("comm", "waiting", why=self._why)]
         if not self.hits:
             return [Verdict("comm", "waiting", why="no process group has been used")]

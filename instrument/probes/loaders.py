@@ -7,6 +7,9 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
@@ -149,6 +152,16 @@ def _resuming_async(name: str) -> Callable[..., Any]:
 
 
 def _timed(recorder: Recorder, site: Site, method: Callable[..., Any], args: Any) -> Any:
+    if not _listeners:
+        return _recorded(recorder, site, method, args)
+    waiting = Waiting()
+    try:
+        return _recorded(recorder, site, method, args)
+    finally:
+        waiting.end()
+
+
+def _recorded(recorder: Recorder, site: Site, method: Callable[..., Any], args: Any) -> Any:
     frame = recorder.open(site)
     try:
         item = method(*args)
@@ -160,6 +173,53 @@ def _timed(recorder: Recorder, site: Site, method: Callable[..., Any], args: Any
         raise
     recorder.close(frame)
     return item
+
+
+# -------------------------------------------------------------------- what a loop has waited for
+
+Listener = Callable[[int, int], object]
+"""Is told the native id of a thread, and for how many ns that one has waited for a loader."""
+
+_listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
+_listeners_lock = threading.Lock()
+_nesting = threading.local()
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Have a bound method told of each wait for a loader, once where loaders lie in one another. Returns the undo.
+
+    Whoever forgets to undo is forgotten, too.
+    """
+    global _listeners
+    known = weakref.WeakMethod(listener)
+    with _listeners_lock:
+        _listeners = (*(one for one in _listeners if one() is not None), known)
+
+    def undo() -> None:
+        global _listeners
+        with _listeners_lock:
+            _listeners = tuple(one for one in _listeners if one is not known)
+
+    return undo
+
+
+class Waiting:
+    """A wait for a loader on this thread, from here to `end`, which tells the listeners unless another is around it."""
+
+    def __init__(self) -> None:
+        self._depth = getattr(_nesting, "depth", 0)
+        _nesting.depth = self._depth + 1
+        self._start_ns = time.monotonic_ns()
+
+    def end(self) -> None:
+        """The item is there, or will not come."""
+        _nesting.depth = self._depth
+        if not self._depth:
+            waited_ns, thread_id = time.monotonic_ns() - self._start_ns, threading.get_native_id()
+            for known in _listeners:
+                listener = known()
+                if listener is not None:
+                    listener(thread_id, waited_ns)
 
 
 _FORWARDED = (
@@ -213,7 +273,7 @@ class Loaders(Switch):
         """Replace `__next__` of the class of all iterators of a `DataLoader`."""
         iterator: Any = getattr(module, "_BaseDataLoaderIter", None)
         if iterator is not None and not self._attached:
-            self._attached = True
+            self._attach()
             self._undos.append(replace(iterator, "__next__", self._wrap(iterator.__next__)))
         return False
 
@@ -241,7 +301,7 @@ class Loaders(Switch):
         """Whether there is a loader to record, and whether one has run."""
         if not self.rules:
             return []
-        if not self._attached:
+        if not self._met:
             return [Verdict("loaders", "waiting", why="torch.utils.data not imported")]
         if not self._sites:
             return [Verdict("loaders", "waiting", why="no DataLoader has run")]

@@ -75,7 +75,7 @@ class Phases(Switch):
         """torch has been imported: stand around modules, the engine and the optimizers."""
         if self._attached:
             return False
-        self._attached = True
+        self._attach()
         version = getattr(torch, "version", None)
         self._has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
         self._is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", self._is_compiling)
@@ -102,7 +102,7 @@ class Phases(Switch):
         if not self.rules:
             return []
         if not self.hits:
-            why = "no module, backward or optimizer has run" if self._attached else "torch not imported"
+            why = "no module, backward or optimizer has run" if self._met else "torch not imported"
             return [Verdict("phases", "waiting", why=why)]
         verdicts = [
             Verdict("phases", "attached", phase, ", ".join(sorted(filter(None, names))))

@@ -39,6 +39,7 @@ class Functions:
         self.rules: tuple[FunctionRule, ...] = tuple(rules)
         self._found: dict[int, dict[str, Verdict]] = {i: {} for i in range(len(self.rules))}
         self._taken: dict[str, int] = {}
+        self._counted = {label for rule in self.rules if rule.counted for label in rule.match}
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
 
     def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
@@ -59,7 +60,11 @@ class Functions:
         for probe, rule in self._probes.items():
             label = probe.target.label
             owner = owners.get(label)
-            if owner is None or not _serves(rule, self.rules[owner]):
+            if (
+                owner is None
+                or not _serves(rule, self.rules[owner])
+                or probe.site.kind != self._kind(label, self.rules[owner])
+            ):
                 gone.append(probe)
                 continue
             stay[probe] = self.rules[owner]
@@ -181,7 +186,7 @@ class Functions:
         site = functions.site_of(
             target.function,
             name=target.filled_in(rule.name) if rule.name else target.name,
-            kind=rule.kind,
+            kind=self._kind(target.label, rule),
             device=rule.device,
             phase=rule.phase,
             min_ns=rule.min_ns,
@@ -201,6 +206,9 @@ class Functions:
         state = "partly" if missing else "attached"
         self._found[index][target.label] = Verdict(rule.text, state, target.label, why, site)
         return probe
+
+    def _kind(self, label: str, rule: FunctionRule) -> str:
+        return "step" if rule.kind == "op" and label in self._counted else rule.kind
 
     def _tell(self, index: int, state: str, label: str, why: str, site: Site | None = None) -> None:
         self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why, site))

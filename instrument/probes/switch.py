@@ -12,7 +12,10 @@ from instrument.recorder import RECORDER, Recorder
 
 
 class Switch(ABC):
-    """One `key` of the profile at work: `rules` is empty where it is off."""
+    """One `key` of the profile at work: `rules` is empty where it is off.
+
+    `_attached` while it is; `_met` tells, also afterwards, that the module was there.
+    """
 
     key: ClassVar[str]
     module: ClassVar[str]
@@ -23,6 +26,7 @@ class Switch(ABC):
         self._recorder = recorder
         self._undos: list[Undo] = []
         self._attached = False
+        self._met = False
 
     def change(self, rules: Sequence[str], modules: Iterable[ModuleType]) -> None:
         """Turn it on or off; `modules` are those that the host has imported."""
@@ -41,6 +45,9 @@ class Switch(ABC):
     def wants(self, module_name: str) -> bool:
         """Whether that module is the one."""
         return module_name == self.module
+
+    def _attach(self) -> None:
+        self._attached = self._met = True
 
     @abstractmethod
     def imported(self, module: Any) -> bool:

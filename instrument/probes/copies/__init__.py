@@ -51,6 +51,7 @@ class Copies:
         self.transfers = Transfers(rules, recorder)
         self._rooms = self._wanted()
         self._attached: dict[str, Places] = {}
+        self._met: dict[str, Room] = {}  # by module, also when its own functions are back
         self._absent: dict[str, str] = {}
 
     def _wanted(self) -> dict[str, Room]:
@@ -78,6 +79,7 @@ class Copies:
             return
         for name in [name for name in self._attached if name not in self._rooms]:
             places = self._attached.pop(name)
+            del self._met[name]
             self.transfers.places.remove(places)
             places.undo()
         for module in modules:
@@ -106,7 +108,7 @@ class Copies:
         try:
             places = room.attach(module, self.transfers)
             places.bind()
-            self._attached[name] = places
+            self._attached[name], self._met[name] = places, room
         except Exception as fault:
             # Another version of the framework than those we know.
             while len(self.transfers.places) > before:
@@ -123,19 +125,18 @@ class Copies:
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile; then, once, what cannot be seen."""
-        attached = {self._rooms[name].FRAMEWORK: self._rooms[name] for name in self._attached}
+        met = {room.FRAMEWORK: room for room in self._met.values()}
         verdicts = [
-            self._verdict(rule, hits, attached)
-            for rule, hits in zip(self.transfers.rules, self.transfers.hits, strict=True)
+            self._verdict(rule, hits, met) for rule, hits in zip(self.transfers.rules, self.transfers.hits, strict=True)
         ]
-        verdicts += [Verdict("copies", "partly", name, f"not seen: {room.UNSEEN}") for name, room in attached.items()]
+        verdicts += [Verdict("copies", "partly", name, f"not seen: {room.UNSEEN}") for name, room in met.items()]
         return verdicts
 
-    def _verdict(self, rule: CopyRule, hits: int, attached: dict[str, Room]) -> Verdict:
+    def _verdict(self, rule: CopyRule, hits: int, met: dict[str, Room]) -> Verdict:
         if hits:
             return Verdict(rule.text, "attached", why=f"{hits} copies")
         rooms = [room for room in self._rooms.values() if room.FRAMEWORK in rule.frameworks]
-        reasons = ["no such copy was made"] if any(room.FRAMEWORK in attached for room in rooms) else []
+        reasons = ["no such copy was made"] if any(room.FRAMEWORK in met for room in rooms) else []
         reasons += dict.fromkeys(self._absent[room.FRAMEWORK] for room in rooms if room.FRAMEWORK in self._absent)
         if reasons:
             return Verdict(rule.text, "waiting", why="; ".join(reasons))
