@@ -7,12 +7,13 @@ in Python (`pure.py`). Both have the same classes and behave the same; `Recorder
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import time
 import weakref
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import Context
 from types import TracebackType
@@ -117,6 +118,9 @@ class _Recording:
         self._functions: dict[Site, weakref.WeakSet[Any]] = {}
         self.shapes: dict[Site, str] = {}
         """How the probe of a site is made, as `measure_costs` names it; `scope` where it is not said."""
+        self._shapes_noted = 0
+        # How often a shape had been noted, how many nodes there were; the number of each one's shape, and their names.
+        self._shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]] = (0, 0, array("i"), ())
 
     # ---------------------------------------------------------------- functions and scopes
 
@@ -194,6 +198,7 @@ class _Recording:
         if len(self.shapes) >= KNOWN_SITES and site not in self.shapes:
             return False
         self.shapes[site] = shape
+        self._shapes_noted += 1  # after it, so that whoever sees the same number twice has seen the shape
         return True
 
     def wrap_method(
@@ -275,12 +280,17 @@ class _Recording:
 
     def shape_calls(self) -> dict[str, int]:
         """How often probes of each shape were called, as `measure_costs` names them."""
-        tree, shape_of = self.paths(), self.shapes.get
-        site_of, count = tree.site_of, len(tree.sites)
-        found: defaultdict[str, int] = defaultdict(int)
-        for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False):
-            found[shape_of(site, "scope")] += calls  # asked anew: a loader's is known after its scope may have run
-        return found
+        tree, noted = self.paths(), self._shapes_noted
+        if self._shapes_of_nodes[:2] != (noted, len(tree)):
+            site_of, numbers = tree.site_of, dict[str, int]()
+            of_site = [
+                numbers.setdefault(shape, len(numbers))
+                for shape in map(self.shapes.get, tree.sites, itertools.repeat("scope"))
+            ]
+            of_nodes = array("i", map(of_site.__getitem__, site_of))
+            self._shapes_of_nodes = noted, len(site_of), of_nodes, tuple(numbers)
+        _, _, of_nodes, names = self._shapes_of_nodes
+        return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
 
     # ---------------------------------------------------------------- reading
 

@@ -209,8 +209,10 @@ class Selection:
             if enough is not None:
                 children = [child for child in children if child in enough]
             if len(children) > rows:
-                weights = zip(map(self._weight.__getitem__, children), itertools.count(0, -1), children)
-                children = [child for _, _, child in heapq.nlargest(rows, weights)]
+                weights = [self._weight[child] or 0 for child in children]
+                least = heapq.nlargest(rows, weights)[-1]
+                children = [child for child, weight in zip(children, weights, strict=True) if weight >= least]
+                children = sorted(children, key=self._lightness)[:rows]  # of equal ones the first
             for child in children:
                 heapq.heappush(heap, (self._lightness(child), next(order), child))
         return kept
