@@ -86,16 +86,21 @@ class Window:
         """The totals of the window's spans, open ones as far as they lie in it."""
         return Tally.of_spans(self.trace.spans, self.trace.threads)
 
-    def summary(self, *, views: Sequence[str] = ("events",), **options: Any) -> str:
-        """The views of this window alone. Options of `Session.summary`. Raises `ValueError` for one there is not."""
-        return summary(views, self._recording(), self._options(options))
+    def summary(
+        self, *, views: Sequence[str] = ("events",), beside: str | os.PathLike[str] | None = None, **options: Any
+    ) -> str:
+        """The views of this window alone. Options, `beside` and errors as for `Session.summary`."""
+        return summary(views, self._recording(beside), self._options(options))
 
-    def views(self, views: Sequence[str] = ("events",), **options: Any) -> dict[str, View]:
+    def views(
+        self, views: Sequence[str] = ("events",), *, beside: str | os.PathLike[str] | None = None, **options: Any
+    ) -> dict[str, View]:
         """The numbers of the same views, by name, as objects."""
-        return made(views, self._recording(), self._options(options))
+        return made(views, self._recording(beside), self._options(options))
 
-    def _recording(self) -> Recording:
-        return Recording.of_trace(self.trace)
+    def _recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
+        trace = self.trace
+        return Recording.of_trace(trace if beside is None else chrome.join(trace, chrome.load(beside)[0]))
 
     def _options(self, asked: Mapping[str, Any]) -> Options:
         defaults = {

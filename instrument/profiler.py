@@ -467,12 +467,12 @@ class Session:
         request = facts.first_request
         return replace(facts, imports=self._imports.packages(None if request is None else request.start_ns))
 
-    def recording(self) -> Recording:
+    def recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
         """What reports are made of, as it is now: a tally and a trace that are taken when they are first read."""
         cost = self.cost()
         return Recording(
             self.tally,
-            self.trace,
+            self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.load(beside)[0]),
             make_lines=lambda merged: RECORDER.lines(merged=merged),
             make_held=self._held,
             cost=cost,
@@ -485,7 +485,13 @@ class Session:
             make_startup=self.startup,
         )
 
-    def summary(self, *, views: Sequence[str] | None = None, **options: Any) -> str:
+    def summary(
+        self,
+        *,
+        views: Sequence[str] | None = None,
+        beside: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> str:
         """The views, in the order asked, of everything since the start; what is left out comes from the profile.
 
         `options` are those of `instrument.report.view.Options`. Views that are made from the tally are exact for all
@@ -493,13 +499,17 @@ class Session:
         Those of the tally, and that of costs, with threads merged and some tens of `rows`, take up to some 15 ms of
         processor time for as many call paths as there may be (16,384), whatever the uptime; the first of a session asks
         each path and site what it is, 0.5 us each. A block for each thread adds some 30 us for each of its rows.
-        Raises `ValueError` for a view or a value that there is not.
+        `beside` is a trace file of `torch.profiler`, recorded meanwhile, whose kernels and allocations the views
+        `kernels` and `memory` are then of. Raises `ValueError` for a view or a value that there is not, and
+        `TraceError` for a file that is not of this process and time.
         """
-        return summary(self._views(views), self.recording(), self._options(options))
+        return summary(self._views(views), self.recording(beside), self._options(options))
 
-    def views(self, views: Sequence[str] | None = None, **options: Any) -> dict[str, View]:
+    def views(
+        self, views: Sequence[str] | None = None, *, beside: str | os.PathLike[str] | None = None, **options: Any
+    ) -> dict[str, View]:
         """The numbers of the same views, by name, as objects. Options and errors as for `summary`."""
-        return made(self._views(views), self.recording(), self._options(options))
+        return made(self._views(views), self.recording(beside), self._options(options))
 
     def _views(self, asked: Sequence[str] | None) -> Sequence[str]:
         return (self.profile.export.summary or Summary()).views if asked is None else asked

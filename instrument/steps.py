@@ -432,11 +432,18 @@ class Profiler:
         """Cost of the steps since the start, without the first `SKIPPED_STEPS`."""
         return self._benchmark.loop()
 
-    def summary(self, *, views: Sequence[str] = ("events",), unit: str = "ms", **options: Any) -> str:
+    def summary(
+        self,
+        *,
+        views: Sequence[str] = ("events",),
+        unit: str = "ms",
+        beside: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> str:
         """The newest window's summary (options of `Window.summary`) and the benchmark of all steps since the start."""
         window = self.window
         if window is not None:
-            recording = window._recording()
+            recording = window._recording(beside)
             recording.benchmark = self._benchmark
             text = summary(
                 [*dict.fromkeys([*views, "benchmark"])], recording, window._options({"unit": unit, **options})

@@ -32,17 +32,21 @@ from instrument.spans import (
     Allocation,
     Cost,
     DeviceInterval,
+    FirstCall,
     Gpu,
+    ImportTime,
     Kernel,
     Origin,
     RemoteParent,
     Sample,
     Site,
     Span,
+    Startup,
     Trace,
     by_start,
 )
 from instrument.tally import Tally
+from instrument.window import Windows
 
 TWINS = (reading, "_native"), (allocations, "_native_reader"), (report_allocations, "_native")
 """What is read and counted in C, and in Python where these are None."""
@@ -57,6 +61,11 @@ JUNK: list[Any] = [
     2**64, 10**400, 1e308, 1e-320, "", "X", "b", "e", "0x5", "\x00", "\ud800", "\u00e9", "\U0001f600", [], [[]], [1],
     {}, {"name": 5}, {"local": "0x1"}, {"local": 7}, [[-1, 0]], [[0, 0]],
 ]  # fmt: skip
+SCHEDULES = [
+    b"schedule: [2, 10]\n",
+    b"schedule: {skip_first: 5, closed: 1, ready: 1, record: 4, repeat: 0}\nfunctions: [{match: 'a.b:*'}]\n",
+    b"schedule:\n  record: 1\n  step: chat.engine:Engine.step\nfunctions:\n- match: chat.engine:**\n  phase: compute\n",
+]
 ATTRIBUTES = {"bytes": 64, "route": "/a", "ok": True, "x": 1.5}
 BYTES = [b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"\x00", b"\xff", b"\xc3", b"0", b"9", b"-", b".", b"e", b" "]
 
@@ -115,6 +124,11 @@ def sample_trace(seed: int) -> tuple[Trace, Tally | None]:
             ],
             "watched": (1001, 1090),
         }  # fmt: skip
+    if seed % 3 == 2:
+        imports = (ImportTime("torch", 2, 90, 70, 5, 3), ImportTime("chat\u00e9", 1, 9, 9))
+        firsts = tuple(FirstCall(site, 950 + chance.randrange(100), chance.randrange(30)) for site in sites)
+        startup = Startup(950, chance.choice([None, 900]), chance.choice([None, (), imports]), firsts[seed % 4 :])
+        facts = {"startup": startup}
     trace = Trace(Origin(4711, "chat", 0, 10**18), 1000, 1100, spans, {11: "Main", 12: "w\n"}, {"lost": 3}, **facts)
     return trace, Tally.of_spans(spans, trace.threads) if seed % 2 else None
 
@@ -283,13 +297,16 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
 def fuzz_profiles(folder: Path, count: int, seed: int) -> Counter[str]:
     """Load damaged profiles."""
     chance = random.Random(seed)
-    whole = [path.read_bytes() for path in sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))]
+    whole = [path.read_bytes()[:1500] for path in sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))]
+    whole += SCHEDULES * 2
     found: Counter[str] = Counter()
     path = folder / "profile.yaml"
     for _ in range(count):
-        path.write_bytes(changed_bytes(chance, chance.choice(whole)[:1500]))
+        path.write_bytes(changed_bytes(chance, chance.choice(whole)))
         try:
-            schema.load(path)
+            windows = Windows(schema.load(path).schedule, 0)
+            for at_ns in range(1, 50):
+                windows.step(at_ns)
             found["loaded"] += 1
         except ProfileError:
             found["refused"] += 1

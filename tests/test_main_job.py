@@ -298,7 +298,7 @@ def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run) -
     else:
         for view in ("Device Report", "Kernels Report"):
             assert any(line.startswith("No device time was recorded") for line in section(run, view))
-        assert "No copy was recorded." in section(run, "Copies Report")
+        assert any(line.startswith("No copy was recorded.") for line in section(run, "Copies Report"))
 
 
 def test_a_report_from_the_saved_trace_has_every_view_that_the_service_printed(run: Run) -> None:

@@ -96,7 +96,8 @@ def test_the_report_of_every_direction() -> None:
 
 
 def test_no_copy_is_said_in_one_line() -> None:
-    assert copies(trace_of(copied(Site("step", "step"), 1, 1))).splitlines()[-1] == "No copy was recorded."
+    empty = copies(trace_of(copied(Site("step", "step"), 1, 1)))
+    assert "No copy was recorded. `copies:` in the profile records those of torch" in empty
 
 
 @pytest.mark.parametrize(

@@ -458,6 +458,8 @@ with instrument.scope("main"):
         mine = torch.empty(123_456, dtype=torch.uint8)
         thread.join()
 instrument.dump(ours)
+(found,) = instrument.session().views(["memory"], beside=theirs).values()
+print([place.name for place in found.places])
 """
 
 
@@ -470,7 +472,8 @@ def test_what_a_thread_of_torch_takes_is_its_scopes_and_no_scopes_of_the_main_th
     (tmp_path / "service.py").write_text(BESIDE_TORCH)
     ours, theirs = str(tmp_path / "ours.json.gz"), str(tmp_path / "theirs.json")
     command = [sys.executable, "-m", "instrument", "run", "--profile", "p.yaml", "--", "service.py", ours, theirs]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "['decode', 'evict']\n"
     arguments = ["report", ours, "--with", theirs, "--view", "memory"]
     assert cli.main([*arguments, "--json"]) == 0
     view = json.loads(capsys.readouterr().out)["views"]["memory"]

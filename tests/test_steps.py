@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import instrument
 from instrument import Profiler, StateError, chrome, export_chrome, print_summary, profiled, schedule, scope
-from instrument.errors import ProfileError
+from instrument.errors import ProfileError, TraceError
 from instrument.handlers import Window
 from instrument.profile import Schedule
 from instrument.recorder import RECORDER
@@ -659,6 +659,27 @@ def test_whoever_waits_for_a_loader_on_the_thread_of_the_steps_is_reader_cost() 
         assert profiler.step_info().startswith("reader_cost: 0.00")
         read(batches)
     assert profiler.step_info() == "batch_cost: - s ips: - steps/s"
+
+
+def test_what_torch_profiler_saw_meanwhile_is_in_the_views_of_a_window() -> None:
+    torch = pytest.importorskip("torch")
+    kept = []
+    watching = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with Profiler(loads("", environ={})) as profiler, watching:
+        for step in range(3):
+            with scope("grow"):
+                kept.append(torch.empty(1_000_000 * (step + 1), dtype=torch.uint8))
+            profiler.step()
+    watching.export_chrome_trace("theirs.json")
+    assert profiler.window is not None
+    (memory,) = profiler.window.views(["memory"], beside="theirs.json").values()
+    grown = {place.name: place.increase_bytes for place in memory.places}  # type: ignore[attr-defined]
+    assert grown["grow"] == 6_000_000
+    assert "grow" in profiler.summary(views=["memory"], beside="theirs.json", unit="us")
+    assert "torch.profiler was not beside" in profiler.summary(views=["memory"])
+    Path("ours.json").write_text("[]")
+    with pytest.raises(TraceError, match="asked to join a trace of torch"):
+        profiler.window.views(["kernels"], beside="ours.json")
 
 
 def test_the_profilers_loader_counts_on_any_thread_and_without_recording() -> None:

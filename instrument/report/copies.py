@@ -113,7 +113,13 @@ class Copies:
         unit = self._options.unit
         lines = [*title("Copies Report"), *self.coverage.lines()]
         if not self.calls:
-            return [*lines, "", "No copy was recorded.", ""]
+            return [
+                *lines,
+                "",
+                "No copy was recorded. `copies:` in the profile records those of torch and other frameworks;",
+                "what its rules did not observe, and why, is said with the cost of the instrumentation.",
+                "",
+            ]
         lines.append(f"Time unit: {unit}; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it")
         lines.append("")
         header = ["Direction", *SUMS, "Timed"]
