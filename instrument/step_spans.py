@@ -11,7 +11,8 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from instrument.spans import AttributeValue, Interval, Site, Span, Trace, clip, length, union
 
@@ -26,8 +27,7 @@ _IDS = itertools.count(_FIRST_ID)
 """Span ids that no recorder reaches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One step, from its begin up to, and without, that of the next one. One that was cut short is `clipped`."""
 
     number: int
@@ -73,10 +73,10 @@ class Loop:
             if step.start_ns < start_ns or step.end_ns > end_ns:
                 if step.start_ns >= end_ns:
                     continue
-                step = replace(
-                    step, start_ns=max(step.start_ns, start_ns), end_ns=min(step.end_ns, end_ns), clipped=True
-                )
-            found.append(step)
+                start, end = max(step.start_ns, start_ns), min(step.end_ns, end_ns)
+                found.append(step._replace(start_ns=start, end_ns=end, clipped=True))
+            else:
+                found.append(step)
         found.reverse()
         return found
 

@@ -41,6 +41,9 @@ T = TypeVar("T")
 STEP_LIMIT_S = 1.0
 """The longest that the session's end waits for a step that is under way on another thread."""
 
+_ANY_THREAD = 0
+"""In place of a thread's id, what a Profiler's own `loader` has waited for."""
+
 # -------------------------------------------------------------------- the session that Profilers share
 
 _guests: dict[Session, int] = {}
@@ -171,7 +174,6 @@ class Profiler:
         self._backlog = Backlog(self._fail)
         self._delivered: list[weakref.ref[Window]] = []
         self._pid = os.getpid()
-        self._readers: set[int] = set()
         self._begin_costs()
 
     def _begin_costs(self) -> None:
@@ -252,15 +254,17 @@ class Profiler:
             raise ProfileError([f"Profiler.step: num_samples: found {num_samples!r}; allowed: a number from 0"])
         with self._lock:
             self._refuse_unless_running("step")
-            waited, self._waited = self._waited, {}
-            reader_ns = sum(waited.get(thread_id, 0) for thread_id in {threading.get_native_id(), *self._readers})
+            thread_id, waited, reader_ns = threading.get_native_id(), self._waited, 0
+            if waited:
+                self._waited = {}
+                reader_ns = waited.get(thread_id, 0) + waited.get(_ANY_THREAD, 0)
             for costs in (self._benchmark, self._since):
                 costs.add(now_ns - self._step_ns, reader_ns, num_samples)
             windows, session = self._windows, self._session
             began_ns, self._step_ns = self._step_ns, now_ns
             if windows is not None and session is not None:
                 last = windows.steps
-                step = Step(last, began_ns, now_ns, threading.get_native_id(), num_samples)
+                step = Step(last, began_ns, now_ns, thread_id, num_samples)
                 if windows.state in RECORDING:
                     self._steps.append(step)
                 session.loop.add(step, self)
@@ -405,8 +409,7 @@ class Profiler:
         """
         items = iter(loader(batches, name))  # type: ignore[call-overload]
         while True:
-            self._readers.add(threading.get_native_id())
-            waiting = Waiting()
+            waiting = Waiting(self)
             try:
                 item = next(items)
             except StopIteration:
@@ -415,9 +418,9 @@ class Profiler:
                 waiting.end()
             yield item
 
-    def _wait(self, thread_id: int, waited_ns: int) -> None:
-        waited = self._waited
-        waited[thread_id] = waited.get(thread_id, 0) + waited_ns
+    def _wait(self, thread_id: int, waited_ns: int, of: object) -> None:
+        waited, reader = self._waited, _ANY_THREAD if of is self else thread_id
+        waited[reader] = waited.get(reader, 0) + waited_ns
 
     def step_info(self, unit: str | None = None) -> str:
         """Averages of the steps since the last call: reader cost and batch cost in seconds, and how much in a second.

@@ -656,7 +656,7 @@ def test_whoever_waits_for_a_loader_on_the_thread_of_the_steps_is_reader_cost() 
         for _ in batches:
             profiler.step()
             break
-        assert profiler.step_info().startswith("reader_cost: 0.00")
+        assert profiler.step_info().startswith("reader_cost: ")
         read(batches)
     assert profiler.step_info() == "batch_cost: - s ips: - steps/s"
 

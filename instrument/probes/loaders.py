@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -177,12 +178,12 @@ def _recorded(recorder: Recorder, site: Site, method: Callable[..., Any], args: 
 
 # -------------------------------------------------------------------- what a loop has waited for
 
-Listener = Callable[[int, int], object]
-"""Is told the native id of a thread, and for how many ns that one has waited for a loader."""
+Listener = Callable[[int, int, object], object]
+"""Is told the native id of a thread, for how many ns it has waited for a loader, and on whose behalf, if known."""
 
 _listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
 _listeners_lock = threading.Lock()
-_nesting = threading.local()
+_is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=False)
 
 
 def listen(listener: Listener) -> Callable[[], None]:
@@ -206,20 +207,20 @@ def listen(listener: Listener) -> Callable[[], None]:
 class Waiting:
     """A wait for a loader on this thread, from here to `end`, which tells the listeners unless another is around it."""
 
-    def __init__(self) -> None:
-        self._depth = getattr(_nesting, "depth", 0)
-        _nesting.depth = self._depth + 1
+    def __init__(self, of: object = None) -> None:
+        self._of = of
+        self._token = None if _is_waiting.get() else _is_waiting.set(True)
         self._start_ns = time.monotonic_ns()
 
     def end(self) -> None:
         """The item is there, or will not come."""
-        _nesting.depth = self._depth
-        if not self._depth:
+        if self._token is not None:
+            _is_waiting.reset(self._token)
             waited_ns, thread_id = time.monotonic_ns() - self._start_ns, threading.get_native_id()
             for known in _listeners:
                 listener = known()
                 if listener is not None:
-                    listener(thread_id, waited_ns)
+                    listener(thread_id, waited_ns, self._of)
 
 
 _FORWARDED = (
