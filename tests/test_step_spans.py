@@ -111,7 +111,7 @@ def test_a_scope_around_the_loop_holds_the_steps_and_one_across_a_step_lies_besi
             after
         """
     )
-    assert window.trace.notes == []
+    assert [note for note in window.trace.notes if "CUDA" not in note] == []  # of windows, whatever torch found
     loaded, _ = chrome.load(window.export("steps.json"))
     assert shown(loaded.spans) == shown(window.trace.spans)
 
