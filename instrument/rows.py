@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from instrument import native
 from instrument.ring import Row, self_ns
-from instrument.spans import RemoteParent, Site, Span
+from instrument.spans import Interval, RemoteParent, Site, Span, length, union
 
 _native = native.find("_spans")
 
@@ -57,6 +57,7 @@ class Taken(NamedTuple):
             span.end_ns = end_ns
             _clip(span, start_ns, end_ns)
             found.append(span)
+        _less_children(found)
         return found
 
 
@@ -114,3 +115,21 @@ def _clip(span: Span, start_ns: int, end_ns: int) -> None:
     span.active_ns = min(span.active_ns, span.total_ns)
     span.self_ns = min(span.self_ns, span.total_ns)
     span.clipped = True
+
+
+def _less_children(spans: Sequence[Span]) -> None:
+    """Take from what clipped spans were by themselves what their children were within the window.
+
+    What they were by themselves as a whole, which is all that their rows tell, may have lain outside of it.
+    """
+    clipped = {span.span_id: span for span in spans if span.clipped}
+    if not clipped:
+        return
+    inside: dict[int, list[Interval]] = {span_id: [] for span_id in clipped}
+    for span in spans:
+        parent = clipped.get(span.parent_id)
+        if parent is not None and (parent.thread_id, parent.task_id) == (span.thread_id, span.task_id):
+            inside[span.parent_id].append((span.start_ns, span.end_ns))
+    for span_id, parts in inside.items():
+        span = clipped[span_id]
+        span.self_ns = min(span.self_ns, span.total_ns - length(union(parts)))

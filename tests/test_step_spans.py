@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -194,3 +195,26 @@ def test_no_span_is_lost_moved_or_counted_twice(spans: list[Span], edges: list[i
     for step in made:
         below = [(s.start_ns, s.end_ns) for s in trace.spans if s.parent_id == step.span_id]
         assert step.self_ns <= step.total_ns - length(union(below))
+
+
+def test_what_a_span_that_windows_cut_was_by_itself_lies_in_the_window_where_it_was() -> None:
+    found: list[Window] = []
+    profiler = Profiler(loads("", environ={}), schedule=schedule(record=2), on_trace_ready=found.append)
+    with profiler, scope("epoch"):
+        time.sleep(0.02)
+        with scope("prepare"):
+            for _ in range(4):
+                with scope("train"):
+                    time.sleep(0.002)
+                profiler.step()
+    assert len(found) == 2
+    for window in found:
+        spans = {span.site.name: span for span in window.trace.spans}
+        assert spans["epoch"].clipped
+        # Every instant is somebody's own, and once.
+        lasted_ns = window.trace.end_ns - min(span.start_ns for span in window.trace.spans)
+        assert sum(span.self_ns for span in window.trace.spans) == lasted_ns
+        assert spans["prepare"].self_ns + spans["train"].self_ns < spans["prepare"].total_ns
+    first, second = ({span.site.name: span for span in window.trace.spans} for window in found)
+    assert first["epoch"].self_ns >= 18e6
+    assert second["epoch"].self_ns == 0
