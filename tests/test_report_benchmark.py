@@ -181,11 +181,16 @@ def test_every_figure_is_that_of_a_sweep_over_each_nanosecond(
         at += gap + size
     spans += [Span(NEXT, 0, 0, 0, thread, 0, start, start + size, size, 0) for start, size, thread in loads]
     timed = [span for span in spans[: len(steps)][skip:] if not span.clipped]
-    waits = []
+    waits, took = [], []
     for span in timed:
-        own = [(one.start_ns, one.end_ns) for one in spans[len(steps) :] if one.thread_id == span.thread_id]
-        inside = [(max(a, span.start_ns), min(b, span.end_ns)) for a, b in own if a < span.end_ns and b > span.start_ns]
+        own = union((one.start_ns, one.end_ns) for one in spans[len(steps) :] if one.thread_id == span.thread_id)
+        earlier = [one for one in spans[: spans.index(span)] if one.thread_id == span.thread_id]
+        since = max((one.end_ns for one in earlier), default=0)
+        before = [a for a, b in own if since <= a and b <= span.start_ns]
+        start = max(before, default=span.start_ns)
+        inside = [(max(a, start), min(b, span.end_ns)) for a, b in own if a < span.end_ns and b > start]
         waits.append(length(union(inside)))
+        took.append((start, span.end_ns))
     trace = trace_of(*spans)
     found = loops_of(trace, skip_first=skip)
     if not steps:
@@ -194,13 +199,13 @@ def test_every_figure_is_that_of_a_sweep_over_each_nanosecond(
     (loop,) = found
     assert (loop.steps, loop.skipped) == (len(timed), min(skip, len(steps)))
     assert loop.cut == len(steps) - loop.steps - loop.skipped
-    batches = [max(span.total_ns, 1) for span in timed]
+    batches = [max(end - start, 1) for start, end in took]
     for spread, values in ((loop.batch, batches), (loop.reader, waits if sum(waits) else [])):
         expected = (sum(values) / len(values), min(values), max(values)) if values else None
         assert (spread and (spread.mean, spread.least, spread.most)) == expected
     if batches:
         assert loop.rate is not None
-        assert loop.rate.mean == pytest.approx(len(batches) * 1e9 / sum(batches))
+        assert loop.rate.mean == pytest.approx(len(batches) * 1e9 / (length(union(took)) or sum(batches)))
         assert (loop.rate.least, loop.rate.most) == (1e9 / max(batches), 1e9 / min(batches))
         assert (loop.rate_of, loop.samples) == ("steps", None)
         for spread, values in ((loop.batch, batches), (loop.reader, waits)):
@@ -209,6 +214,21 @@ def test_every_figure_is_that_of_a_sweep_over_each_nanosecond(
                 nearest = [ranked[-(-percent * len(ranked) // 100) - 1] for percent in (50, 99)]
                 assert [spread.p50, spread.p99] == pytest.approx(nearest, rel=0.008)
         assert loop.reader_ratio == (sum(waits) / len(waits) / (sum(batches) / len(batches)) if sum(waits) else None)
+
+
+def test_a_step_begins_with_the_wait_for_its_input_and_side_by_side_steps_share_the_clock() -> None:
+    spans = []
+    for thread in (1, 2):
+        for step in range(4):
+            at = 100 * step
+            spans += [made(NEXT, at, at + 40, thread=thread), made(TRAIN, at + 50, at + 100, thread=thread)]
+        spans.append(made(NEXT, 400, 900, thread=thread))  # finds nothing more
+    (loop,) = loops_of(trace_of(*spans))
+    assert loop.reader is not None
+    assert loop.batch is not None
+    assert loop.rate is not None
+    assert (loop.steps, loop.reader.mean, loop.batch.mean) == (8, 40 * MS, 100 * MS)
+    assert loop.rate.mean == pytest.approx(8 / 0.4)
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 9)), min_size=1, max_size=9))

@@ -11,7 +11,6 @@ from paddle_golden import golden_trace
 from raw_spans import points, traces
 
 from instrument.report.distribution import COMPUTES, PAUSES, Distribution, OperationUse, PlaceUse, distribution
-from instrument.report.phases import steps_of
 from instrument.report.table import columns
 from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording
@@ -112,8 +111,7 @@ def test_rows_sum_the_rest_nothing_says_what_to_do_and_hostile_names_fit_the_lin
 @given(traces())
 def test_every_union_is_that_of_its_instants(trace: Trace) -> None:
     use = view(trace)
-    steps = steps_of(span for span in trace.spans if span.site.kind == "step")
-    base = points([(s.start_ns, s.end_ns) for own in steps.values() for s in own]) & points([trace.held])
+    base = points([(s.start_ns, s.end_ns) for s in trace.spans if s.site.kind == "step"]) & points([trace.held])
     base = base or points([trace.held])
     assert use.base_ns == len(base)
     if not use.places:

@@ -14,7 +14,7 @@ from instrument.report.phases import OTHERS, PhaseRow, Phases, phase_of, phases,
 from instrument.report.table import columns
 from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording, document
-from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, union
 
 MS = 1_000_000
 DECLARED = {"Net": "forward", "Linear": "forward", "Gradient Backward": "backward", "Optimization Step": "optimizer"}
@@ -188,12 +188,53 @@ def test_without_either_they_are_of_the_window() -> None:
     assert "Phases of the window: there is no step" in text_of(view(trace))
 
 
+def test_a_step_begins_with_the_wait_for_what_it_works_on_and_other_phases_between_steps_are_told() -> None:
+    read = Site("DataLoader", "loader")
+    trace = made(
+        (read, 0, 10), (STEP, 12, 30), (site("forward"), 14, 24),
+        (read, 30, 31), (site("post"), 32, 36), (read, 36, 40), (STEP, 40, 60), (site("forward"), 40, 50),
+        (read, 60, 65),
+    )  # fmt: skip
+    use = view(trace)
+    assert totals(trace) == {
+        "step": (2, 54.0), "loader": (2, 14.0), "forward": (2, 20.0), "others": (None, 20.0),
+    }  # fmt: skip
+    assert (use.beside, use.beside_ns) == (3, 10 * MS), "two waits and what went on between"
+    assert "Not counted: 3 calls of phases in no step, 10 ms" in text_of(use)
+    # Between the steps of a Profiler there is nothing but its handlers.
+    own = Site("step", "step", "instrument", "Profiler.step")
+    for span in trace.spans:
+        span.site = own if span.site is STEP else span.site
+    assert totals(trace)["step"] == (2, 38.0)
+
+
+def test_steps_of_tasks_that_run_side_by_side_are_all_there() -> None:
+    trace = made(*[(STEP, at, at + 40) for at in range(10)], *[(site("forward"), at, at + 30) for at in range(10)])
+    for task, (step, forward) in enumerate(zip(trace.spans[:10], trace.spans[10:], strict=True), start=1):
+        step.task_id = task
+        forward.task_id, forward.parent_id = task + 50 * (task > 5), step.span_id  # half of them in a task within
+    assert totals(trace) == {"step": (10, 400.0), "forward": (10, 300.0), "others": (None, 100.0)}
+    assert view(trace).timed == 10
+
+
+def test_steps_that_were_overwritten_are_not_told_as_skipped() -> None:
+    trace = made((STEP, 40, 60), (site("forward"), 40, 50), (STEP, 60, 90))
+    for span, number in ((trace.spans[0], 7), (trace.spans[2], 8)):
+        span.attributes = {"step": number}
+    assert "Steps: 2 whole, 7 skipped before" in text_of(view(trace))
+    trace.held_from_ns = trace.start_ns + 40 * MS
+    use = view(trace)
+    assert (use.timed, use.skipped, use.overwritten) == (2, 0, 7)
+    assert "Steps: 2 whole, 7 overwritten before" in text_of(use)
+    assert "averages of 2 iterations timed, 0 skipped" in text_of(use)
+
+
 def test_phases_on_other_threads_are_named_and_not_counted() -> None:
     trace = made((STEP, 0, 30), (site("forward"), 0, 10), (site("forward"), 0, 20))
     trace.spans[2].thread_id = 2
     use = view(trace)
     assert (use.beside, use.beside_ns) == (1, 20 * MS)
-    assert "Not counted: 1 call of phases on threads without a step, 20 ms" in text_of(use)
+    assert "Not counted: 1 call of phases in no step, 20 ms" in text_of(use)
 
 
 def test_rows_and_least_leave_the_largest_in_their_order_and_sum_the_rest() -> None:
@@ -244,22 +285,49 @@ def test_each_instant_counts_once_for_the_phase_that_began_first(trace: Trace) -
         return span.start_ns < last and span.end_ns > first
 
     steps = steps_of(span for span in trace.spans if span.site.kind == "step" and reaches(span))
-    requests = [s for s in trace.spans if s.site.kind == "request" and s.root_id == s.span_id and reaches(s)]
-    units: dict[int, list[tuple[int, int]]]
-    if steps:
-        units = {thread: [(s.start_ns, s.end_ns) for s in own] for thread, own in steps.items()}
-    elif requests:
-        units = {span.span_id: [(span.start_ns, span.end_ns)] for span in requests}
-    else:
-        units = {0: [trace.held]}
+    by_id = {span.span_id: span for span in trace.spans}
+    has_tasks = len({thread for thread, _ in steps}) < len(steps)
+    key_of_step = {step.span_id: key for key, own in steps.items() for step in own}
 
-    def line_of(span: Span) -> int:
-        return span.thread_id if steps else span.root_id if requests else 0
+    def above(span: Span) -> int:
+        up = by_id.get(span.parent_id)
+        while up is not None and up.span_id not in key_of_step:
+            up = by_id.get(up.parent_id)
+        return up.span_id if up is not None and has_tasks else 0
+
+    steps = {key: [step for step in own if not above(step)] for key, own in steps.items()}
+    steps = {key: own for key, own in steps.items() if own}
+    key_of_step = {step.span_id: key for key, own in steps.items() for step in own}
+
+    def begin(step: Span, key: tuple[int, int]) -> int:
+        own = union((s.start_ns, s.end_ns) for s in trace.spans if s.site.kind == "loader" and key_of(s) == key)
+        since = max((one.end_ns for one in steps[key] if one.end_ns <= step.start_ns and one is not step), default=0)
+        return max((a for a, b in own if since <= a and b <= step.start_ns), default=step.start_ns)
+
+    def key_of(span: Span) -> tuple[int, int]:
+        return span.thread_id, span.task_id
+
+    requests = [s for s in trace.spans if s.site.kind == "request" and s.root_id == s.span_id and reaches(s)]
+    units: dict[tuple[int, int], list[tuple[int, int]]]
+    if steps:
+        units = {key: [(begin(s, key), s.end_ns) for s in own] for key, own in steps.items()}
+    elif requests:
+        units = {(span.span_id, 0): [(span.start_ns, span.end_ns)] for span in requests}
+    else:
+        units = {(0, 0): [trace.held]}
+
+    def line_of(span: Span) -> tuple[int, int]:
+        if not steps:
+            return (span.root_id if requests else 0), 0
+        its = [key for key in units if key[0] == span.thread_id]
+        found = [key for key in (key_of(span), (span.thread_id, 0)) if key in units]
+        found += [key_of_step[above(span)]] if above(span) else []
+        return [*found, *(its if len(its) == 1 else []), (-1, -1)][0]
 
     inside = {span.span_id for span in trace.spans if span.site.kind in ("comm", "copy")}
     found = {key: points(parts) & points([trace.held]) for key, parts in units.items()}
     calls = [s for s in trace.spans if phase_of(s.site) and s.parent_id not in inside and line_of(s) in units]
-    owner: dict[tuple[int, int], Span] = {}
+    owner: dict[tuple[tuple[int, int], int], Span] = {}
     for key, instants in found.items():
         for at in instants:
             open_now = [s for s in calls if line_of(s) == key and s.start_ns <= at < s.end_ns]

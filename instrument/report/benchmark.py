@@ -1,8 +1,9 @@
 """The `benchmark` view: what the steps of a loop cost, how long they waited for input, and how many a second.
 
-A step is a span of kind `step`, or what lies between two calls of `Profiler.step`. Its batch cost is its host time; the
-reader cost is the part of it in which a loader of its thread (and of its task, where it has one) was asked for the next
-item. Averages divide by the steps that were timed: those from the index `skip` on, counted from 0.
+A step is a span of kind `step`, with the wait of its loop for its input right before it, or what lies between two calls
+of `Profiler.step`. Its batch cost is its host time; the reader cost is the part of it in which a loader of its thread
+(and of its task, where it has one) was asked for the next item. Averages divide by the steps that were timed: those
+from the index `skip` on, counted from 0. A rate is over the time on the clock: of steps side by side, their union.
 
 `paddle.profiler` divides by one step less than it times, so that twelve steps of 10 ms read as 15 ms, prints a least of
 `inf` where each step is longer than the one before, and counts samples by hand only. Here 10 ms is 10 ms.
@@ -15,10 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.device import Coverage
+from instrument.report.phases import starts_of
 from instrument.report.stretches import Timeline
 from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, section_title, shorten, table, tenths, title
 from instrument.report.view import UNITS, Options, Recording
-from instrument.spans import Interval, Span, Trace, union
+from instrument.spans import Interval, Span, Trace, length, union
 from instrument.tally import Totals, bucket
 
 SKIPPED_STEPS = 10
@@ -145,15 +147,16 @@ class Benchmark:
             self._with_samples += 1
             self._least_rate, self._most_rate = min(self._least_rate, rate), max(self._most_rate, rate)
 
-    def loop(self, name: str = "steps") -> Loop:
-        """What was counted up to now."""
+    def loop(self, name: str = "steps", lasted_ns: int = 0) -> Loop:
+        """What was counted up to now; the steps took `lasted_ns` on the clock, by default one after the other."""
         batch, steps = self.batch, self.batch.calls
+        lasted_ns = lasted_ns or batch.total_ns
         samples, rate = None, None
         if steps and self._with_samples == steps:
             samples = self._samples
-            rate = Spread(samples * SECOND_NS / batch.total_ns, self._least_rate, self._most_rate)
+            rate = Spread(samples * SECOND_NS / lasted_ns, self._least_rate, self._most_rate)
         elif steps:
-            rate = Spread(steps * SECOND_NS / batch.total_ns, SECOND_NS / batch.max_ns, SECOND_NS / batch.min_ns)
+            rate = Spread(steps * SECOND_NS / lasted_ns, SECOND_NS / batch.max_ns, SECOND_NS / batch.min_ns)
         return Loop(
             name=name,
             steps=steps,
@@ -196,39 +199,50 @@ def _spread(totals: Totals) -> Spread | None:
 
 
 def _loops(trace: Trace, skip: int) -> tuple[Loop, ...]:
-    steps: dict[str, list[Span]] = {}
+    steps: dict[tuple[int, int], list[Span]] = {}
     loads: dict[tuple[int, int | None], list[Interval]] = {}
+    names: dict[str, list[tuple[Span, int, Sequence[Interval]]]] = {}
     for span in trace.spans:
         kind = span.site.kind
         if kind == "step":
-            steps.setdefault(span.site.name, []).append(span)
+            names.setdefault(span.site.name, [])
+            steps.setdefault((span.thread_id, span.task_id), []).append(span)
         elif kind == "loader":
             part = span.start_ns, span.end_ns
             loads.setdefault((span.thread_id, None), []).append(part)
             loads.setdefault((span.thread_id, span.task_id), []).append(part)
-    timelines = {key: Timeline(union(parts)) for key, parts in loads.items()}
-    return tuple(_loop(name, of_it, timelines, trace.held, skip) for name, of_it in steps.items())
+    waits = {key: union(parts) for key, parts in loads.items()}
+    for (thread_id, task_id), own in steps.items():
+        own.sort(key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
+        its = waits.get((thread_id, task_id or None), [])
+        for span, start_ns in zip(own, starts_of(own, its), strict=True):
+            names[span.site.name].append((span, start_ns, its))
+    for timed in names.values():
+        timed.sort(key=lambda one: (one[0].start_ns, one[0].span_id))
+    return tuple(_loop(name, timed, trace.held, skip) for name, timed in names.items())
 
 
-def _loop(
-    name: str, steps: list[Span], loads: dict[tuple[int, int | None], Timeline], held: Interval, skip: int
-) -> Loop:
+def _loop(name: str, steps: list[tuple[Span, int, Sequence[Interval]]], held: Interval, skip: int) -> Loop:
+    """The loop of steps, each with when it begins and the waits for loaders that it may have had."""
     found = Benchmark(skip=0)
-    steps.sort(key=lambda span: (span.start_ns, span.span_id))
-    for index, span in enumerate(steps):
+    timelines: dict[int, Timeline] = {}
+    took: list[Interval] = []
+    for index, (span, start_ns, waits) in enumerate(steps):
         number = span.attributes.get("step")
         if (number if isinstance(number, int) and not isinstance(number, bool) else index) < skip:
             found.skipped += 1
             continue
-        if span.clipped or span.start_ns < held[0] or span.end_ns > held[1]:
+        if span.clipped or start_ns < held[0] or span.end_ns > held[1]:
             found.cut += 1
             continue
-        waited = loads.get((span.thread_id, span.task_id or None))
-        reader_ns = 0 if waited is None else waited.within(span.start_ns, span.end_ns)
+        if id(waits) not in timelines:
+            timelines[id(waits)] = Timeline(waits)
         samples = span.attributes.get("samples")
         is_count = isinstance(samples, (int, float)) and not isinstance(samples, bool) and samples >= 0
-        found.add(span.total_ns, reader_ns, samples if is_count else None)  # type: ignore[arg-type]
-    return found.loop(name)
+        reader_ns = timelines[id(waits)].within(start_ns, span.end_ns)
+        found.add(span.end_ns - start_ns, reader_ns, samples if is_count else None)  # type: ignore[arg-type]
+        took.append((start_ns, span.end_ns))
+    return found.loop(name, length(union(took)))
 
 
 # The text.

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.device import coverage
-from instrument.report.phases import steps_of
 from instrument.report.stretches import UNTIMED
 from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
@@ -192,8 +191,7 @@ def _place(name: str, base_ns: int, communicates: Sequence[Interval], computes: 
 
 def _base(trace: Trace) -> tuple[str, list[Interval]]:
     """The time in steps, or the part of the window that is held."""
-    steps = steps_of(span for span in trace.spans if span.site.kind == "step")
-    base = clip(union((span.start_ns, span.end_ns) for own in steps.values() for span in own), trace.held)
+    base = clip(union((span.start_ns, span.end_ns) for span in trace.spans if span.site.kind == "step"), trace.held)
     if length(base):
         return "step", base
     return "window", [trace.held]

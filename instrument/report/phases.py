@@ -1,5 +1,7 @@
 """The `phases` view: what the time of steps went to: loading, forward, backward, optimizer, and what no phase covers.
 
+Where a loop waits for its input between two steps, a step begins with the wait for what it works on.
+
 It is the Model Summary of `paddle.profiler` and the two lines of SINGA's first verbosity. Where no step was recorded,
 it is of requests; where no request was either, of the window.
 
@@ -14,15 +16,16 @@ each. `others` is what lies on a stream and in no stretch of a phase.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.device import coverage
 from instrument.report.stretches import UNTIMED
 from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
-from instrument.spans import PHASES, Interval, Site, Span, Trace, subtract
+from instrument.spans import PHASES, Interval, Site, Span, Trace, subtract, union
 
 LOADER = "loader"
 OPTIMIZER = "optimizer"
@@ -30,6 +33,9 @@ ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
 """The phases of a training step, in its order; then come the others that a span may be declared to be."""
 
 OTHERS = "others"
+
+PROFILERS = "instrument.Profiler.step"
+"""The function of the steps that a `Profiler` makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,8 @@ class PhaseRow:
 class Phases:
     """The view. `of` is what the phases are of: `step`, `request` or `window`.
 
-    `timed` of these are whole, `cut` reach over an edge of what is held, and `skipped` steps came before the first.
+    `timed` of these are whole, `cut` reach over an edge of what is held, `skipped` steps came before the first, and of
+    `overwritten` ones before it the spans are gone.
     `mean_ns` are the means of a phase in a whole one, by its name. `beside` calls of phases, of `beside_ns`, ran where
     there is no step or request.
     """
@@ -69,6 +76,7 @@ class Phases:
     of: str
     timed: int
     skipped: int
+    overwritten: int
     cut: int
     rows: tuple[PhaseRow, ...]
     mean_ns: Mapping[str, float]
@@ -109,7 +117,7 @@ class Phases:
             lines += ["", "No device time was recorded in it.", ""]
         lines += self._propagation()
         if self.beside:
-            where = "on threads without a step" if self.of == "step" else "in no request"
+            where = "in no step" if self.of == "step" else "in no request"
             lines.append(
                 f"Not counted: {self.beside} call{'s' * (self.beside > 1)} of phases {where}, "
                 f"{in_unit(self.beside_ns, self._options.unit)} {self._options.unit}"
@@ -119,7 +127,9 @@ class Phases:
     def _counted(self) -> str:
         if self.of == "window":
             return "Phases of the window: there is no step (Profiler.step, or kind: step in a rule) and no request"
-        also = [f"{self.skipped} skipped before"] * bool(self.skipped) + [f"{self.cut} cut at an edge"] * bool(self.cut)
+        also = [f"{self.skipped} skipped before"] * bool(self.skipped)
+        also += [f"{self.overwritten} overwritten before"] * bool(self.overwritten)
+        also += [f"{self.cut} cut at an edge"] * bool(self.cut)
         return f"{self.of.capitalize()}s: {', '.join([f'{self.timed} whole', *also])}"
 
     def _table(self, times: Mapping[str, PhaseTimes]) -> list[str]:
@@ -166,7 +176,7 @@ def phases(recording: Recording, options: Options) -> Phases:
     told = tuple(coverage(trace))
     units = [unit for line in found.lines for unit in line.units]
     if not units or (not shares.own_ns and not found.beside):
-        return Phases(told, found.of, 0, found.skipped, 0, (), {}, 0, 0, options)
+        return Phases(told, found.of, 0, found.skipped, 0, 0, (), {}, 0, 0, options)
     streams = _Streams(found, shares)
     lengths = [end - start for start, end, _, _ in units]
     base_ns = sum(lengths)
@@ -178,11 +188,13 @@ def phases(recording: Recording, options: Options) -> Phases:
     unit_row = PhaseRow(found.of, len(units), _times(lengths, base_ns, base_ns), streams.of_units(len(units)))
     others = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), streams.of_others())
     is_counted = found.of != "window"
+    before, is_short = min((number for _, _, _, number in units), default=0), trace.held[0] > trace.start_ns
     return Phases(
         coverage=told,
         of=found.of,
         timed=shares.whole * is_counted,
-        skipped=max(min((number for _, _, _, number in units), default=0), found.skipped),
+        skipped=found.skipped if is_short else max(before, found.skipped),
+        overwritten=max(before - found.skipped, 0) if is_short else 0,
         cut=(len(units) - shares.whole) * is_counted,
         rows=(unit_row, *_shown(rows, options, base_ns, streams.base_ns), others),
         mean_ns=shares.means() if is_counted else {},
@@ -202,19 +214,49 @@ def phase_of(site: Site) -> str | None:
     return site.name if site.kind == "phase" else None
 
 
-def steps_of(spans: Iterable[Span]) -> dict[int, list[Span]]:
-    """The steps of each thread that begin in no other one, in the order of time."""
-    by_thread: dict[int, list[Span]] = {}
+_Key = tuple[int, int]
+"""A thread and the task that ran on it, 0 for none."""
+
+
+def steps_of(spans: Iterable[Span]) -> dict[_Key, list[Span]]:
+    """The steps of each thread and task that begin in no other one of it, in the order of time."""
+    by_key: dict[_Key, list[Span]] = {}
     for span in spans:
-        by_thread.setdefault(span.thread_id, []).append(span)
-    for thread_id, own in by_thread.items():
+        by_key.setdefault((span.thread_id, span.task_id), []).append(span)
+    for key, own in by_key.items():
         own.sort(key=lambda span: (span.start_ns, -span.end_ns))
         outermost: list[Span] = []
         for span in own:
             if not outermost or span.start_ns >= outermost[-1].end_ns:
                 outermost.append(span)
-        by_thread[thread_id] = outermost
-    return by_thread
+        by_key[key] = outermost
+    return by_key
+
+
+def starts_of(steps: Iterable[Span], waits: Sequence[Interval]) -> list[int]:
+    """When each step of a thread or task begins: with the wait for what it works on, if there is one.
+
+    That is the last of `waits` for loaders, a union, since a step before it ended or one around it began. Where a
+    `Profiler` says that a step has ended the next one begins, and what it waits for lies in it. Steps are in the order
+    of their begin.
+    """
+    starts: list[int] = []
+    open_ends: list[int] = []
+    since_ns = 0
+    for step in steps:
+        start_ns = step.start_ns
+        while open_ends and open_ends[0] <= start_ns:
+            since_ns = max(since_ns, heapq.heappop(open_ends))
+        index = bisect_right(waits, start_ns, key=_end) - 1
+        is_told = index >= 0 and waits[index][0] >= since_ns and step.site.function != PROFILERS
+        starts.append(waits[index][0] if is_told else start_ns)
+        heapq.heappush(open_ends, step.end_ns)
+        since_ns = max(since_ns, start_ns)
+    return starts
+
+
+def _end(part: Interval) -> int:
+    return part[1]
 
 
 _Unit = tuple[int, int, bool, int]
@@ -227,14 +269,26 @@ class _Line:
     `pieces` are the stretches of the units in which a call is the one under way, with its number among all calls.
     """
 
-    __slots__ = ("calls", "first_unit", "pieces", "starts", "units")
+    __slots__ = ("_steps", "calls", "first_unit", "pieces", "starts", "units")
 
-    def __init__(self, units: list[_Unit], first_unit: int) -> None:
+    def __init__(
+        self, units: list[_Unit], first_unit: int, steps: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> None:
         self.units = units
+        self._steps = steps
         self.first_unit = first_unit
         self.starts = [unit[0] for unit in units]
         self.calls: list[tuple[int, int, int]] = []
         self.pieces: list[tuple[int, int, int]] = []
+
+    def is_beside(self, span: Span) -> bool:
+        """Whether a span lies between the steps, also those that are skipped."""
+        if self._steps is None:
+            return False
+        starts, ends = self._steps
+        index = bisect_right(starts, span.start_ns)
+        is_within = index > 0 and span.start_ns < ends[index - 1]
+        return not is_within and not (index < len(starts) and starts[index] < span.end_ns)
 
     def turns(self, optimizer: int | None) -> list[tuple[int, int, int]]:
         """Each instant given to one call: start, end and place of the call, in the order of time."""
@@ -300,22 +354,20 @@ class _Found:
         steps = [span for span in steps if _reaches_into(span, trace.held)]
         requests = [span for span in requests if _reaches_into(span, trace.held)]
         self.of = "step" if steps else "request" if requests else "window"
-        self._by_key: dict[int, _Line] = {}
+        self._by_key: dict[_Key, _Line] = {}
+        self._parents: dict[int, int] = {}
+        self._of_step: dict[int, _Line] = {}
+        self._only: dict[int, _Line | None] = {}
         self.skipped = 0
         if steps:
-            count = 0
-            for thread_id, own in steps_of(steps).items():
-                timed = [span for index, span in enumerate(own) if _number(span, index) >= skip_first]
-                self.skipped += len(own) - len(timed)
-                units = [_unit(span, trace.held) for span in timed]
-                self._by_key[thread_id] = _Line(units, count)
-                count += len(units)
+            self._find_steps(trace, steps, calls, skip_first)
         elif requests:
             self._by_key = {
-                span.span_id: _Line([_unit(span, trace.held)], count) for count, span in enumerate(requests)
+                (span.span_id, 0): _Line([_unit(span, trace.held, span.start_ns)], count)
+                for count, span in enumerate(requests)
             }
         else:
-            self._by_key = {0: _Line([(*trace.held, True, 0)], 0)}
+            self._by_key = {(0, 0): _Line([(*trace.held, True, 0)], 0)}
         self.lines = list(self._by_key.values())
         self.beside: list[int] = []
         self.names: list[str] = []
@@ -325,7 +377,7 @@ class _Found:
             if span.parent_id in inside:
                 continue
             line = self.line_of(span)
-            if line is None:
+            if line is None or line.is_beside(span):
                 if _reaches_into(span, trace.held):
                     self.beside.append(min(span.end_ns, trace.held[1]) - max(span.start_ns, trace.held[0]))
                 continue
@@ -334,9 +386,50 @@ class _Found:
             line.calls.append((span.start_ns, -span.end_ns, number))
         self.names = list(numbers)
 
+    def _find_steps(self, trace: Trace, steps: list[Span], calls: Iterable[Span], skip_first: int) -> None:
+        by_key = steps_of(steps)
+        if len({thread_id for thread_id, _ in by_key}) < len(by_key):  # tasks, which may have steps at the same time
+            self._parents = {span.span_id: span.parent_id for span in trace.spans}
+            ids = {step.span_id for own in by_key.values() for step in own}
+            topmost = ((key, [step for step in own if not self._above(step, ids)]) for key, own in by_key.items())
+            by_key = {key: own for key, own in topmost if own}
+        waits: dict[_Key, list[Interval]] = {}
+        for span in calls:
+            if span.site.kind == LOADER:
+                waits.setdefault((span.thread_id, span.task_id), []).append((span.start_ns, span.end_ns))
+        count = 0
+        for key, own in by_key.items():
+            starts = starts_of(own, union(waits.get(key, ())))
+            units = [
+                _unit(step, trace.held, start)
+                for index, (step, start) in enumerate(zip(own, starts, strict=True))
+                if _number(step, index) >= skip_first
+            ]
+            self.skipped += len(own) - len(units)
+            line = self._by_key[key] = _Line(units, count, (starts, [step.end_ns for step in own]))
+            count += len(units)
+            self._only[key[0]] = line if key[0] not in self._only else None
+            if self._parents:
+                self._of_step.update((step.span_id, line) for step in own)
+
+    def _above(self, span: Span, ids: Collection[int]) -> int:
+        """The nearest span around one whose id is among these, 0 for none."""
+        above = self._parents.get(span.span_id, 0)
+        while above and above not in ids:
+            above = self._parents.get(above, 0)
+        return above
+
     def line_of(self, span: Span) -> _Line | None:
         """The line beside which a span ran."""
-        return self._by_key.get(span.thread_id if self.of == "step" else span.root_id if self.of == "request" else 0)
+        if self.of == "request":
+            return self._by_key.get((span.root_id, 0))
+        if self.of == "window":
+            return self._by_key[0, 0]
+        # A task that has no steps of its own works for those of its thread, or for the one that it was begun in.
+        line = self._by_key.get((span.thread_id, span.task_id)) or self._by_key.get((span.thread_id, 0))
+        if line is None:
+            line = self._of_step.get(self._above(span, self._of_step))
+        return line or self._only.get(span.thread_id)
 
 
 def _reaches_into(span: Span, window: Interval) -> bool:
@@ -349,11 +442,11 @@ def _number(span: Span, otherwise: int) -> int:
     return number if isinstance(number, int) and not isinstance(number, bool) else otherwise
 
 
-def _unit(span: Span, window: Interval) -> _Unit:
-    """A step or request as far as it lies in the part of the window of which every span is held."""
+def _unit(span: Span, window: Interval, start_ns: int) -> _Unit:
+    """A step or request from a time on, as far as it lies in the part of the window of which every span is held."""
     first, last = window
-    is_whole = not span.clipped and first <= span.start_ns and span.end_ns <= last
-    return max(span.start_ns, first), min(span.end_ns, last), is_whole, _number(span, 0)
+    is_whole = not span.clipped and first <= start_ns and span.end_ns <= last
+    return max(start_ns, first), min(span.end_ns, last), is_whole, _number(span, 0)
 
 
 class _Shares:
