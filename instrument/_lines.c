@@ -531,6 +531,59 @@ topmost(PyObject *Py_UNUSED(module), PyObject *args)
     return found;
 }
 
+typedef struct {
+    int64_t *own;
+    char *called;
+} device_t;
+
+static int
+own_device(void *with, const int64_t *line)
+{
+    device_t *device = with;
+    device->called[line[NODE]] |= line[CALLS] != 0;
+    return __builtin_add_overflow(device->own[line[NODE]], line[DEVICE], &device->own[line[NODE]]) ? BEYOND : 0;
+}
+
+/* device_below(books, parents): of each node by how much more device time there is below it than it has itself. */
+static PyObject *
+device_below(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *books, *of_parents, *found = NULL;
+    column_t parents;
+    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &books, &of_parents)
+        || open_column(&parents, of_parents, sizeof(int32_t)) < 0)
+        return NULL;
+    size_t nodes = (size_t)parents.count;
+    device_t device = {PyMem_RawCalloc(nodes + 1, sizeof(int64_t)), PyMem_RawCalloc(nodes + 1, 1)};
+    int64_t *below = PyMem_RawCalloc(nodes + 1, sizeof *below); /* the one before the first is of no node */
+    if (device.own == NULL || device.called == NULL || below == NULL)
+        PyErr_NoMemory();
+    else
+        found = PyBytes_FromStringAndSize(NULL, parents.count * (Py_ssize_t)sizeof(int64_t));
+    int status = found == NULL ? -1 : each_line(books, parents.count, own_device, &device);
+    for (Py_ssize_t n = parents.count - 1; status == 0 && n >= 0; n--) {
+        int32_t parent = ITEMS(parents)[n];
+        if (parent >= n || parent < -1) {
+            PyErr_SetString(PyExc_ValueError, "these are no columns of a tree");
+            status = -1;
+            break;
+        }
+        int64_t own = device.own[n], inner = below[n + 1], more = inner > own ? inner - own : 0;
+        ((int64_t *)PyBytes_AS_STRING(found))[n] = device.called[n] ? more : 0;
+        if (__builtin_add_overflow(below[parent + 1], own + more, &below[parent + 1]))
+            status = BEYOND;
+    }
+    if (status != 0)
+        Py_CLEAR(found);
+    if (status == BEYOND)
+        found = Py_NewRef(Py_None);
+    PyMem_RawFree(device.own);
+    PyMem_RawFree(device.called);
+    PyMem_RawFree(below);
+    close_columns(&parents, 1);
+    return found;
+}
+
 /* ------------------------------------------------------------------ functions */
 
 enum { REQUEST = 1, WORK = 2 };
@@ -737,6 +790,7 @@ static PyMethodDef methods[] = {
     {"chained", chained, METH_VARARGS, "The numbers along the links from the last of each entry."},
     {"values", values, METH_VARARGS, "A value for each entry with calls at or under it."},
     {"topmost", topmost, METH_VARARGS, "Group 0 for marked nodes under no marked one, -1 for others."},
+    {"device_below", device_below, METH_VARARGS, "Of each node what device time there is more below it."},
     {"functions", functions, METH_VARARGS, "Self times by function and row."},
     {NULL},
 };

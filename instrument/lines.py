@@ -208,6 +208,7 @@ class Lines:
         self.threads = dict(threads)
         self._books = books
         self.histogram = make_histogram
+        self._device_below: dict[int | None, Mapping[int, int]] = {}
 
     @classmethod
     def of_tally(cls, tally: Tally) -> Lines:
@@ -296,7 +297,20 @@ class Lines:
         marks = self.tree.by_site(say)
         if not any(marks):
             return Sum(*[0] * WIDTH)
-        return self.sums(topmost(self.parents, self.site_of, array("i", marks)), 1)[0]
+        groups = topmost(self.parents, self.site_of, array("i", marks))
+        found = self.sums(groups, 1)[0]
+        below_ns = sum(more_ns for node, more_ns in self.device_below(None).items() if groups[node] == 0)
+        return found._replace(device_ns=found.device_ns + below_ns)
+
+    def device_below(self, thread: int | None) -> Mapping[int, int]:
+        """By how much the device time of what ran below a called node exceeds its own, on a thread or on all.
+
+        Of the nodes where it does. What a node asked for with its own events holds what was asked for below it, on the
+        same stream: it does not count once more.
+        """
+        if thread not in self._device_below:
+            self._device_below[thread] = _device_below(self.book(thread), self.parents) if self.has(DEVICE) else {}
+        return self._device_below[thread]
 
     def sites_around(self, nodes: Iterable[int]) -> set[int]:
         """The numbers of the sites of nodes, and of all that they are under."""
@@ -357,6 +371,13 @@ class Sums:
     def __getitem__(self, row: int) -> Sum:
         return Sum(*self.numbers[row * WIDTH : (row + 1) * WIDTH])
 
+    def plus(self, field: int, added: Mapping[int, int]) -> Sums:
+        """The same with something added to a number of some of them."""
+        numbers = list(self.numbers)
+        for row, more in added.items():
+            numbers[row * WIDTH + field] += more
+        return Sums(_packed(numbers))
+
     def column(self, field: int) -> list[int]:
         """A number of every sum."""
         column = self.numbers[field::WIDTH]
@@ -401,6 +422,26 @@ class Sums:
                 known = values[above]
                 values[above] = value if known is None else choose(known, value)
         return values
+
+
+def _device_below(books: list[Numbers], parents: Numbers) -> Mapping[int, int]:
+    if _native is not None and not any(isinstance(lines, list) for lines in books):
+        found = _native.device_below(books, parents)
+        if found is not None:
+            return {node: more_ns for node, more_ns in enumerate(_view(found)) if more_ns}
+    own, called = [0] * len(parents), set[int]()
+    for start, lines in _starts(books):
+        node = lines[start]
+        own[node] += lines[start + DEVICE]
+        if lines[start + CALLS]:
+            called.add(node)
+    below, more = [0] * len(parents), dict[int, int]()
+    for node in reversed(range(len(parents))):  # a parent comes before its children
+        if below[node] > own[node] and node in called:
+            more[node] = below[node] - own[node]
+        if parents[node] >= 0:
+            below[parents[node]] += max(own[node], below[node])
+    return more
 
 
 class Names(NamedTuple):

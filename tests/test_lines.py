@@ -117,6 +117,7 @@ def test_the_tree_of_names_its_sums_and_its_values_are_those_of_the_twin(
             sums = Sums.of_lines(lines.book(thread), names.entry_of, len(names.parents), names.counted, names.parents)
             found += [sums, sums.values(names.parents, field, per, negative=is_negative, least=is_least)]
             found.append(sums.together(range(0, len(sums), 2)))
+            found.append(sorted(lines_room._device_below(lines.book(thread), lines.parents).items()))
         found.append(
             topmost(lines.parents, lines.site_of, array("i", [site.kind == "phase" for site in lines.tree.sites]))
         )
@@ -251,6 +252,9 @@ TREE = array("i", [NOT_BELOW]), array("i", [0])
         ("values", (array("i", [-1, 0]), LINE, CALLS, -1, False, False)),
         ("values", (array("i", [-1]), LINE, WIDTH, -1, False, False)),
         ("topmost", (*TREE, array("i"))),
+        ("device_below", ([LINE], array("i", [0]))),
+        ("device_below", ([LINE], array("i", [-2]))),
+        ("device_below", ([LINE], array("i"))),
         ("functions", (LINE, *TREE, array("i", [0]), array("i", [1]), array("i", [0]), 0)),
         ("functions", (array("q", [0] * WIDTH), *TREE, array("i", [0]), array("i", [0]), array("i", [0]), 0)),
     ],

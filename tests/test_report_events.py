@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -440,6 +441,26 @@ def test_the_state_chooses_which_time_is_the_total_and_the_average(
     assert (first["Total"], first["Ratio."], first["Ave."]) == (total, ratio, ave)
     assert ("Host and Device Time" in report) is parts
     assert second["Total"] == ("0" if state == "GPU" else "1")
+
+
+def test_device_time_is_that_of_every_row_above_it_too_and_counts_once() -> None:
+    tally = Tally()
+    request, step, forward = Site("http", "request"), op("step"), op("forward")
+    copied = copy("h2d", sync=True)
+    count(tally, (request,), 9, calls=2)
+    count(tally, (request, step), 8, calls=2)
+    count(tally, (request, step, forward), 1, calls=2, device_ms=6, elapsed_ms=7)
+    count(tally, (request, step, forward, op("matmul")), 1, calls=2, device_ms=5, elapsed_ms=5)
+    count(tally, (request, step, copied), 1, calls=2, device_ms=2, elapsed_ms=2)
+    for which in range(5):
+        count(tally, (Site(f"health {which}", "request"),), 1)
+    report = report_of(tally, state="GPU", rows=5)
+    shown = {row["Event"].strip().removeprefix("thread0::"): (row["Total"], row["Ratio."], row["Min."]) for row in table_rows(report)}
+    assert "Total time: 8" in report
+    assert shown == {
+        "http": ("8", "1", "-"), "step": ("8", "1", "-"), "forward": ("6", "0.75", "-"),
+        "matmul": ("5", "0.625", "2.5"), "GpuMemcpySync:CPU->GPU": ("2", "0.25", "1"), "(remaining 5)": ("0", "0", "-"),
+    }  # fmt: skip
 
 
 KEPT = ("Min.", "Max.", "p50", "p99")
@@ -1058,17 +1079,31 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
         return {"All": span.elapsed_ns, "CPU": span.total_ns, "GPU": span.device_ns}[state]
 
     calls: dict[tuple[Level, ...], list[Span]] = {}
+    paths: dict[tuple[Level, ...], set[CallPath]] = {}
+    own_ns: Counter[CallPath] = Counter()
     for span in trace.spans:
-        for key in levels_of(path_of(span), tracer_option):
+        path = path_of(span)
+        own_ns[path] += span.device_ns
+        for key in levels_of(path, tracer_option):
             calls.setdefault(key, []).append(span)
-    base = sum(time_of(span) for key, spans in calls.items() if len(key) == 1 for span in spans)
+            paths.setdefault(key, set()).add(path)
 
-    def numbers(spans: list[Span]) -> tuple[object, ...]:
-        total, elapsed = sum(map(time_of, spans)), [span.elapsed_ns for span in spans]
-        host, device = sum(span.total_ns for span in spans), sum(span.device_ns for span in spans)
+    def device_of(path: CallPath) -> int:
+        """That of the path's own events, or of all that ran below where that is more."""
+        return max(own_ns[path], sum(device_of(one) for one in own_ns if one[:-1] == path))
+
+    def total_of(key: tuple[Level, ...], spans: list[Span]) -> int:
+        return sum(map(device_of, paths[key])) if state == "GPU" else sum(map(time_of, spans))
+
+    base = sum(total_of(key, spans) for key, spans in calls.items() if len(key) == 1)
+
+    def numbers(key: tuple[Level, ...], spans: list[Span]) -> tuple[object, ...]:
+        total, elapsed = total_of(key, spans), [span.elapsed_ns for span in spans]
+        host, device = sum(span.total_ns for span in spans), sum(map(device_of, paths[key]))
         whole = sum(elapsed)
         # The tally keeps no least or greatest but of elapsed time.
         known = all(time_of(span) == span.elapsed_ns for span in spans)
+        known = known and (state != "GPU" or device == sum(own_ns[path] for path in paths[key]))
         return (
             len(spans), sum(span.error is not None for span in spans), total, host, device, whole,
             (min(elapsed), max(elapsed)) if known else (None, None), known, known, total / len(spans),
@@ -1077,7 +1112,7 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
         )  # fmt: skip
 
     in_order = sorted(calls.items(), key=lambda item: list(map(repr, item[0])))
-    expected = [(len(key) - 1, numbers(spans)) for key, spans in in_order]
+    expected = [(len(key) - 1, numbers(key, spans)) for key, spans in in_order]
     options = Options(tracer_option=tracer_option, state=state, threads="merged")
     view = events(Recording.of_trace(trace), options)
     ours = [
@@ -1096,7 +1131,8 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
 
     outermost = [s for s in trace.spans if computes(s.site) and not any(map(computes, path_of(s)[:-1]))]
     assert view.overhead is not None
-    assert (view.overhead.total_ns, view.overhead.computation_ns) == (base, sum(map(time_of, outermost)))
+    computed_ns = sum(map(device_of, set(map(path_of, outermost)))) if state == "GPU" else sum(map(time_of, outermost))
+    assert (view.overhead.total_ns, view.overhead.computation_ns) == (base, computed_ns)
     assert view.overhead.computation_ratio == (view.overhead.computation_ns / base if base else None)
     copied = [s for s in trace.spans if s.site.kind == "copy" and dict(s.site.attributes)["direction"] != "h2h"]
     for one in view.copies:

@@ -5,6 +5,8 @@ follow these rules, which differ from that report where it counted wrongly:
 
 - Total is, in state All, the sum over calls of `elapsed`: the length of the union of a call's host and device
   interval, so that time in which both ran counts once. State CPU: the host interval. State GPU: the device time.
+- The device time of a row is what its own events took or, where that is more, the sum of what ran below it. Fluid adds
+  up the kernels; events around a span hold those of the spans below it already.
 - Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed`, for that is what the tally's
   histogram holds; where a row's Total is not the sum of it, they are not known, and there is a dash.
 - Ratio. is a row's Total divided by the Total time of its block, which is the sum of the topmost rows. A row whose
@@ -305,6 +307,7 @@ def _event_row(
     called, total_ns = totals.calls > 0, totals[TIMES[state]]
     # No call's time of a state exceeds what has elapsed, so with equal sums each is the same.
     known = called and total_ns == totals.elapsed_ns
+    known = known and (state != "GPU" or tree.is_own_device([item] if isinstance(item, int) else item, thread))
     p50_ns = p99_ns = None
     if known:
         histogram = tree.histogram([item] if isinstance(item, int) else item, thread)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from instrument.lines import (
     CALLS,
@@ -70,6 +70,7 @@ class NameTree:
         self._has_instances = tracer_option == "AllOpDetail"
         self._numbers: dict[int, dict[int, int]] = {}
         self._sums: dict[int | None, Sums] = {}
+        self._below: dict[int | None, dict[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -82,16 +83,29 @@ class NameTree:
         return children
 
     def sums(self, thread: int | None) -> Sums:
-        """The sums of a thread's lines, or of all (None), by entry."""
+        """The sums of a thread's lines, or of all (None), by entry; device time with that of what ran below."""
         if thread not in self._sums:
-            self._sums[thread] = Sums.of_lines(
-                self._lines.book(thread), self._names.entry_of, len(self), self._names.counted, self.parents
-            )
+            names = self._names
+            sums = Sums.of_lines(self._lines.book(thread), names.entry_of, len(self), names.counted, self.parents)
+            added: dict[int, int] = {}
+            for node, more_ns in self._lines.device_below(thread).items():
+                entry = names.entry_of[node]
+                for _ in range(names.counted[node]):
+                    added[entry] = added.get(entry, 0) + more_ns
+                    entry = self.parents[entry]
+            self._below[thread] = added
+            self._sums[thread] = sums.plus(DEVICE, added) if added else sums
         return self._sums[thread]
+
+    def is_own_device(self, entries: Iterable[int], thread: int | None) -> bool:
+        """Whether nothing that ran below these entries adds to their device time."""
+        below = self._below[thread]
+        return not below or not any(entry in below for entry in entries)
 
     def forget(self, thread: int | None) -> None:
         """Give up the sums of a thread."""
         self._sums.pop(thread, None)
+        self._below.pop(thread, None)
 
     def site(self, entry: int) -> Site:
         """That of the first path that the entry is of."""
