@@ -455,7 +455,10 @@ def test_device_time_is_that_of_every_row_above_it_too_and_counts_once() -> None
     for which in range(5):
         count(tally, (Site(f"health {which}", "request"),), 1)
     report = report_of(tally, state="GPU", rows=5)
-    shown = {row["Event"].strip().removeprefix("thread0::"): (row["Total"], row["Ratio."], row["Min."]) for row in table_rows(report)}
+    shown = {
+        row["Event"].strip().removeprefix("thread0::"): (row["Total"], row["Ratio."], row["Min."])
+        for row in table_rows(report)
+    }
     assert "Total time: 8" in report
     assert shown == {
         "http": ("8", "1", "-"), "step": ("8", "1", "-"), "forward": ("6", "0.75", "-"),
