@@ -1007,6 +1007,21 @@ def test_texts_that_would_look_alike_when_shortened_are_shown_from_where_they_pa
     ]  # fmt: skip
 
 
+def test_a_text_that_others_begin_with_keeps_its_own_end() -> None:
+    path = "request > generate > model.layers.self_attn.projection > Linear"
+    longer = f"{path} > generate > model.layers.self_attn.projection > Linear"
+    assert shorten(path, 30) == shorten(longer, 30)
+    assert shortened([path, longer], 30) == ["request > gene...tion > Linear", "request... > genera...> Linear"]
+
+
+def test_a_thousand_texts_that_each_begin_with_the_one_before_differ() -> None:
+    for end in ("", " > the_same_end_of_all_of_them_which_is_longer_than_a_column"):
+        texts = [" > ".join(["calls_itself"] * depth) + end for depth in range(1, 1000)]
+        short = shortened(texts, 40)
+        assert len(set(short)) == len(texts)
+        assert all(columns(one) <= 40 for one in short)
+
+
 @given(st.lists(st.text("ab測.", max_size=60), max_size=6), st.integers(16, 40))
 def test_shortened_texts_keep_their_room_and_are_the_same_where_the_texts_are(texts: list[str], limit: int) -> None:
     short = shortened(texts, limit)

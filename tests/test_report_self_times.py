@@ -183,6 +183,18 @@ def test_instances_whose_paths_differ_in_the_middle_alone_do_not_look_alike() ->
     assert (len(names), len(set(names))) == (12, 12)
 
 
+def test_a_deep_recursion_is_shown_by_how_often_it_calls_itself() -> None:
+    tally = Tally()
+    f, g = Site("f", "op"), Site("g", "op")
+    for depth in range(1, 901):
+        count(tally, (f,) * depth, 1 + depth)
+    count(tally, (f,) * 38 + (g,), 1)
+    text = "\n".join(view("instances", tally).lines())
+    assert all(f"\n{path}  " in text for path in ("f", "f x2", "f x899", "f x37 > g"))
+    (function,) = view("instances", tally).functions
+    assert max(len(row.names) for row in function.rows) == 899
+
+
 def test_each_function_has_a_report_after_the_sum_over_functions() -> None:
     tally, step = Tally(), Site("step", "op", device=True)
     a, b = Site("/a", "request"), Site("/b", "request")

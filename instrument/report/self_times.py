@@ -19,7 +19,9 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from instrument.lines import (
     NOT_BELOW,
@@ -181,7 +183,7 @@ class SelfTimes:
         header = [_SINGULAR[self.of].capitalize(), "Time%", "Sum%", "Time", "Per call", "On", "Calls", last]
         cells = [
             [
-                " > ".join(row.names),
+                _path_text(row.names),
                 tenths(row.ratio, 1),
                 tenths(row.running, 1),
                 in_unit(row.time_ns, unit),
@@ -201,6 +203,12 @@ class SelfTimes:
                 f" {rest.calls} calls)"
             )
         return [*lines, ""]
+
+
+def _path_text(names: Sequence[str]) -> str:
+    """The names of a path, of a name that follows itself how often it does."""
+    runs = ((name, sum(1 for _ in run)) for name, run in groupby(names))
+    return " > ".join(name if times == 1 else f"{name} x{times}" for name, times in runs)
 
 
 _SINGULAR = {"classes": "class", "ops": "op", "instances": "instance"}

@@ -7,7 +7,9 @@ it is escaped where it would move the cursor and shortened in the middle where i
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 from instrument.report.view import UNITS, Options
@@ -57,29 +59,55 @@ def shorten(text: str, limit: int) -> str:
 
 
 def shortened(texts: Sequence[str], limit: int) -> list[str]:
-    """Each text in at most `limit` columns; those whose middles alone tell them apart lose what they share instead."""
+    """Each text in at most `limit` columns; those whose middles alone tell them apart lose what they share instead.
+
+    Different texts that look alike whatever is shown of them are numbered, where there is room for that.
+    """
     alike: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
         alike.setdefault(shorten(text, limit), []).append(text)
     shown = {}
     for short, group in alike.items():
         shown.update(_from_the_difference(group, limit) if len(group) > 1 else {group[0]: short})
+    uses = Counter[str]()
+    for text, short in shown.items():
+        uses[short] += 1
+        number_of_it = f" ({uses[short]})"
+        if uses[short] > 1 and len(number_of_it) < limit:
+            shown[text] = shorten(short, limit - len(number_of_it)) + number_of_it
     return [shown[text] for text in texts]
 
 
 def _from_the_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
-    """Different texts of one beginning, each as a little of it and what comes where they part."""
-    characters = enumerate(zip(*texts, strict=False))
-    parting = next((index for index, of_each in characters if len(set(of_each)) > 1), min(map(len, texts)))
-    begin = _first_columns(texts[0][:parting], limit // 4) + "..."
+    """Different texts of one beginning, each as a little of it and what comes where they part.
+
+    Those that still look alike then are shown from where each parts from the one that is most like it.
+    """
+    shown = _from_where_they_part(texts, [_shared(min(texts), max(texts))] * len(texts), limit)
     alike: dict[str, list[str]] = {}
-    for text in texts:
-        alike.setdefault(begin + shorten(text[parting:], limit - columns(begin)), []).append(text)
+    for text, short in shown.items():
+        alike.setdefault(short, []).append(text)
+    for group in alike.values():
+        if len(group) > 1:
+            group.sort()
+            shared = [0, *(_shared(*pair) for pair in pairwise(group)), 0]
+            shown |= _from_where_they_part(group, list(map(max, shared, shared[1:])), limit)
+    return shown
+
+
+def _shared(text: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((index for index, (one, two) in pairs if one != two), min(len(text), len(other)))
+
+
+def _from_where_they_part(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
+    """Each text as a little of its beginning and what comes from its parting on; one that ends there, as it ends."""
     shown = {}
-    for short, group in alike.items():
-        # Some of them part later.
-        again = 1 < len(group) < len(texts)
-        shown.update(_from_the_difference(group, limit) if again else dict.fromkeys(group, short))
+    for text, parting in zip(texts, partings, strict=True):
+        begin = _first_columns(text[:parting], limit // 4) + "..."
+        rest = text[parting:]
+        shown[text] = begin + shorten(rest, limit - columns(begin)) if rest else shorten(text, limit)
     return shown
 
 
