@@ -991,11 +991,35 @@ def test_a_row_is_a_frozen_value_that_becomes_plain_data() -> None:
         ("abcdefgh", 0, ""),
         ("漢字漢字", 8, "漢字漢字"),
         ("漢字漢字", 7, "漢...字"),
+        ("e\u0301" * 6, 6, "e\u0301" * 6),
+        ("e\u0301" * 8, 6, "e\u0301" * 2 + "..." + "e\u0301"),
+        ("か\u3099" * 4, 7, "か\u3099...か\u3099"),
+        ("漢\u0301" * 4, 6, "漢\u0301..."),
+        ("ab\u20dd\u0301" + "c" * 8, 5, "a...c"),
     ],
 )
 def test_a_long_text_loses_its_middle(text: str, limit: int, short: str) -> None:
     assert shorten(text, limit) == short
     assert columns(short) <= limit
+
+
+MARKED = st.one_of(st.sampled_from("ae漢か\u0301\u3099\u20dd"), st.characters(exclude_characters="."))
+
+
+@given(st.text(MARKED, max_size=40), st.integers(3, 40))
+def test_a_shortened_text_keeps_its_room_and_each_mark_its_character(text: str, limit: int) -> None:
+    printable = safe(text)
+    short = shorten(printable, limit)
+    assert columns(short) <= limit
+    if short != printable:
+        head, _, tail = short.partition("...")
+        assert not tail or columns(tail[0]), "the tail begins with a mark"
+        assert not head or columns(printable[len(head)]), "the head has lost a mark"
+
+
+def test_names_that_differ_in_a_mark_alone_are_parted_before_its_character() -> None:
+    names = [f"{'a' * 30}e{mark}{'b' * 30}" for mark in "\u0300\u0301"]
+    assert shortened(names, 20) == [f"aaaaa...e{mark}bbbb...bbbb" for mark in "\u0300\u0301"]
 
 
 def test_texts_that_would_look_alike_when_shortened_are_shown_from_where_they_part() -> None:

@@ -29,6 +29,9 @@ NAME_LEAST = 12
 WHOLE_DIGITS = 14
 """Digits of a time in full, at most: 27 hours in ns. Five such columns leave room for a name."""
 
+MARKS = ("Mn", "Me", "Cf")
+"""Categories of the characters that stand upon or within others, such as an accent or a joiner, and take no column."""
+
 MISSING = "-"
 """Stands for a value that does not exist: no call, or a ratio whose base is zero."""
 
@@ -41,10 +44,16 @@ def safe(text: str) -> str:
 
 
 def columns(text: str) -> int:
-    """Terminal columns of a printable text: wide East Asian characters take two."""
+    """Terminal columns of a text: wide East Asian characters take two, and marks upon the character before none."""
     if text.isascii():
         return len(text)
-    return sum(2 if unicodedata.east_asian_width(char) in ("W", "F") else 1 for char in text)
+    return sum(map(_columns_of, text))
+
+
+def _columns_of(char: str) -> int:
+    if unicodedata.category(char) in MARKS:
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
 
 
 def shorten(text: str, limit: int) -> str:
@@ -55,7 +64,10 @@ def shorten(text: str, limit: int) -> str:
     if room < 1:
         return "..."[: max(limit, 0)]
     tail = room // 2
-    return _first_columns(text, room - tail) + "..." + _first_columns(text[::-1], tail)[::-1]
+    end = len(text) - len(_first_columns(text[::-1], tail))
+    while end < len(text) and not _columns_of(text[end]):
+        end += 1
+    return _first_columns(text, room - tail) + "..." + text[end:]
 
 
 def shortened(texts: Sequence[str], limit: int) -> list[str]:
@@ -105,6 +117,8 @@ def _from_where_they_part(texts: Sequence[str], partings: Sequence[int], limit: 
     """Each text as a little of its beginning and what comes from its parting on; one that ends there, as it ends."""
     shown = {}
     for text, parting in zip(texts, partings, strict=True):
+        while 0 < parting < len(text) and not _columns_of(text[parting]):
+            parting -= 1
         begin = _first_columns(text[:parting], limit // 4) + "..."
         rest = text[parting:]
         shown[text] = begin + shorten(rest, limit - columns(begin)) if rest else shorten(text, limit)
@@ -114,7 +128,7 @@ def _from_where_they_part(texts: Sequence[str], partings: Sequence[int], limit: 
 def _first_columns(text: str, limit: int) -> str:
     width = 0
     for index, char in enumerate(text):
-        width += columns(char)
+        width += _columns_of(char)
         if width > limit:
             return text[:index]
     return text
