@@ -139,7 +139,7 @@ def foreign(seed: int) -> str:
     events = [
         {
             "ph": chance.choice("XXXXBEbeMiC"),
-            "name": chance.choice(["linear", "thread_name", "process_name"]),
+            "name": chance.choice(["linear", "thread_name", "process_name", "ProfilerStep#3", "ProfileStep#2[1.5 ms]"]),
             "cat": chance.choice(["cpu_op", "kernel"]),
             "pid": chance.choice([0, 9, "nine"]),
             "tid": chance.choice([1, 7, "text", None]),

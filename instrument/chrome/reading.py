@@ -51,6 +51,12 @@ WORK_OF_CATEGORY = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fil
 LAUNCHES = re.compile(r"\w+_(?:runtime|driver)")
 HOST_MEMORY = 0
 
+STEPS = re.compile(r"(ProfilerStep|ProfileStep)#([0-9]{1,18})(?:\[[0-9.]+ \w+\])?")
+"""What torch.profiler and paddle.profiler call the slice of a step, with its number; paddle adds how long it took."""
+
+ON_DEVICE = "gpu_user_annotation"
+"""Category of the slices by which torch.profiler draws what the host named above the device's work for it."""
+
 WINDOW_OF_TORCH = ("Trace", "Spans")
 """Category and process of the slice by which torch.profiler says how long it watched, which is no call."""
 
@@ -415,8 +421,11 @@ class _Foreign:
         if phase in "Ee":
             self.marks.setdefault(key, []).append((start_ns, None))
             return
-        span = Span(self._site(event), 0, 0, 0, self._thread_id(row), 0, start_ns, start_ns, 0, 0)
+        site, step = self._site(event)
+        span = Span(site, 0, 0, 0, self._thread_id(row), 0, start_ns, start_ns, 0, 0)
         span.attributes = {k: v for k, v in event.get("args", {}).items() if isinstance(v, (str, int, float))}
+        if step is not None:
+            span.attributes["step"] = step
         if phase == "X":
             span.end_ns = _end(start_ns, nanoseconds(event["ts"] + checked(event.get("dur"), float, int)))
             self.spans.append(span)
@@ -469,10 +478,12 @@ class _Foreign:
             self._taken.add(row[1])
         return self._thread_ids[row]
 
-    def _site(self, event: dict[str, Any]) -> Site:
-        name = checked(event.get("name", "(no name)"), str)
-        kind = KIND_OF_CATEGORY.get(checked(event.get("cat") or "", str), "user")
-        return self._sites.setdefault((name, kind), Site(name, kind))
+    def _site(self, event: dict[str, Any]) -> tuple[Site, int | None]:
+        """The site of a slice, and its number if another profiler called it a step."""
+        name, category = checked(event.get("name", "(no name)"), str), checked(event.get("cat") or "", str)
+        step = None if category == ON_DEVICE else STEPS.fullmatch(name)
+        name, kind = (name, KIND_OF_CATEGORY.get(category, "user")) if step is None else (step[1], "step")
+        return self._sites.setdefault((name, kind), Site(name, kind)), None if step is None else int(step[2])
 
     def trace(self) -> Trace:
         strays = self._close_marks()
