@@ -20,7 +20,7 @@ from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.report.events import EventRow, Events, events
 from instrument.report.summary import summary
 from instrument.report.table import LINE, columns, compact, number, safe, shorten, shortened, table
-from instrument.report.view import THREADS, Options, Recording
+from instrument.report.view import THREADS, Options, Recording, document
 from instrument.spans import Cost, DeviceInterval, Site, Span, Trace
 from instrument.tally import Tally, Totals, bucket
 
@@ -560,6 +560,11 @@ COMPUTATIONS: dict[str, tuple[list[tuple[CallPath, float]], str, str]] = {
     ),
     "a scope of the user that is called compute is data": (
         [((op("a"),), 10), ((op("a"), op("compute")), 4), ((op("a"), phase("compute/x")), 4)],
+        "Total: -           Ratio: -",
+        "Total: -           Ratio: -",
+    ),
+    "what is declared and took no time is none of the total": (
+        [((op("a"),), 10), ((op("a"), layer("Block", "0")), 0)],
         "Total: 0           Ratio: 0%",
         "Total: 10          Ratio: 100%",
     ),
@@ -580,6 +585,18 @@ def test_computation_and_overhead_split_the_total_time(case: str) -> None:
     report = report_of(tally, tracer_option="OpDetail")
     assert f"  Computation time       {computation}\n" in report
     assert f"  Framework overhead     {overhead}\n" in report
+
+
+def test_where_nothing_is_declared_as_computation_no_part_of_the_total_is_called_overhead() -> None:
+    tally = Tally()
+    count(tally, (op("a"),), 10)
+    assert "  (nothing is declared as computation: layers are, and rules with `phase: compute`)\n" in report_of(tally)
+    overhead = document(events(of_tally(tally), Options()))["overhead"]
+    assert overhead.pop("total_ns") > 0
+    assert set(overhead) == {"computation_ns", "computation_ratio", "framework_ns", "framework_ratio"}
+    assert set(overhead.values()) == {None}
+    count(tally, (op("a"), layer("Block", "0")), 4)
+    assert "nothing is declared as computation" not in report_of(tally)
 
 
 # Order and limits.
@@ -809,7 +826,7 @@ def test_the_last_line_says_what_device_times_are_or_that_there_are_none(
 
 def test_a_base_of_zero_prints_a_dash_in_place_of_each_ratio() -> None:
     tally = Tally()
-    count(tally, (op("a"),), 0)
+    count(tally, (layer("a", ""),), 0)
     recording = Recording(lambda: tally, lambda: of_tally(tally).trace, cost=Cost(calls=1, per_call_ns=50, window_ns=0))
     report = summary(["events"], recording, Options())
     (row,) = table_rows(report)
@@ -1174,8 +1191,9 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
     outermost = [s for s in trace.spans if computes(s.site) and not any(map(computes, path_of(s)[:-1]))]
     assert view.overhead is not None
     computed_ns = sum(map(device_of, set(map(path_of, outermost)))) if state == "GPU" else sum(map(time_of, outermost))
-    assert (view.overhead.total_ns, view.overhead.computation_ns) == (base, computed_ns)
-    assert view.overhead.computation_ratio == (view.overhead.computation_ns / base if base else None)
+    computation_ns = computed_ns if outermost else None
+    assert (view.overhead.total_ns, view.overhead.computation_ns) == (base, computation_ns)
+    assert view.overhead.computation_ratio == (None if computation_ns is None or not base else computation_ns / base)
     copied = [s for s in trace.spans if s.site.kind == "copy" and dict(s.site.attributes)["direction"] != "h2h"]
     for one in view.copies:
         way = one.label.removeprefix("GpuMemcpy")

@@ -155,22 +155,24 @@ class Overhead:
     """How the Total time of all threads splits into computation and the rest.
 
     Computation is that of layers and of phases named `compute` or declared so (`phase: compute`, and forward, backward
-    and optimizer), the topmost of them.
+    and optimizer), the topmost of them. Where nothing is, neither part is known.
     Where it went on beside or beyond the calls around it, it is more than the Total time and the rest is not known.
     """
 
     total_ns: int
-    computation_ns: int
+    computation_ns: int | None
 
     @property
     def computation_ratio(self) -> float | None:
         """Of the Total time."""
-        return share(self.computation_ns, self.total_ns)
+        return None if self.computation_ns is None else share(self.computation_ns, self.total_ns)
 
     @property
     def framework_ns(self) -> int | None:
         """The Total time that is no computation."""
-        return self.total_ns - self.computation_ns if self.computation_ns <= self.total_ns else None
+        if self.computation_ns is None or self.computation_ns > self.total_ns:
+            return None
+        return self.total_ns - self.computation_ns
 
     @property
     def framework_ratio(self) -> float | None:
@@ -245,7 +247,7 @@ def events(recording: Recording, options: Options) -> Events:
     return Events(
         window_ns=recording.window_ns,
         blocks=blocks,
-        overhead=Overhead(total_ns, lines.total(_computes)[TIMES[options.state]]) if of_all else None,
+        overhead=Overhead(total_ns, _computation_ns(lines, options.state)) if of_all else None,
         copies=_copy_sums(lines, total_ns, options.state) if of_all else (),
         probes_ns=probes_ns,
         has_device_time=lines.has(DEVICE),
@@ -370,6 +372,11 @@ def _computes(site: Site) -> bool:
     )
 
 
+def _computation_ns(lines: Lines, state: str) -> int | None:
+    """The time of what computes, None where no place is said to."""
+    return lines.total(_computes)[TIMES[state]] if any(lines.tree.by_site(_computes)) else None
+
+
 def _copy_sums(lines: Lines, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
     copies: list[tuple[object, Sum]] = []
@@ -405,7 +412,9 @@ def _sections(view: Events) -> list[str]:
         _summary_line("  Computation time", split.total_ns, split.computation_ns, unit),
         _summary_line("  Framework overhead", split.total_ns, split.framework_ns, unit),
     ]
-    if split.framework_ns is None:
+    if split.computation_ns is None:
+        lines.append("  (nothing is declared as computation: layers are, and rules with `phase: compute`)")
+    elif split.framework_ns is None:
         lines.append("  (computation went on beside or beyond the calls around it, so the rest is not known)")
     lines += ["", *section_title("GpuMemCpy Summary")]
     for copies in view.copies:
