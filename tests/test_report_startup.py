@@ -157,6 +157,26 @@ def test_what_is_not_known_is_said() -> None:
         assert told in text
 
 
+def test_a_part_of_the_way_that_nothing_watched_is_not_said_to_have_taken_no_time() -> None:
+    tally, facts = a_service()
+    # Loading and compiling are named by rules here.
+    view = view_of(tally, replace(facts, imports=None))
+    assert {part.name: part.total_ns and part.total_ns // MS for part in view.way} == {
+        "Imports, outside of spans": None, "Loading": 2_100, "Compiling": 0, "Anything else": 2_900,
+    }  # fmt: skip
+    tally = Tally()
+    count(tally, (HANDLE,), 900, 20, first_ms=6_000)
+    unwatched = view_of(tally, replace(facts, imports=None))
+    assert {part.name: (part.total_ns, part.ratio) for part in unwatched.way} == {
+        **dict.fromkeys(("Imports, outside of spans", "Loading", "Compiling"), (None, None)),
+        "Anything else": (5_000 * MS, 1.0),
+    }
+    lines = [line.split() for line in unwatched.lines()]
+    assert ["Loading", "-", "-"] in lines
+    assert ["Compiling", "-", "-"] in lines
+    assert {part.name: part.total_ns for part in view_of(tally, replace(facts, imports=())).way}["Loading"] == 0
+
+
 def test_imports_of_the_instrumentation_are_said_to_be_its_own() -> None:
     tally, facts = a_service()
     note = "instrument (package): what the instrumentation imported for itself"

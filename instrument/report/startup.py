@@ -34,6 +34,7 @@ from instrument.report.view import Options, Recording
 from instrument.spans import PREPARING, FirstCall, ImportTime, Site, Startup, Trace
 from instrument.tally import Row, Totals, bucket
 
+IMPORTS = "Imports, outside of spans"
 WORDS = {"load": "Loading", "compile": "Compiling"}
 
 LABEL_WIDTH = 46
@@ -104,11 +105,11 @@ class WarmUp:
 class Phase:
     """One part of the way from the session's start to the first request; `ratio` is of that time.
 
-    None for what came later, and where there is no such time.
+    None for what came later, and where there is no such time. Neither is known of a part that nothing watched.
     """
 
     name: str
-    total_ns: int
+    total_ns: int | None
     ratio: float | None
 
 
@@ -193,18 +194,19 @@ def startup(recording: Recording, options: Options) -> StartupView:
             name_of_site(first.site), first.start_ns - began_ns, first.total_ns, medians.get(first.site.key)
         )
         way_ns = first.start_ns - facts.session_ns
-        sums: dict[str, int] = {}
-        if imports is not None:
-            late["Imports, outside of spans"] = sum(one.late_ns for one in imports)
-            sums["Imports, outside of spans"] = imports_ns - in_spans_ns - late["Imports, outside of spans"]
+        late[IMPORTS] = sum(one.late_ns for one in imports or ())
         prepared = _prepared(rows, first.start_ns, recording)
-        sums.update(prepared.before_ns)
+        sums = {IMPORTS: imports_ns - in_spans_ns - late[IMPORTS], **prepared.before_ns}
         late.update(prepared.after_ns)
         is_late_partial = prepared.is_partial
         rest_ns = way_ns - sum(sums.values())
         if rest_ns >= 0:
             sums["Anything else"] = rest_ns
-        way = [Phase(name, total_ns, share(total_ns, way_ns)) for name, total_ns in sums.items()]
+        unwatched = _unwatched(rows) if imports is None else ()
+        way = [
+            Phase(name, None, None) if name in unwatched else Phase(name, total_ns, share(total_ns, way_ns))
+            for name, total_ns in sums.items()
+        ]
     return StartupView(
         is_known=recording.startup is not None,
         before_ns=None if facts.process_ns is None else facts.session_ns - facts.process_ns,
@@ -273,6 +275,12 @@ def _phase(site: Site) -> str | None:
         if name == "phase" and value in PREPARING:
             return str(value)
     return None
+
+
+def _unwatched(rows: Iterable[Row]) -> set[str]:
+    """The parts of the way that nothing watches without `startup: auto`: where rules name a phase, that is watched."""
+    phases = {_phase(site) for row in rows for site in row.path[-1:]}
+    return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
 
 
 def _preparations(rows: Iterable[Row]) -> list[Preparation]:
