@@ -15,6 +15,7 @@ from raw_spans import above, lies_in, points, timed, traces
 
 from instrument.report.calls import Times
 from instrument.report.operators import IN_ORDER, OPERATORS, Operators, operators
+from instrument.report.overview import overview
 from instrument.report.rows import REMAINING, CallRow
 from instrument.report.table import LINE, columns
 from instrument.report.user import User, user
@@ -184,7 +185,7 @@ def numbers(row: CallRow) -> tuple[object, ...]:
 
 @given(traces())
 def test_every_number_is_that_of_the_raw_spans(trace: Trace) -> None:
-    expected = Expected(trace, OPERATORS)
+    expected = Expected(trace, OPERATORS, trace.held)
     for block in view(trace, threads="both").blocks:
         assert (block.cpu_base_ns, block.gpu_base_ns) == expected.bases(block.thread)
         calls = keyed(expected.of(block.thread))
@@ -196,7 +197,14 @@ def test_every_number_is_that_of_the_raw_spans(trace: Trace) -> None:
 
 @given(traces())
 def test_what_is_below_an_operator_is_that_of_the_raw_spans(trace: Trace) -> None:
-    expected = Expected(trace, OPERATORS)
+    by_id = {span.span_id: span for span in trace.spans}
+    # No call outlives the one around it until the window begins.
+    trace.spans = [
+        span
+        for span in trace.spans
+        if not lies_in(span, trace.held) or all(lies_in(up, trace.held) for up in above(span, by_id)[:1])
+    ]
+    expected = Expected(trace, OPERATORS, trace.held)
     for block in view(trace, threads="merged", tracer_option="OpDetail").blocks:
         below: dict[tuple[str, str], list[CallRow]] = {}
         for row in block.rows:
@@ -219,14 +227,19 @@ def test_what_is_below_an_operator_is_that_of_the_raw_spans(trace: Trace) -> Non
                 child: expected.row(its, cpu_base, gpu_base, depth=1) for child, its in children.items()
             }
             streams = [row for row in below[key] if row.depth == 1 and not row.kind]
-            own = [one for span in spans for one in span.device if one.label != "dropped"]
+            own = [
+                (f"device {one.device}, stream {one.stream}", at)
+                for span in spans
+                for one in span.device
+                for at in timed(replace(span, device=(one,)), trace.held)
+            ]
             assert {(row.name, row.calls, row.gpu.total_ns) for row in streams if row.gpu} == {
                 (
-                    f"device {device}, stream {stream}",
-                    sum((one.device, one.stream) == (device, stream) for one in own),
-                    sum(one.end_ns - one.start_ns for one in own if (one.device, one.stream) == (device, stream)),
+                    name,
+                    sum(other == name for other, _ in own),
+                    sum(end - start for other, (start, end) in own if other == name),
                 )
-                for device, stream in {(one.device, one.stream) for one in own}
+                for name, _ in own
             }
 
 
@@ -254,11 +267,16 @@ def test_a_limit_leaves_nothing_out_of_the_sums(trace: Trace, rows: int, least_n
 
 @given(traces(), st.integers(1, 3))
 def test_the_remaining_operators_have_the_share_of_those_that_lie_in_no_other_of_them(trace: Trace, rows: int) -> None:
-    expected = Expected(trace, OPERATORS)
+    expected = Expected(trace, OPERATORS, trace.held)
     for block in view(trace, threads="merged", rows=rows).blocks:
         shown = {(row.name, row.kind) for row in block.rows if not row.remaining}
         left_out = [span for span in expected.of(None) if (span.site.name, span.site.kind) not in shown]
-        once = [span for span in left_out if not any(up in left_out for up in above(span, expected.by_id))]
+        names = keyed(left_out)
+        once = [
+            span
+            for span in left_out
+            if not any((up.site.name, up.site.kind) in names for up in above(span, expected.by_id))
+        ]
         cpu_ns, gpu_ns = sum(map(expected.host, once)), sum(len(points(expected.device(span))) for span in once)
         for row in block.rows:
             if row.remaining:
@@ -345,7 +363,7 @@ def test_operators_are_numbered_in_the_order_of_execution_with_their_mean_over_t
 def test_the_order_of_execution_is_that_of_the_raw_spans(trace: Trace, skip_first: int) -> None:
     order = view(trace, tracer_option="AllOpDetail", skip_first=skip_first).in_order
     if order is None:
-        assert not any(span.site.kind in OPERATORS for span in trace.spans)
+        assert not any(span.site.kind in OPERATORS and lies_in(span, trace.held) for span in trace.spans)
         return
     by_id = {span.span_id: span for span in trace.spans}
 
@@ -460,6 +478,16 @@ def test_without_spans_both_say_what_to_do() -> None:
     assert text_of(user_view(trace)).splitlines()[-1] == (
         "No span of kind user was recorded: open one with scope(name), or give a rule that kind."
     )
+
+
+def test_operators_are_counted_in_the_time_that_the_overview_is_of() -> None:
+    spans = [Span(Site("f", "layer"), n, 0, n, 1 + n % 2, 0, n * 10, n * 10 + 6, 6, 6) for n in range(1, 11)]
+    trace = Trace(Origin(1, "", 0, 0), 0, 120, spans, held_from_ns=73)
+    (block,) = view(trace, threads="merged").blocks
+    (row,) = block.rows
+    assert row.calls == overview(Recording.of_trace(trace), Options()).kinds[0].calls == 4
+    assert row.cpu is not None
+    assert (row.cpu.total_ns, row.cpu.min_ns) == (3 + 3 * 6, 3)
 
 
 def test_the_document_holds_the_numbers_of_the_text() -> None:

@@ -3,7 +3,8 @@
 The columns are those of the Operator Summary of `paddle.profiler`. An operator is a span of kind `op`, `layer` or
 `comm`. Rows are sums over calls. The base of their ratios is the sum over operators that lie in no other one on their
 line (see `calls`), so that time which an inner operator shares with the outer one counts once; that profiler counts it
-for both. A call inside a call of the same name counts in the row's total and not again in its ratio.
+for both. A call inside a call of the same name counts in the row's total and not again in its ratio. What of a call
+lies outside of the part of the window of which every span is held is not counted.
 
 `tracer_option: OpDetail` adds what is right below each operator: phases, inner operators, copies and the streams that
 its own device work ran on, with the operator's own times for a base. `AllOpDetail` adds every operator of an iteration
@@ -114,7 +115,7 @@ def operators(recording: Recording, options: Options) -> Operators:
     `rows` and `least_ns` are of operators, and of what is below each of them.
     """
     trace = recording.trace
-    root = call_tree(trace.spans, OPERATORS)
+    root = call_tree(trace.spans, OPERATORS, trace.held)
     places = [place for place in every_place(root) if place.site.kind in OPERATORS]
     names = dict(trace.threads)
     blocks = blocks_of(places, names, options, _block)
