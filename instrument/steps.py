@@ -247,13 +247,13 @@ class Profiler:
         those that run beside the loop; one that looks at the spans makes them first, 2 us each. Raises `StateError`
         where no step is under way, and `ProfileError` for samples that are no number.
         """
-        now_ns = time.monotonic_ns()
         if self._pid != os.getpid():
             return
         if num_samples is not None and not (isinstance(num_samples, Real) and num_samples >= 0):
             raise ProfileError([f"Profiler.step: num_samples: found {num_samples!r}; allowed: a number from 0"])
         with self._lock:
             self._refuse_unless_running("step")
+            now_ns = time.monotonic_ns()  # not before: this may have waited for a step of another thread
             thread_id, waited, reader_ns = threading.get_native_id(), self._waited, 0
             if waited:
                 self._waited = {}

@@ -414,6 +414,30 @@ def test_steps_of_many_threads_are_each_counted_once() -> None:
     assert [(window.first_step, window.last_step) for window in whole] == [(n, n + 9) for n in range(0, 200, 10)]
 
 
+def test_a_step_that_waits_for_a_handler_on_another_thread_begins_before_it_ends() -> None:
+    found: list[Window] = []
+    called = threading.Event()
+
+    def step() -> None:
+        called.set()
+        profiler.step()
+
+    def handler(window: Window) -> None:
+        if window.index == 0:
+            another.start()
+            called.wait(20)
+            time.sleep(0.05)
+        found.append(window)
+
+    another = threading.Thread(target=step)
+    with Profiler(schedule=schedule(record=1), on_trace_ready=handler) as profiler:
+        profiler.step()
+        another.join()
+    steps = [step for window in found for step in window.steps]
+    assert [step.number for step in steps] == [0, 1]
+    assert all(step.start_ns <= step.end_ns for step in steps)
+
+
 def test_nested_profilers_look_at_one_session_that_ends_with_the_last() -> None:
     outer: list[Window] = []
     inner: list[Window] = []
