@@ -165,6 +165,7 @@ class Profiler:
         self._lock = threading.RLock()
         self._is_running = False
         self._is_delivering = False
+        self._is_over = False
         self._session: Session | None = None
         self._windows: Windows | None = None
         self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
@@ -208,6 +209,7 @@ class Profiler:
             self._delivered = []
             self._pid = os.getpid()
             self._is_running = True
+            self._is_over = False
             self._unlisten = listen(self._wait)
             self._begin_costs()
 
@@ -252,6 +254,8 @@ class Profiler:
         if num_samples is not None and not (isinstance(num_samples, Real) and num_samples >= 0):
             raise ProfileError([f"Profiler.step: num_samples: found {num_samples!r}; allowed: a number from 0"])
         with self._lock:
+            if self._is_over:
+                return
             self._refuse_unless_running("step")
             now_ns = time.monotonic_ns()  # not before: this may have waited for a step of another thread
             thread_id, waited, reader_ns = threading.get_native_id(), self._waited, 0
@@ -275,7 +279,9 @@ class Profiler:
                 except Exception as fault:
                     FAULTS.note("window of a Profiler", fault)
                 finally:  # a Ctrl-C in a handler ends the loop, not the Profiler
-                    if found is not None:
+                    if self._is_over:
+                        self._stop()
+                    elif found is not None:
                         self._step_ns, self._waited = time.monotonic_ns(), {}
                     windows.arm(self._step_ns)
 
@@ -283,15 +289,22 @@ class Profiler:
         """End the last step, deliver the window that is open unless it is empty, and leave the session.
 
         Empty is a window in which no step has ended and no span begun; a step in which no span has begun is not its
-        last one. A second call does nothing.
+        last one. A second call does nothing. Within a handler it is done when the window is delivered, and the steps
+        that the loop still counts are nothing.
         """
         if self._pid != os.getpid():
             return
         with self._lock:
-            is_running, self._is_running = self._is_running, False
-            if is_running:
-                self._unlisten()
-                self._leave(WAIT_LIMIT_NS)
+            if self._is_delivering:
+                self._is_over = self._is_running
+            else:
+                self._stop()
+
+    def _stop(self) -> None:
+        is_running, self._is_running = self._is_running, False
+        if is_running:
+            self._unlisten()
+            self._leave(WAIT_LIMIT_NS)
 
     def _leave_with_the_session(self) -> None:
         """The session ends, by SIGTERM perhaps, perhaps within `step`. The loop goes on and is timed alone."""
@@ -300,6 +313,8 @@ class Profiler:
         if self._lock.acquire(timeout=STEP_LIMIT_S):
             try:
                 self._leave(EXIT_LIMIT_NS // 2)
+                if self._is_over and not self._is_delivering:
+                    self._stop()
             finally:
                 self._lock.release()
         elif self._session is not None:
@@ -375,6 +390,8 @@ class Profiler:
         self.window = window
         self._delivered = [known for known in self._delivered if known() is not None]
         self._delivered.append(weakref.ref(window))
+        if self._later:  # first, so that it is written whatever the others do, and however long they take
+            self._backlog.add(window, self._later)
         self._is_delivering = True
         try:
             for handler in self._at_once:
@@ -382,8 +399,6 @@ class Profiler:
                     handler(window)
                 except Exception as error:
                     self._fail(f"on_trace_ready failed for {window}", error)
-            if self._later:
-                self._backlog.add(window, self._later)
         finally:
             self._is_delivering = False
 

@@ -181,6 +181,30 @@ def test_a_handler_that_fails_is_noted_and_the_next_ones_run(caplog: pytest.LogC
     assert "on_trace_ready or the schedule of a Profiler failed 3 times" in caplog.text
 
 
+@pytest.mark.parametrize("ends", ["profiler", "session"])
+def test_a_handler_may_end_it_and_the_windows_are_written_and_the_loop_goes_on(ends: str) -> None:
+    found: list[Window] = []
+
+    def handler(window: Window) -> None:
+        (profiler if ends == "profiler" else instrument).stop()
+        found.append(window)
+
+    own = loads("service: shop", environ={})
+    with Profiler(own, schedule=schedule(record=2), on_trace_ready=[handler, export_chrome("traces")]) as profiler:
+        for _ in range(6):
+            work()
+            profiler.step()
+        with pytest.raises(StateError, match="no session runs"):
+            instrument.session()
+    assert (profiler.failures, [edges(window)[:3] for window in found]) == (0, [(0, 0, 1)])
+    assert chrome.load(f"traces/shop-{os.getpid()}-0.json.gz")[1].calls == 4
+    assert len(list(Path("traces").iterdir())) == 1
+    assert profiler.benchmark().skipped == (2 if ends == "profiler" else 6)
+    with profiler:
+        profiler.step()
+    assert profiler.benchmark().skipped == 1
+
+
 def test_the_function_schedule_itself_is_told_to_be_called() -> None:
     with pytest.raises(ProfileError, match=r"call it: schedule\(record=3\)"):
         Profiler(schedule=schedule)  # type: ignore[arg-type]

@@ -233,7 +233,6 @@ class Profiler(_Profiler):
             **{f"targets: {target.name}": True for target in wanted.difference(_TIMED)},
         }  # fmt: skip
         self._not_recorded = sorted(name for name, value in asked.items() if value)
-        self._is_over = False
         wanted.intersection_update(_TIMED)
         many = on_trace_ready if isinstance(on_trace_ready, (list, tuple)) else [on_trace_ready]
         super().__init__(
@@ -256,7 +255,6 @@ class Profiler(_Profiler):
     def start(self) -> None:
         """As that of `instrument.Profiler`."""
         super().start()
-        self._is_over = False
         for name in self._not_recorded:
             note = f"paddle.Profiler: {name}: accepted, but not recorded; {_INSTEAD.get(name, _NO_DEVICE)}"
             if note not in _told:
@@ -265,26 +263,11 @@ class Profiler(_Profiler):
             if self._session is not None and note not in self._session.account.notes():
                 self._session.account.complain(note, log=False)
 
-    def step(self, num_samples: int | None = None) -> None:
-        """As that of `instrument.Profiler`; nothing once a handler has stopped this."""
-        if self._is_over:
-            return
-        super().step(num_samples)
-        if self._is_over:
-            self._stop()
-
-    def stop(self) -> None:
-        """As that of `instrument.Profiler`, and print the cost of the steps where some were timed."""
-        if self._is_delivering:
-            self._is_over = self._is_running
-        else:
-            self._stop()
-
     def _stop(self) -> None:
+        """As that of `instrument.Profiler`, and print the cost of the steps where some were timed."""
         was_running = self._is_running
-        super().stop()
-        has_ended = was_running and not self._is_running  # not in a forked child, whose loop this is not
-        if has_ended and not OFF and self._benchmark.loop().steps:
+        super()._stop()
+        if was_running and not OFF and self._benchmark.loop().steps:
             print("\n".join(counted(self._benchmark, Options()).lines()), flush=True)
 
     def export(self, path: str | os.PathLike[str], format: str = "json") -> Path:
