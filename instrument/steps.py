@@ -112,8 +112,8 @@ class Profiler:
     says.
 
     May be nested and used side by side. `step` may be called from any thread or task. A Profiler is stopped with its
-    session, by SIGTERM and the interpreter's exit too; in a forked child, whose session is another one, it does
-    nothing. Raises `ProfileError` for an argument that cannot be used.
+    session, by the interpreter's exit too, and by SIGTERM under `instrument run`; in a forked child, whose session is
+    another one, it does nothing. Raises `ProfileError` for an argument that cannot be used.
     """
 
     def __init__(
@@ -164,6 +164,7 @@ class Profiler:
         self._timer_only = timer_only
         self._lock = threading.RLock()
         self._is_running = False
+        self._is_making = False
         self._is_delivering = False
         self._is_over = False
         self._session: Session | None = None
@@ -317,8 +318,12 @@ class Profiler:
                     self._stop()
             finally:
                 self._lock.release()
-        elif self._session is not None:
-            self._session.count_loss("windows of loops that were not written", 1)
+            return
+        windows, session = self._windows, self._session
+        if windows is not None and session is not None:
+            if windows.is_open or self._is_making:
+                session.count_loss("windows of loops that were not written", 1)
+            self._backlog.stop(EXIT_LIMIT_NS // 2)
 
     def _leave(self, limit_ns: int) -> None:
         """Deliver the window that is open, and leave the session."""
@@ -366,6 +371,7 @@ class Profiler:
     def _made(
         self, session: Session, windows: Windows, found: tuple[int, int, int], last_step: int, *, partial: bool = False
     ) -> Window:
+        self._is_making = True
         index, start_ns, end_ns = found
         stretch = session.take(start_ns, end_ns, index)
         steps = list(self._steps)
@@ -392,6 +398,7 @@ class Profiler:
         self._delivered.append(weakref.ref(window))
         if self._later:  # first, so that it is written whatever the others do, and however long they take
             self._backlog.add(window, self._later)
+        self._is_making = False
         self._is_delivering = True
         try:
             for handler in self._at_once:

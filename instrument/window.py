@@ -85,6 +85,11 @@ class Windows:
         self.steps = 0
         self.state = State(self._states(0))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a window has begun and not ended."""
+        return self._opened_ns is not None
+
     def step(self, end_ns: int) -> tuple[int, int, int] | None:
         """One step has ended. Returns index, start and end of the window that ended with it; the next one begins."""
         window = self.advance(end_ns)
