@@ -5,6 +5,7 @@ Functions of this room are what `import instrument` offers; `Session` itself lie
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -30,10 +31,18 @@ from instrument.schema import load
 FORK_WAIT_S = 1.0
 """The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
 
+SWITCHED_OFF = "instrument is off (INSTRUMENT=off)"
+
 _session: Session | None = None
 _session_lock = threading.RLock()
 _fork_hook_registered = False
 _checking = False
+
+
+@functools.cache
+def tell_that_it_is_off() -> None:
+    """Once, in the log, for whoever looks for a file: nothing is an error where the environment has switched us off."""
+    logger.info("%s: nothing was recorded, and nothing is written", SWITCHED_OFF)
 
 
 def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
@@ -86,29 +95,40 @@ def session() -> Session:
 
 
 def summary(**options: Any) -> str:
-    """The text report of the running session, or a sentence saying that none runs. Options of `Session.summary`."""
+    """The text report of the running session, or a sentence saying that all is off. Options of `Session.summary`."""
     if OFF:
-        return "instrument is off (INSTRUMENT=off)\n"
+        return f"{SWITCHED_OFF}\n"
     return session().summary(**options)
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
     """Write what the running session holds now as a Chrome trace (`.json` or `.json.gz`); nothing is reset."""
+    if OFF:
+        tell_that_it_is_off()
+        return Path(path)
     return session().dump(path)
 
 
 def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
     """Let the running session go over to another profile, or to its own file as it is now. See `Session.reload`."""
+    if OFF:
+        tell_that_it_is_off()
+        return Reload(0, "", refused=(SWITCHED_OFF,))
     return session().reload(profile)
 
 
 def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
     """Deliver what has finished to the collector, waiting at most `timeout_s`. See `Session.flush`."""
+    if OFF:
+        tell_that_it_is_off()
+        return None
     return session().flush(timeout_s)
 
 
 def enable() -> None:
     """Record again after `disable`."""
+    if OFF:
+        return
     session()
     RECORDER.on = True
 

@@ -474,13 +474,16 @@ class Profiler:
                 [*dict.fromkeys([*views, "benchmark"])], recording, window._options({"unit": unit, **options})
             )
             return f"{str(window).capitalize()}\n{text}"
-        why = "instrument is off (INSTRUMENT=off)" if OFF else "No window has ended yet."
+        why = process.SWITCHED_OFF if OFF else "No window has ended yet."
         lines = counted(self._benchmark, Options(unit=unit)).lines()
         return "\n".join([*([] if self._timer_only else [why]), *lines]).rstrip("\n") + "\n"
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the newest window as a Chrome trace. Raises `StateError` where none has ended, and `TraceError`."""
         window = self.window
+        if window is None and OFF:
+            process.tell_that_it_is_off()
+            return Path(path)
         if window is None:
             raise StateError(f"asked to export a window to {os.fspath(path)}, but none has ended; see the schedule")
         return window.export(path)

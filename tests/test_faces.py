@@ -818,13 +818,22 @@ def test_every_old_line_of_the_readmes_tables_runs_through_its_face_or_is_marked
 
 def test_switched_off_by_the_environment_the_old_calls_do_nothing_and_fail_at_nothing() -> None:
     program = """
-from instrument.faces import fluid, minicaffe, paddle, singa
+from instrument.faces import fluid, minicaffe, paddle, singa, theano
 with fluid.profiler("All", "total", "profile"):
     pass
 with paddle.Profiler(scheduler=(0, 1)) as p, paddle.RecordEvent("x"):
     for _ in range(12):
         p.step()
 minicaffe.enable(); minicaffe.open_scope("x"); minicaffe.close_scope(); minicaffe.disable()
+assert str(minicaffe.dump("profile.json")) == "profile.json"
+both = theano.ProfileStats("both")
+for called in (theano.function(profile=both)(lambda: 3), theano.function(profile=both)("abc".index)):
+    assert called.profile is both
+assert called("c") == 2
+text = both.text()
+assert "Message: both" in text and "instrument is off (INSTRUMENT=off)" in text
+assert both.summary(__import__("io").StringIO()) == text
+assert (both.calls, both.call_ns, theano.report()) == (0, 0, "")
 """
     environ = {**os.environ, "INSTRUMENT": "off"}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)

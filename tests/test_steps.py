@@ -774,13 +774,36 @@ from instrument import Profiler
 with Profiler("there is none.yaml", on_trace_ready=lambda window: 1 / 0) as profiler:
     for _ in range(12):
         profiler.step()
-print(profiler.failures, profiler.window, profiler.summary())
+print(profiler.failures, profiler.window, profiler.summary(), profiler.export("window.json"))
 """
     environ = {**os.environ, "INSTRUMENT": "off"}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.stdout.startswith("0 None instrument is off (INSTRUMENT=off)\n\n-----")
     assert "2 steps timed, the first 10 skipped" in done.stdout
+    assert done.stdout.endswith(" window.json\n")
+    assert not Path("window.json").exists()
+
+
+def test_switched_off_by_the_environment_the_verbs_of_a_session_do_nothing_and_say_so_once() -> None:
+    program = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
+import instrument
+instrument.start("there is none.yaml")
+print(instrument.dump("trace.json"), instrument.flush(), instrument.reload("none.yaml").refused)
+instrument.enable(); instrument.disable(); instrument.stop()
+"""
+    environ = {**os.environ, "INSTRUMENT": "off"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert (done.stderr, done.stdout.splitlines()) == (
+        "",
+        [
+            "INFO instrument is off (INSTRUMENT=off): nothing was recorded, and nothing is written",
+            "trace.json None ('instrument is off (INSTRUMENT=off)',)",
+        ],
+    )
+    assert not list(Path.cwd().iterdir())
 
 
 def test_beside_instrument_run_the_windows_are_the_loops_and_the_files_of_the_profile_stay_whole() -> None:

@@ -10,6 +10,7 @@ took; their sum counts that once.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any, TextIO, TypeVar
 from instrument import process
 from instrument.errors import FAULTS, ProfileError, StateError
 from instrument.probes.functions import profiled, site_on
+from instrument.probes.scopes import OFF
 from instrument.report.summary import made
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
@@ -68,10 +70,12 @@ class ProfileStats:
     def text(self, rows: int = ROWS, instances: int = ROWS) -> str:
         """The profile, `rows` of classes and of ops, and of instances. Raises `StateError` where no session runs."""
         lines = ["Function profiling", "==================", f"  Message: {safe(self.message or '')}", ""]
+        if OFF:
+            return "\n".join([*lines, process.SWITCHED_OFF]) + "\n"
         return "\n".join([*lines, *_sections(self._tally(), rows, instances)]) + "\n"
 
     def _tally(self) -> Tally:
-        return _below(process.session().tally(), self._sites)
+        return Tally() if OFF else _below(process.session().tally(), self._sites)
 
 
 _profiles: list[ProfileStats] = []
@@ -100,9 +104,12 @@ def function(
 
     def decorate(target: Function) -> Function:
         recorded = profiled(name)(target) if name else profiled(target)
+        if OFF:
+            off: Function = _with_profile(recorded, stats)
+            return off
         site = site_on(recorded)
         if site is None:
-            return recorded  # switched off by the environment
+            return recorded
         stats._add(site)
         recorded.profile = stats  # type: ignore[attr-defined]
         with _lock:
@@ -112,6 +119,15 @@ def function(
         return recorded
 
     return decorate
+
+
+def _with_profile(target: Any, stats: ProfileStats) -> Any:
+    """The very same function, or one that calls it where it takes no attribute, such as a bound method."""
+    try:
+        target.profile = stats
+    except (AttributeError, TypeError):
+        return _with_profile(functools.wraps(target)(lambda *args, **kwargs: target(*args, **kwargs)), stats)
+    return target
 
 
 def _begin() -> None:
