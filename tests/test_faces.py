@@ -662,6 +662,24 @@ dev.PrintTimeProfiling()
         assert float(forward.split()[-2]) > 0
         assert (backward, timed) == ("Backward Propagation Time : - sec", "Timed iterations: 1")
 
+    def test_beside_a_session_that_runs_on_a_second_measurement_has_nothing_of_the_first(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        instrument.start(loads("", environ={}))
+        device = singa.Device()
+        device.SetSkipIteration(1)
+        for name, iterations in (("first", 4), ("second", 3)):
+            device.SetVerbosity(2)
+            for _ in range(iterations):
+                with scope(name, kind="op"):
+                    pass
+                device.EndIteration()
+            device.PrintTimeProfiling()
+            device.SetVerbosity(0)
+            lines = capsys.readouterr().out.splitlines()
+            assert [line.split(" : ")[0] for line in lines[2:-1]] == [f"OP_ID0. {name}"]
+            assert lines[-1] == f"Timed iterations: {iterations - 1}"
+
     def test_bad_numbers_are_told(self) -> None:
         with pytest.raises(ProfileError, match="SetVerbosity: found 4; allowed: 0, 1, 2, 3"):
             singa.Device().SetVerbosity(4)

@@ -10,13 +10,15 @@ session runs, that of `INSTRUMENT_PROFILE` begins, else one with decorators and 
 
 from __future__ import annotations
 
+import time
+
 from instrument.errors import ProfileError, StateError
 from instrument.profiler import Session
 from instrument.recorder import RECORDER, Scope
 from instrument.report.operators import operators
 from instrument.report.phases import phases
 from instrument.report.table import number, safe
-from instrument.report.view import Options
+from instrument.report.view import Options, Recording
 from instrument.steps import join, leave
 
 SKIPPED_ITERATIONS = 5
@@ -29,6 +31,7 @@ class Device:
         self.verbosity = 0
         self.skip_iteration = SKIPPED_ITERATIONS
         self._session: Session | None = None
+        self._since_ns = 0
         self._iteration: Scope | None = None
         self._ended = False
 
@@ -39,6 +42,7 @@ class Device:
         self.verbosity = verbosity
         if verbosity and self._session is None:
             self._session, self._ended = join(None), False
+            self._since_ns = time.monotonic_ns()
             self._begin()
         elif not verbosity and self._session is not None:
             session, self._session = self._session, None
@@ -67,7 +71,7 @@ class Device:
 
     def _lines(self, session: Session) -> list[str]:
         options = Options(tracer_option="AllOpDetail", skip_first=self.skip_iteration)
-        recording = session.recording()
+        recording = Recording.of_trace(session.trace(self._since_ns))
         if self.verbosity == 1:
             found = phases(recording, options)
             lines = [
