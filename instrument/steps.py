@@ -262,7 +262,7 @@ class Profiler:
             thread_id, waited, reader_ns = threading.get_native_id(), self._waited, 0
             if waited:
                 self._waited = {}
-                reader_ns = waited.get(thread_id, 0) + waited.get(_ANY_THREAD, 0)
+                reader_ns = min(waited.get(thread_id, 0) + waited.get(_ANY_THREAD, 0), now_ns - self._step_ns)
             for costs in (self._benchmark, self._since):
                 costs.add(now_ns - self._step_ns, reader_ns, num_samples)
             windows, session = self._windows, self._session
@@ -429,7 +429,11 @@ class Profiler:
         calls `step`. Here it is also what other threads wait for, and what is not recorded. See `instrument.loader` for
         `name` and the spans. An asynchronous iterable is none.
         """
-        items = iter(loader(batches, name))  # type: ignore[call-overload]
+        waiting = Waiting(self)
+        try:
+            items = iter(loader(batches, name))  # type: ignore[call-overload]
+        finally:
+            waiting.end()
         while True:
             waiting = Waiting(self)
             try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextvars
+import gc
 import os
 import queue
 import signal
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -751,6 +753,74 @@ def test_the_profilers_loader_counts_on_any_thread_and_without_recording() -> No
         reading.join()
         found = profiler.step_info()
     assert float(found.removeprefix("reader_cost: ").partition(" s")[0]) >= 0.016
+
+
+def test_a_step_has_waited_no_longer_than_it_took_however_many_threads_have() -> None:
+    def read() -> None:
+        for _ in profiler.loader(iter(lambda: time.sleep(0.02), None)):
+            pass  # nothing comes
+
+    with Profiler(timer_only=True) as profiler:
+        readers = [threading.Thread(target=read) for _ in range(4)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        profiler.step()
+        found = profiler._since.loop()
+    assert found.reader is not None
+    assert found.batch is not None
+    assert 0 < found.reader.mean <= found.batch.mean
+
+
+def test_making_the_iterator_is_reader_cost() -> None:
+    class Slow:
+        def __iter__(self) -> Iterator[int]:
+            time.sleep(0.02)
+            return iter([1])
+
+    with Profiler(timer_only=True) as profiler:
+        for _ in profiler.loader(Slow()):
+            profiler.step()
+        found = profiler._since.loop()
+    assert found.reader is not None
+    assert found.reader.mean >= 2e7
+
+
+def test_waiting_for_an_asynchronous_loader_is_reader_cost() -> None:
+    async def read() -> AsyncIterator[int]:
+        for item in range(3):
+            await asyncio.sleep(0.02)
+            yield item
+
+    async def train() -> None:
+        async for _ in instrument.loader(read()):
+            profiler.step()
+
+    with Profiler() as profiler:
+        asyncio.run(train())
+        found = profiler._since.loop()
+    assert (found.steps, found.reader is not None) == (3, True)
+    assert found.reader is not None
+    assert found.reader.mean >= 1.9e7
+
+
+def test_an_asynchronous_wait_that_nobody_awaits_any_more_is_closed_in_silence(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def read() -> AsyncIterator[int]:
+        await never
+        yield 1
+
+    loop = asyncio.new_event_loop()
+    never = loop.create_future()
+    with Profiler():
+        waiting = instrument.loader(read()).__anext__()
+        contextvars.copy_context().run(waiting.send, None)
+        del waiting
+        gc.collect()
+    loop.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_the_loop_of_the_readme_writes_and_prints_its_windows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,7 @@ def _resuming_async(name: str) -> Callable[..., Any]:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
             return await method(*args)
+        waiting = Waiting() if _listeners else None
         frame = RECORDER.open(self._instrument_site)
         try:
             item = await method(*args)
@@ -146,6 +147,9 @@ def _resuming_async(name: str) -> Callable[..., Any]:
         except BaseException as error:
             RECORDER.close(frame, error)
             raise
+        finally:
+            if waiting is not None:
+                waiting.end()
         RECORDER.close(frame)
         return item
 
@@ -215,7 +219,10 @@ class Waiting:
     def end(self) -> None:
         """The item is there, or will not come."""
         if self._token is not None:
-            _is_waiting.reset(self._token)
+            try:
+                _is_waiting.reset(self._token)
+            except ValueError:
+                return  # in another context, as where a coroutine that nobody awaits any more is closed
             waited_ns, thread_id = time.monotonic_ns() - self._start_ns, threading.get_native_id()
             for known in _listeners:
                 listener = known()
