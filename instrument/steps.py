@@ -19,10 +19,10 @@ from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from instrument import process
-from instrument.errors import FAULTS, ProfileError, StateError, logger
+from instrument.errors import FAULTS, ProfileError, StateError, TargetError, logger
 from instrument.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window
 from instrument.probes.loaders import Waiting, listen, loader
 from instrument.probes.scopes import OFF
@@ -35,8 +35,6 @@ from instrument.schema import load
 from instrument.step_spans import STEPS_KEPT, Step
 from instrument.window import RECORDING, State, States, Windows
 from instrument.window import schedule as make_states
-
-T = TypeVar("T")
 
 STEP_LIMIT_S = 1.0
 """The longest that the session's end waits for a step that is under way on another thread."""
@@ -422,27 +420,17 @@ class Profiler:
 
     # ---------------------------------------------------------------- what it has measured
 
-    def loader(self, batches: T, name: str | None = None) -> Iterator[Any]:
+    def loader(self, batches: Any, name: str | None = None) -> Batches:
         """The items of an iterable; the time until each is recorded, and counted as the step's reader cost.
 
         Counted there without this, too: what `instrument.loader` and the profile's `loaders` record on the thread that
         calls `step`. Here it is also what other threads wait for, and what is not recorded. See `instrument.loader` for
-        `name` and the spans. An asynchronous iterable is none.
+        `name`, the spans and errors. An asynchronous iterable is none.
         """
-        waiting = Waiting(self)
-        try:
-            items = iter(loader(batches, name))  # type: ignore[call-overload]
-        finally:
-            waiting.end()
-        while True:
-            waiting = Waiting(self)
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            finally:
-                waiting.end()
-            yield item
+        if hasattr(batches, "__aiter__") and not hasattr(batches, "__iter__"):
+            raise TargetError(f"Profiler.loader: found the asynchronous {batches!r:.80}; use instrument.loader for it")
+        kind = SizedBatches if hasattr(batches, "__len__") else Batches
+        return kind(loader(batches, name), self)
 
     def _wait(self, thread_id: int, waited_ns: int, of: object) -> None:
         waited, reader = self._waited, _ANY_THREAD if of is self else thread_id
@@ -491,3 +479,44 @@ class Profiler:
         if window is None:
             raise StateError(f"asked to export a window to {os.fspath(path)}, but none has ended; see the schedule")
         return window.export(path)
+
+
+class Batches(Iterator[Any]):
+    """What `Profiler.loader` returns: as often to be iterated as its source is."""
+
+    def __init__(self, source: Any, profiler: Profiler) -> None:
+        self._source = source
+        self._profiler = profiler
+        self._begun: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        begun, self._begun = self._begun, None
+        return self._read() if begun is None else begun
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            self._begun = self._read()
+        return next(self._begun)
+
+    def _read(self) -> Iterator[Any]:
+        waiting = Waiting(self._profiler)
+        try:
+            items = iter(self._source)
+        finally:
+            waiting.end()
+        while True:
+            waiting = Waiting(self._profiler)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                waiting.end()
+            yield item
+
+
+class SizedBatches(Batches):
+    """The same of a source that has a length."""
+
+    def __len__(self) -> int:
+        return len(self._source)

@@ -24,7 +24,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import instrument
-from instrument import Profiler, StateError, chrome, export_chrome, print_summary, profiled, schedule, scope
+from instrument import (
+    Profiler,
+    StateError,
+    TargetError,
+    chrome,
+    export_chrome,
+    print_summary,
+    profiled,
+    schedule,
+    scope,
+)
 from instrument.errors import ProfileError, TraceError
 from instrument.handlers import Window
 from instrument.profile import Schedule
@@ -753,6 +763,23 @@ def test_the_profilers_loader_counts_on_any_thread_and_without_recording() -> No
         reading.join()
         found = profiler.step_info()
     assert float(found.removeprefix("reader_cost: ").partition(" s")[0]) >= 0.016
+
+
+def test_a_profilers_loader_is_iterated_as_often_as_its_source_and_refuses_what_is_none() -> None:
+    async def read() -> AsyncIterator[int]:
+        yield 1
+
+    with Profiler(timer_only=True) as profiler:
+        batches = profiler.loader([1, 2, 3])
+        assert (len(batches), [list(batches) for _ in range(2)]) == (3, [[1, 2, 3]] * 2)  # type: ignore[arg-type]
+        once = profiler.loader(item for item in "ab")
+        assert (next(once), list(once), list(once)) == ("a", ["b"], [])
+        assert not hasattr(once, "__len__")
+        assert bool(once)
+        with pytest.raises(TargetError, match="loader takes an iterable; found 7 of type int"):
+            profiler.loader(7)
+        with pytest.raises(TargetError, match="found the asynchronous <async_generator"):
+            profiler.loader(read())
 
 
 def test_a_step_has_waited_no_longer_than_it_took_however_many_threads_have() -> None:
