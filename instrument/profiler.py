@@ -402,7 +402,7 @@ class Session:
     ) -> Trace:
         """The newest spans that the rings still hold, as they lie in the window; open ones are clipped and marked.
 
-        Steps of the first `Profiler` that looks at the session are spans, too. `origin` is that of the window's end,
+        Steps of the outermost `Profiler` that counts any are spans, too. `origin` is that of the window's end,
         where it has ended before now.
         """
         first = self.start_ns if start_ns is None else start_ns

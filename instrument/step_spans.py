@@ -8,6 +8,7 @@ it was, beside it, and reduces the self time of each step by its part in it.
 from __future__ import annotations
 
 import itertools
+import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -39,35 +40,48 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """The newest steps of one loop at a time: of the first that joins; when it leaves, of the next that adds one.
+    """The newest steps of all loops, of which no two overlap: those of a loop that joined earlier come first.
 
-    Loops within the loop would count each instant again. Steps are added on any thread, and read beside.
+    Loops within the loop would count each instant again: their steps give way as soon as one around them has ended, and
+    stay where there is none. Steps are added on any thread, and read beside.
     """
 
     def __init__(self) -> None:
-        self._whose: object = None
-        self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
+        self._lock = threading.Lock()
+        self._joined = itertools.count()
+        self._orders: dict[object, int] = {}
+        self._steps: deque[tuple[int, Step]] = deque(maxlen=STEPS_KEPT)
 
     def join(self, whose: object) -> None:
         """A loop begins."""
-        if self._whose is None:
-            self._whose = whose
+        self._orders.setdefault(whose, next(self._joined))
 
     def add(self, step: Step, whose: object) -> None:
         """A step has ended."""
-        self.join(whose)
-        if self._whose is whose and not (self._steps and step.start_ns < self._steps[-1].end_ns):
-            self._steps.append(step)
+        if whose not in self._orders:
+            self.join(whose)
+        order, steps = self._orders[whose], self._steps
+        with self._lock:
+            if not steps or steps[-1][1].end_ns <= step.start_ns or self._gives_way(order, step.start_ns):
+                steps.append((order, step))
+
+    def _gives_way(self, order: int, start_ns: int) -> bool:
+        """Whether all that reach over a time are of loops that joined later; they are dropped then."""
+        over = list(itertools.takewhile(lambda one: one[1].end_ns > start_ns, reversed(self._steps)))
+        if any(other <= order for other, _ in over):
+            return False
+        for _ in over:
+            self._steps.pop()
+        return True
 
     def leave(self, whose: object) -> None:
         """No more steps of that loop will come."""
-        if self._whose is whose:
-            self._whose = None
+        self._orders.pop(whose, None)
 
     def within(self, start_ns: int, end_ns: int) -> list[Step]:
         """The steps that reach into that time, as they lie in it: the others are clipped, and marked."""
         found: list[Step] = []
-        for step in reversed(self._steps.copy()):
+        for _, step in reversed(self._steps.copy()):
             if step.end_ns <= start_ns:
                 break
             if step.start_ns < start_ns or step.end_ns > end_ns:

@@ -540,6 +540,41 @@ def test_the_sessions_own_trace_and_summary_have_the_steps_of_the_first_profiler
     assert "4 steps timed" in session.summary(views=["benchmark"], skip_first=0)
 
 
+def test_a_profiler_that_never_steps_hides_no_steps_of_another() -> None:
+    session = instrument.start(loads("", environ={}))
+    with Profiler() as outer:
+        with Profiler() as inner:
+            for _ in range(3):
+                inner.step()
+        assert session.views(["benchmark"], skip_first=0)["benchmark"].loops[0].steps == 3  # type: ignore[attr-defined]
+        outer.step(num_samples=4)
+    steps = [span.attributes for span in session.trace().spans if span.site.kind == "step"]
+    assert steps == [{"step": 0, "samples": 4}]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=30))
+def test_the_steps_of_a_session_are_those_of_the_first_loop_and_what_of_others_overlaps_none(
+    ends: list[tuple[int, int]],
+) -> None:
+    loop, own = Loop(), [object() for _ in range(3)]
+    for whose in own:
+        loop.join(whose)
+    now, begun, added = 0, [0] * 3, []
+    for number, (which, lasts) in enumerate(ends):
+        now += lasts
+        step = Step(number, begun[which], now, 1)
+        begun[which] = now
+        added.append((which, step))
+        loop.add(step, own[which])
+    found = loop.within(0, now)
+    assert all(one.end_ns <= after.start_ns for one, after in pairwise(found))
+    assert [step for which, step in added if which == 0] == [step for step in found if (0, step) in added]
+    for which, step in added:
+        over = [(of, one) for of, one in added if one.start_ns < step.end_ns and step.start_ns < one.end_ns]
+        if all(of >= which for of, _ in over):
+            assert step in found
+
+
 def test_a_step_that_reaches_over_the_edge_of_a_trace_is_clipped_and_an_older_one_is_not_there() -> None:
     loop, own, another = Loop(), object(), object()
     loop.join(own)
