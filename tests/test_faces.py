@@ -35,8 +35,8 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.delenv("INSTRUMENT_PROFILE", raising=False)
     yield
     fluid._run = None
-    minicaffe._is_on, minicaffe._open_count, minicaffe._own = False, 0, None
-    minicaffe._opened.scopes.clear()
+    minicaffe._is_on, minicaffe._looked_at, minicaffe._own = False, None, None
+    minicaffe._forget_scopes()
     instrument.stop()
 
 
@@ -551,6 +551,33 @@ class TestMiniCaffe:
               ReLU
             """
         )
+
+    def test_a_scope_that_a_thread_left_open_at_its_end_keeps_nobody_from_switching_off(self) -> None:
+        minicaffe.enable()
+        thread = threading.Thread(target=minicaffe.open_scope, args=("left open",))
+        thread.start()
+        thread.join()
+        minicaffe.disable()
+        minicaffe.enable()
+        with pytest.raises(StateError, match="this thread has none open"):
+            minicaffe.close_scope()
+        minicaffe.disable()
+
+    @pytest.mark.parametrize("then", [[], [minicaffe.disable]])
+    def test_the_end_of_the_session_switches_off_with_scopes_open(self, then: list[Any]) -> None:
+        minicaffe.enable()
+        minicaffe.open_scope("open at the end")
+        instrument.stop()
+        for verb in then:
+            verb()
+        minicaffe.enable()
+        with pytest.raises(StateError, match="this thread has none open"):
+            minicaffe.close_scope()
+        minicaffe.open_scope("anew")
+        minicaffe.close_scope()
+        minicaffe.disable()
+        names = [span.site.name for span in chrome.load(minicaffe.dump("anew.json"))[0].spans]
+        assert names == ["anew"]
 
     def test_threads_have_scopes_of_their_own(self) -> None:
         minicaffe.enable()
