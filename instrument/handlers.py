@@ -132,10 +132,15 @@ def export_chrome(folder: str | os.PathLike[str]) -> Handler:
     No file is written over: where the name is taken, by another Profiler or an earlier process, the next free number is
     used. The oldest are removed to stay within the `limits.disk` of the profile. Runs beside the loop.
     """
+    return InBackground(chrome_files(folder))
+
+
+def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
+    """What `export_chrome` does, but where it is called; `worker` stands in the names in place of the service."""
     into = files.working_folder() / folder
 
     def handle(window: Window) -> None:
-        service, index = window.session.profile.service, window.index
+        service, index = worker or window.session.profile.service, window.index
         into.mkdir(parents=True, exist_ok=True)
         while True:
             path = files.path_of(_FILE, into, service, index)
@@ -151,7 +156,7 @@ def export_chrome(folder: str | os.PathLike[str]) -> Handler:
             raise
         files.make_room(_FILE, into, service, path, window.session.profile.limits.disk_bytes)
 
-    return InBackground(handle)
+    return handle
 
 
 def print_summary(**options: Any) -> Handler:

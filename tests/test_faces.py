@@ -367,9 +367,10 @@ p.stop()
             for _ in range(2):
                 work()
                 p.step()
-        assert sorted(path.name for path in Path("log").iterdir()) == ["worker0-0.json.gz", "worker0-1.json.gz"]
+        names = [f"worker0-{os.getpid()}-{window}.json.gz" for window in range(2)]
+        assert sorted(path.name for path in Path("log").iterdir()) == names
         p.export("after.json", format="json")
-        for name in ("inside.json", "after.json", "log/worker0-1.json.gz"):
+        for name in ("inside.json", "after.json", f"log/{names[1]}"):
             assert "work" in paddle.load_profiler_result(name).summary()
         with pytest.raises(ProfileError, match="format: found 'pb'; allowed: json, which load_profiler_result reads"):
             p.export("after.pb", format="pb")

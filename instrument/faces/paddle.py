@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from instrument import chrome, files
+from instrument import chrome
 from instrument.errors import ProfileError, logger
-from instrument.handlers import InBackground, Window, export_chrome
+from instrument.handlers import InBackground, Window, chrome_files, export_chrome
 from instrument.probes.functions import profiled
 from instrument.probes.scopes import OFF
 from instrument.profile import VIEWS
@@ -53,7 +53,6 @@ __all__ = [
 ]
 
 _KEYS = ("targets", "scheduler", "on_trace_ready", "timer_only")
-_FILE = "{service}-{window}.json.gz"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -173,24 +172,7 @@ class _Exporter(InBackground):
 
 def export_chrome_tracing(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
     """As `instrument.export_chrome`: one file a window, named by service or worker, process and window."""
-    if worker_name is None:
-        return _Exporter(export_chrome(dir_name))
-    folder = files.working_folder() / dir_name
-
-    def write(window: Window) -> None:
-        index = window.index
-        folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            path = files.path_of(_FILE, folder, worker_name, index)
-            try:
-                path.touch(0o600, exist_ok=False)
-                break
-            except FileExistsError:
-                index += 1
-        window.export(path)
-        files.make_room(_FILE, folder, worker_name, path, window.session.profile.limits.disk_bytes)
-
-    return _Exporter(write)
+    return _Exporter(chrome_files(dir_name, worker_name))
 
 
 def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
