@@ -7,6 +7,7 @@ A handler is a function of a `Window`. Those of the user and `print_summary` run
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import threading
@@ -21,7 +22,7 @@ from instrument import chrome, files, otlp
 from instrument.errors import ExportError, ProfileError, logger
 from instrument.profile import Otlp
 from instrument.profiler import Session
-from instrument.report.summary import made, summary
+from instrument.report.summary import made, refuse_unknown, summary
 from instrument.report.view import Options, Recording, View
 from instrument.schema import loads
 from instrument.spans import Span, Trace
@@ -159,13 +160,25 @@ def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> H
     return handle
 
 
-def print_summary(**options: Any) -> Handler:
-    """For `on_trace_ready`: print each window's summary to standard output. Options of `Window.summary`."""
+def print_summary(*, views: Sequence[str] = ("events",), **options: Any) -> Handler:
+    """For `on_trace_ready`: print each window's summary to standard output. Options of `Window.summary`.
+
+    Raises `ValueError` at once for a view or a value that there is not.
+    """
+    refuse_unknown(views)
+    Options(**{name: value for name, value in options.items() if name != "beside" and value is not None})
 
     def handle(window: Window) -> None:
-        print(f"{str(window).capitalize()}\n{window.summary(**options)}", flush=True)
+        print(f"{str(window).capitalize()}\n{window.summary(views=views, **options)}", flush=True)
 
     return handle
+
+
+def is_asynchronous(handler: Any) -> bool:
+    """Whether a call of it would run nothing, for nobody awaits what it returns."""
+    return any(
+        inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in (handler, type(handler).__call__)
+    )
 
 
 # -------------------------------------------------------------------- to a collector

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ from typing import Any
 
 from instrument import process
 from instrument.errors import FAULTS, ProfileError, StateError, TargetError, logger
-from instrument.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window
+from instrument.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window, is_asynchronous
 from instrument.probes.loaders import Waiting, listen, loader
 from instrument.probes.scopes import OFF
 from instrument.profile import STATES, TRACER_OPTIONS, Profile, Schedule
@@ -33,7 +34,7 @@ from instrument.report.summary import summary
 from instrument.report.view import Options
 from instrument.schema import load
 from instrument.step_spans import STEPS_KEPT, Step
-from instrument.window import RECORDING, State, States, Windows
+from instrument.window import RECORDING, State, States, Windows, state_at
 from instrument.window import schedule as make_states
 
 STEP_LIMIT_S = 1.0
@@ -131,10 +132,10 @@ class Profiler:
         handlers = [] if on_trace_ready is None else on_trace_ready
         wanted: tuple[Any, ...] = tuple(handlers) if isinstance(handlers, (list, tuple)) else (handlers,)
         problems.extend(
-            f"Profiler: on_trace_ready: found {handler!r}; allowed: a function of a window, such as "
-            "export_chrome('traces'), or a list of them"
+            f"Profiler: on_trace_ready: found {'the asynchronous ' * is_asynchronous(handler)}{handler!r}; allowed: a "
+            "function of a window, such as export_chrome('traces'), or a list of them"
             for handler in wanted
-            if not callable(handler)
+            if not callable(handler) or is_asynchronous(handler)
         )
         self._at_once: tuple[Handler, ...] = tuple(one for one in wanted if not isinstance(one, InBackground))
         self._later: tuple[Handler, ...] = tuple(one for one in wanted if isinstance(one, InBackground))
@@ -142,7 +143,9 @@ class Profiler:
         given: object = schedule
         if given is make_states:
             raise ProfileError(["Profiler: schedule: found the function schedule itself; call it: schedule(record=3)"])
-        if callable(schedule):
+        if isinstance(schedule, partial) and schedule.func is state_at:
+            (self._schedule,) = schedule.args  # what `schedule(...)` returns cannot fail and needs no guard
+        elif callable(schedule):
             self._schedule = schedule
         elif schedule is not None:
             pair = schedule if isinstance(schedule, (list, tuple)) else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextvars
+import functools
 import gc
 import os
 import queue
@@ -36,6 +37,7 @@ from instrument import (
     scope,
 )
 from instrument.errors import ProfileError, TraceError
+from instrument.faces import paddle
 from instrument.handlers import Window
 from instrument.profile import Schedule
 from instrument.recorder import RECORDER
@@ -648,6 +650,36 @@ def test_summary_and_export_are_of_the_newest_window(capsys: pytest.CaptureFixtu
 def test_bad_arguments_are_told(arguments: Any, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         Profiler(**arguments)
+
+
+def test_a_handler_that_nobody_would_await_is_refused() -> None:
+    async def handle(window: Window) -> None: ...
+
+    class Sends:
+        async def __call__(self, window: Window) -> None: ...
+
+    for handler in (handle, functools.partial(handle), Sends()):
+        for make in (Profiler, paddle.Profiler):
+            with pytest.raises(ProfileError, match=r"found the asynchronous .*; allowed: a function of a window"):
+                make(on_trace_ready=handler)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sorted_by": "bogus"}, "sorted_by is 'bogus'; allowed: default, calls"),
+        ({"views": ["event"]}, r"view is 'event'; allowed: .* nearest is events"),
+    ],
+)
+def test_a_summary_that_cannot_be_made_is_refused_before_the_first_window(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        print_summary(**options)
+    assert print_summary(views=["events"], rows=None, beside=None)
+
+
+def test_what_schedule_returns_runs_as_fast_as_a_pair() -> None:
+    found = [Profiler(schedule=wanted)._schedule for wanted in (schedule(record=3, skip_first=2, repeat=1), (2, 5))]
+    assert found == [Schedule(record=3, skip_first=2, repeat=1)] * 2
 
 
 def test_bad_schedules_are_told_all_at_once() -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from instrument import chrome
 from instrument.errors import ProfileError, logger
-from instrument.handlers import InBackground, Window, chrome_files, export_chrome
+from instrument.handlers import InBackground, Window, chrome_files, export_chrome, is_asynchronous
 from instrument.probes.functions import profiled
 from instrument.probes.scopes import OFF
 from instrument.profile import VIEWS
@@ -228,6 +228,7 @@ class Profiler(_Profiler):
         """The handler as a function of a window, which those of `instrument` are."""
         if (
             not callable(handler)
+            or is_asynchronous(handler)
             or isinstance(handler, InBackground)
             or getattr(handler, "__module__", "") == export_chrome.__module__
         ):

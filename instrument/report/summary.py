@@ -47,13 +47,18 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
 """What makes each view of `VIEWS`."""
 
 
-def made(views: Sequence[str], recording: Recording, options: Options) -> dict[str, View]:
-    """The views in the order asked, each once. Raises `ValueError` for a view that there is not."""
+def refuse_unknown(views: Sequence[str]) -> None:
+    """Raises `ValueError` for a view that there is not."""
     for view in views:
         if view not in VIEW_OF:
             meant = nearest(view, VIEWS)
             hint = f"; nearest is {meant}" if meant else ""
             raise ValueError(f"view is {view!r}; allowed: {', '.join(VIEWS)}{hint}")
+
+
+def made(views: Sequence[str], recording: Recording, options: Options) -> dict[str, View]:
+    """The views in the order asked, each once. Raises `ValueError` for a view that there is not."""
+    refuse_unknown(views)
     return {view: VIEW_OF[view](recording, options) for view in views}
 
 
