@@ -13,10 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import instrument
+from instrument import scope
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.summary import VIEW_OF, made, summary, summary_document
 from instrument.report.table import LINE, columns, in_unit, safe
 from instrument.report.view import UNITS, Options, Recording, Upkeep
+from instrument.schema import loads
 from instrument.spans import (
     GAUGES,
     HOST,
@@ -226,6 +229,31 @@ def test_no_trace_breaks_a_view_its_lines_or_its_document(view: str, trace: str,
 
 def test_every_name_of_a_view_makes_one() -> None:
     assert set(VIEW_OF) == set(VIEWS)
+
+
+def test_no_view_of_spans_says_that_nothing_was_recorded_where_newer_ones_have_overwritten_it() -> None:
+    wanted = {"requests": "request", "user": "span of kind user", "operators": "operator", "copies": "copy"}
+    session = instrument.start(loads("limits: {ring: 64KiB}", environ={}))
+    assert session is not None
+    try:
+        for kind in ("request", "user", "op", "copy"):
+            with scope("early", kind=kind):
+                pass
+        early = {view: session.summary(views=[view]) for view in wanted}
+        for _ in range(20_000):
+            with scope("late", kind="phase"):
+                pass
+        late = {view: session.summary(views=[view]) for view in [*wanted, "events", "device"]}
+    finally:
+        instrument.stop()
+    for view, what in wanted.items():
+        assert "early" in early[view]
+        said = " ".join(late[view].split())
+        assert f"No {what} is among the spans that are still held; older ones were overwritten." in said
+        assert "was recorded" not in said
+        check(late[view])
+    assert "No span with device time is among the spans that are still held" in late["device"]
+    assert "early" in late["events"]
 
 
 # Every number of the text is in the document.

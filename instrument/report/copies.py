@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from instrument.profile import DEVICE_DIRECTIONS, DIRECTIONS
-from instrument.report.device import Coverage
+from instrument.report.device import Coverage, none_held
 from instrument.report.stretches import UNTIMED
 from instrument.report.table import MISSING, bounded, in_unit, named_table, number, section_title, title
 from instrument.report.view import Options, Recording
@@ -31,6 +31,11 @@ ENDS = {
 
 SUMS = ("Calls", "MB", "Device", "Host", "GB/s", "Over")
 COLUMN_WIDTH = 9
+
+NO_COPY = (
+    "No copy was recorded. `copies:` in the profile records those of torch and other frameworks; "
+    "what its rules did not observe, and why, is said with the cost of the instrumentation."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +121,7 @@ class Copies:
             return [
                 *lines,
                 "",
-                "No copy was recorded. `copies:` in the profile records those of torch and other frameworks;",
-                "what its rules did not observe, and why, is said with the cost of the instrumentation.",
+                *none_held("copy", NO_COPY, complete=self.coverage.complete),
                 "",
             ]
         lines.append(f"Time unit: {unit}; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it")

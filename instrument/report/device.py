@@ -84,6 +84,16 @@ def coverage(trace: Trace) -> list[str]:
     return Coverage.of(trace).lines()
 
 
+def none_held(what: str, otherwise: str, *, complete: bool) -> list[str]:
+    """What a view says that found none of something: how to have some recorded, unless older ones may be gone."""
+    if complete:
+        return wrapped(otherwise)
+    return wrapped(
+        f"No {what} is among the spans that are still held; older ones were overwritten. Raise `limits.ring` in the "
+        "profile, or look at the `events` view, which counts all."
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """What each device did; fields of `Utilisation`, without the single requests, and what the gauges read.
@@ -109,7 +119,8 @@ class Device:
         if self.gauges is not None:
             lines += self.gauges.lines()
         if not self.devices:
-            lines += [*wrapped(_nothing(self)), ""]
+            complete = self.coverage.complete or self.asked > 0 or not self.is_ours
+            lines += [*none_held("span with device time", _nothing(self), complete=complete), ""]
         for one in self.devices:
             lines += _device_lines(one, self)
         lines += _unanswered_lines(self)

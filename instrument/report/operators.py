@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.calls import Place, Times, call_tree, every_place
-from instrument.report.device import coverage
+from instrument.report.device import Coverage, none_held
 from instrument.report.rows import (
     CallBlock,
     CallRow,
@@ -88,14 +88,15 @@ class Operators:
     coverage: tuple[str, ...]
     blocks: tuple[CallBlock, ...]
     in_order: InOrder | None
+    _complete: bool = field(repr=False)
     _options: Options = field(repr=False)
 
     def lines(self) -> list[str]:
         """The text."""
         lines = [*title("Operator Report"), *self.coverage]
         if not self.blocks:
-            why = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
-            return [*lines, "", why]
+            otherwise = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
+            return [*lines, "", *none_held("operator", otherwise, complete=self._complete)]
         lines += [
             f"Time unit: {self._options.unit}; {sorting(self._options)}",
             "Ratio: of the sum over operators that lie in no other one; of a row below an operator: of that",
@@ -105,7 +106,7 @@ class Operators:
             *block_lines(self.blocks, self._options, "Operator"),
         ]
         if self.in_order is not None:
-            lines += _order_lines(self.in_order)
+            lines += _order_lines(self.in_order, complete=self._complete)
         return lines
 
 
@@ -120,7 +121,8 @@ def operators(recording: Recording, options: Options) -> Operators:
     names = dict(trace.threads)
     blocks = blocks_of(places, names, options, _block)
     in_order = _in_order(trace, options) if options.tracer_option == "AllOpDetail" and blocks else None
-    return Operators(tuple(coverage(trace)), blocks, in_order, options)
+    held = Coverage.of(trace)
+    return Operators(tuple(held.lines()), blocks, in_order, held.complete, options)
 
 
 def _block(thread: int | None, name: str, places: Sequence[Place], options: Options) -> CallBlock:
@@ -234,10 +236,11 @@ def _levels(places: Iterable[Place]) -> list[list[Place]]:
 # The text.
 
 
-def _order_lines(order: InOrder) -> list[str]:
+def _order_lines(order: InOrder, *, complete: bool) -> list[str]:
     lines = section_title("Order of execution")
     if not order.iteration:
-        return [*lines, "No iteration was recorded: open one with scope(..., kind='step'), or name the requests.", ""]
+        otherwise = "No iteration was recorded: open one with scope(..., kind='step'), or name the requests."
+        return [*lines, *none_held("iteration", otherwise, complete=complete), ""]
     skipped = f"{order.skipped} skipped as the first, {order.cut} cut at the edge of what is held"
     lines.append(f"Iterations ({order.iteration}): {order.timed} timed, {skipped}")
     if not order.timed:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from instrument.report.device import coverage
+from instrument.report.device import Coverage, none_held
 from instrument.report.stretches import Group, device_time, host_time, length_ns, owners, shared_ns, united
 from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
 from instrument.report.view import Options, Recording, SortKey
@@ -72,13 +72,15 @@ class Overview:
     steps_ns: int | None
     kinds: tuple[KindUse, ...]
     devices: tuple[DeviceWork, ...]
+    _complete: bool = field(repr=False)
     _options: Options = field(repr=False)
 
     def lines(self) -> list[str]:
         """The text."""
         lines = [*title("Overview Report"), *self.coverage]
         if not self.kinds and not self.devices and self._options.state != "GPU":
-            return [*lines, "", "No span was recorded in it: name functions or layers in the profile, or open a scope."]
+            otherwise = "No span was recorded in it: name functions or layers in the profile, or open a scope."
+            return [*lines, "", *none_held("span of that time", otherwise, complete=self._complete)]
         unit, with_steps = self._options.unit, self.steps_ns is not None
         lines.append(f"Time unit: {unit}; unions: what ran side by side counts once, and rows may lie in one another")
         if with_steps:
@@ -128,12 +130,14 @@ def overview(recording: Recording, options: Options) -> Overview:
     devices = [
         DeviceWork(device, work, stretches.count, *facts(stretches)) for device, work, stretches in found.by_work()
     ]
+    held = Coverage.of(trace)
     return Overview(
-        tuple(coverage(trace)),
+        tuple(held.lines()),
         window_ns,
         steps_ns,
         tuple(kinds) if options.state != "GPU" else (),
         tuple(devices) if options.state != "CPU" else (),
+        held.complete,
         options,
     )
 

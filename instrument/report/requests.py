@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
-from instrument.report.device import Coverage, endpoint_table, other_endpoints
+from instrument.report.device import Coverage, endpoint_table, none_held, other_endpoints
 from instrument.report.stretches import owners, phases
 from instrument.report.table import (
     MISSING,
@@ -150,8 +150,10 @@ class RequestTimes:
         lines += [f"Requests: {self.requests}{cut}", ""]
         if not self.requests:
             why = "No request ended within the window." if self.requests_cut else "No request was recorded."
+            complete = self.coverage.complete or self.requests_cut > 0
             how = "A request is what a rule with `kind: request` names in the profile, or a scope around the handling"
-            return [*lines, *wrapped(f'{why} {how} of one: with scope(name, kind="request").'), ""]
+            otherwise = f'{why} {how} of one: with scope(name, kind="request").'
+            return [*lines, *none_held("request", otherwise, complete=complete), ""]
         lines += [*section_title("Endpoints"), *_endpoint_lines(self.endpoints, unit), ""]
         lines += [*section_title("Where the time went"), *_phase_lines(self.endpoints, unit), ""]
         for one in self.devices:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.calls import Place, call_tree, every_place
-from instrument.report.device import coverage
+from instrument.report.device import Coverage, none_held
 from instrument.report.rows import CallBlock, block_lines, blocks_of, by_name, note_of_rest, sorting, top_rows
 from instrument.report.table import title
 from instrument.report.view import Options, Recording
@@ -27,17 +27,15 @@ class User:
     coverage: tuple[str, ...]
     window_ns: int
     blocks: tuple[CallBlock, ...]
+    _complete: bool = field(repr=False)
     _options: Options = field(repr=False)
 
     def lines(self) -> list[str]:
         """The text."""
         lines = [*title("User Report"), *self.coverage]
         if not self.blocks:
-            return [
-                *lines,
-                "",
-                "No span of kind user was recorded: open one with scope(name), or give a rule that kind.",
-            ]
+            otherwise = "No span of kind user was recorded: open one with scope(name), or give a rule that kind."
+            return [*lines, "", *none_held("span of kind user", otherwise, complete=self._complete)]
         lines += [
             f"Time unit: {self._options.unit}; {sorting(self._options)}",
             "Ratio: of the window, as far as every span of it is held; work side by side counts for each.",
@@ -58,4 +56,6 @@ def user(recording: Recording, options: Options) -> User:
 
     root = call_tree(trace.spans, ("user",), trace.held)
     places = [place for place in every_place(root) if place.site.kind == "user"]
-    return User(tuple(coverage(trace)), window_ns, blocks_of(places, trace.threads, options, block), options)
+    held = Coverage.of(trace)
+    blocks = blocks_of(places, trace.threads, options, block)
+    return User(tuple(held.lines()), window_ns, blocks, held.complete, options)
