@@ -47,7 +47,7 @@ class Loop:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may add one, too
         self._joined = itertools.count()
         self._orders: dict[object, int] = {}
         self._steps: deque[tuple[int, Step]] = deque(maxlen=STEPS_KEPT)
