@@ -232,11 +232,14 @@ def test_every_name_of_a_view_makes_one() -> None:
 
 
 def test_no_view_of_spans_says_that_nothing_was_recorded_where_newer_ones_have_overwritten_it() -> None:
-    wanted = {"requests": "request", "user": "span of kind user", "operators": "operator", "copies": "copy"}
+    wanted = {
+        "requests": "request", "user": "span of kind user", "operators": "operator", "copies": "copy",
+        "benchmark": "step", "distribution": "communication",
+    }  # fmt: skip
     session = instrument.start(loads("limits: {ring: 64KiB}", environ={}))
     assert session is not None
     try:
-        for kind in ("request", "user", "op", "copy"):
+        for kind in ("request", "user", "op", "copy", "step", "comm"):
             with scope("early", kind=kind):
                 pass
         early = {view: session.summary(views=[view]) for view in wanted}

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from instrument.report.device import Coverage
+from instrument.report.device import Coverage, none_held
 from instrument.report.phases import starts_of
 from instrument.report.stretches import Timeline
 from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, section_title, shorten, table, tenths, title
@@ -26,6 +26,10 @@ from instrument.tally import Totals, bucket
 SKIPPED_STEPS = 10
 """How many first steps the benchmark of a `Profiler` leaves out, as `paddle.profiler` does."""
 
+NO_STEP = (
+    "No step was recorded. A step is what lies between two calls of `Profiler.step()`, or a span of kind `step`: "
+    'with scope("train", kind="step").'
+)
 NAME_WIDTH = 25
 SECOND_NS = 10**9
 MOST_SAMPLES = 10**18
@@ -88,8 +92,7 @@ class Loops:
         if not self.loops:
             return [
                 *lines,
-                "No step was recorded. A step is what lies between two calls of `Profiler.step()`, or a span of",
-                'kind `step`: with scope("train", kind="step").',
+                *none_held("step", NO_STEP, complete=self.coverage is None or self.coverage.complete),
                 "",
             ]
         for loop in self.loops:

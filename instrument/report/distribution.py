@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from instrument.report.device import coverage
+from instrument.report.device import Coverage, none_held
 from instrument.report.stretches import UNTIMED
 from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
@@ -35,11 +35,17 @@ KERNELS = ("nccl", "xccl")
 HOST, TOGETHER = "host", "together"
 
 
+NO_COMMUNICATION = (
+    "No communication was recorded: `comm: auto` in the profile records that of torch.distributed; `kind: comm` in a "
+    "function rule or a scope declares any other."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """The view. `of` is `step` or `window`, of whose time, `base_ns`, ratios are."""
 
-    coverage: tuple[str, ...]
+    coverage: Coverage
     of: str
     base_ns: int
     places: tuple[PlaceUse, ...]
@@ -48,13 +54,12 @@ class Distribution:
 
     def lines(self) -> list[str]:
         """The text."""
-        lines = [*title("Distribution Report"), *self.coverage]
+        lines = [*title("Distribution Report"), *self.coverage.lines()]
         if not self.places:
             return [
                 *lines,
                 "",
-                "No communication was recorded: `comm: auto` in the profile records that of torch.distributed;",
-                "`kind: comm` in a function rule or a scope declares any other.",
+                *none_held("communication", NO_COMMUNICATION, complete=self.coverage.complete),
             ]
         unit = self._options.unit
         steps = "the time in steps" if self.of == "step" else "the window"
@@ -153,7 +158,7 @@ def distribution(recording: Recording, options: Options) -> Distribution:
     found = _Found(trace)
     of, base = _base(trace)
     base_ns = length(base)
-    told = tuple(coverage(trace))
+    told = Coverage.of(trace)
     if not found.communicates:
         return Distribution(told, of, base_ns, (), (), options)
     communicates = {place: intersect(own.parts(), base) for place, own in found.communicates.items()}

@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from instrument.report.device import coverage
+from instrument.report.device import Coverage, none_held
 from instrument.report.stretches import UNTIMED
 from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
@@ -34,6 +34,10 @@ ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
 
 OTHERS = "others"
 
+NO_PHASE = (
+    "No phase was recorded: `phases: auto` and `loaders: auto` in the profile record those of torch; others are "
+    "declared by `phase:` in a function rule, in @profiled or in scope."
+)
 PROFILERS = "instrument.Profiler.step"
 """The function of the steps that a `Profiler` makes."""
 
@@ -72,7 +76,7 @@ class Phases:
     there is no step or request.
     """
 
-    coverage: tuple[str, ...]
+    coverage: Coverage
     of: str
     timed: int
     skipped: int
@@ -86,15 +90,14 @@ class Phases:
 
     def lines(self) -> list[str]:
         """The text."""
-        lines = [*title("Phases Report"), *self.coverage]
+        lines = [*title("Phases Report"), *self.coverage.lines()]
         if not self.rows and self.skipped:
             return [*lines, "", f"No step was left: {self.skipped} were recorded, and all of them were to be skipped."]
         if not self.rows:
             return [
                 *lines,
                 "",
-                "No phase was recorded: `phases: auto` and `loaders: auto` in the profile record those of",
-                "torch; others are declared by `phase:` in a function rule, in @profiled or in scope.",
+                *none_held("phase", NO_PHASE, complete=self.coverage.complete),
             ]
         lines += [self._counted(), f"Time unit: {self._options.unit}"]
         if self._options.state != "GPU":
@@ -173,7 +176,7 @@ def phases(recording: Recording, options: Options) -> Phases:
     trace = recording.trace
     found = _Found(trace, options.skip_first)
     shares = _Shares(found)
-    told = tuple(coverage(trace))
+    told = Coverage.of(trace)
     units = [unit for line in found.lines for unit in line.units]
     if not units or (not shares.own_ns and not found.beside):
         return Phases(told, found.of, 0, found.skipped, 0, 0, (), {}, 0, 0, options)
