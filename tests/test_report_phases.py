@@ -215,6 +215,16 @@ def test_steps_of_tasks_that_run_side_by_side_are_all_there() -> None:
         forward.task_id, forward.parent_id = task + 50 * (task > 5), step.span_id  # half of them in a task within
     assert totals(trace) == {"step": (10, 400.0), "forward": (10, 300.0), "others": (None, 100.0)}
     assert view(trace).timed == 10
+    use = view(trace, skip_first=3)
+    assert (use.timed, use.skipped) == (7, 3), "of the thread, not of each task"
+
+
+def test_steps_of_tasks_within_those_that_a_profiler_counts_are_no_others() -> None:
+    own = Site("step", "step", "instrument", "Profiler.step")
+    trace = made((own, 0, 20), (own, 20, 40), (STEP, 2, 18), (STEP, 22, 38), (site("forward"), 4, 14))
+    for span in trace.spans[2:]:
+        span.task_id = 5
+    assert totals(trace) == {"step": (2, 40.0), "forward": (1, 10.0), "others": (None, 30.0)}
 
 
 def test_steps_that_were_overwritten_are_not_told_as_skipped() -> None:
@@ -295,7 +305,11 @@ def test_each_instant_counts_once_for_the_phase_that_began_first(trace: Trace) -
             up = by_id.get(up.parent_id)
         return up.span_id if up is not None and has_tasks else 0
 
-    steps = {key: [step for step in own if not above(step)] for key, own in steps.items()}
+    def lies_in(step: Span) -> bool:
+        around = steps.get((step.thread_id, 0), []) if step.task_id else []
+        return any(one.start_ns <= step.start_ns < one.end_ns for one in around)
+
+    steps = {key: [step for step in own if not above(step) and not lies_in(step)] for key, own in steps.items()}
     steps = {key: own for key, own in steps.items() if own}
     key_of_step = {step.span_id: key for key, own in steps.items() for step in own}
 

@@ -394,19 +394,29 @@ class _Found:
         if len({thread_id for thread_id, _ in by_key}) < len(by_key):  # tasks, which may have steps at the same time
             self._parents = {span.span_id: span.parent_id for span in trace.spans}
             ids = {step.span_id for own in by_key.values() for step in own}
-            topmost = ((key, [step for step in own if not self._above(step, ids)]) for key, own in by_key.items())
-            by_key = {key: own for key, own in topmost if own}
+            topmost = {
+                key: [step for step in own if not self._above(step, ids) and not _lies_in(step, key, by_key)]
+                for key, own in by_key.items()
+            }
+            by_key = {key: own for key, own in topmost.items() if own}
         waits: dict[_Key, list[Interval]] = {}
         for span in calls:
             if span.site.kind == LOADER:
                 waits.setdefault((span.thread_id, span.task_id), []).append((span.start_ns, span.end_ns))
         count = 0
+        on_thread: dict[int, list[Span]] = {}
+        for (thread_id, _), own in by_key.items():
+            on_thread.setdefault(thread_id, []).extend(own)
+        numbers: dict[int, int] = {}
+        for all_its in on_thread.values():
+            all_its.sort(key=_begin)
+            numbers.update((step.span_id, _number(step, index)) for index, step in enumerate(all_its))
         for key, own in by_key.items():
             starts = starts_of(own, union(waits.get(key, ())))
             units = [
                 _unit(step, trace.held, start)
-                for index, (step, start) in enumerate(zip(own, starts, strict=True))
-                if _number(step, index) >= skip_first
+                for step, start in zip(own, starts, strict=True)
+                if numbers[step.span_id] >= skip_first
             ]
             self.skipped += len(own) - len(units)
             line = self._by_key[key] = _Line(units, count, (starts, [step.end_ns for step in own]))
@@ -433,6 +443,17 @@ class _Found:
         if line is None:
             line = self._of_step.get(self._above(span, self._of_step))
         return line or self._only.get(span.thread_id)
+
+
+def _lies_in(step: Span, key: _Key, by_key: Mapping[_Key, Sequence[Span]]) -> bool:
+    """Whether a task's step begins in one of its thread, as where a `Profiler` counts what tasks do."""
+    own = by_key.get((key[0], 0), ()) if key[1] else ()
+    index = bisect_right(own, step.start_ns, key=_begin) - 1
+    return index >= 0 and step.start_ns < own[index].end_ns
+
+
+def _begin(span: Span) -> int:
+    return span.start_ns
 
 
 def _reaches_into(span: Span, window: Interval) -> bool:
