@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.device import Coverage, none_held
@@ -246,20 +246,17 @@ def starts_of(steps: Iterable[Span], waits: Sequence[Interval]) -> list[int]:
     starts: list[int] = []
     open_ends: list[int] = []
     since_ns = 0
+    ends = [end_ns for _, end_ns in waits]
     for step in steps:
         start_ns = step.start_ns
         while open_ends and open_ends[0] <= start_ns:
             since_ns = max(since_ns, heapq.heappop(open_ends))
-        index = bisect_right(waits, start_ns, key=_end) - 1
+        index = bisect_right(ends, start_ns) - 1
         is_told = index >= 0 and waits[index][0] >= since_ns and step.site.function != PROFILERS
         starts.append(waits[index][0] if is_told else start_ns)
         heapq.heappush(open_ends, step.end_ns)
         since_ns = max(since_ns, start_ns)
     return starts
-
-
-def _end(part: Interval) -> int:
-    return part[1]
 
 
 _Unit = tuple[int, int, bool, int]
@@ -334,28 +331,27 @@ class _Found:
         steps: list[Span] = []
         requests: list[Span] = []
         calls: list[Span] = []
-        inside: set[int] = set()
-        facts: dict[Site, tuple[str, str | None]] = {}
+        around: list[Span] = []
+        others: list[Span] = []
+        of_kind = {"step": steps, "request": requests, "comm": around, "copy": around}
+        names: dict[Site, str] = {}
+        keep: dict[Site, Callable[[Span], None]] = {}
         self.with_device: list[Span] = []
         for span in trace.spans:
             site = span.site
-            fact = facts.get(site)
-            if fact is None:
-                fact = facts[site] = (site.kind, phase_of(site))
-            kind, phase = fact
-            if phase is not None:
-                calls.append(span)
-            elif kind == "step":
-                steps.append(span)
-            elif kind == "request":
-                if span.root_id == span.span_id:
-                    requests.append(span)
-            elif kind in ("comm", "copy"):
-                inside.add(span.span_id)
+            add = keep.get(site)
+            if add is None:
+                phase = phase_of(site)
+                names[site] = phase or ""
+                add = keep[site] = (of_kind.get(site.kind, others) if phase is None else calls).append
+            add(span)
             if span.device:
                 self.with_device.append(span)
-        steps = [span for span in steps if _reaches_into(span, trace.held)]
-        requests = [span for span in requests if _reaches_into(span, trace.held)]
+        requests = [span for span in requests if span.root_id == span.span_id]
+        inside = {span.span_id for span in around}
+        held = trace.held
+        steps = [span for span in steps if _reaches_into(span, held)]
+        requests = [span for span in requests if _reaches_into(span, held)]
         self.of = "step" if steps else "request" if requests else "window"
         self._by_key: dict[_Key, _Line] = {}
         self._parents: dict[int, int] = {}
@@ -366,11 +362,12 @@ class _Found:
             self._find_steps(trace, steps, calls, skip_first)
         elif requests:
             self._by_key = {
-                (span.span_id, 0): _Line([_unit(span, trace.held, span.start_ns)], count)
+                (span.span_id, 0): _Line([_unit(span, held, span.start_ns)], count)
                 for count, span in enumerate(requests)
             }
         else:
-            self._by_key = {(0, 0): _Line([(*trace.held, True, 0)], 0)}
+            self._by_key = {(0, 0): _Line([(*held, True, 0)], 0)}
+        self.steps_by_key = self._by_key if steps else {}
         self.lines = list(self._by_key.values())
         self.beside: list[int] = []
         self.names: list[str] = []
@@ -381,11 +378,10 @@ class _Found:
                 continue
             line = self.line_of(span)
             if line is None or line.is_beside(span):
-                if _reaches_into(span, trace.held):
-                    self.beside.append(min(span.end_ns, trace.held[1]) - max(span.start_ns, trace.held[0]))
+                if _reaches_into(span, held):
+                    self.beside.append(min(span.end_ns, held[1]) - max(span.start_ns, held[0]))
                 continue
-            phase = facts[span.site][1] or ""
-            number = numbers.setdefault(phase, len(numbers))
+            number = numbers.setdefault(names[span.site], len(numbers))
             line.calls.append((span.start_ns, -span.end_ns, number))
         self.names = list(numbers)
 
@@ -535,34 +531,57 @@ class _Streams:
     """The device time of units and phases: sums over streams of what was put there, and of each stream the union."""
 
     def __init__(self, found: _Found, shares: _Shares) -> None:
-        by_call: list[tuple[int, ...]] = []
-        by_unit: list[tuple[int, ...]] = []
-        by_phase: list[tuple[int, ...]] = []
+        streams: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        starts_of_pieces = {id(line): [start_ns for start_ns, _, _ in line.pieces] for line in found.lines}
+        by_key = found.steps_by_key
         for span in found.with_device:
-            line = found.line_of(span)
+            line = by_key.get((span.thread_id, span.task_id)) or found.line_of(span)
             if line is None:
                 continue
             at_ns = span.start_ns
             unit = bisect_right(line.starts, at_ns) - 1
             if unit < 0 or at_ns >= line.units[unit][1]:
                 continue
-            index = bisect_right(line.pieces, at_ns, key=_start) - 1
-            call = line.pieces[index][2] if index >= 0 and at_ns < line.pieces[index][1] else None
-            for interval in span.device:
-                if interval.label not in UNTIMED:
-                    part = interval.device, interval.stream, interval.start_ns, interval.end_ns
-                    by_unit.append((line.first_unit + unit, *part))
-                    if call is not None:
-                        by_call.append((call, *part))
-                        by_phase.append((shares.phase_of_call[call], *part))
-        self._units = _summed(by_unit)
+            index = bisect_right(starts_of_pieces[id(line)], at_ns) - 1
+            call = line.pieces[index][2] if index >= 0 and at_ns < line.pieces[index][1] else NO_CALL
+            unit += line.first_unit
+            for one in span.device:
+                if one.label not in UNTIMED:
+                    stream = one.device, one.stream
+                    parts = streams.get(stream)
+                    if parts is None:
+                        parts = streams[stream] = []
+                    parts.append((one.start_ns, one.end_ns, unit, call))
+        self._units: dict[int, int] = {}
+        of_calls, of_phases = _Unions(), _Unions()
+        self.base_ns = self._covered_ns = 0
+        for parts in streams.values():
+            parts.sort()
+            of_calls.begin_stream()
+            of_phases.begin_stream()
+            units, over_of = self._units, dict[int, int]()
+            over_ns = covered_until_ns = parts[0][0]
+            for start_ns, end_ns, unit, call in parts:
+                unit_over_ns = over_of.get(unit, start_ns)
+                if end_ns > unit_over_ns:
+                    units[unit] = units.get(unit, 0) + end_ns - max(start_ns, unit_over_ns)
+                    over_of[unit] = end_ns
+                else:
+                    units.setdefault(unit, 0)
+                if end_ns > over_ns:
+                    self.base_ns += end_ns - max(start_ns, over_ns)
+                    over_ns = end_ns
+                if call != NO_CALL:
+                    of_calls.add(call, start_ns, end_ns)
+                    of_phases.add(shares.phase_of_call[call], start_ns, end_ns)
+                    if end_ns > covered_until_ns:
+                        self._covered_ns += end_ns - max(start_ns, covered_until_ns)
+                        covered_until_ns = end_ns
         self._calls: dict[str, list[int]] = {}
-        for call, device_ns in _summed(by_call).items():
+        for call, device_ns in of_calls.sums.items():
             self._calls.setdefault(found.names[shares.phase_of_call[call]], []).append(device_ns)
-        self._phases = {found.names[number]: device_ns for number, device_ns in _summed(by_phase).items()}
+        self._phases = {found.names[number]: device_ns for number, device_ns in of_phases.sums.items()}
         self._counts = {name: len(own) for name, own in shares.own_ns.items()}
-        self.base_ns = sum(_summed((0, *part) for _, *part in by_unit).values())
-        self._covered_ns = sum(_summed((0, *part) for _, *part in by_phase).values())
 
     def of_units(self, count: int) -> PhaseTimes | None:
         """Of all units, and of each."""
@@ -583,27 +602,32 @@ class _Streams:
         return _times(each if len(each) == count else [*each, 0], total_ns, self.base_ns, count)
 
 
-def _start(piece: tuple[int, int, int]) -> int:
-    return piece[0]
+NO_CALL = -1
 
 
-def _summed(stretches: Iterable[tuple[int, ...]]) -> dict[int, int]:
-    """By their first number, the time of stretches of streams: sums over streams, unions of each.
+class _Unions:
+    """By number, the time of stretches of streams: sums over streams, unions of each.
 
-    A stretch is that number, device, stream, start and end.
+    The stretches of one stream come after one another, in the order of their begin.
     """
-    sums: dict[int, int] = {}
-    stream: tuple[int, int, int] | None = None
-    over_ns = 0
-    for key, device, on_stream, start_ns, end_ns in sorted(stretches):
-        if stream != (key, device, on_stream):
-            stream, over_ns = (key, device, on_stream), start_ns
+
+    def __init__(self) -> None:
+        self.sums: dict[int, int] = {}
+        self._over_ns: dict[int, int] = {}
+
+    def begin_stream(self) -> None:
+        """What comes is of another stream."""
+        self._over_ns = {}
+
+    def add(self, number: int, start_ns: int, end_ns: int) -> None:
+        """A stretch of the stream."""
+        over_ns = self._over_ns.get(number, start_ns)
         if end_ns > over_ns:
-            sums[key] = sums.get(key, 0) + end_ns - max(start_ns, over_ns)
-            over_ns = end_ns
+            self._over_ns[number] = end_ns
+            self.sums[number] = self.sums.get(number, 0) + end_ns - max(start_ns, over_ns)
         else:
-            sums.setdefault(key, 0)
-    return sums
+            self._over_ns[number] = over_ns
+            self.sums.setdefault(number, 0)
 
 
 def _times(each: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:
