@@ -1616,6 +1616,115 @@ device_time(PyObject *Py_UNUSED(module), PyObject *args)
     Py_DECREF(own);
     return result;
 }
+
+typedef struct {
+    int64_t key, device, stream, start, end;
+} keyed_t;
+
+static int
+compare_keyed(const void *a, const void *b)
+{
+    const keyed_t *left = a, *right = b;
+    if (left->key != right->key)
+        return left->key < right->key ? -1 : 1;
+    if (left->device != right->device)
+        return left->device < right->device ? -1 : 1;
+    if (left->stream != right->stream)
+        return left->stream < right->stream ? -1 : 1;
+    return left->start == right->start ? 0 : left->start < right->start ? -1 : 1;
+}
+
+/* The sums of sorted stretches, as a dict by key; None where one is beyond 64 bits. */
+static PyObject *
+summed_by_key(const keyed_t *all, size_t count)
+{
+    PyObject *sums = PyDict_New();
+    for (size_t i = 0; sums != NULL && i < count;) {
+        int64_t key = all[i].key, sum = 0;
+        int beyond = 0;
+        while (i < count && all[i].key == key) {
+            const keyed_t *first = &all[i];
+            int64_t over = first->start, more;
+            for (; i < count && all[i].key == key && all[i].device == first->device && all[i].stream == first->stream; i++) {
+                if (all[i].end <= over)
+                    continue;
+                beyond |= __builtin_sub_overflow(all[i].end, all[i].start > over ? all[i].start : over, &more);
+                beyond |= __builtin_add_overflow(sum, more, &sum);
+                over = all[i].end;
+            }
+        }
+        PyObject *of = PyLong_FromLongLong(key), *total = PyLong_FromLongLong(sum);
+        if (of == NULL || total == NULL || PyDict_SetItem(sums, of, total) < 0)
+            Py_CLEAR(sums);
+        Py_XDECREF(of);
+        Py_XDECREF(total);
+        if (beyond && sums != NULL) {
+            Py_DECREF(sums);
+            Py_RETURN_NONE;
+        }
+    }
+    return sums;
+}
+
+/* summed(spans, keys, untimed): as `phases.summed_in_python`, a key of 64 bits for each span. None where they are not plain. */
+static PyObject *
+summed(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *spans, *keys, *untimed, *result = NULL, *known = NULL;
+    if (!PyArg_ParseTuple(args, "OSO!:summed", &spans, &keys, &PyFrozenSet_Type, &untimed))
+        return NULL;
+    PyObject *own = own_spans(spans);
+    if (own == NULL || (size_t)PyBytes_GET_SIZE(keys) != (size_t)PyTuple_GET_SIZE(own) * sizeof(int64_t)) {
+        Py_XDECREF(own);
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    heap_t all = {0};
+    int plain = 1, is_untimed = 0;
+    for (Py_ssize_t i = 0; plain && i < PyTuple_GET_SIZE(own); i++) {
+        PyObject *device = ((Span *)PyTuple_GET_ITEM(own, i))->device;
+        int64_t key;
+        memcpy(&key, PyBytes_AS_STRING(keys) + (size_t)i * sizeof key, sizeof key);
+        if (device == NULL)
+            continue;
+        plain = PyTuple_CheckExact(device);
+        for (Py_ssize_t n = 0; plain && n < PyTuple_GET_SIZE(device); n++) {
+            const Interval *interval = (Interval *)PyTuple_GET_ITEM(device, n);
+            PyObject *label = NULL;
+            plain = Py_IS_TYPE((PyObject *)interval, &Interval_Type);
+            if (plain)
+                label = interval->label != NULL ? interval->label : text_exclusive;
+            if (!plain || !(plain = PyUnicode_CheckExact(label)))
+                break;
+            if (label != known) { /* most are the same few */
+                known = label;
+                is_untimed = PySet_Contains(untimed, label);
+                if (is_untimed < 0)
+                    goto end;
+            }
+            if (is_untimed)
+                continue;
+            keyed_t *next = heap_next(&all, sizeof *next);
+            if (next == NULL) {
+                PyErr_NoMemory();
+                goto end;
+            }
+            *next = (keyed_t){key, interval->device, interval->stream, interval->start_ns, interval->end_ns};
+        }
+    }
+    if (plain) {
+        if (all.used > 0)
+            qsort(all.items, all.used, sizeof(keyed_t), compare_keyed);
+        result = summed_by_key(all.items, all.used);
+    } else
+        result = Py_NewRef(Py_None);
+end:
+    PyMem_RawFree(all.items);
+    Py_DECREF(own);
+    return result;
+}
+
 static int64_t
 nothing_of(PyObject *Py_UNUSED(site), void *Py_UNUSED(context))
 {
@@ -2878,6 +2987,7 @@ static PyMethodDef functions[] = {
     {"owners", owners, METH_VARARGS, "Of each span the topmost one of a kind at or above it."},
     {"device_time", device_time, METH_VARARGS, "The device time of spans, by site, device, stream and label."},
     {"host_time", host_time, METH_VARARGS, "Where the spans of each site lie in a window."},
+    {"summed", summed, METH_VARARGS, "By key, the device time of spans: sums over streams, unions of each."},
     {"innermost", innermost, METH_VARARGS, "Where the device intervals lie that enclose no other."},
     {"united", united_stretches, METH_O, "The union of stretches."},
     {"shared_ns", shared_ns, METH_VARARGS, "How long what two unions have in common is."},

@@ -17,15 +17,19 @@ each. `others` is what lies on a stream and in no stretch of a phase.
 from __future__ import annotations
 
 import heapq
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from instrument import native
 from instrument.report.device import Coverage, none_held
 from instrument.report.stretches import UNTIMED
 from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
 from instrument.spans import PHASES, Interval, Site, Span, Trace, subtract, union
+
+_native = native.find("_spans")
 
 LOADER = "loader"
 OPTIMIZER = "optimizer"
@@ -531,7 +535,7 @@ class _Streams:
     """The device time of units and phases: sums over streams of what was put there, and of each stream the union."""
 
     def __init__(self, found: _Found, shares: _Shares) -> None:
-        streams: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        spans, units, calls = list[Span](), array("q"), array("q")
         starts_of_pieces = {id(line): [start_ns for start_ns, _, _ in line.pieces] for line in found.lines}
         by_key = found.steps_by_key
         for span in found.with_device:
@@ -543,44 +547,19 @@ class _Streams:
             if unit < 0 or at_ns >= line.units[unit][1]:
                 continue
             index = bisect_right(starts_of_pieces[id(line)], at_ns) - 1
-            call = line.pieces[index][2] if index >= 0 and at_ns < line.pieces[index][1] else NO_CALL
-            unit += line.first_unit
-            for one in span.device:
-                if one.label not in UNTIMED:
-                    stream = one.device, one.stream
-                    parts = streams.get(stream)
-                    if parts is None:
-                        parts = streams[stream] = []
-                    parts.append((one.start_ns, one.end_ns, unit, call))
-        self._units: dict[int, int] = {}
-        of_calls, of_phases = _Unions(), _Unions()
-        self.base_ns = self._covered_ns = 0
-        for parts in streams.values():
-            parts.sort()
-            of_calls.begin_stream()
-            of_phases.begin_stream()
-            units, over_of = self._units, dict[int, int]()
-            over_ns = covered_until_ns = parts[0][0]
-            for start_ns, end_ns, unit, call in parts:
-                unit_over_ns = over_of.get(unit, start_ns)
-                if end_ns > unit_over_ns:
-                    units[unit] = units.get(unit, 0) + end_ns - max(start_ns, unit_over_ns)
-                    over_of[unit] = end_ns
-                else:
-                    units.setdefault(unit, 0)
-                if end_ns > over_ns:
-                    self.base_ns += end_ns - max(start_ns, over_ns)
-                    over_ns = end_ns
-                if call != NO_CALL:
-                    of_calls.add(call, start_ns, end_ns)
-                    of_phases.add(shares.phase_of_call[call], start_ns, end_ns)
-                    if end_ns > covered_until_ns:
-                        self._covered_ns += end_ns - max(start_ns, covered_until_ns)
-                        covered_until_ns = end_ns
+            spans.append(span)
+            units.append(line.first_unit + unit)
+            calls.append(line.pieces[index][2] if index >= 0 and at_ns < line.pieces[index][1] else NO_CALL)
+        self._units = summed(spans, units)
+        self.base_ns = summed(spans, array("q", bytes(8 * len(spans)))).get(0, 0)
+        in_calls = [span for span, call in zip(spans, calls, strict=True) if call != NO_CALL]
+        calls = array("q", [call for call in calls if call != NO_CALL])
+        of_phases = summed(in_calls, array("q", map(shares.phase_of_call.__getitem__, calls)))
+        self._covered_ns = summed(in_calls, array("q", bytes(8 * len(calls)))).get(0, 0)
         self._calls: dict[str, list[int]] = {}
-        for call, device_ns in of_calls.sums.items():
+        for call, device_ns in summed(in_calls, calls).items():
             self._calls.setdefault(found.names[shares.phase_of_call[call]], []).append(device_ns)
-        self._phases = {found.names[number]: device_ns for number, device_ns in of_phases.sums.items()}
+        self._phases = {found.names[number]: device_ns for number, device_ns in of_phases.items()}
         self._counts = {name: len(own) for name, own in shares.own_ns.items()}
 
     def of_units(self, count: int) -> PhaseTimes | None:
@@ -605,29 +584,29 @@ class _Streams:
 NO_CALL = -1
 
 
-class _Unions:
-    """By number, the time of stretches of streams: sums over streams, unions of each.
+def summed(spans: Sequence[Span], keys: array[int]) -> Mapping[int, int]:
+    """By the key of each span, the time of what it put on streams: sums over streams, unions of each."""
+    found = None if _native is None else _native.summed(spans, keys.tobytes(), UNTIMED)
+    return summed_in_python(spans, keys) if found is None else found
 
-    The stretches of one stream come after one another, in the order of their begin.
-    """
 
-    def __init__(self) -> None:
-        self.sums: dict[int, int] = {}
-        self._over_ns: dict[int, int] = {}
-
-    def begin_stream(self) -> None:
-        """What comes is of another stream."""
-        self._over_ns = {}
-
-    def add(self, number: int, start_ns: int, end_ns: int) -> None:
-        """A stretch of the stream."""
-        over_ns = self._over_ns.get(number, start_ns)
-        if end_ns > over_ns:
-            self._over_ns[number] = end_ns
-            self.sums[number] = self.sums.get(number, 0) + end_ns - max(start_ns, over_ns)
-        else:
-            self._over_ns[number] = over_ns
-            self.sums.setdefault(number, 0)
+def summed_in_python(spans: Sequence[Span], keys: Sequence[int]) -> Mapping[int, int]:
+    """The twin of the loop in C."""
+    stretches = [
+        (key, one.device, one.stream, one.start_ns, one.end_ns)
+        for span, key in zip(spans, keys, strict=True)
+        for one in span.device
+        if one.label not in UNTIMED
+    ]
+    sums: dict[int, int] = {}
+    stream: tuple[int, int, int] | None = None
+    over_ns = 0
+    for key, device, on_stream, start_ns, end_ns in sorted(stretches):
+        if stream != (key, device, on_stream):
+            stream, over_ns = (key, device, on_stream), start_ns
+        sums[key] = sums.get(key, 0) + max(end_ns - max(start_ns, over_ns), 0)
+        over_ns = max(over_ns, end_ns)
+    return sums
 
 
 def _times(each: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:
