@@ -19,8 +19,9 @@ from __future__ import annotations
 import heapq
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from instrument import native
 from instrument.report.device import Coverage, none_held
@@ -336,21 +337,15 @@ class _Found:
         requests: list[Span] = []
         calls: list[Span] = []
         around: list[Span] = []
-        others: list[Span] = []
         of_kind = {"step": steps, "request": requests, "comm": around, "copy": around}
-        names: dict[Site, str] = {}
-        keep: dict[Site, Callable[[Span], None]] = {}
-        self.with_device: list[Span] = []
+        names = {site: phase_of(site) for site in set(map(_SITE, trace.spans))}
+        kept_in = {site: calls if phase is not None else of_kind.get(site.kind) for site, phase in names.items()}
+        keep = {site: kept.append for site, kept in kept_in.items() if kept is not None}
         for span in trace.spans:
-            site = span.site
-            add = keep.get(site)
-            if add is None:
-                phase = phase_of(site)
-                names[site] = phase or ""
-                add = keep[site] = (of_kind.get(site.kind, others) if phase is None else calls).append
-            add(span)
-            if span.device:
-                self.with_device.append(span)
+            add = keep.get(span.site)
+            if add is not None:
+                add(span)
+        self.with_device = [span for span in trace.spans if span.device]
         requests = [span for span in requests if span.root_id == span.span_id]
         inside = {span.span_id for span in around}
         held = trace.held
@@ -385,7 +380,7 @@ class _Found:
                 if _reaches_into(span, held):
                     self.beside.append(min(span.end_ns, held[1]) - max(span.start_ns, held[0]))
                 continue
-            number = numbers.setdefault(names[span.site], len(numbers))
+            number = numbers.setdefault(names[span.site] or "", len(numbers))
             line.calls.append((span.start_ns, -span.end_ns, number))
         self.names = list(numbers)
 
@@ -582,6 +577,7 @@ class _Streams:
 
 
 NO_CALL = -1
+_SITE = attrgetter("site")
 
 
 def summed(spans: Sequence[Span], keys: array[int]) -> Mapping[int, int]:
