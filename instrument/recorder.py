@@ -484,6 +484,7 @@ class _Recording:
         """Start clean in a forked child: own rings, no parents from before the fork."""
         self._reading = threading.RLock()
         self._paths = CallTree()
+        self._shapes_of_nodes = (0, 0, array("i"), ())
         self.reset()
         self._forget_all()
 

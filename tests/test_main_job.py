@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -274,8 +275,10 @@ def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run) -
     assert cells(run, "Startup Report", "make_weights")[:2] == ["load", "1"]
     assert float(cells(run, "Startup Report", "torch")[1]) > 10
     # A row for those whose first call took longer than the others; on a busy machine a later one may.
+    prefills = sorted(named(run, "Engine.prefill"), key=lambda span: span.start_ns)
     slow = [line.split()[1:3] for line in section(run, "Startup Report") if line.startswith("Engine.prefill ")]
-    assert slow in ([["op", str(prompts)]], [])
+    if prefills[0].total_ns > 1.1 * statistics.median(span.total_ns for span in prefills):
+        assert slow == [["op", str(prompts)]]
 
     samples, *_, most, at_ms, _ = cells(run, "Memory Report", "Process: process_memory")
     read = [sample for sample in run.trace.samples if sample.name == "process_memory"]

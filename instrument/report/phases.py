@@ -43,6 +43,9 @@ NO_PHASE = (
     "No phase was recorded: `phases: auto` and `loaders: auto` in the profile record those of torch; others are "
     "declared by `phase:` in a function rule, in @profiled or in scope."
 )
+NO_CALL = -1
+_SITE = attrgetter("site")
+
 PROFILERS = "instrument.Profiler.step"
 """The function of the steps that a `Profiler` makes."""
 
@@ -574,10 +577,6 @@ class _Streams:
         if not self._units:
             return None
         return _times(each if len(each) == count else [*each, 0], total_ns, self.base_ns, count)
-
-
-NO_CALL = -1
-_SITE = attrgetter("site")
 
 
 def summed(spans: Sequence[Span], keys: array[int]) -> Mapping[int, int]:
