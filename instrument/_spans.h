@@ -289,6 +289,19 @@ order_spans(PyObject *const *spans, size_t count, int by_end, uint32_t **found)
 
 /* ---- the types */
 
+/* The spans as a tuple of our own, so that nobody changes it meanwhile; NULL without an error where one is no span. */
+static inline PyObject *
+spans_of_type(PyObject *spans, PyTypeObject *type)
+{
+    PyObject *own = PySequence_Tuple(spans);
+    for (Py_ssize_t i = 0; own != NULL && i < PyTuple_GET_SIZE(own); i++)
+        if (!PyObject_TypeCheck(PyTuple_GET_ITEM(own, i), type))
+            Py_CLEAR(own);
+    if (own != NULL && PyTuple_GET_SIZE(own) >= NOWHERE)
+        Py_CLEAR(own);
+    return own;
+}
+
 /* The type of that name of `_spans`, or NULL with an error: also where the two were not built from one source. */
 static inline PyTypeObject *
 spans_type(PyObject *module, const char *name, size_t size)

@@ -10,7 +10,10 @@ import importlib
 import os
 from typing import Any
 
-PARTS = ("_recorder", "_spans", "_lines", "chrome._reading", "chrome._slices")
+PARTS = (
+    "_recorder", "_spans", "_lines", "chrome._reading", "chrome._slices", "report._allocations", "report._calls",
+    "report._stretches",
+)  # fmt: skip
 """The native modules of the package."""
 
 

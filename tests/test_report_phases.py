@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from dataclasses import replace
 
 from golden_views import is_golden, text_of
 from hypothesis import given
-from hypothesis import strategies as st
 from paddle_golden import GOLDEN, golden_trace
 from raw_spans import points, traces
 
@@ -19,8 +17,6 @@ from instrument.report.phases import (
     phase_of,
     phases,
     steps_of,
-    summed,
-    summed_in_python,
 )
 from instrument.report.table import columns
 from instrument.report.utilisation import UNTIMED
@@ -295,19 +291,6 @@ RANDOM = [
     Site("turn", "step"), Site("handle", "request"), Site("read", "loader"), site("forward"), site("backward"),
     site("optimizer"), Site("f", "op", device=True), Site("all_reduce", "comm"),
 ]  # fmt: skip
-
-
-@given(traces(RANDOM), st.lists(st.integers(-3, 3), min_size=14, max_size=14))
-def test_the_device_time_of_keys_is_that_of_the_twin_and_of_each_instant(trace: Trace, keys: list[int]) -> None:
-    keys = keys[: len(trace.spans)]
-    parts: dict[int, dict[tuple[int, int], set[int]]] = {}
-    for span, key in zip(trace.spans, keys, strict=True):
-        for one in span.device:
-            if one.label not in UNTIMED:
-                of_it = parts.setdefault(key, {}).setdefault((one.device, one.stream), set())
-                of_it |= points([(one.start_ns, one.end_ns)])
-    expected = {key: sum(map(len, streams.values())) for key, streams in parts.items()}
-    assert summed(trace.spans, array("q", keys)) == summed_in_python(trace.spans, keys) == expected
 
 
 @given(traces(RANDOM))

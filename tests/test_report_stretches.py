@@ -102,6 +102,63 @@ def answers(trace: Trace) -> list[object]:
     ]
 
 
+@given(traces(), st.lists(st.integers(-1, 3), min_size=9, max_size=9), st.permutations([-3, 0, 0, 9]))
+def test_device_time_of_keys_is_that_of_each_instant(trace: Trace, numbers: list[int], keys: list[int]) -> None:
+    numbers = numbers[: len(trace.spans)]
+    parts: dict[int, dict[tuple[int, int], list[Interval]]] = {}
+    for span, number in zip(trace.spans, numbers, strict=True):
+        for one in span.device if number >= 0 else ():
+            if one.label not in stretches.UNTIMED:
+                of_it = parts.setdefault(keys[number], {}).setdefault((one.device, one.stream), [])
+                of_it.append((one.start_ns, one.end_ns))
+    expected = {key: sum(len(points(its)) for its in streams.values()) for key, streams in parts.items()}
+    assert stretches.summed(trace.spans, array("q", numbers).tobytes(), array("q", keys)) == expected
+
+
+@given(traces(), st.booleans())
+def test_spans_with_device_time_are_in_the_unit_and_piece_in_which_they_begin(trace: Trace, by_root: bool) -> None:
+    """On three lines, of which one has a name, one is asked for, and one has no units."""
+    units, pieces = [(0, 10), (10, 20), (40, 50)], [(2, 4, 7), (4, 9, 5), (45, 60, 6)]
+    line = stretches.Line(100, packed(units), array("q", itertools.chain.from_iterable(pieces)).tobytes())
+    lines = [line._replace(first_unit=0), line, stretches.Line(200, b"", b"")]
+    names = {(1, 0): 0, (2, 0): 2}
+    asked = list[Span]()
+
+    def line_of(span: Span) -> int | None:
+        asked.append(span)
+        return 1 if span.span_id % 2 else None
+
+    placed = stretches.placed(trace.spans, names, by_root, line_of, lines)
+    expected, unnamed = [], []
+    for span in trace.spans:
+        if not span.device:
+            continue
+        name = (span.root_id, 0) if by_root else (span.thread_id, span.task_id)
+        number = names.get(name)
+        if number is None:
+            unnamed.append(span)
+            number = 1 if span.span_id % 2 else None
+        at = span.start_ns
+        for place, (start, end) in enumerate(units if number in (0, 1) else ()):
+            if start <= at < end:
+                piece = next((its for first, last, its in pieces if first <= at < last), stretches.NO_PIECE)
+                expected.append((span, 100 * (number or 0) + place, piece))
+    assert asked == unnamed
+    found = zip(placed.spans, array("q", placed.units), array("q", placed.pieces), strict=True)
+    assert list(found) == expected
+
+
+@given(traces())
+def test_sites_are_told_once_by_first_sight(trace: Trace) -> None:
+    assert stretches.sites(trace.spans) == list(dict.fromkeys(span.site for span in trace.spans))
+
+
+def test_a_line_that_there_is_not_is_refused() -> None:
+    spans: list[Span] = [made(1, Site("f"), 0, 10, DeviceInterval(0, 0, 2, 4))]
+    with pytest.raises(IndexError):
+        stretches.placed(spans, {}, False, lambda _: 3, [stretches.Line(0, b"", b"")])
+
+
 @given(traces())
 def test_both_find_the_same_in_a_trace(trace: Trace) -> None:
     found = answers(trace)

@@ -157,6 +157,8 @@ class Json:
     def value(self) -> Any:
         """The next value."""
         self.peek()
+        if self._at > len(self._text) - self._at:
+            self._drop()  # an error counts the lines of all the text before it, at the end of each block
         failed_at = -1
         while True:
             try:
@@ -189,10 +191,15 @@ class Json:
         block = self._read(max(BLOCK_BYTES, held))
         self._seen_bytes += len(block)
         self.refuse_beyond_limit(self._seen_bytes)
-        self._passed += self._at
-        self._text = self._text[self._at :] + self._utf8.decode(block, final=not block)
-        self._at = 0
+        self._drop()
+        self._text += self._utf8.decode(block, final=not block)
         return bool(block)
+
+    def _drop(self) -> None:
+        """Let go of the text that has been taken."""
+        self._passed += self._at
+        self._text = self._text[self._at :]
+        self._at = 0
 
     def _wrong(self, why: str, further: int) -> ValueError:
         at = self._passed + self._at + further

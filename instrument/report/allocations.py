@@ -1,5 +1,5 @@
 """What was taken and given back of memory, summed up by place: one pass over all allocations, with its twin in C
-(`_spans.c`), which takes a tenth of the time.
+(`_allocations.c`), which takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from instrument import native
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN, places
 from instrument.spans import HOST, Allocation, Allocations, Interval, Site, Trace
 
-_native = native.find("_spans")
+_native = native.find("report._allocations")
 
 STATES = ("All", "CPU", "GPU")
 """Which allocations count: all, those of the host, or those of devices."""

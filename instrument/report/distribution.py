@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.device import Coverage, none_held
-from instrument.report.stretches import UNTIMED
+from instrument.report.stretches import UNTIMED, sites
 from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
 from instrument.spans import Interval, Site, Span, Trace, clip, intersect, length, subtract, union
@@ -242,7 +242,7 @@ class _Found:
         pausing: dict[int, _Growing] = {}
         with_device: list[Span] = []
         facts: dict[Site, tuple[bool, bool, bool]] = {}
-        if not any(site.kind == "comm" or _is_named(site) for site in {span.site for span in trace.spans}):
+        if not any(site.kind == "comm" or _is_named(site) for site in sites(trace.spans)):
             return  # nothing to set beside anything
         for span in trace.spans:
             site = span.site

@@ -13,8 +13,10 @@ in the order of execution, as SINGA's verbosity 2 prints them.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from instrument.report.calls import Place, Times, call_tree, every_place
 from instrument.report.device import Coverage, none_held
@@ -30,9 +32,10 @@ from instrument.report.rows import (
     sorting,
     top_rows,
 )
+from instrument.report.stretches import owners, sites
 from instrument.report.table import LINE, columns, number, safe, section_title, share, shorten, title
 from instrument.report.view import Options, Recording
-from instrument.spans import Span, Trace
+from instrument.spans import Trace
 
 OPERATORS = ("op", "layer", "comm")
 """Kinds of span that are operators."""
@@ -166,13 +169,16 @@ def _stream_rows(depth: int, places: Iterable[Place], base_ns: int) -> Iterator[
 
 
 def _in_order(trace: Trace, options: Options) -> InOrder:
-    kind = next((kind for kind in ITERATIONS if any(span.site.kind == kind for span in trace.spans)), "")
-    topmost, owned = _iterations(trace.spans, kind)
+    kinds = {site.kind for site in sites(trace.spans)}
+    kind = next((kind for kind in ITERATIONS if kind in kinds), "")
+    owned, _, its = owners(trace.spans, kind)
+    topmost = sorted(its, key=lambda span: (span.start_ns, span.span_id))
     first, last = trace.held
     whole = [span for span in topmost if not span.clipped and first <= span.start_ns and span.end_ns <= last]
     timed = whole[options.skip_first :]
     chosen = {span.span_id for span in timed}
-    root = call_tree([span for span in trace.spans if owned.get(span.span_id) in chosen], IN_ORDER)
+    within = map(chosen.__contains__, array("q", owned))
+    root = call_tree(list(compress(trace.spans, within)), IN_ORDER)
     found = list(_executed(root, len(timed)))
     shown = [one for one in found if one.mean_ns >= options.least_ns][: options.rows]
     kept = {one.number for one in shown}
@@ -185,24 +191,6 @@ def _in_order(trace: Trace, options: Options) -> InOrder:
         remaining=len(found) - len(shown),
         remaining_ns=sum(one.mean_ns for one in found if one.number not in kept),
     )
-
-
-def _iterations(spans: Sequence[Span], kind: str) -> tuple[list[Span], dict[int, int]]:
-    """The topmost spans of the kind in the order of time, and of each span in one the id of that."""
-    by_id = {span.span_id: span for span in spans}
-    owner: dict[int, int] = {}
-    for span in spans:
-        # Ids of a damaged file may run in a circle.
-        chain: dict[int, Span] = {}
-        up: Span | None = span
-        while up is not None and up.span_id not in owner and up.span_id not in chain:
-            chain[up.span_id] = up
-            up = by_id.get(up.parent_id)
-        at = owner.get(up.span_id, 0) if up is not None else 0
-        for span_id, one in reversed(chain.items()):
-            at = owner[span_id] = at or (span_id if one.site.kind == kind else 0)
-    topmost = [span for span in spans if owner[span.span_id] == span.span_id]
-    return sorted(topmost, key=lambda span: (span.start_ns, span.span_id)), owner
 
 
 def _executed(root: Place, timed: int) -> Iterator[OrderedOperator]:

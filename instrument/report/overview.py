@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from instrument.report.device import Coverage, none_held
-from instrument.report.stretches import Group, device_time, host_time, length_ns, owners, shared_ns, united
+from instrument.report.stretches import Group, device_time, host_time, length_ns, owners, shared_ns, sites, united
 from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
 from instrument.report.view import Options, Recording, SortKey
 from instrument.spans import KINDS, Trace
@@ -177,7 +177,7 @@ class _Found:
             self.kinds.setdefault(site.kind, _Stretches()).add(count, stretches)
         for group in device_time(trace.spans, bytes(8 * len(trace.spans)), trace.held).groups:
             self._add("copies" if group.site.kind == "copy" else "compute", group)
-        if "comm" in self.kinds or any(span.site.kind == "comm" for span in trace.spans):
+        if "comm" in self.kinds or any(site.kind == "comm" for site in sites(trace.spans)):
             below = array("q", owners(trace.spans, "comm").ids)
             communicate = [span for span, comm in zip(trace.spans, below, strict=True) if comm and span.device]
             for group in device_time(communicate, bytes(8 * len(communicate)), trace.held).groups:

@@ -21,16 +21,13 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import chain
 
-from instrument import native
 from instrument.report.device import Coverage, none_held
-from instrument.report.stretches import UNTIMED
+from instrument.report.stretches import Line, packed, placed, sites, summed
 from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
 from instrument.spans import PHASES, Interval, Site, Span, Trace, subtract, union
-
-_native = native.find("_spans")
 
 LOADER = "loader"
 OPTIMIZER = "optimizer"
@@ -43,8 +40,6 @@ NO_PHASE = (
     "No phase was recorded: `phases: auto` and `loaders: auto` in the profile record those of torch; others are "
     "declared by `phase:` in a function rule, in @profiled or in scope."
 )
-NO_CALL = -1
-_SITE = attrgetter("site")
 
 PROFILERS = "instrument.Profiler.step"
 """The function of the steps that a `Profiler` makes."""
@@ -188,7 +183,7 @@ def phases(recording: Recording, options: Options) -> Phases:
     units = [unit for line in found.lines for unit in line.units]
     if not units or (not shares.own_ns and not found.beside):
         return Phases(told, found.of, 0, found.skipped, 0, 0, (), {}, 0, 0, options)
-    streams = _Streams(found, shares)
+    streams = _Streams(trace.spans, found, shares)
     lengths = [end - start for start, end, _, _ in units]
     base_ns = sum(lengths)
     rest_ns = base_ns - sum(sum(own) for own in shares.own_ns.values())
@@ -277,7 +272,7 @@ class _Line:
     `pieces` are the stretches of the units in which a call is the one under way, with its number among all calls.
     """
 
-    __slots__ = ("_steps", "calls", "first_unit", "pieces", "starts", "units")
+    __slots__ = ("_steps", "calls", "first_unit", "number", "pieces", "units")
 
     def __init__(
         self, units: list[_Unit], first_unit: int, steps: tuple[Sequence[int], Sequence[int]] | None = None
@@ -285,18 +280,23 @@ class _Line:
         self.units = units
         self._steps = steps
         self.first_unit = first_unit
-        self.starts = [unit[0] for unit in units]
+        self.number = 0
         self.calls: list[tuple[int, int, int]] = []
         self.pieces: list[tuple[int, int, int]] = []
 
-    def is_beside(self, span: Span) -> bool:
+    def is_beside(self, start_ns: int, end_ns: int) -> bool:
         """Whether a span lies between the steps, also those that are skipped."""
         if self._steps is None:
             return False
         starts, ends = self._steps
-        index = bisect_right(starts, span.start_ns)
-        is_within = index > 0 and span.start_ns < ends[index - 1]
-        return not is_within and not (index < len(starts) and starts[index] < span.end_ns)
+        index = bisect_right(starts, start_ns)
+        is_within = index > 0 and start_ns < ends[index - 1]
+        return not is_within and not (index < len(starts) and starts[index] < end_ns)
+
+    def packed(self) -> Line:
+        """In memory as the loops over all spans take it."""
+        units = packed((start, end) for start, end, _, _ in self.units)
+        return Line(self.first_unit, units, array("q", chain.from_iterable(self.pieces)).tobytes())
 
     def turns(self, optimizer: int | None) -> list[tuple[int, int, int]]:
         """Each instant given to one call: start, end and place of the call, in the order of time."""
@@ -330,8 +330,9 @@ def _in_turn(calls: Sequence[tuple[int, int, int]], places: Iterable[int]) -> It
 
 
 class _Found:
-    """What a trace holds: the lines of steps, requests or the window, their phases, and what has device time.
+    """What a trace holds: the lines of steps, requests or the window, and their phases.
 
+    `by_key` has the lines of steps by thread and task, and those of requests by id and 0.
     `beside` are the lengths of calls of phases that have no line, `skipped` is how many first steps were left out.
     """
 
@@ -341,21 +342,20 @@ class _Found:
         calls: list[Span] = []
         around: list[Span] = []
         of_kind = {"step": steps, "request": requests, "comm": around, "copy": around}
-        names = {site: phase_of(site) for site in set(map(_SITE, trace.spans))}
+        names = {site: phase_of(site) for site in sites(trace.spans)}
         kept_in = {site: calls if phase is not None else of_kind.get(site.kind) for site, phase in names.items()}
         keep = {site: kept.append for site, kept in kept_in.items() if kept is not None}
         for span in trace.spans:
             add = keep.get(span.site)
             if add is not None:
                 add(span)
-        self.with_device = [span for span in trace.spans if span.device]
         requests = [span for span in requests if span.root_id == span.span_id]
         inside = {span.span_id for span in around}
         held = trace.held
         steps = [span for span in steps if _reaches_into(span, held)]
         requests = [span for span in requests if _reaches_into(span, held)]
         self.of = "step" if steps else "request" if requests else "window"
-        self._by_key: dict[_Key, _Line] = {}
+        self.by_key: dict[_Key, _Line] = {}
         self._parents: dict[int, int] = {}
         self._of_step: dict[int, _Line] = {}
         self._only: dict[int, _Line | None] = {}
@@ -363,14 +363,15 @@ class _Found:
         if steps:
             self._find_steps(trace, steps, calls, skip_first)
         elif requests:
-            self._by_key = {
+            self.by_key = {
                 (span.span_id, 0): _Line([_unit(span, held, span.start_ns)], count)
                 for count, span in enumerate(requests)
             }
         else:
-            self._by_key = {(0, 0): _Line([(*held, True, 0)], 0)}
-        self.steps_by_key = self._by_key if steps else {}
-        self.lines = list(self._by_key.values())
+            self.by_key = {(0, 0): _Line([(*held, True, 0)], 0)}
+        self.lines = list(self.by_key.values())
+        for place, own in enumerate(self.lines):
+            own.number = place
         self.beside: list[int] = []
         self.names: list[str] = []
         numbers: dict[str, int] = {}
@@ -379,12 +380,13 @@ class _Found:
             if span.parent_id in inside:
                 continue
             line = self.line_of(span)
-            if line is None or line.is_beside(span):
-                if _reaches_into(span, held):
-                    self.beside.append(min(span.end_ns, held[1]) - max(span.start_ns, held[0]))
+            start_ns, end_ns = span.start_ns, span.end_ns
+            if line is None or line.is_beside(start_ns, end_ns):
+                if start_ns < held[1] and end_ns > held[0]:
+                    self.beside.append(min(end_ns, held[1]) - max(start_ns, held[0]))
                 continue
             number = numbers.setdefault(names[span.site] or "", len(numbers))
-            line.calls.append((span.start_ns, -span.end_ns, number))
+            line.calls.append((start_ns, -end_ns, number))
         self.names = list(numbers)
 
     def _find_steps(self, trace: Trace, steps: list[Span], calls: Iterable[Span], skip_first: int) -> None:
@@ -417,7 +419,7 @@ class _Found:
                 if numbers[step.span_id] >= skip_first
             ]
             self.skipped += len(own) - len(units)
-            line = self._by_key[key] = _Line(units, count, (starts, [step.end_ns for step in own]))
+            line = self.by_key[key] = _Line(units, count, (starts, [step.end_ns for step in own]))
             count += len(units)
             self._only[key[0]] = line if key[0] not in self._only else None
             if self._parents:
@@ -433,14 +435,19 @@ class _Found:
     def line_of(self, span: Span) -> _Line | None:
         """The line beside which a span ran."""
         if self.of == "request":
-            return self._by_key.get((span.root_id, 0))
+            return self.by_key.get((span.root_id, 0))
         if self.of == "window":
-            return self._by_key[0, 0]
+            return self.by_key[0, 0]
         # A task that has no steps of its own works for those of its thread, or for the one that it was begun in.
-        line = self._by_key.get((span.thread_id, span.task_id)) or self._by_key.get((span.thread_id, 0))
+        line = self.by_key.get((span.thread_id, span.task_id)) or self.by_key.get((span.thread_id, 0))
         if line is None:
             line = self._of_step.get(self._above(span, self._of_step))
         return line or self._only.get(span.thread_id)
+
+    def number_of(self, span: Span) -> int | None:
+        """The number of its line."""
+        line = self.line_of(span)
+        return None if line is None else line.number
 
 
 def _lies_in(step: Span, key: _Key, by_key: Mapping[_Key, Sequence[Span]]) -> bool:
@@ -532,31 +539,19 @@ class _Shares:
 class _Streams:
     """The device time of units and phases: sums over streams of what was put there, and of each stream the union."""
 
-    def __init__(self, found: _Found, shares: _Shares) -> None:
-        spans, units, calls = list[Span](), array("q"), array("q")
-        starts_of_pieces = {id(line): [start_ns for start_ns, _, _ in line.pieces] for line in found.lines}
-        by_key = found.steps_by_key
-        for span in found.with_device:
-            line = by_key.get((span.thread_id, span.task_id)) or found.line_of(span)
-            if line is None:
-                continue
-            at_ns = span.start_ns
-            unit = bisect_right(line.starts, at_ns) - 1
-            if unit < 0 or at_ns >= line.units[unit][1]:
-                continue
-            index = bisect_right(starts_of_pieces[id(line)], at_ns) - 1
-            spans.append(span)
-            units.append(line.first_unit + unit)
-            calls.append(line.pieces[index][2] if index >= 0 and at_ns < line.pieces[index][1] else NO_CALL)
-        self._units = summed(spans, units)
-        self.base_ns = summed(spans, array("q", bytes(8 * len(spans)))).get(0, 0)
-        in_calls = [span for span, call in zip(spans, calls, strict=True) if call != NO_CALL]
-        calls = array("q", [call for call in calls if call != NO_CALL])
-        of_phases = summed(in_calls, array("q", map(shares.phase_of_call.__getitem__, calls)))
-        self._covered_ns = summed(in_calls, array("q", bytes(8 * len(calls)))).get(0, 0)
+    def __init__(self, spans: Sequence[Span], found: _Found, shares: _Shares) -> None:
+        spans, units, calls = placed(
+            spans, {key: line.number for key, line in found.by_key.items()}, found.of == "request", found.number_of,
+            [line.packed() for line in found.lines],
+        )  # fmt: skip
+        unit_count, call_count = sum(len(line.units) for line in found.lines), len(shares.phase_of_call)
+        self._units = summed(spans, units, array("q", range(unit_count)))
+        self.base_ns = summed(spans, units, array("q", bytes(8 * unit_count))).get(0, 0)
+        self._covered_ns = summed(spans, calls, array("q", bytes(8 * call_count))).get(0, 0)
         self._calls: dict[str, list[int]] = {}
-        for call, device_ns in summed(in_calls, calls).items():
+        for call, device_ns in summed(spans, calls, array("q", range(call_count))).items():
             self._calls.setdefault(found.names[shares.phase_of_call[call]], []).append(device_ns)
+        of_phases = summed(spans, calls, array("q", shares.phase_of_call))
         self._phases = {found.names[number]: device_ns for number, device_ns in of_phases.items()}
         self._counts = {name: len(own) for name, own in shares.own_ns.items()}
 
@@ -577,31 +572,6 @@ class _Streams:
         if not self._units:
             return None
         return _times(each if len(each) == count else [*each, 0], total_ns, self.base_ns, count)
-
-
-def summed(spans: Sequence[Span], keys: array[int]) -> Mapping[int, int]:
-    """By the key of each span, the time of what it put on streams: sums over streams, unions of each."""
-    found = None if _native is None else _native.summed(spans, keys.tobytes(), UNTIMED)
-    return summed_in_python(spans, keys) if found is None else found
-
-
-def summed_in_python(spans: Sequence[Span], keys: Sequence[int]) -> Mapping[int, int]:
-    """The twin of the loop in C."""
-    stretches = [
-        (key, one.device, one.stream, one.start_ns, one.end_ns)
-        for span, key in zip(spans, keys, strict=True)
-        for one in span.device
-        if one.label not in UNTIMED
-    ]
-    sums: dict[int, int] = {}
-    stream: tuple[int, int, int] | None = None
-    over_ns = 0
-    for key, device, on_stream, start_ns, end_ns in sorted(stretches):
-        if stream != (key, device, on_stream):
-            stream, over_ns = (key, device, on_stream), start_ns
-        sums[key] = sums.get(key, 0) + max(end_ns - max(start_ns, over_ns), 0)
-        over_ns = max(over_ns, end_ns)
-    return sums
 
 
 def _times(each: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:

@@ -13,12 +13,12 @@ device are `copy in` and `copy out` and other copies `copy`, layers are `compute
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
 from instrument.report.device import Coverage, endpoint_table, none_held, other_endpoints
-from instrument.report.stretches import owners, phases
+from instrument.report.stretches import owners, phases, sites
 from instrument.report.table import (
     MISSING,
     WHOLE_DIGITS,
@@ -179,7 +179,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     trace = recording.trace
     known = owners(trace.spans)
     whole, cut = requests_within(known, trace.held)
-    labels = _labels(trace.spans)
+    labels = {site: _phase_of(site) for site in sites(trace.spans)}
     numbers = {label: number for number, label in enumerate(dict.fromkeys([None, *labels.values()]))}
     names = list(numbers)
     by_site = {site: numbers[label] for site, label in labels.items()}
@@ -222,11 +222,6 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 
 
 # From spans to times.
-
-
-def _labels(spans: Iterable[Span]) -> dict[Site, str | None]:
-    """Which phase the spans of each site are, None for none."""
-    return {site: _phase_of(site) for site in {span.site for span in spans}}
 
 
 def _phase_of(site: Site) -> str | None:

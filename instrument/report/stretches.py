@@ -1,4 +1,4 @@
-"""Stretches of time in bulk, and the loops over all spans that find them: each with its twin in C (`_spans.c`).
+"""Stretches of time in bulk, and the loops over all spans that find them: each with its twin in C.
 
 A union of stretches, or many of them in any order, is one piece of memory: start and end as numbers of 64 bits by
 turns. A million device intervals so take 16 MB, which are 150 as tuples, and their union takes a tenth of the time.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 from instrument import native
 from instrument.spans import Interval, Site, Span, clip, intersect, length, union
 
-_native = native.find("_spans")
+_native = native.find("report._stretches")
 
 UNTIMED: frozenset[str] = frozenset({"captured", "dropped"})
 """Labels of intervals that say when something was submitted and not how long it took."""
+
+NO_PIECE = -1
+"""What stands for no piece of a unit."""
 
 FARTHEST_NS = 1 << 62
 """No clock reads more; the twin takes windows beyond it."""
@@ -80,6 +83,12 @@ def at_once(unions: Sequence[bytes]) -> tuple[int, int]:
         if busy == 1:
             overlap_ns += end - since
     return overlap_ns, most
+
+
+def sites(spans: Sequence[Span]) -> list[Site]:
+    """The sites of the spans, each once, by first sight."""
+    found: list[Site] | None = None if _native is None else _native.sites(spans)
+    return list({span.site: None for span in spans}) if found is None else found
 
 
 class Owners(NamedTuple):
@@ -287,6 +296,78 @@ def within(owned: bytes, requests: Sequence[Span], busy: bytes) -> list[tuple[in
         if span.span_id in own
         for inside in [(span.start_ns, span.end_ns)]
     ]
+
+
+class Line(NamedTuple):
+    """Units that follow one another, numbered from `first_unit`, and pieces of them: each a start, an end and a number.
+
+    Both are in the order of time, in one piece of memory each, and none reaches into the next.
+    """
+
+    first_unit: int
+    units: bytes
+    pieces: bytes
+
+
+class Placed(NamedTuple):
+    """Spans with device time, and of each the number of the unit in which it began, and of the piece, `NO_PIECE` for
+    none, in one piece of memory each."""
+
+    spans: Sequence[Span]
+    units: bytes
+    pieces: bytes
+
+
+def placed(
+    spans: Sequence[Span],
+    names: Mapping[tuple[int, int], int],
+    by_root: bool,
+    line_of: Callable[[Span], int | None],
+    lines: Sequence[Line],
+) -> Placed:
+    """The spans with device time that begin in a unit of their line.
+
+    `names` has the number of a line by the thread and the task of a span, or `by_root` by the id of its root and 0.
+    `line_of` is asked for that of a span whose line has no such name.
+    """
+    found = None if _native is None else _native.placed(spans, dict(names), by_root, line_of, tuple(lines))
+    if found is not None:
+        return Placed(*found)
+    of_lines = [(first, unpacked(units), array("q", pieces)) for first, units, pieces in lines]
+    begins = [([start for start, _ in units], pieces[::3].tolist()) for _, units, pieces in of_lines]
+    kept, in_unit, in_piece = list[Span](), array("q"), array("q")
+    for span in spans:
+        name = (span.root_id, 0) if by_root else (span.thread_id, span.task_id)
+        number = (names[name] if name in names else line_of(span)) if span.device else None
+        if number is None:
+            continue
+        first, units, pieces = of_lines[number]
+        unit, piece = (bisect_right(its, span.start_ns) - 1 for its in begins[number])
+        if unit >= 0 and span.start_ns < units[unit][1]:
+            kept.append(span)
+            in_unit.append(first + unit)
+            is_in = piece >= 0 and span.start_ns < pieces[3 * piece + 1]
+            in_piece.append(pieces[3 * piece + 2] if is_in else NO_PIECE)
+    return Placed(kept, in_unit.tobytes(), in_piece.tobytes())
+
+
+def summed(spans: Sequence[Span], numbers: bytes, keys: array[int]) -> Mapping[int, int]:
+    """By key, the time of what spans put on streams: sums over streams, unions of each.
+
+    `numbers` are a number of 64 bits for each span, of which `keys` has the key; a negative one is of none.
+    """
+    found: Mapping[int, int] | None = None
+    if _native is not None:
+        found = _native.summed(spans, numbers, keys.tobytes(), UNTIMED)
+    if found is not None:
+        return found
+    stretches: dict[int, dict[tuple[int, int], list[Interval]]] = {}
+    for span, number in zip(spans, array("q", numbers), strict=True):
+        for one in span.device if number >= 0 else ():
+            if one.label not in UNTIMED:
+                on_stream = stretches.setdefault(keys[number], {}).setdefault((one.device, one.stream), [])
+                on_stream.append((one.start_ns, max(one.start_ns, one.end_ns)))
+    return {key: sum(length(union(its)) for its in streams.values()) for key, streams in stretches.items()}
 
 
 class Timeline:
