@@ -14,7 +14,7 @@ from instrument.report.distribution import COMPUTES, PAUSES, Distribution, Opera
 from instrument.report.table import columns
 from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording
-from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, union
+from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
 
 MS = 1_000_000
 STEP, F, COMM = Site("step", "step"), Site("f", "op", device=True), Site("all_reduce", "comm")
@@ -56,6 +56,7 @@ def test_the_layout_is_that_of_the_file() -> None:
 def test_what_a_communication_puts_on_a_device_is_no_computation_as_well() -> None:
     """Paddle counts a kernel whose name is not NCCL's, launched below a communication, for both."""
     trace = made((COMM, 1, 0, 10), (F, 1, 2, 4), (F, 1, 20, 22))
+    trace.spans[1].parent_id = trace.spans[1].root_id = 1
     trace.spans[1].device = (DeviceInterval(0, 7, 3 * MS, 9 * MS),)
     trace.spans[2].device = (DeviceInterval(0, 7, 20 * MS, 30 * MS),)
     assert numbers(view(trace))["device 0"] == (6.0, 10.0, 0.0)
@@ -125,15 +126,21 @@ def test_every_union_is_that_of_its_instants(trace: Trace) -> None:
         computing |= busy - points((s.start_ns, s.end_ns) for s in own if s.site.kind in PAUSES)
     computing &= base
     by_device: dict[str, tuple[set[int], set[int]]] = {}
+    by_id = {span.span_id: span for span in trace.spans}
+    first, last = trace.held
+
+    def holds(one: DeviceInterval) -> bool:
+        return (one.start_ns < last and one.end_ns > first) or (first <= one.start_ns and one.end_ns <= last)
+
     for span in trace.spans:
-        around = union(
-            (s.start_ns, s.end_ns) for s in comm if (s.thread_id, s.task_id) == (span.thread_id, span.task_id)
-        )
-        is_comm = span in comm or any(start <= span.start_ns and span.end_ns <= end for start, end in around)
+        up: Span | None = span
+        while up is not None and up.site.kind != "comm":
+            up = by_id.get(up.parent_id)
+        is_comm = up is not None
         if span.site.kind == "copy" and not is_comm:
             continue
         for one in span.device:
-            if one.label not in UNTIMED:
+            if one.label not in UNTIMED and holds(one):
                 parts = by_device.setdefault(f"device {one.device}", (set(), set()))
                 parts[not is_comm].update(points([(one.start_ns, one.end_ns)]) & base)
 

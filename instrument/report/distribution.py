@@ -2,7 +2,7 @@
 
 It is the Distribution Summary of `paddle.profiler`. All times are unions, clipped to the steps, or to the window where
 no step was recorded, and ratios are of these. Communication of the host is the time in spans of kind `comm`, and from
-the call of an asynchronous one to the end of the wait for it; that of a device is what such spans put there, and
+the call of an asynchronous one to the end of the wait for it; that of a device is what such spans and those below them put there, and
 kernels of NCCL and XCCL in traces of other profilers. Computation of a device is all else but copies; that of the host
 is the time in operators, layers and phases, less what the same thread spent in communication, copies and loading.
 
@@ -13,15 +13,27 @@ device is no computation; that profiler counts both.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.device import Coverage, none_held
-from instrument.report.stretches import UNTIMED, sites
+from instrument.report.stretches import (
+    UNTIMED,
+    common,
+    device_time,
+    host_time,
+    length_ns,
+    owners,
+    packed,
+    shared_ns,
+    sites,
+    united,
+    without,
+)
 from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
-from instrument.spans import Interval, Site, Span, Trace, clip, intersect, length, subtract, union
+from instrument.spans import Interval, Site, Span, Trace
 
 COMPUTES = frozenset({"op", "layer", "phase"})
 """Kinds of span in which the host computes."""
@@ -154,150 +166,86 @@ def distribution(recording: Recording, options: Options) -> Distribution:
 
     `rows` and `least_ns` are of the operations, by the time of their calls and waits.
     """
-    trace = recording.trace
-    found = _Found(trace)
-    of, base = _base(trace)
-    base_ns = length(base)
-    told = Coverage.of(trace)
+    found = _Found(recording.trace)
+    base_ns = length_ns(found.base)
+    told = Coverage.of(recording.trace)
     if not found.communicates:
-        return Distribution(told, of, base_ns, (), (), options)
-    communicates = {place: intersect(own.parts(), base) for place, own in found.communicates.items()}
-    computes = {place: intersect(own.parts(), base) for place, own in found.computes.items()}
-    on_host = communicates.pop(HOST, [])
-    by_host = computes.pop(HOST, [])
+        return Distribution(told, found.of, base_ns, (), (), options)
+    communicates = {place: common(own, found.base) for place, own in found.communicates.items()}
+    computes = {place: common(own, found.base) for place, own in found.computes.items()}
+    on_host = communicates.pop(HOST, b"")
+    by_host = computes.pop(HOST, b"")
     devices = sorted({*communicates, *computes}, key=lambda device: (len(device), device))
     places: list[PlaceUse] = []
     if options.state != "GPU":
         places.append(_place(HOST, base_ns, on_host, by_host))
     if options.state != "CPU":
         places += [
-            _place(device, base_ns, communicates.get(device, []), computes.get(device, [])) for device in devices
+            _place(device, base_ns, communicates.get(device, b""), computes.get(device, b"")) for device in devices
         ]
     if devices and options.state == "All":
         beside = [
-            intersect(union([*on_host, *communicates.get(device, [])]), computes.get(device, [])) for device in devices
+            common(united([on_host, communicates.get(device, b"")]), computes.get(device, b"")) for device in devices
         ]
-        everywhere = union([*on_host, *(part for parts in communicates.values() for part in parts)])
-        computing = union(part for device in devices for part in computes.get(device, []))
+        everywhere = united([on_host, *communicates.values()])
+        computing = united(computes.get(device, b"") for device in devices)
         if not computing:
-            computing, beside = by_host, [intersect(everywhere, by_host)]
-        overlap = union(part for parts in beside for part in parts)
-        places.append(PlaceUse(TOGETHER, base_ns, length(everywhere), length(computing), length(overlap)))
-    return Distribution(told, of, base_ns, tuple(places), tuple(_operations(found.calls, options)), options)
+            computing, beside = by_host, [common(everywhere, by_host)]
+        overlap_ns = length_ns(united(beside))
+        places.append(PlaceUse(TOGETHER, base_ns, length_ns(everywhere), length_ns(computing), overlap_ns))
+    return Distribution(told, found.of, base_ns, tuple(places), tuple(_operations(found.calls, options)), options)
 
 
 def _share_cells(part_ns: int, ratio: float | None, unit: str) -> list[str]:
     return [in_unit(part_ns, unit), tenths(ratio, 1)]
 
 
-def _place(name: str, base_ns: int, communicates: Sequence[Interval], computes: Sequence[Interval]) -> PlaceUse:
-    return PlaceUse(name, base_ns, length(communicates), length(computes), length(intersect(communicates, computes)))
-
-
-def _base(trace: Trace) -> tuple[str, list[Interval]]:
-    """The time in steps, or the part of the window that is held."""
-    base = clip(union((span.start_ns, span.end_ns) for span in trace.spans if span.site.kind == "step"), trace.held)
-    if length(base):
-        return "step", base
-    return "window", [trace.held]
-
-
-class _Growing:
-    """A union that takes little memory while it grows, for intervals that come by their ends or by their starts.
-
-    Those that fit neither order wait in `loose`.
-    """
-
-    __slots__ = ("ends", "loose", "starts")
-
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-        self.loose: list[Interval] = []
-
-    def add(self, start_ns: int, end_ns: int) -> None:
-        starts, ends = self.starts, self.ends
-        if starts and end_ns < starts[-1]:
-            self.loose.append((start_ns, end_ns))
-            return
-        while starts and start_ns <= ends[-1]:  # the last one touches it, and so may those before
-            start_ns, end_ns = min(start_ns, starts.pop()), max(end_ns, ends.pop())
-        starts.append(start_ns)
-        ends.append(end_ns)
-
-    def parts(self) -> list[Interval]:
-        """The union, sorted and disjoint."""
-        parts = list(zip(self.starts, self.ends, strict=True))
-        return union([*parts, *self.loose]) if self.loose else parts
+def _place(name: str, base_ns: int, communicates: bytes, computes: bytes) -> PlaceUse:
+    shared = shared_ns(communicates, computes)
+    return PlaceUse(name, base_ns, length_ns(communicates), length_ns(computes), shared)
 
 
 class _Found:
-    """The time in which each place communicates and computes, and the spans of communication."""
+    """The time in which each place communicates and computes, as unions, the spans of communication, and the base: the
+    time in steps, or the part of the window that is held."""
 
     def __init__(self, trace: Trace) -> None:
-        self.communicates: dict[str, _Growing] = {}
-        self.computes: dict[str, _Growing] = {}
-        self.calls: list[Span] = []
-        computing: dict[int, _Growing] = {}
-        pausing: dict[int, _Growing] = {}
-        with_device: list[Span] = []
-        facts: dict[Site, tuple[bool, bool, bool]] = {}
-        if not any(site.kind == "comm" or _is_named(site) for site in sites(trace.spans)):
+        hosts = host_time(trace.spans, trace.held)
+        steps = united(stretches for site, _, _, stretches in hosts if site.kind == "step")
+        self.of, self.base = ("step", steps) if steps else ("window", packed([trace.held]))
+        below, self.calls, _ = owners(trace.spans, "comm")
+        named = {site for site in sites(trace.spans) if site.kind == "comm" or _is_named(site)}
+        communicates: dict[str, list[bytes]] = {}
+        computes: dict[str, list[bytes]] = {}
+        if not named:
+            self.communicates = self.computes = dict[str, bytes]()
             return  # nothing to set beside anything
-        for span in trace.spans:
-            site = span.site
-            fact = facts.get(site)
-            if fact is None:
-                fact = facts[site] = (site.kind in COMPUTES, site.kind in PAUSES, site.kind == "comm")
-            computes, pauses, communicates = fact
-            if computes or pauses:
-                by_thread = computing if computes else pausing
-                own = by_thread.get(span.thread_id)
-                if own is None:
-                    own = by_thread[span.thread_id] = _Growing()
-                own.add(span.start_ns, span.end_ns)
-            if communicates:
-                self.calls.append(span)
-            if span.device:
-                with_device.append(span)
-        for span in self.calls:
-            self.communicates.setdefault(HOST, _Growing()).add(*_in_flight(span))
-        self._share_out(with_device)
-        if self.communicates:
-            for thread_id, own in computing.items():
-                paused = pausing[thread_id].parts() if thread_id in pausing else []
-                for part in subtract(own.parts(), paused):
-                    self.computes.setdefault(HOST, _Growing()).loose.append(part)
+        if self.calls:
+            communicates[HOST] = [packed(map(_in_flight, self.calls))]
+        # What calls of communication put on a device, and all else.
+        for is_comm in (True, False):
+            spans = [span for span, comm in zip(trace.spans, array("q", below), strict=True) if bool(comm) is is_comm]
+            for group in device_time(spans, bytes(8 * len(spans)), trace.held).groups:
+                places = communicates if is_comm or group.site in named else computes
+                if group.timed and (places is communicates or group.site.kind != "copy"):
+                    places.setdefault(f"device {group.device}", []).append(group.stretches)
+        if communicates:
+            computes[HOST] = list(_computing(hosts))
+        self.communicates = {place: united(parts) for place, parts in communicates.items()}
+        self.computes = {place: united(parts) for place, parts in computes.items()}
 
-    def _share_out(self, spans: Iterable[Span]) -> None:
-        """What of the devices' time is communication, and what computation."""
-        within: dict[tuple[int, int], _Growing] = {}
-        for span in self.calls:
-            within.setdefault((span.thread_id, span.task_id), _Growing()).add(span.start_ns, span.end_ns)
-        calls = {key: own.parts() for key, own in within.items()}
-        named: dict[Site, bool] = {}
-        for span in spans:
-            site = span.site
-            if site not in named:
-                named[site] = site.kind == "comm" or _is_named(site)
-            is_comm = named[site] or _holds(calls.get((span.thread_id, span.task_id), ()), span)
-            if not is_comm and site.kind == "copy":
-                continue
-            places = self.communicates if is_comm else self.computes
-            for interval in span.device:
-                if interval.label not in UNTIMED:
-                    own = places.setdefault(f"device {interval.device}", _Growing())
-                    own.add(interval.start_ns, interval.end_ns)
+
+def _computing(hosts: Sequence[tuple[Site, int, int, bytes]]) -> Iterator[bytes]:
+    """Where each thread computes and does not communicate, copy or load."""
+    for thread_id in {thread_id for _, thread_id, _, _ in hosts}:
+        own = [(site.kind, stretches) for site, its, _, stretches in hosts if its == thread_id]
+        computing, pausing = (united(part for kind, part in own if kind in kinds) for kinds in (COMPUTES, PAUSES))
+        yield without(computing, pausing)
 
 
 def _is_named(site: Site) -> bool:
     """Whether the name is that of a kernel of communication."""
     return any(kernel in site.name.lower() for kernel in KERNELS)
-
-
-def _holds(disjoint: Sequence[Interval], span: Span) -> bool:
-    index = bisect_right(disjoint, span.start_ns, key=lambda part: part[0]) - 1
-    return index >= 0 and span.end_ns <= disjoint[index][1]
 
 
 def _in_flight(span: Span) -> Interval:

@@ -173,7 +173,7 @@ class _Found:
     def __init__(self, trace: Trace) -> None:
         self.kinds: dict[str, _Stretches] = {}
         self.devices: dict[tuple[int, str], _Stretches] = {}
-        for site, count, stretches in host_time(trace.spans, trace.held):
+        for site, _, count, stretches in host_time(trace.spans, trace.held):
             self.kinds.setdefault(site.kind, _Stretches()).add(count, stretches)
         for group in device_time(trace.spans, bytes(8 * len(trace.spans)), trace.held).groups:
             self._add("copies" if group.site.kind == "copy" else "compute", group)

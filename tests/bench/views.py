@@ -3,8 +3,8 @@
     python tests/bench/views.py [--spans N] [--view V] [--repeat N] [--trace FILE]
 
 Requests of twenty spans on eight threads that overlap: queue, phases, copies, layers on two devices with four streams
-each, steps and loaders; half of the spans have device time, which makes it heavier than most; for the view `memory`
-as many allocations, too. Each view is what
+each, communication, steps and loaders; half of the spans have device time, which makes it heavier than most; for the
+view `memory` as many allocations, too. Each view is what
 `instrument report FILE --view V` takes in a process of its own: seconds on the clock and of processor, start of Python
 and load of the file included, and its memory at most; the least of some runs. The first line is the load alone. Target:
 3 s and 400 MB.
@@ -45,6 +45,7 @@ REQUESTS = [Site(f"POST /{name}", "request") for name in ("chat", "embed", "rank
 QUEUE, PREPARE, STEP = Site("queue", "phase"), Site("tokenise", "phase"), Site("decode", "step")
 NEXT = Site("next", "loader")
 LAYERS = [Site("Linear", "layer", instance=f"model.layers.{n}.mlp", device=True) for n in range(8)]
+REDUCE = Site("all_reduce", "comm", "torch.distributed", "all_reduce", device=True)
 COPY = Site("memcpy h2d", "copy", "torch", "Tensor.to", device=True, attributes=(("direction", "h2d"), ("sync", True)))
 IN_A_REQUEST = 20
 LEVELS = 4
@@ -62,7 +63,8 @@ def trace_of(count: int) -> Trace:
             (REQUESTS[chance.randrange(3)], 0, 0, 100_000), (QUEUE, root, 0, 2_000), (PREPARE, root, 2_500, 4_000),
             (NEXT, root, 4_100, 4_300), (STEP, root, 5_000, 99_000), (COPY, root + 4, 6_000, 7_000),
         ]  # fmt: skip
-        parts += [(LAYERS[n % 8], root + 4, 8_000 + n * 6_000, 13_500 + n * 6_000) for n in range(14)]
+        parts += [(LAYERS[n % 8], root + 4, 8_000 + n * 6_000, 13_500 + n * 6_000) for n in range(13)]
+        parts.append((REDUCE, root + 4, 80_000, 98_000))
         for place, (site, parent, begin, end) in enumerate(parts):
             span = Span(site, root + place, parent, root, thread, 0, start + begin, start + end, end - begin, 0)
             if site.device and chance.random() < 0.7:
