@@ -20,8 +20,11 @@ MILLI = tuple(f".{thousandths:03d}" for thousandths in range(1000))
 # 1970 still are in int64).
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
-BLOCK_BYTES = 1 << 20
-"""How much is read at a time."""
+BLOCK_BYTES = 1 << 17
+"""How much is read at a time: as much as a heap gives back and takes again without the kernel, which 1 MiB is not."""
+
+MOST_EVENTS = 4096
+"""Characters that are more than most events have: where fewer are at hand, the end of one may still have to be read."""
 
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """The JSON of a value that is `safe`."""
@@ -180,6 +183,8 @@ class Json:
     def advance(self, scan: Callable[[str, int], int]) -> bool:
         """Let `scan` take values of the text at hand: it gets that and the place, and returns the place after them."""
         self.peek()
+        if len(self._text) - self._at < MOST_EVENTS:
+            self._more()
         before, self._at = self._at, scan(self._text, self._at)
         return self._at > before
 

@@ -2,9 +2,10 @@
 
 It is the Distribution Summary of `paddle.profiler`. All times are unions, clipped to the steps, or to the window where
 no step was recorded, and ratios are of these. Communication of the host is the time in spans of kind `comm`, and from
-the call of an asynchronous one to the end of the wait for it; that of a device is what such spans and those below them put there, and
-kernels of NCCL and XCCL in traces of other profilers. Computation of a device is all else but copies; that of the host
-is the time in operators, layers and phases, less what the same thread spent in communication, copies and loading.
+the call of an asynchronous one to the end of the wait for it; that of a device is what such spans and those below them
+put there, and kernels of NCCL and XCCL in traces of other profilers. Computation of a device is all else but copies;
+that of the host is the time in operators, layers and phases, less what the same thread spent in communication, copies
+and loading.
 
 `together` is communication on the host or on a device, beside computation of the devices (of the host where no device
 computed). What a device computes while another one communicates is no overlap, and what a communication puts on a
