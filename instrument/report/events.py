@@ -95,7 +95,7 @@ class EventRow:
     `name` is unescaped and in full, `depth` is 0 for the topmost rows. `thread` is the thread's id, or None where all
     threads are merged. `total_ns` is what the state asks for: `elapsed_ns`, `host_ns` or `device_ns`. `ratio` is its
     share of the block's Total time. The least, the greatest and the percentiles are of elapsed time, None where the
-    total is of another. `instance` tells the instances of `AllOpDetail` apart: a layer's path, else where the code
+    total is of another; the percentiles also where it `remaining`. `instance` tells the instances of `AllOpDetail` apart: a layer's path, else where the code
     is. `self_ns` is host time outside the row's children; a hidden phase leaves its own to the row around it, and the
     row of a type has that of its instances. A row with `remaining` stands for so many rows of its level that were
     left out.
@@ -311,8 +311,9 @@ def _event_row(
     known = called and total_ns == totals.elapsed_ns
     known = known and (state != "GPU" or tree.is_own_device([item] if isinstance(item, int) else item, thread))
     p50_ns = p99_ns = None
-    if known:
-        histogram = tree.histogram([item] if isinstance(item, int) else item, thread)
+    # Of many functions thrown together they would say nothing, and take half of the time of a summary of thousands.
+    if known and isinstance(item, int):
+        histogram = tree.histogram([item], thread)
         p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
     return EventRow(
         name=tree.label(item) if isinstance(item, int) else f"(remaining {len(item)})",
