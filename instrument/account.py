@@ -116,7 +116,7 @@ class Account:
         rings = self.recorder.rings()
         return Upkeep(
             clock=clock,
-            added_ns=lambda site: self.costs.of(site).added_ns,
+            added_ns=self.costs.of_sites,
             pairs_ns=self.pairs_ns(),
             threads_ns=self.threads_ns(),
             passed=self.recorder.muted_calls(),

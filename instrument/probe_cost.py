@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
@@ -171,6 +171,12 @@ class Costs:
     def of(self, site: Site) -> ProbeCost:
         """That of a span of this site."""
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
+
+    def of_sites(self, sites: Sequence[Site]) -> list[float]:
+        """By how much a span of each site costs more than none."""
+        added_ns = self.added_ns()
+        shape_of = self._recorder.shapes.get
+        return [added_ns[shape_of(site, "scope")] for site in sites]
 
     def sum_ns(self, calls: Mapping[str, int]) -> float:
         """What so many spans add, by the shape of the probe."""

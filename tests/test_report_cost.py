@@ -57,7 +57,7 @@ def trace_of_a_service() -> Trace:
 def upkeep() -> Upkeep:
     return Upkeep(
         clock="CLOCK_MONOTONIC",
-        added_ns=EACH_NS.__getitem__,
+        added_ns=lambda sites: [EACH_NS[site] for site in sites],
         pairs_ns=300.0,
         threads_ns={"looking through spans": 400_000, "reading gauges": 100_000},
         passed={HOT: 9000, TOKENISE: 30},
@@ -215,7 +215,9 @@ def test_every_number_is_that_of_the_raw_spans(trace: Trace, each_ns: int, threa
     muted = {span.site: number for number, span in enumerate(trace.spans[:3])}
 
     def kept() -> Upkeep:
-        return replace(upkeep(), added_ns=cost_of.__getitem__, passed=muted, muted=set(list(muted)[:1]))
+        return replace(
+            upkeep(), added_ns=lambda sites: [cost_of[site] for site in sites], passed=muted, muted=set(list(muted)[:1])
+        )
 
     recording = running(trace) if is_live else Recording.of_trace(trace)
     if is_live:

@@ -202,25 +202,22 @@ def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCos
     labels = tree.by_site(_label)
     sums = lines.sums(map(keys.__getitem__, lines.site_of), len(keys))
     calls, host_ns = sums.column(CALLS), sums.column(TOTAL)
-    costs: dict[int, tuple[int, float]] = {}
-    for key, called in enumerate(calls):
-        if called:
-            each_ns = spent.per_call_ns if upkeep is None else upkeep.added_ns(tree.sites[key])
-            costs[key] = round(called * each_ns), each_ns
-    whole_ns = sum(cost_ns for cost_ns, _ in costs.values())
-    shown = _heaviest({key: cost_ns for key, (cost_ns, _) in costs.items()}, labels.__getitem__, options)
+    each_ns = [spent.per_call_ns] * len(keys) if upkeep is None else upkeep.added_ns(tree.sites[: len(keys)])
+    costs = {key: round(called * each_ns[key]) for key, called in enumerate(calls) if called}
+    whole_ns = sum(costs.values())
+    shown = _heaviest(costs, labels.__getitem__, options)
     found = []
     for key in shown:
-        site, (cost_ns, each_ns) = tree.sites[key], costs[key]
-        ratio = share(cost_ns, whole_ns)
-        found.append(SiteCost(site.name, site.kind, _where(site), calls[key], each_ns, cost_ns, host_ns[key], ratio))
+        site, cost_ns = tree.sites[key], costs[key]
+        known = calls[key], each_ns[key], cost_ns, host_ns[key], share(cost_ns, whole_ns)
+        found.append(SiteCost(site.name, site.kind, _where(site), *known))
     left = len(costs) - len(shown)
     if left:
         left_calls = sum(calls) - sum(one.calls for one in found)
         left_ns = whole_ns - sum(one.cost_ns for one in found)
         left_host_ns = sum(host_ns) - sum(one.host_ns for one in found)
-        each_ns, ratio = left_ns / left_calls, share(left_ns, whole_ns)
-        found.append(SiteCost("", "", "", left_calls, each_ns, left_ns, left_host_ns, ratio, remaining=left))
+        known = left_calls, left_ns / left_calls, left_ns, left_host_ns, share(left_ns, whole_ns)
+        found.append(SiteCost("", "", "", *known, remaining=left))
     return tuple(found)
 
 

@@ -95,10 +95,10 @@ class EventRow:
     `name` is unescaped and in full, `depth` is 0 for the topmost rows. `thread` is the thread's id, or None where all
     threads are merged. `total_ns` is what the state asks for: `elapsed_ns`, `host_ns` or `device_ns`. `ratio` is its
     share of the block's Total time. The least, the greatest and the percentiles are of elapsed time, None where the
-    total is of another; the percentiles also where it `remaining`. `instance` tells the instances of `AllOpDetail` apart: a layer's path, else where the code
-    is. `self_ns` is host time outside the row's children; a hidden phase leaves its own to the row around it, and the
-    row of a type has that of its instances. A row with `remaining` stands for so many rows of its level that were
-    left out.
+    total is of another; the percentiles also where it `remaining`. `instance` tells the instances of `AllOpDetail`
+    apart: a layer's path, else where the code is. `self_ns` is host time outside the row's children; a hidden phase
+    leaves its own to the row around it, and the row of a type has that of its instances. A row with `remaining`
+    stands for so many rows of its level that were left out.
     """
 
     name: str

@@ -225,15 +225,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
     """The lines of a table, header first; no column is narrower than its entry of `least_widths`."""
     lines = [header, *rows]
     widths = [
-        max(least, *(columns(cell) + GAP for cell in column))
-        for least, column in zip(least_widths, zip(*lines, strict=True), strict=True)
+        max(least, _widest(column) + GAP) for least, column in zip(least_widths, zip(*lines, strict=True), strict=True)
     ]
     return ["".join(_padded(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
     """A table whose first column holds names, which are escaped and shortened so that a line has `LINE` columns."""
-    others = [max(least_width, *(columns(cell) + GAP for cell in column)) for column in zip(header, *rows, strict=True)]
+    others = [max(least_width, _widest(column) + GAP) for column in zip(header, *rows, strict=True)]
     room = max(LINE - sum(others[1:]), NAME_LEAST) - GAP
     names = shortened([safe(name) or "(no name)" for name, *_ in rows], room)
     fitting = [[name, *cells] for name, (_, *cells) in zip(names, rows, strict=True)]
@@ -251,5 +250,10 @@ def bounded(
     return (*heavy, rest([line for line in lines if id(line) not in shown]))
 
 
+def _widest(cells: Sequence[str]) -> int:
+    """Columns of the widest of some cells."""
+    return max(map(len if "".join(cells).isascii() else columns, cells))
+
+
 def _padded(cell: str, width: int) -> str:
-    return cell + " " * (width - columns(cell))
+    return cell.ljust(width) if cell.isascii() else cell + " " * (width - columns(cell))

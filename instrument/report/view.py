@@ -89,14 +89,14 @@ class SortKey:
 class Upkeep:
     """What only the process itself knows of its instrumentation; a saved trace does not carry it.
 
-    `added_ns` is what a call of a site's probe costs. `pairs_ns` is what pairs of events on a device have cost,
+    `added_ns` tells what a call of each site's probe costs. `pairs_ns` is what pairs of events on a device have cost,
     `threads_ns` the processor time of each thread of ours, by what it does. `passed` counts the calls that were not
     recorded, by site, to stay within the budget, and `muted` are the sites of which that is so now; `notes` say what
     else was not observed. `held_rows` of `ring_rows` are taken, of `ring_bytes` in all.
     """
 
     clock: str
-    added_ns: Callable[[Site], float]
+    added_ns: Callable[[Sequence[Site]], Sequence[float]]
     pairs_ns: float
     threads_ns: Mapping[str, int]
     passed: Mapping[Site, int]
