@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         "--with",
         dest="beside",
         metavar="FILE",
-        help="a trace that torch.profiler saved of the same time: its kernels and allocations beside our spans",
+        help="a trace that torch.profiler saved of the same time: its kernels, allocations and FLOPs beside our spans",
     )
     report.add_argument(
         "--view",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import attrgetter, le
 from struct import Struct, error
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from instrument import native
 
@@ -282,6 +282,18 @@ WORK: tuple[str, ...] = ("kernel", "copy", "fill")
 """Every kind of work of a `Kernel`."""
 
 
+class Flops(NamedTuple):
+    """Floating-point operations of one of torch's operators as torch.profiler saw it: where and when it began."""
+
+    thread_id: int
+    at_ns: int
+    flops: int
+
+
+FLOPS = "flops"
+"""The attribute of a span that says how many of these it did itself, those of spans below it left out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """Memory that a thread took from torch's allocator, or gave back (`size_bytes` below 0), as torch.profiler saw it.
@@ -430,7 +442,8 @@ class Trace:
     on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time,
     device and name, `gpus` are the devices that they name. `held_from_ns` is the time since when no span was
     overwritten by a newer one, 0 where none was. `kernels` and `allocations`, each in the order of time, are what
-    torch.profiler saw in the part of time that is `watched`, None where it saw nothing. `startup` is of the process,
+    torch.profiler saw in the part of time that is `watched`, None where it saw nothing, and `flops` are those of the
+    operators that it saw beside the spans of ours. `startup` is of the process,
     None where the trace is not of a session.
     """
 
@@ -450,6 +463,7 @@ class Trace:
     allocations: Sequence[Allocation] = ()
     watched: Interval | None = None
     startup: Startup | None = None
+    flops: Sequence[Flops] = ()
 
     @property
     def held(self) -> Interval:

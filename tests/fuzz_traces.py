@@ -33,6 +33,7 @@ from instrument.spans import (
     Cost,
     DeviceInterval,
     FirstCall,
+    Flops,
     Gpu,
     ImportTime,
     Kernel,
@@ -123,6 +124,7 @@ def sample_trace(seed: int) -> tuple[Trace, Tally | None]:
                 for n in range(chance.randrange(20))
             ],
             "watched": (1001, 1090),
+            "flops": [Flops(chance.choice([0, 11]), 1005, 2_000_000)],
         }  # fmt: skip
     if seed % 3 == 2:
         imports = (ImportTime("torch", 2, 90, 70, 5, 3), ImportTime("chat\u00e9", 1, 9, 9))
@@ -153,6 +155,12 @@ def foreign(seed: int) -> str:
     for _ in range(chance.randrange(4) if seed % 4 == 0 else 0):
         facts = {"Bytes": chance.randrange(-9, 9), "Device Type": chance.randrange(2), "Device Id": 0, "Addr": 5}
         events.append({"ph": "i", "name": "[memory]", "pid": 9, "tid": 7, "ts": chance.randrange(9), "args": facts})
+    for name, shapes in (("aten::mm", [[3, 4], [4, 5]]), ("aten::convolution", [[4, 4, 32, 32], [8, 2, 3, 3]])):
+        values = ["", "", "", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "2"]
+        facts = {"Input Dims": shapes, "Concrete Inputs": values}
+        when = {"ph": "X", "pid": 9, "tid": 7, "ts": chance.randrange(9), "dur": chance.randrange(4)}
+        if seed % 4 == 1:
+            events.append({"name": name, "cat": "cpu_op", "args": facts, **when})
     return json.dumps(events if seed % 2 else {"traceEvents": events, "baseTimeNanoseconds": 5})
 
 

@@ -24,9 +24,11 @@ class Kineto:
         self._numbers = count(1)
         self._allocated: dict[int, int] = {}
 
-    def op(self, name: str, start_ns: int, end_ns: int, thread: int = 0, category: str = "cpu_op") -> None:
+    def op(
+        self, name: str, start_ns: int, end_ns: int, thread: int = 0, category: str = "cpu_op", **more: Any
+    ) -> None:  # fmt: skip
         """An operator or another slice of the host."""
-        args = {"External id": next(self._numbers), "Ev Idx": len(self.events)}
+        args = {"External id": next(self._numbers), "Ev Idx": len(self.events), **more}
         self._slice(category, name, self.pid, thread or self.pid, start_ns, end_ns, args)
 
     def launch(

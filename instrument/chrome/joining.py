@@ -1,4 +1,4 @@
-"""Joining: what torch.profiler saw of a device and its memory, laid beside the spans of the same process.
+"""Joining: what torch.profiler saw of a device, its memory and its operators' work, beside the spans of the process.
 
 Both files tell the wall clock of their times: torch's by its base, ours by the pair of clocks of its origin.
 """
@@ -11,14 +11,15 @@ from datetime import datetime, timezone
 from operator import attrgetter
 
 from instrument.errors import TraceError
-from instrument.spans import Allocations, Kernel, Trace
+from instrument.spans import FLOPS, Allocations, Flops, Kernel, Trace
 
 OURS = "trace of instrument"
 TORCHS = "trace of torch.profiler"
 
 
 def join(trace: Trace, beside: Trace) -> Trace:
-    """A trace of ours with the kernels and allocations of a trace of torch.profiler, moved to our clock.
+    """A trace of ours with what a trace of torch.profiler tells of kernels, allocations and floating-point operations,
+    moved to our clock.
 
     Raises `TraceError` where the two are not what they should be, or of other processes or times.
     """
@@ -27,16 +28,17 @@ def join(trace: Trace, beside: Trace) -> Trace:
         raise TraceError(
             f"asked to join a {OURS} with a {TORCHS}, found a {found[0]} and a {found[1]}; give ours first"
         )
-    if beside.watched is None:
+    flops = _flops(beside)
+    if beside.watched is None and not flops:
         raise TraceError(
-            "asked to join a trace of torch.profiler, found neither kernels nor allocations in it; record it with "
-            "ProfilerActivity.CUDA or profile_memory=True"
+            "asked to join a trace of torch.profiler, found neither kernels nor allocations nor shapes of operators in "
+            "it; record it with ProfilerActivity.CUDA, profile_memory=True or record_shapes=True"
         )
     ours, theirs = trace.origin.pid, beside.origin.pid
     if ours and theirs and ours != theirs:
         raise TraceError(f"asked to join two traces of one process, found those of {ours} and {theirs}")
     moved_ns = beside.origin.realtime_of(0) - trace.origin.realtime_of(0)
-    first, last = beside.watched[0] + moved_ns, beside.watched[1] + moved_ns
+    first, last = (at_ns + moved_ns for at_ns in beside.watched or (beside.start_ns, beside.end_ns))
     if first >= trace.end_ns or last <= trace.start_ns:
         raise TraceError(
             f"asked to join two traces of one time, found ours from {_told(trace, trace.start_ns, trace.end_ns)} and "
@@ -63,7 +65,19 @@ def join(trace: Trace, beside: Trace) -> Trace:
         allocations=allocations[
             bisect_left(allocations, first, key=at_ns) : bisect_right(allocations, last, key=at_ns)
         ],
-        watched=(first, last),
+        watched=None if beside.watched is None else (first, last),
+        flops=[
+            one for one in (Flops(id_, at + moved_ns, count) for id_, at, count in flops) if first <= one.at_ns < last
+        ],
+    )
+
+
+def _flops(beside: Trace) -> list[Flops]:
+    """What the operators of a trace did, by when they began."""
+    its = ((span, span.attributes.get(FLOPS)) for span in beside.spans)
+    return sorted(
+        (Flops(span.thread_id, span.start_ns, count) for span, count in its if type(count) is int and count > 0),
+        key=attrgetter("at_ns"),
     )
 
 

@@ -17,6 +17,7 @@ from instrument.spans import (
     Allocations,
     Cost,
     FirstCall,
+    Flops,
     Gpu,
     ImportTime,
     Interval,
@@ -122,6 +123,7 @@ def metadata(
         ],
         **_watched(trace, base_ns),
         "startup": trace.startup and _startup(trace.startup, base_ns, sites),
+        **({"flops": [[one.thread_id, one.at_ns - base_ns, one.flops] for one in trace.flops]} if trace.flops else {}),
     }
     yield _without_del(encode(facts)[:-1])
     if trace.watched is not None:
@@ -225,6 +227,10 @@ class Metadata:
             allocations=self._allocations(),
             watched=self._watched(),
             startup=self._startup(),
+            flops=tuple(
+                Flops(checked(thread_id, int), self.base_ns + checked(since_ns, int), checked(flops, int))
+                for thread_id, since_ns, flops in facts.get("flops", ())
+            ),
         )
 
     def _startup(self) -> Startup | None:

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 from instrument import compression, native
 from instrument.chrome import allocations
+from instrument.chrome.flops import flops_of
 from instrument.chrome.lanes import DEVICE_PIDS, SPARE_TIDS
 from instrument.chrome.metadata import LIMIT_LINKS, Metadata, attribute, made
 from instrument.chrome.text import INT64, LIMIT_VALUE, Json, checked, index, nanoseconds
 from instrument.errors import TraceError
 from instrument.spans import (
+    FLOPS,
     HOST,
     KINDS,
     Allocations,
@@ -44,7 +46,10 @@ LIMIT_BYTES = 2 << 30
 # children.
 LIMIT_SPANS, LIMIT_BACKWARD = 10_000_000, 1000
 
-KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, "cpu_op": "op", "kernel": "op", "gpu_memcpy": "copy"}
+OPERATOR = "cpu_op"
+"""Category of torch's operators."""
+
+KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, OPERATOR: "op", "kernel": "op", "gpu_memcpy": "copy"}
 
 # What torch.profiler calls the work of a device, the calls that ask for it, and the type of the host as a device.
 WORK_OF_CATEGORY = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fill"}
@@ -403,6 +408,7 @@ class _Foreign:
         self._launches: dict[int, tuple[int, int]] = {}
         self._allocations = bytearray()
         self._device_rows: set[tuple[Any, ...]] = set()
+        self._counts_flops = False
 
     def add(self, event: dict[str, Any]) -> None:
         phase = checked(event.get("ph", ""), str)
@@ -426,6 +432,10 @@ class _Foreign:
         span.attributes = {k: v for k, v in event.get("args", {}).items() if isinstance(v, (str, int, float))}
         if step is not None:
             span.attributes["step"] = step
+        flops = flops_of(site.name, event.get("args") or {}) if event.get("cat") == OPERATOR else None
+        if flops is not None:
+            span.attributes[FLOPS] = flops
+            self._counts_flops = True
         if phase == "X":
             span.end_ns = _end(start_ns, nanoseconds(event["ts"] + checked(event.get("dur"), float, int)))
             self.spans.append(span)
@@ -488,6 +498,8 @@ class _Foreign:
     def trace(self) -> Trace:
         strays = self._close_marks()
         self._nest()
+        if self._counts_flops:
+            _count_outermost(self.spans)
         assign_self_times(self.spans)
         pids = [pid for pid, _ in self._thread_ids]
         host_pids = [row[0] for row in self._thread_ids if row not in self._device_rows]
@@ -550,3 +562,17 @@ class _Foreign:
                 span.parent_id, span.root_id = parent.span_id, parent.root_id
             if not stack or stack[-1] is parent:
                 stack.append(span)
+
+
+def _count_outermost(spans: Sequence[Span]) -> None:
+    """Leave the operations of a product or convolution to the outermost of the operators that tell them.
+
+    Spans come after those that they lie in.
+    """
+    counted: set[int] = set()
+    for span in spans:
+        if span.parent_id in counted:
+            span.attributes = {key: value for key, value in span.attributes.items() if key != FLOPS}
+            counted.add(span.span_id)
+        elif FLOPS in span.attributes:
+            counted.add(span.span_id)

@@ -73,7 +73,7 @@ _INSTEAD: Mapping[str, str] = {
     "record_shapes": "a rule's attributes record the sizes of arguments",
     "profile_memory": "the view memory takes allocations from a trace of torch.profiler",
     "emit_nvtx": "under Nsight every span is an NVTX range without it",
-    "with_flops": "nothing counts operations",
+    "with_flops": "the view operators counts them beside a trace of torch.profiler with shapes",
 }
 _told: set[str] = set()
 

@@ -611,6 +611,32 @@ sites(PyObject *Py_UNUSED(module), PyObject *spans)
     return found;
 }
 
+/* having(spans, attribute): the spans that have an attribute. None where one of them is no span of ours. */
+static PyObject *
+having(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *spans, *attribute;
+    if (!PyArg_ParseTuple(args, "OU:having", &spans, &attribute))
+        return NULL;
+    PyObject *own = own_spans(spans);
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    PyObject *found = PyList_New(0);
+    for (Py_ssize_t i = 0; found != NULL && i < PyTuple_GET_SIZE(own); i++) {
+        PyObject *span = PyTuple_GET_ITEM(own, i), *attributes = Py_XNewRef(((Span *)span)->attributes);
+        int has = attributes == NULL ? 0 : PySequence_Contains(attributes, attribute);
+        Py_XDECREF(attributes);
+        if (has < 0 || (has && PyList_Append(found, span) < 0))
+            Py_CLEAR(found);
+        give_way((size_t)i);
+    }
+    Py_DECREF(own);
+    return found;
+}
+
 /* ---- where device time belongs */
 
 typedef struct {
@@ -1503,6 +1529,7 @@ end:
 
 static PyMethodDef functions[] = {
     {"sites", sites, METH_O, "The sites of spans, each once."},
+    {"having", having, METH_VARARGS, "The spans that have an attribute."},
     {"owners", owners, METH_VARARGS, "Of each span the topmost one of a kind at or above it."},
     {"device_time", device_time, METH_VARARGS, "The device time of spans, by site, device, stream and label."},
     {"host_time", host_time, METH_VARARGS, "Where the spans of each site and thread lie in a window."},

@@ -20,6 +20,7 @@ from itertools import compress
 
 from instrument.report.calls import Place, Times, call_tree, every_place
 from instrument.report.device import Coverage, none_held
+from instrument.report.flops import FlopTable, flops_of
 from instrument.report.rows import (
     CallBlock,
     CallRow,
@@ -86,11 +87,13 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """The view: blocks of rows, and the order of execution where `AllOpDetail` asks for it."""
+    """The view: blocks of rows, the order of execution where `AllOpDetail` asks for it, and the floating-point
+    operations where any were told."""
 
     coverage: tuple[str, ...]
     blocks: tuple[CallBlock, ...]
     in_order: InOrder | None
+    operations: FlopTable | None
     _complete: bool = field(repr=False)
     _options: Options = field(repr=False)
 
@@ -108,6 +111,8 @@ class Operators:
             "",
             *block_lines(self.blocks, self._options, "Operator"),
         ]
+        if self.operations is not None:
+            lines += self.operations.lines(self._options.unit)
         if self.in_order is not None:
             lines += _order_lines(self.in_order, complete=self._complete)
         return lines
@@ -125,7 +130,8 @@ def operators(recording: Recording, options: Options) -> Operators:
     blocks = blocks_of(places, names, options, _block)
     in_order = _in_order(trace, options) if options.tracer_option == "AllOpDetail" and blocks else None
     held = Coverage.of(trace)
-    return Operators(tuple(held.lines()), blocks, in_order, held.complete, options)
+    operations = flops_of(trace, OPERATORS, options) if blocks else None
+    return Operators(tuple(held.lines()), blocks, in_order, operations, held.complete, options)
 
 
 def _block(thread: int | None, name: str, places: Sequence[Place], options: Options) -> CallBlock:

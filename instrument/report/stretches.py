@@ -107,6 +107,12 @@ def sites(spans: Sequence[Span]) -> list[Site]:
     return list({span.site: None for span in spans}) if found is None else found
 
 
+def having(spans: Sequence[Span], attribute: str) -> list[Span]:
+    """The spans that have an attribute."""
+    found: list[Span] | None = None if _native is None else _native.having(spans, attribute)
+    return [span for span in spans if attribute in span.attributes] if found is None else found
+
+
 class Owners(NamedTuple):
     """Of each span the id of the topmost request at or above it (0: none), in one piece of memory, and the requests."""
 
