@@ -500,8 +500,8 @@ class Session:
         processor time for as many call paths as there may be (16,384), whatever the uptime; the first of a session asks
         each path and site what it is, 0.5 us each. A block for each thread adds some 30 us for each of its rows.
         `beside` is a trace file of `torch.profiler`, recorded meanwhile, whose kernels and allocations the views
-        `kernels` and `memory` are then of, and `operators` tells FLOPs by the shapes in it. Raises `ValueError` for a view or a value that there is not, and
-        `TraceError` for a file that is not of this process and time.
+        `kernels` and `memory` are then of, and `operators` tells FLOPs by the shapes in it. Raises `ValueError` for a
+        view or a value that there is not, and `TraceError` for a file that is not of this process and time.
         """
         return summary(self._views(views), self.recording(beside), self._options(options))
 
