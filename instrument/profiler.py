@@ -224,6 +224,7 @@ class Session:
                 self._outbox.renew_clock(self.origin)
             self._ticks.check(time.monotonic_ns())
             self._budget.step()
+            RECORDER.learn_paths()
             if self._is_read():
                 self._reader.look()
             if self._outbox is not None:
@@ -497,11 +498,12 @@ class Session:
         `options` are those of `instrument.report.view.Options`. Views that are made from the tally are exact for all
         calls; those of spans are of the ones that the rings still hold, and say from when on these are complete.
         Those of the tally, and that of costs, with threads merged and some tens of `rows`, take up to some 15 ms of
-        processor time for as many call paths as there may be (16,384), whatever the uptime; the first of a session asks
-        each path and site what it is, 0.5 us each. A block for each thread adds some 30 us for each of its rows.
-        `beside` is a trace file of `torch.profiler`, recorded meanwhile, whose kernels and allocations the views
-        `kernels` and `memory` are then of, and `operators` tells FLOPs by the shapes in it. Raises `ValueError` for a
-        view or a value that there is not, and `TraceError` for a file that is not of this process and time.
+        processor time for as many call paths as there may be (16,384), whatever the uptime; the first asks each path
+        and site what it is, 0.5 us each, unless a thread of ours has done so before. A block for each thread adds
+        some 30 us for each of its rows. `beside` is a trace file of `torch.profiler`, recorded meanwhile, whose
+        kernels and allocations the views `kernels` and `memory` are then of, and `operators` tells FLOPs by the
+        shapes in it. Raises `ValueError` for a view or a value that there is not, and `TraceError` for a file that is
+        not of this process and time.
         """
         return summary(self._views(views), self.recording(beside), self._options(options))
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import native, pure, wrapping
 from instrument.errors import TargetError
-from instrument.lines import NOT_BELOW, CallTree, Lines, Numbers, unpacked
+from instrument.lines import KIND, NOT_BELOW, CallTree, Lines, Numbers, unpacked
 from instrument.ring import Cursor, Row
 from instrument.rows import STREAM, Held, Taken, span_of
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
@@ -280,6 +280,11 @@ class _Recording:
 
     def shape_calls(self) -> dict[str, int]:
         """How often probes of each shape were called, as `measure_costs` names them."""
+        of_nodes, names = self._shapes_by_node()
+        return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
+
+    def _shapes_by_node(self) -> tuple[array[int], tuple[str, ...]]:
+        """Of each call path the number of its probe's shape, and the shapes."""
         tree, noted = self.paths(), self._shapes_noted
         if self._shapes_of_nodes[:2] != (noted, len(tree)):
             site_of, numbers = tree.site_of, dict[str, int]()
@@ -289,8 +294,7 @@ class _Recording:
             ]
             of_nodes = array("i", map(of_site.__getitem__, site_of))
             self._shapes_of_nodes = noted, len(site_of), of_nodes, tuple(numbers)
-        _, _, of_nodes, names = self._shapes_of_nodes
-        return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
+        return self._shapes_of_nodes[2:]
 
     # ---------------------------------------------------------------- reading
 
@@ -301,6 +305,18 @@ class _Recording:
             first = len(paths)
             paths.extend(first, *self.nodes_from(first, paths.sites))
             return paths
+
+    def learn_paths(self) -> None:
+        """Ask ahead what every report needs to know of new call paths, so that the first one need not: 0.5 us each.
+
+        That is done where they are an eighth more than those known, which are copied each time that any come.
+        """
+        known = len(self._paths)
+        if self.node_count - known > known // 8:
+            tree = self.paths()
+            tree.located()
+            tree.by_site(KIND)
+            self._shapes_by_node()
 
     def _paths_with(self, row: Row) -> CallTree:
         return self._paths if row[0] < len(self._paths) else self.paths()

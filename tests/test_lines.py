@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from instrument import scope
 from instrument.lines import (
     CALLS,
     FIRST,
+    KIND,
     NAME,
     NOT_BELOW,
     ORDERS,
@@ -33,6 +35,7 @@ from instrument.lines import (
     tree_of_names,
 )
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
+from instrument.recorder import RECORDER
 from instrument.report.events import events
 from instrument.report.self_times import classes, instances, ops
 from instrument.report.tree import LEVELS, WEIGHTS
@@ -331,6 +334,36 @@ def test_what_is_held_is_told_without_making_spans(make_recorder: Any) -> None:
     for span in spans:
         oldest[span.thread_id] = min(oldest.get(span.thread_id, span.end_ns), span.end_ns)
     assert held.oldest_ns == oldest
+
+
+def test_paths_that_were_learnt_ahead_are_told_as_if_they_were_not(make_recorder: Any) -> None:
+    """All of the first, then only where there are an eighth more: what is known is copied each time."""
+    recorder = make_recorder()
+    known = []
+    for count in range(40):
+        recorder.close(recorder.open(Site(f"f{count}", "op")))
+        recorder.learn_paths()
+        known.append(len(recorder._paths))
+        assert recorder.node_count * 8 <= known[-1] * 9
+    assert len(set(known)) < 20
+    tree = recorder.paths()
+    assert [tree.sites[site].name for site in tree.site_of[1:]] == [f"f{count}" for count in range(40)]
+    assert list(tree.by_site(KIND)[1:]) == ["op"] * 40
+    assert recorder.shape_calls() == {"scope": 40}
+
+
+def test_a_session_learns_paths_ahead_of_the_first_report() -> None:
+    session = instrument.start(loads("budget: 1%"))
+    assert session is not None
+    try:
+        with scope("work"):
+            pass
+        end = time.monotonic() + 20
+        while len(RECORDER._paths) < RECORDER.node_count and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(RECORDER._paths) == RECORDER.node_count
+    finally:
+        instrument.stop()
 
 
 def test_the_live_view_of_costs_says_what_a_look_at_each_span_says() -> None:
