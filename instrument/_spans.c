@@ -968,6 +968,89 @@ failed:
     return NULL;
 }
 
+/* Make what finding nodes needs: room for the ids of so many spans. 0, or -1 with an error. */
+static int
+count_make(count_t *count, PyObject *own, size_t total, uint32_t **order, uint32_t **paths, uint32_t **above)
+{
+    *paths = PyMem_RawMalloc((total + 1) * sizeof **paths);
+    *above = PyMem_RawMalloc((total + 1) * sizeof **above);
+    count->values = PyDict_New();
+    if (count->values == NULL)
+        return -1;
+    if (*paths == NULL || *above == NULL || order_spans(&PyTuple_GET_ITEM(own, 0), total, 1, order) < 0 ||
+        table_make(&count->by_id, total) < 0 || table_make(&count->sites, 64) < 0 ||
+        table_make(&count->threads, 64) < 0 || table_make(&count->fine, 64) < 0 || table_make(&count->coarse, 64) < 0 ||
+        table_make(&count->cell_of, 64) < 0 || table_make(&count->histogram, 1024) < 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memset(*paths, 0xFF, (total + 1) * sizeof **paths);
+    for (size_t i = 0; i < total; i++) {
+        Span *span = (Span *)PyTuple_GET_ITEM(own, *order == NULL ? i : (*order)[i]);
+        *table_cell(&count->by_id, span->span_id) = (uint32_t)i; /* it has room for all */
+        give_way(i);
+    }
+    return 0;
+}
+
+static void
+count_free(count_t *count, PyObject *own, uint32_t *order, uint32_t *paths, uint32_t *above)
+{
+    for (size_t i = 0; i < count->cell_count; i++)
+        Py_XDECREF(count->cells[i].histogram);
+    for (size_t i = 0; i < count->known_count; i++)
+        Py_DECREF(count->known[i].site);
+    PyMem_RawFree(count->nodes);
+    PyMem_RawFree(count->cells);
+    PyMem_RawFree(count->known);
+    table_free(&count->by_id);
+    table_free(&count->sites);
+    table_free(&count->threads);
+    table_free(&count->fine);
+    table_free(&count->coarse);
+    table_free(&count->cell_of);
+    table_free(&count->histogram);
+    Py_XDECREF(count->values);
+    PyMem_RawFree(order);
+    PyMem_RawFree(paths);
+    PyMem_RawFree(above);
+    Py_DECREF(own);
+}
+
+/* links(spans): how many sites the call paths of spans have in all, threads together. None where one of them is no span of
+ * ours. */
+static PyObject *
+count_links(PyObject *Py_UNUSED(module), PyObject *spans)
+{
+    PyObject *own = own_spans(spans), *result = NULL;
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    size_t total = (size_t)PyTuple_GET_SIZE(own);
+    count_t count = {0};
+    uint32_t *order = NULL, *paths = NULL, *above = NULL;
+    int done = count_make(&count, own, total, &order, &paths, &above);
+    for (size_t i = 0; done == 0 && i < total; i++) {
+        done = node_of(&count, own, order, paths, above, (uint32_t)i) == NOWHERE ? -1 : 0;
+        give_way(i);
+    }
+    uint32_t *depths = done < 0 ? NULL : PyMem_RawMalloc((count.node_count + 1) * sizeof *depths);
+    if (depths != NULL) {
+        uint64_t links = 0;
+        for (size_t i = 0; i < count.node_count; i++) { /* each comes after the one above it */
+            uint32_t parent = count.nodes[i].parent;
+            links += depths[i] = parent == NOWHERE ? 1 : depths[parent] + 1;
+        }
+        result = PyLong_FromUnsignedLongLong(links);
+        PyMem_RawFree(depths);
+    } else if (done == 0)
+        PyErr_NoMemory();
+    count_free(&count, own, order, paths, above);
+    return result;
+}
+
 /* count(spans, most_bytes): the totals of spans by call path and thread, as `Tally.of_spans` counts them. None where
  * the spans are not plain. */
 static PyObject *
@@ -985,24 +1068,10 @@ count_spans(PyObject *Py_UNUSED(module), PyObject *args)
     }
     size_t total = (size_t)PyTuple_GET_SIZE(own);
     count_t count = {0};
-    uint32_t *order = NULL, *paths = PyMem_RawMalloc((total + 1) * sizeof *paths);
-    uint32_t *above = PyMem_RawMalloc((total + 1) * sizeof *above);
+    uint32_t *order = NULL, *paths = NULL, *above = NULL;
     int plain = 1;
-    count.values = PyDict_New();
-    if (count.values == NULL)
+    if (count_make(&count, own, total, &order, &paths, &above) < 0)
         goto end;
-    if (paths == NULL || above == NULL || order_spans(&PyTuple_GET_ITEM(own, 0), total, 1, &order) < 0 ||
-        table_make(&count.by_id, total) < 0 || table_make(&count.sites, 64) < 0 || table_make(&count.threads, 64) < 0 ||
-        table_make(&count.fine, 64) < 0 || table_make(&count.coarse, 64) < 0 || table_make(&count.cell_of, 64) < 0 ||
-        table_make(&count.histogram, 1024) < 0) {
-        PyErr_NoMemory();
-        goto end;
-    }
-    memset(paths, 0xFF, (total + 1) * sizeof *paths);
-    for (size_t i = 0; i < total; i++) {
-        *table_cell(&count.by_id, SPAN_AT(i)->span_id) = (uint32_t)i; /* it has room for all */
-        give_way(i);
-    }
     for (size_t i = 0; plain && i < total; i++) {
         Span *span = SPAN_AT(i);
         uint32_t node = node_of(&count, own, order, paths, above, (uint32_t)i);
@@ -1014,25 +1083,7 @@ count_spans(PyObject *Py_UNUSED(module), PyObject *args)
     }
     result = plain ? counted(&count) : Py_NewRef(Py_None);
 end:
-    for (size_t i = 0; i < count.cell_count; i++)
-        Py_XDECREF(count.cells[i].histogram);
-    for (size_t i = 0; i < count.known_count; i++)
-        Py_DECREF(count.known[i].site);
-    PyMem_RawFree(count.nodes);
-    PyMem_RawFree(count.cells);
-    PyMem_RawFree(count.known);
-    table_free(&count.by_id);
-    table_free(&count.sites);
-    table_free(&count.threads);
-    table_free(&count.fine);
-    table_free(&count.coarse);
-    table_free(&count.cell_of);
-    table_free(&count.histogram);
-    Py_XDECREF(count.values);
-    PyMem_RawFree(order);
-    PyMem_RawFree(paths);
-    PyMem_RawFree(above);
-    Py_DECREF(own);
+    count_free(&count, own, order, paths, above);
     return result;
 }
 
@@ -1128,6 +1179,7 @@ static PyMethodDef functions[] = {
     {"assign_self_times", assign_self_times, METH_O, "Set the self times of spans from their tree."},
     {"backward", backward, METH_O, "How many spans come before their parents."},
     {"unpacked", unpacked, METH_O, "The sum of packed histograms."},
+    {"links", count_links, METH_O, "How many sites the call paths of spans have in all."},
     {"count", count_spans, METH_VARARGS, "The totals of spans by call path and thread."},
     {NULL},
 };

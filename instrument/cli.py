@@ -524,11 +524,11 @@ def _report(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report.summary import summary, summary_document
     from instrument.report.view import Options, Recording
 
-    trace, tally = chrome.load(options.trace)
+    trace, make_tally = chrome.read(options.trace)
     if options.beside:
-        trace = chrome.join(trace, chrome.load(options.beside)[0])
+        trace = chrome.join(trace, chrome.read(options.beside)[0])
     views = options.view or ("events",)
-    recording = Recording.of_trace(trace, tally)
+    recording = Recording.of_trace(trace, make_tally)
     asked = Options(
         tracer_option=options.tracer_option,
         state=options.state,

@@ -101,7 +101,7 @@ class Window:
 
     def _recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
         trace = self.trace
-        return Recording.of_trace(trace if beside is None else chrome.join(trace, chrome.load(beside)[0]))
+        return Recording.of_trace(trace if beside is None else chrome.join(trace, chrome.read(beside)[0]))
 
     def _options(self, asked: Mapping[str, Any]) -> Options:
         defaults = {

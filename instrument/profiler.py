@@ -473,7 +473,7 @@ class Session:
         cost = self.cost()
         return Recording(
             self.tally,
-            self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.load(beside)[0]),
+            self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside)[0]),
             make_lines=lambda merged: RECORDER.lines(merged=merged),
             make_held=self._held,
             cost=cost,

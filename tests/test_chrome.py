@@ -339,6 +339,22 @@ def test_a_file_without_a_tally_has_it_counted_from_its_spans(tmp_path: Path) ->
     assert rows_of(tally) == rows_of(Tally.of_spans(original.spans))
 
 
+def test_such_a_tally_may_be_asked_for_later_but_a_file_that_nests_too_deep_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = trace(*(span(number, number, 900 - number, parent=number - 1) for number in range(1, 41)))
+    path = chrome.dump(tmp_path / "trace.json", original)
+    loaded, make_tally = chrome.read(path)
+    assert (loaded.spans, rows_of(make_tally())) == (original.spans, rows_of(chrome.load(path)[1]))
+    for native_spans in (reading._native_spans, None):
+        monkeypatch.setattr(reading, "_native_spans", native_spans)
+        monkeypatch.setattr(reading, "LIMIT_LINKS", 820)
+        chrome.read(path)
+        monkeypatch.setattr(reading, "LIMIT_LINKS", 819)
+        with pytest.raises(TraceError, match="deeper than any program's"):
+            chrome.read(path)
+
+
 def test_a_tally_is_saved_whether_or_not_its_spans_are(tmp_path: Path) -> None:
     tally = Tally.of_spans([span(1, -900, 10**12, error="OSError"), span(2, 3, 900, parent=1)], {4711: "Main"})
     loaded, loaded_tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace(), tally))

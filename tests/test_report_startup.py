@@ -200,7 +200,7 @@ def test_it_is_saved_with_the_trace(tmp_path: Path) -> None:
     tally, facts = a_service()
     trace = Trace(Origin(1, "chat", 0, 0), 1_000 * MS, 9_000 * MS, [], startup=facts)
     loaded, again = chrome.load(chrome.dump(tmp_path / "trace.json.gz", trace, tally))
-    ours = startup(Recording.of_trace(loaded, again), Options())
+    ours = startup(Recording.of_trace(loaded, lambda: again), Options())
     assert document(ours) == document(view_of(tally, facts))
     assert loaded.startup is not None
     assert (loaded.startup.imports, len(loaded.startup.firsts)) == (facts.imports, 6)

@@ -203,7 +203,7 @@ def test_a_program_under_run_tells_its_whole_way_to_serving(tmp_path: Path) -> N
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     trace, tally = chrome.load(tmp_path / "trace.json.gz")
-    view = startup(Recording.of_trace(trace, tally), Options())
+    view = startup(Recording.of_trace(trace, lambda: tally), Options())
     assert view.imports is not None
     imports = {one.package: one for one in view.imports}
     assert {"torch", "fractions", "wave"} <= set(imports)

@@ -11,7 +11,7 @@ text, and a value of any other type becomes the type's name in angle brackets.
 """
 
 from instrument.chrome.joining import join
-from instrument.chrome.reading import load
+from instrument.chrome.reading import load, read
 from instrument.chrome.writing import dump, file_name
 
-__all__ = ["dump", "file_name", "join", "load"]
+__all__ = ["dump", "file_name", "join", "load", "read"]

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, count
 from operator import itemgetter
 from pathlib import Path
@@ -78,10 +79,32 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 
     Raises `TraceError` for whatever cannot be read.
     """
+    trace, make_tally = read(path, limit_bytes=limit_bytes)
+    return trace, make_tally()
+
+
+def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Callable[[], Tally]]:
+    """As `load`, but a tally that the file does not have is counted when it is asked for: a fifth of the time."""
+    with _refusals(path):
+        trace, tally = _load(Path(path), limit_bytes)
+        if tally is None and not _is_shallow(trace.spans):
+            tally = _counted(trace)
+
+    def make_tally() -> Tally:
+        with _refusals(path):
+            return _counted(trace) if tally is None else tally
+
+    return trace, make_tally
+
+
+@contextmanager
+def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Everything that a file may raise, as a `TraceError`."""
     why: str
     cause: Exception
     try:
-        return _load(Path(path), limit_bytes)
+        yield
+        return
     except RecursionError as problem:
         why, cause = "it nests deeper than any trace; give a Chrome trace in JSON", problem
     except compression.damages() as problem:
@@ -97,7 +120,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
     raise TraceError(f"cannot read the trace {os.fspath(path)}: {why}") from cause
 
 
-def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally]:
+def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally | None]:
     facts = source.stat()
     if not stat.S_ISREG(facts.st_mode):
         raise ValueError("it is not a regular file; give a trace file")
@@ -112,7 +135,7 @@ def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally]:
         return _content(text)
 
 
-def _content(text: Json) -> tuple[Trace, Tally]:
+def _content(text: Json) -> tuple[Trace, Tally | None]:
     foreign = _Foreign()
     own: _Own | None = None
 
@@ -131,8 +154,7 @@ def _content(text: Json) -> tuple[Trace, Tally]:
         elif key == "host_name":
             foreign.host = checked(value, str)
     trace = (own or foreign).trace()
-    tally = own.metadata.tally() if own else None
-    return trace, _counted(trace) if tally is None else tally
+    return trace, own.metadata.tally() if own else None
 
 
 def _members(text: Json, scan: Callable[[Json], bool]) -> Iterator[tuple[str | None, Any]]:
@@ -188,6 +210,12 @@ def _elements(text: Json, scan: Callable[[Json], bool]) -> Iterator[tuple[None, 
         if not scan(text):
             yield None, checked(text.value(), dict)
         end = text.take(",]")
+
+
+def _is_shallow(spans: Sequence[Span]) -> bool:
+    """Whether it is known that call paths are no longer than those of programs."""
+    links = None if _native_spans is None else _native_spans.links(spans)
+    return links is not None and links <= LIMIT_LINKS
 
 
 def _counted(trace: Trace) -> Tally:

@@ -298,7 +298,9 @@ class ProfilerResult:
         views: SummaryView | Iterable[SummaryView] | None = None,
     ) -> str:
         """Print the views, and return the text."""
-        text = _text(Recording.of_trace(self.trace, self.tally), sorted_by, op_detail, thread_sep, time_unit, views)
+        text = _text(
+            Recording.of_trace(self.trace, lambda: self.tally), sorted_by, op_detail, thread_sep, time_unit, views
+        )
         print(text, flush=True)
         return text
 

@@ -218,10 +218,10 @@ class Recording:
         return None if self._make_upkeep is None else self._make_upkeep()
 
     @classmethod
-    def of_trace(cls, trace: Trace, tally: Tally | None = None) -> Recording:
+    def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
         """A saved or finished trace; a tally that it does not carry is counted from its spans."""
         return cls(
-            lambda: Tally.of_spans(trace.spans, trace.threads) if tally is None else tally,
+            make_tally or (lambda: Tally.of_spans(trace.spans, trace.threads)),
             lambda: trace,
             cost=trace.cost,
             losses=trace.losses,
