@@ -76,3 +76,21 @@ def test_what_c_does_not_take_is_left_to_python() -> None:
     long = replace(plain, start_ns=1 - NEVER, end_ns=NEVER - 1)
     (place,) = every_place(call_tree([long], OPERATORS))
     assert place.host_ns == 2 * NEVER - 2
+
+
+@native
+def test_ids_that_change_while_the_tree_is_made_harm_nothing() -> None:
+    """As another thread may change them, or a site that runs code: one to an id that only a parent was to have."""
+    spans = [Span(OUTER, 1, 99, 1, 1, 0, 0, 10, 10, 10, device=(DeviceInterval(0, 7, 2, 4),))]
+
+    class Changing:
+        device = False
+
+        @property
+        def kind(self) -> str:
+            spans[0].span_id = 99
+            return "op"
+
+    spans[0].site = Changing()  # type: ignore[assignment]
+    rows, uses = calls._native.places(spans, OPERATORS, -NEVER, NEVER - 1, frozenset())
+    assert (len(rows), uses) == (1, [(0, 0, 7, 1, 2, 2, 2)])

@@ -229,10 +229,10 @@ encloses(const tree_t *tree, const Span *span)
     return timed;
 }
 
-/* Give the device intervals of a span to its call and to those around it that are asked for. 1; 0 where they are not
- * plain; -1 with an error. */
+/* Give the device intervals of a span to its call and to those around it that are asked for. `own` is the number of a span
+ * that is a parent, else NOWHERE. 1; 0 where they are not plain; -1 with an error. */
 static int
-take_device(tree_t *tree, Span *span, uint32_t number, int is_parent)
+take_device(tree_t *tree, Span *span, uint32_t number, uint32_t own)
 {
     if (!PyTuple_CheckExact(span->device))
         return 0;
@@ -262,8 +262,8 @@ take_device(tree_t *tree, Span *span, uint32_t number, int is_parent)
         return 1;
     spot_t *spot = SPOT(number);
     if (spot->wanted) {
-        if (is_parent) {
-            if (hold(tree, table_get(&tree->by_id, span->span_id)) < 0)
+        if (own != NOWHERE) {
+            if (hold(tree, own) < 0)
                 goto no_memory;
         } else {
             sort_stretches((stretch_t *)tree->call.items, tree->call.used);
@@ -320,9 +320,9 @@ count_span(tree_t *tree, Span *span)
         number = climb(tree, span);
     if (number == NOWHERE)
         return -1;
-    int is_parent = table_get(&tree->parents, span->span_id) != NOWHERE;
-    if (is_parent)
-        tree->placed[table_get(&tree->by_id, span->span_id)] = number;
+    uint32_t own = table_get(&tree->parents, span->span_id) == NOWHERE ? NOWHERE : table_get(&tree->by_id, span->span_id);
+    if (own != NOWHERE) /* also one that has been given an id meanwhile that no span had */
+        tree->placed[own] = number;
     spot_t *spot = SPOT(number);
     spot->calls++;
     spot->host_ns += host_ns;
@@ -331,7 +331,7 @@ count_span(tree_t *tree, Span *span)
     spot->first_ns = start < spot->first_ns ? start : spot->first_ns;
     if (span->device == NULL || !(spot->wanted || spot->inside))
         return 1;
-    return take_device(tree, span, number, is_parent);
+    return take_device(tree, span, number, own);
 }
 
 /* What calls have of stretches of their own and of calls below them: unions of each. 1, 0 where a sum is beyond 64 bits,
