@@ -1091,6 +1091,19 @@ def test_values_longer_than_a_block_are_read(tmp_path: Path, monkeypatch: pytest
     assert_same(chrome.load(path)[0], trace(*spans))
 
 
+@pytest.mark.parametrize("size_bytes", range(1, 9))
+def test_numbers_that_a_block_cuts_anywhere_are_read_in_full(
+    size_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instrument.chrome.text.BLOCK_BYTES", size_bytes)
+    path = tmp_path / "trace.json"
+    path.write_text('{"a":1.5,"b":-1.25e+2,"c":2E-1,"d":12,"traceEvents":[],"baseTimeNanoseconds":120}')
+    assert chrome.load(path)[0].origin.realtime_ns == 120
+    path.write_text('{"traceEvents":[],"a":1.')
+    with pytest.raises(TraceError, match="at character 23"):
+        chrome.load(path)
+
+
 def test_names_stay_data_in_viewers_and_files(tmp_path: Path) -> None:
     spans = [span(i, i, i + 1, site=Site(name)) for i, name in enumerate(HOSTILE, start=1)]
     found = dumped(tmp_path, *spans)

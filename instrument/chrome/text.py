@@ -34,6 +34,9 @@ LONGEST_WORD = 9
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
+_GOES_ON = re.compile(r"(?:\.|[eE][+-]?)?\Z")
+"""What follows a number at the end of the text at hand, if it may go on behind it."""
+
 
 # Out
 
@@ -175,8 +178,9 @@ class Json:
                 failed_at = at
                 continue
             length = end - self._at
-            # A number at the very end may go on in the next block.
-            if end < len(self._text) or isinstance(value, (dict, list, str)) or not self._more():
+            # A number may go on in the next block.
+            is_cut = not isinstance(value, (dict, list, str)) and _GOES_ON.match(self._text, end)
+            if not is_cut or not self._more():
                 self._at += length
                 return value
 
