@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,14 @@ def test_an_asynchronous_one_lasts_from_its_call_to_the_end_of_its_wait_beside_w
     assert (one.name, one.calls, one.moved_bytes) == ("all_reduce (gloo default_pg)", 1, 4_000_000)
     assert (one.host_ns, one.waited_ns, one.device_ns) == (MS, 5 * MS, None)
     assert view(trace, state="GPU").places == ()
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), (1 << 63) - 1, -(1 << 63), True, "1"])
+def test_what_a_damaged_file_says_of_a_communication_breaks_no_view(value: object) -> None:
+    trace = made((COMM, 1, 0, 1), (F, 1, 5, 6))
+    trace.spans[0].attributes = {"in_flight_ns": value, "bytes": value}  # type: ignore[dict-item]
+    assert "MB" in text_of(view(trace))
+    assert numbers(view(trace))["host"] == (1.0, 1.0, 0.0)
 
 
 def test_the_host_does_not_compute_while_the_same_thread_copies_loads_or_communicates() -> None:

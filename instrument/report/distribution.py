@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from instrument.report.device import Coverage, none_held
 from instrument.report.stretches import (
+    FARTHEST_NS,
     UNTIMED,
     common,
     device_time,
@@ -47,6 +48,8 @@ KERNELS = ("nccl", "xccl")
 
 HOST, TOGETHER = "host", "together"
 
+MOST_BYTES = 1 << 63
+"""No call moves as many; a damaged file may say so."""
 
 NO_COMMUNICATION = (
     "No communication was recorded: `comm: auto` in the profile records that of torch.distributed; `kind: comm` in a "
@@ -253,7 +256,7 @@ def _in_flight(span: Span) -> Interval:
     """The time from the call of a communication to the end of the span, as far as the span tells it."""
     flight_ns = span.attributes.get("in_flight_ns")
     if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
-        return min(span.start_ns, span.end_ns - flight_ns), span.end_ns
+        return max(min(span.start_ns, span.end_ns - flight_ns), -FARTHEST_NS), span.end_ns
     return span.start_ns, span.end_ns
 
 
@@ -268,7 +271,7 @@ def _operations(calls: Iterable[Span], options: Options) -> list[OperationUse]:
         sums = found.setdefault(name, [0] * 6)
         moved = span.attributes.get("bytes")
         sums[0] += not waits
-        sums[1] += moved if isinstance(moved, int) and not isinstance(moved, bool) and moved > 0 else 0
+        sums[1] += moved if isinstance(moved, int) and not isinstance(moved, bool) and 0 < moved < MOST_BYTES else 0
         sums[3 if waits else 2] += span.total_ns
         sums[4] += span.device_ns
         sums[5] += any(interval.label not in UNTIMED for interval in span.device)
