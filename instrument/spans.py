@@ -294,6 +294,12 @@ FLOPS = "flops"
 """The attribute of a span that says how many of these it did itself, those of spans below it left out."""
 
 
+def flops_told(span: Span) -> int:
+    """How many floating-point operations a span says that it did, 0 where it says none, or more than 64 bits hold."""
+    count = span.attributes.get(FLOPS)
+    return count if type(count) is int and 0 < count < 1 << 63 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """Memory that a thread took from torch's allocator, or gave back (`size_bytes` below 0), as torch.profiler saw it.

@@ -221,11 +221,23 @@ def test_a_scope_tells_its_own() -> None:
         instrument.stop()
 
 
-def test_where_nothing_is_told_there_is_no_table() -> None:
+@pytest.mark.parametrize("value", [True, "5", 5.0, 0, -5, 1 << 63, 10**400])
+def test_where_nothing_is_told_there_is_no_table(value: Any) -> None:
     trace = ours()
-    trace.spans[2].attributes = {FLOPS: True}
+    trace.spans[2].attributes = {FLOPS: value}
     assert view(trace).operations is None
     assert "FLOPs" not in text_of(view(trace))
+
+
+@pytest.mark.parametrize("value", ["many", -1, 10**400])
+def test_an_argument_that_tells_nothing_hides_no_operators_below_it(value: Any, tmp_path: Path) -> None:
+    file = nested()
+    file.op("mine", -10 * US, 95 * US, flops=value)
+    trace, _ = chrome.load(file.save(tmp_path / "torch.json"))
+    table = view(trace).operations
+    assert table is not None
+    assert table.flops == 18_000_000
+    chrome.load(chrome.dump(tmp_path / "both.json", chrome.join(ours(), trace)))
 
 
 @given(traces(), st.lists(st.none() | st.integers(-1, 99), min_size=14, max_size=14), st.integers(1, 4))

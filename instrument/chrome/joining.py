@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from operator import attrgetter
 
 from instrument.errors import TraceError
-from instrument.spans import FLOPS, Allocations, Flops, Kernel, Trace
+from instrument.spans import Allocations, Flops, Kernel, Trace, flops_told
 
 OURS = "trace of instrument"
 TORCHS = "trace of torch.profiler"
@@ -74,11 +74,8 @@ def join(trace: Trace, beside: Trace) -> Trace:
 
 def _flops(beside: Trace) -> list[Flops]:
     """What the operators of a trace did, by when they began."""
-    its = ((span, span.attributes.get(FLOPS)) for span in beside.spans)
-    return sorted(
-        (Flops(span.thread_id, span.start_ns, count) for span, count in its if type(count) is int and count > 0),
-        key=attrgetter("at_ns"),
-    )
+    its = (Flops(span.thread_id, span.start_ns, flops_told(span)) for span in beside.spans)
+    return sorted((one for one in its if one.flops), key=attrgetter("at_ns"))
 
 
 def _told(trace: Trace, *times_ns: int) -> str:

@@ -34,6 +34,7 @@ from instrument.spans import (
     Trace,
     assign_self_times,
     by_start,
+    flops_told,
 )
 from instrument.tally import Tally
 
@@ -602,5 +603,5 @@ def _count_outermost(spans: Sequence[Span]) -> None:
         if span.parent_id in counted:
             span.attributes = {key: value for key, value in span.attributes.items() if key != FLOPS}
             counted.add(span.span_id)
-        elif FLOPS in span.attributes:
+        elif flops_told(span):
             counted.add(span.span_id)

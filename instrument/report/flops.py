@@ -18,7 +18,7 @@ from instrument.report.places import places
 from instrument.report.stretches import having
 from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths
 from instrument.report.view import Options
-from instrument.spans import FLOPS, Span, Trace
+from instrument.spans import FLOPS, Span, Trace, flops_told
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ def flops_of(trace: Trace, kinds: Collection[str], options: Options) -> FlopTabl
     first, last = trace.held
     told: list[tuple[Span, int]] = []
     for span in having(trace.spans, FLOPS):
-        count = span.attributes[FLOPS]
-        if type(count) is int and count > 0 and first <= span.start_ns < last:
+        count = flops_told(span)
+        if count and first <= span.start_ns < last:
             told.append((span, count))
     beside = [one for one in trace.flops if one.flops > 0 and first <= one.at_ns < last]
     elsewhere = 0
