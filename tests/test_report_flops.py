@@ -208,6 +208,34 @@ def test_a_trace_of_torch_tells_the_operations_of_our_spans(tmp_path: Path) -> N
     assert view(again).operations == table
 
 
+def inside(*spans: tuple[Site, int | None, tuple[DeviceInterval, ...]]) -> Trace:
+    """Spans in one another, each 10 ms shorter than the one around it, with what they tell and have on devices."""
+    found = [
+        Span(site, number, number - 1, 1, 1, 0, 0, (100 - 10 * number) * MS, 0, 0, device=device)
+        for number, (site, _, device) in enumerate(spans, 1)
+    ]
+    for span, (_, flops, _) in zip(found, spans, strict=True):
+        span.attributes = {} if flops is None else {FLOPS: flops}
+    return Trace(Origin(1, "shop", 0, 0), 0, 100 * MS, found, {1: "main"})
+
+
+def test_of_scopes_of_one_name_in_one_another_the_outer_one_counts_whatever_their_kind() -> None:
+    mine = Site("mine", "user")
+    found = rows(inside((Site("op", "op"), None, ()), (mine, 10, ()), (Site("other"), None, ()), (mine, 5, ())))
+    assert found["mine"] == FlopRow("mine", "user", 1, 15, "CPU", 80 * MS, 1.0)
+
+
+def test_the_time_of_a_call_is_that_of_what_it_and_all_below_it_put_on_devices() -> None:
+    """Each instant once; what was not timed is no time."""
+    outer, inner = Site("outer", "layer"), Site("inner", "op")
+    parts = DeviceInterval(0, 7, 5 * MS, 9 * MS), DeviceInterval(0, 8, 8 * MS, 12 * MS)
+    untimed = DeviceInterval(0, 7, 0, 50 * MS, "captured")
+    found = rows(inside((outer, None, (untimed,)), (inner, 7_000_000, parts[:1]), (Site("copy", "copy"), None, parts)))
+    assert [(row.on, row.time_ns) for row in found.values()] == [("GPU", 7 * MS)] * 2
+    assert found["outer"].rate_gflop_s == 1.0
+    assert rows(inside((outer, 1, (untimed,))))["outer"].on == "CPU"
+
+
 def test_a_scope_tells_its_own() -> None:
     session = instrument.start()
     try:
@@ -256,8 +284,9 @@ def test_every_row_adds_up_what_lies_in_its_calls(trace: Trace, told: list[int |
         up: Span | None = span
         outermost: dict[tuple[str, str], Span] = {}
         while up is not None and (up.thread_id, up.task_id) == (span.thread_id, span.task_id):
-            if up is span or up.site.kind in OPERATORS:
-                outermost[up.site.name, up.site.kind] = up
+            key = up.site.name, up.site.kind
+            if key == (span.site.name, span.site.kind) or up.site.kind in OPERATORS:
+                outermost[key] = up
             up = by_id.get(up.parent_id)
         for key, call in outermost.items():
             expected.setdefault(key, []).append((span, call))

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from instrument.report.places import places
-from instrument.report.stretches import having
+from instrument.report.stretches import UNTIMED, having
 from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths
 from instrument.report.view import Options
-from instrument.spans import FLOPS, Span, Trace, flops_told
+from instrument.spans import FLOPS, Interval, Span, Trace, flops_told, length, union
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +109,17 @@ def flops_of(trace: Trace, kinds: Collection[str], options: Options) -> FlopTabl
     found: dict[tuple[str, str], tuple[list[int], dict[int, Span]]] = {}
     for at, (span, _) in enumerate(told):
         outermost: dict[tuple[str, str], Span] = {}
+        own = span.site.name, span.site.kind
         for one in _upwards(span, above):
-            if one is span or one.site.kind in kinds:
-                outermost[one.site.name, one.site.kind] = one
+            key = one.site.name, one.site.kind
+            if key == own or one.site.kind in kinds:
+                outermost[key] = one
         for key, call in outermost.items():
             its, calls = found.setdefault(key, ([], {}))
             its.append(at)
             calls[call.span_id] = call
     whole = elsewhere + sum(count for _, count in told)
-    launched = _Launched(trace)
+    launched = _Launched(trace, above, {id_: call for _, calls in found.values() for id_, call in calls.items()})
 
     def row(name: str, kind: str) -> FlopRow:
         its, calls = found[name, kind]
@@ -146,9 +148,10 @@ def _upwards(span: Span, above: Mapping[int, Span]) -> Iterator[Span]:
 
 
 class _Launched:
-    """The kernels that torch.profiler saw, by the thread that asked for them and when."""
+    """What calls asked a device for: the kernels that torch.profiler saw, by the thread that asked for them and when,
+    and of a call without any the device intervals of its own and of what is below it on its line."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, above: Mapping[int, Span], calls: Mapping[int, Span]) -> None:
         by_thread: dict[int, list[tuple[int, int]]] = {}
         for one in trace.kernels:
             if one.thread_id and one.kind == "kernel":
@@ -158,10 +161,19 @@ class _Launched:
             its.sort()
             sums = [0, *accumulate(length_ns for _, length_ns in its)]
             self._times[thread_id] = [launched_ns for launched_ns, _ in its], sums
+        self._launched = {id_: self._within(call) for id_, call in calls.items()}
+        asks = {id_ for id_, launched_ns in self._launched.items() if not launched_ns}
+        stretches: dict[int, list[Interval]] = {}
+        for span in trace.spans if asks else ():
+            timed = [(part.start_ns, part.end_ns) for part in span.device if part.label not in UNTIMED]
+            for call in _upwards(span, above) if timed else ():
+                if call.span_id in asks:
+                    stretches.setdefault(call.span_id, []).extend(timed)
+        self._launched.update((id_, length(union(its))) for id_, its in stretches.items())
 
     def time_of(self, calls: Collection[Span]) -> tuple[str, int]:
         """Where some calls took their time, and how long."""
-        on_device = sum(self._within(span) or span.device_ns for span in calls)
+        on_device = sum(self._launched[span.span_id] for span in calls)
         return ("GPU", on_device) if on_device else ("CPU", sum(span.total_ns for span in calls))
 
     def _within(self, span: Span) -> int:
