@@ -18,6 +18,9 @@ from instrument.chrome.text import INT64
 Shape = Sequence[int]
 _Formula = Callable[[Sequence[Shape], Sequence[str]], int]
 
+MOST_DIMENSIONS = 64
+"""More no tensor of torch has; a damaged file would have products of numbers without end worked out."""
+
 _NUMBERS = re.compile(r"\[([0-9]{1,9}(?:, [0-9]{1,9})*)?\]")
 _TRUTHS = re.compile(r"\[((?:True|False)(?:, (?:True|False))*)\]")
 
@@ -34,14 +37,16 @@ def flops_of(name: str, args: Mapping[str, Any]) -> int | None:
     texts = [value if isinstance(value, str) else "" for value in values] if isinstance(values, list) else []
     try:
         count = formula([_shape(one) for one in shapes], texts)
-    except (ValueError, IndexError):
+    except (ArithmeticError, ValueError, IndexError):
         return None
     return count if 0 < count < INT64 else None
 
 
 def _shape(sizes: object) -> Shape:
     """A shape, () for an argument that is no tensor."""
-    if not isinstance(sizes, list) or not all(type(size) is int and 0 <= size < INT64 for size in sizes):
+    if not isinstance(sizes, list) or len(sizes) > MOST_DIMENSIONS:
+        return ()
+    if not all(type(size) is int and 0 <= size < INT64 for size in sizes):
         return ()
     return sizes
 
