@@ -927,11 +927,10 @@ innermost(PyObject *Py_UNUSED(module), PyObject *args)
         goto no_memory;
     for (Py_ssize_t i = 0; plain && i < PyTuple_GET_SIZE(own); i++) {
         Span *span = (Span *)PyTuple_GET_ITEM(own, i);
-        PyObject *device = span->device;
         give_way((size_t)i);
-        if (span->device == NULL)
+        PyObject *device = span->device;
+        if (device == NULL)
             continue;
-        device = span->device;
         uint32_t site = 0;
         if (!(plain = PyTuple_CheckExact(device)))
             break;
