@@ -26,8 +26,8 @@ class FlopRow:
     """The operations of the calls of one operator, and of what is below them on their line.
 
     `calls` are those that told any or had any below them; where one lies in another of its name the outer one counts.
-    They took `time_ns` `on` the host (`CPU`) or on devices (`GPU`). `ratio` is of all operations that were told. A row
-    with `remaining` stands for so many.
+    They took `time_ns` `on` devices (`GPU`) if each of them asked for work there, on the host (`CPU`) if none did; else
+    there is no such time. `ratio` is of all operations that were told. A row with `remaining` stands for so many.
     """
 
     name: str
@@ -35,7 +35,7 @@ class FlopRow:
     calls: int
     flops: int
     on: str
-    time_ns: int
+    time_ns: int | None
     ratio: float | None
     remaining: int = 0
 
@@ -46,8 +46,8 @@ class FlopRow:
 
     @property
     def rate_gflop_s(self) -> float | None:
-        """10^9 operations a second over the time of these calls; None for several operators."""
-        return None if self.remaining else share(self.flops, self.time_ns)
+        """10^9 operations a second over the time of these calls."""
+        return None if self.time_ns is None else share(self.flops, self.time_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class FlopTable:
                 *(compact(value, 10) for value in (row.flops, row.per_call)),
                 tenths(row.ratio, 1),
                 row.on or MISSING,
-                in_unit(row.time_ns, unit) if row.on else MISSING,
+                MISSING if row.time_ns is None else in_unit(row.time_ns, unit),
                 compact(row.rate_gflop_s),
             ]
             for row in self.rows
@@ -77,7 +77,7 @@ class FlopTable:
             *section_title("Operations"),
             *named_table(["Operator", "Calls", "FLOPs", "Per call", "Of all", "On", "Time", "GFLOP/s"], cells, 7),
             "FLOPs: what calls and all below them were told to have done; a multiplication and an addition are two.",
-            "Time: of these calls, of the kernels that they asked for where there are any.",
+            "Time: of these calls; where each of them asked a device for work, of that.",
         ]
         if self.elsewhere:
             part = tenths(self.elsewhere, self.flops)
@@ -129,10 +129,10 @@ def flops_of(trace: Trace, kinds: Collection[str], options: Options) -> FlopTabl
     def rest(rows: Sequence[FlopRow]) -> FlopRow:
         # They may lie in one another: each told number counts once, and times would count some twice.
         flops = sum(told[at][1] for at in {at for row in rows for at in found[row.name, row.kind][0]})
-        return FlopRow("", "", sum(row.calls for row in rows), flops, "", 0, share(flops, whole), len(rows))
+        return FlopRow("", "", sum(row.calls for row in rows), flops, "", None, share(flops, whole), len(rows))
 
     rows = sorted((row(*key) for key in found), key=lambda row: (-row.flops, row.name, row.kind))
-    return FlopTable(whole, elsewhere, bounded(rows, options, lambda row: row.time_ns, rest))
+    return FlopTable(whole, elsewhere, bounded(rows, options, lambda row: row.time_ns or 0, rest))
 
 
 def _upwards(span: Span, above: Mapping[int, Span]) -> Iterator[Span]:
@@ -171,10 +171,12 @@ class _Launched:
                     stretches.setdefault(call.span_id, []).extend(timed)
         self._launched.update((id_, length(union(its))) for id_, its in stretches.items())
 
-    def time_of(self, calls: Collection[Span]) -> tuple[str, int]:
-        """Where some calls took their time, and how long."""
-        on_device = sum(self._launched[span.span_id] for span in calls)
-        return ("GPU", on_device) if on_device else ("CPU", sum(span.total_ns for span in calls))
+    def time_of(self, calls: Collection[Span]) -> tuple[str, int | None]:
+        """Where some calls took their time, and how long, if that is the same for all."""
+        on_device = [self._launched[span.span_id] for span in calls]
+        if all(on_device):
+            return "GPU", sum(on_device)
+        return ("", None) if any(on_device) else ("CPU", sum(span.total_ns for span in calls))
 
     def _within(self, span: Span) -> int:
         times, sums = self._times.get(span.thread_id, ([], [0]))
