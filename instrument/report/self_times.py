@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import ne
 
 from instrument.lines import (
     NOT_BELOW,
@@ -207,6 +208,8 @@ class SelfTimes:
 
 def _path_text(names: Sequence[str]) -> str:
     """The names of a path, of a name that follows itself how often it does."""
+    if all(map(ne, names, names[1:])):
+        return " > ".join(names)
     runs = ((name, sum(1 for _ in run)) for name, run in groupby(names))
     return " > ".join(name if times == 1 else f"{name} x{times}" for name, times in runs)
 
@@ -288,13 +291,17 @@ class _Table:
         # Of each key among these lines, and above them, one site, and how many keys are called the same.
         self._site_of_key = {keys[site]: site for site in lines.sites_around(self._nodes)}
         self._same = Counter(called[site] for site in self._site_of_key.values())
+        self._names: dict[int, str] = {}
 
     def _name(self, node: int) -> str:
         """What to call a node's site: its name and instance, and where it is if another one is called the same."""
-        site = self._site(node)
-        name = _called(site)
-        place = site.function or (f"{site.file}:{site.line}" if site.file else site.kind)
-        return name if self._same[name] == 1 else f"{name} ({place})"
+        known = self._names.get(node)
+        if known is None:
+            site = self._site(node)
+            name = _called(site)
+            place = site.function or (f"{site.file}:{site.line}" if site.file else site.kind)
+            known = self._names[node] = name if self._same[name] == 1 else f"{name} ({place})"
+        return known
 
     def _site(self, node: int) -> Site:
         return self._lines.tree.sites[self._lines.site_of[node]]

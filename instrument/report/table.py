@@ -227,7 +227,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
     widths = [
         max(least, _widest(column) + GAP) for least, column in zip(least_widths, zip(*lines, strict=True), strict=True)
     ]
-    return ["".join(_padded(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return [_padded(line, widths).rstrip() for line in lines]
 
 
 def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
@@ -255,5 +255,8 @@ def _widest(cells: Sequence[str]) -> int:
     return max(map(len if "".join(cells).isascii() else columns, cells))
 
 
-def _padded(cell: str, width: int) -> str:
-    return cell.ljust(width) if cell.isascii() else cell + " " * (width - columns(cell))
+def _padded(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Cells one after the other, each as wide as it is to be."""
+    if "".join(cells).isascii():
+        return "".join(map(str.ljust, cells, widths))
+    return "".join(cell + " " * (width - columns(cell)) for cell, width in zip(cells, widths, strict=True))
