@@ -287,13 +287,11 @@ class _Recording:
         """Of each call path the number of its probe's shape, and the shapes."""
         tree, noted = self.paths(), self._shapes_noted
         if self._shapes_of_nodes[:2] != (noted, len(tree)):
-            site_of, numbers = tree.site_of, dict[str, int]()
-            of_site = [
-                numbers.setdefault(shape, len(numbers))
-                for shape in map(self.shapes.get, tree.sites, itertools.repeat("scope"))
-            ]
-            of_nodes = array("i", map(of_site.__getitem__, site_of))
-            self._shapes_of_nodes = noted, len(site_of), of_nodes, tuple(numbers)
+            site_of = tree.site_of
+            of_site = list(map(self.shapes.get, tree.sites, itertools.repeat("scope")))
+            names = tuple(dict.fromkeys(of_site))
+            numbers = list(map({name: number for number, name in enumerate(names)}.__getitem__, of_site))
+            self._shapes_of_nodes = noted, len(site_of), array("i", map(numbers.__getitem__, site_of)), names
         return self._shapes_of_nodes[2:]
 
     # ---------------------------------------------------------------- reading
