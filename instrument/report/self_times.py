@@ -25,6 +25,7 @@ from itertools import groupby
 from operator import ne
 
 from instrument.lines import (
+    KIND,
     NOT_BELOW,
     ORDERS,
     REQUEST,
@@ -292,6 +293,7 @@ class _Table:
         self._site_of_key = {keys[site]: site for site in lines.sites_around(self._nodes)}
         self._same = Counter(called[site] for site in self._site_of_key.values())
         self._names: dict[int, str] = {}
+        self._is_request = [kind == "request" for kind in lines.tree.by_site(KIND)]
 
     def _name(self, node: int) -> str:
         """What to call a node's site: its name and instance, and where it is if another one is called the same."""
@@ -306,12 +308,19 @@ class _Table:
     def _site(self, node: int) -> Site:
         return self._lines.tree.sites[self._lines.site_of[node]]
 
-    def _path(self, node: int) -> list[int]:
-        """The nodes from the topmost down to this one."""
-        path = []
-        while node != NOT_BELOW:
+    def _path(self, node: int, *, whole: bool) -> list[int]:
+        """The nodes down to this one: from the topmost, or from below the topmost request or else the topmost."""
+        parents, site_of, is_request = self._lines.parents, self._lines.site_of, self._is_request
+        path, inside = [node], 0
+        while True:
+            if is_request[site_of[node]]:
+                inside = len(path)
+            node = parents[node]
+            if node == NOT_BELOW:
+                break
             path.append(node)
-            node = self._lines.parents[node]
+        if not whole:
+            path = path[: (inside or len(path)) - 1] or path[:1]
         return path[::-1]
 
     def function(self, number: int) -> FunctionTimes:
@@ -343,13 +352,7 @@ class _Table:
             node = self._nodes[group.first]
             names = [node]
             if self._of == "instances":
-                path = self._path(node)
-                inside = (
-                    0
-                    if its.node == NOT_BELOW
-                    else 1 + next((at for at, above in enumerate(path) if self._site(above).kind == "request"), 0)
-                )
-                names = path[inside:] or [node]
+                names = self._path(node, whole=its.node == NOT_BELOW)
             shown.append(
                 SelfRow(
                     names=(class_of(self._site(node)),) if self._of == "classes" else tuple(map(self._name, names)),
