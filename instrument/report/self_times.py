@@ -297,12 +297,13 @@ class _Table:
 
     def _name(self, node: int) -> str:
         """What to call a node's site: its name and instance, and where it is if another one is called the same."""
-        known = self._names.get(node)
+        number = self._lines.site_of[node]
+        known = self._names.get(number)
         if known is None:
-            site = self._site(node)
+            site = self._lines.tree.sites[number]
             name = _called(site)
             place = site.function or (f"{site.file}:{site.line}" if site.file else site.kind)
-            known = self._names[node] = name if self._same[name] == 1 else f"{name} ({place})"
+            known = self._names[number] = name if self._same[name] == 1 else f"{name} ({place})"
         return known
 
     def _site(self, node: int) -> Site:
