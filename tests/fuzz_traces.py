@@ -285,7 +285,7 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
                     setattr(module, name, None)
                 assert outcome(path) == first, "the twins differ"
             if first[0] == "loaded" and number % VIEWS_EACH == 0:
-                recording = Recording.of_trace(*chrome.load(path))
+                recording = Recording.of_trace(*chrome.read(path))
                 summary(VIEWS, recording, Options(sorted_by=chance.choice(SORT_KEYS), rows=chance.choice([None, 1])))
                 json.dumps(summary_document(VIEWS, recording, Options()), allow_nan=False)
         except BaseException:
