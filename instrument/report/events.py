@@ -311,7 +311,7 @@ def _event_row(
     known = called and total_ns == totals.elapsed_ns
     known = known and (state != "GPU" or tree.is_own_device([item] if isinstance(item, int) else item, thread))
     p50_ns = p99_ns = None
-    # Of many functions thrown together they would say nothing, and take half of the time of a summary of thousands.
+    # Of many functions thrown together they would say nothing, and take a third of the time of a summary of thousands.
     if known and isinstance(item, int):
         histogram = tree.histogram([item], thread)
         p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
