@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
 from kineto import BASE_NS, Kineto
 from raw_spans import lies_in, traces
-from torch.utils.flop_counter import FlopCounterMode
 
 import instrument
 from instrument import chrome, cli
@@ -24,6 +22,8 @@ from instrument.report.operators import OPERATORS, Operators, operators
 from instrument.report.view import Options, Recording
 from instrument.spans import FLOPS, DeviceInterval, Flops, Origin, Site, Span, Trace
 
+torch = pytest.importorskip("torch")
+flop_counter = pytest.importorskip("torch.utils.flop_counter")
 US, MS = 1_000, 1_000_000
 
 
@@ -62,7 +62,7 @@ def products() -> None:
 def test_a_trace_of_torch_with_shapes_has_as_many_operations_as_torch_counts(
     work: Callable[[], None], tmp_path: Path
 ) -> None:
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter.FlopCounterMode(display=False) as counter:
         work()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         work()

@@ -241,10 +241,15 @@ class _Found:
 
 def _computing(hosts: Sequence[tuple[Site, int, int, bytes]]) -> Iterator[bytes]:
     """Where each thread computes and does not communicate, copy or load."""
-    for thread_id in {thread_id for _, thread_id, _, _ in hosts}:
-        own = [(site.kind, stretches) for site, its, _, stretches in hosts if its == thread_id]
-        computing, pausing = (united(part for kind, part in own if kind in kinds) for kinds in (COMPUTES, PAUSES))
-        yield without(computing, pausing)
+    by_thread: dict[int, tuple[list[bytes], list[bytes]]] = {}
+    for site, thread_id, _, stretches in hosts:
+        computing, pausing = by_thread.setdefault(thread_id, ([], []))
+        if site.kind in COMPUTES:
+            computing.append(stretches)
+        elif site.kind in PAUSES:
+            pausing.append(stretches)
+    for computing, pausing in by_thread.values():
+        yield without(united(computing), united(pausing))
 
 
 def _is_named(site: Site) -> bool:

@@ -88,7 +88,7 @@ class FlopTable:
 def flops_of(trace: Trace, kinds: Collection[str], options: Options) -> FlopTable | None:
     """The table of spans of these kinds, and of others that tell operations of their own; None where nothing is told.
 
-    `rows` and `least_ns` (of the time of a row's calls) bound it. Takes memory for each span where anything is told.
+    `rows` and `least_ns` (of the time of a row's calls) bound it. Where anything is told, 1 us a span.
     """
     first, last = trace.held
     told: list[tuple[Span, int]] = []
@@ -105,7 +105,8 @@ def flops_of(trace: Trace, kinds: Collection[str], options: Options) -> FlopTabl
             told.append((place, beside[number].flops))
     if not told and not elsewhere:
         return None
-    above = {span.span_id: span for span in trace.spans} if told else {}
+    parents = {span.parent_id for span in trace.spans} if told else set()
+    above = {span.span_id: span for span in trace.spans if span.span_id in parents} if told else {}
     found: dict[tuple[str, str], tuple[list[int], dict[int, Span]]] = {}
     for at, (span, _) in enumerate(told):
         outermost: dict[tuple[str, str], Span] = {}
@@ -147,6 +148,21 @@ def _upwards(span: Span, above: Mapping[int, Span]) -> Iterator[Span]:
         one = above.get(one.parent_id)
 
 
+def _asking(
+    span: Span, above: Mapping[int, Span], asks: Collection[int], known: dict[int, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Which of some calls are a span, or around it on its line. `known` has it of the spans around, found once each."""
+    own = (span.span_id,) if span.span_id in asks else ()
+    up = above.get(span.parent_id)
+    if up is None or up.thread_id != span.thread_id or up.task_id != span.task_id:
+        return own
+    if up.span_id not in known:
+        its: tuple[int, ...] = ()
+        for one in reversed(list(_upwards(up, above))):
+            its = known[one.span_id] = (*its, one.span_id) if one.span_id in asks else its
+    return known[up.span_id] + own
+
+
 class _Launched:
     """What calls asked a device for: the kernels that torch.profiler saw, by the thread that asked for them and when,
     and of a call without any the device intervals of its own and of what is below it on its line."""
@@ -164,12 +180,14 @@ class _Launched:
         self._launched = {id_: self._within(call) for id_, call in calls.items()}
         asks = {id_ for id_, launched_ns in self._launched.items() if not launched_ns}
         stretches: dict[int, list[Interval]] = {}
+        known: dict[int, tuple[int, ...]] = {}
         for span in trace.spans if asks else ():
-            timed = [(part.start_ns, part.end_ns) for part in span.device if part.label not in UNTIMED]
-            for call in _upwards(span, above) if timed else ():
-                if call.span_id in asks:
-                    stretches.setdefault(call.span_id, []).extend(timed)
-        self._launched.update((id_, length(union(its))) for id_, its in stretches.items())
+            if not span.device:
+                continue
+            for call in _asking(span, above, asks, known):
+                timed = ((part.start_ns, part.end_ns) for part in span.device if part.label not in UNTIMED)
+                stretches.setdefault(call, []).extend(timed)
+        self._launched.update((id_, length(union(parts))) for id_, parts in stretches.items())
 
     def time_of(self, calls: Collection[Span]) -> tuple[str, int | None]:
         """Where some calls took their time, and how long, if that is the same for all."""
