@@ -85,7 +85,7 @@ class FlopTable:
         return [*lines, ""]
 
 
-def flops_of(trace: Trace, kinds: Collection[str], options: Options) -> FlopTable | None:
+def flop_table(trace: Trace, kinds: Collection[str], options: Options) -> FlopTable | None:
     """The table of spans of these kinds, and of others that tell operations of their own; None where nothing is told.
 
     `rows` and `least_ns` (of the time of a row's calls) bound it. Where anything is told, 1 us a span.

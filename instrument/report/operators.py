@@ -20,7 +20,7 @@ from itertools import compress
 
 from instrument.report.calls import Place, Times, call_tree, every_place
 from instrument.report.device import Coverage, none_held
-from instrument.report.flops import FlopTable, flops_of
+from instrument.report.flops import FlopTable, flop_table
 from instrument.report.rows import (
     CallBlock,
     CallRow,
@@ -130,7 +130,7 @@ def operators(recording: Recording, options: Options) -> Operators:
     blocks = blocks_of(places, names, options, _block)
     in_order = _in_order(trace, options) if options.tracer_option == "AllOpDetail" and blocks else None
     held = Coverage.of(trace)
-    operations = flops_of(trace, OPERATORS, options) if blocks else None
+    operations = flop_table(trace, OPERATORS, options) if blocks else None
     return Operators(tuple(held.lines()), blocks, in_order, operations, held.complete, options)
 
 

@@ -6,8 +6,8 @@ Requests of twenty spans on eight threads that overlap: queue, phases, copies, l
 each, communication, steps and loaders; half of the spans have device time, which makes it heavier than most; for the
 view `memory` as many allocations, too. Each view is what
 `instrument report FILE --view V` takes in a process of its own: seconds on the clock and of processor, start of Python
-and load of the file included, and its memory at most; the least of some runs. The first line is the load alone. Target:
-3 s and 400 MB.
+and load of the file included, and its memory at most; the least of some runs. The first line is the load alone, the
+last one `operators` with every operator in order. Target: 3 s and 400 MB.
 
 Then `Session.summary` of a process that has recorded, with all threads together and the fifty largest rows: the least
 processor time of some. The target is 20 ms up to the bound of call paths, whatever the uptime: as a tree of a few names
@@ -123,6 +123,8 @@ def by_view(views: list[str], path: str, repeat: int) -> None:
     print(f"{'view':<16}{'seconds':>9}{'processor s':>13}{'MB':>7}")
     commands = {"(load)": ["-c", LOAD, path]}
     commands.update((view, ["-m", "instrument", "report", path, "--view", view]) for view in views)
+    if "operators" in views:
+        commands["AllOpDetail"] = [*commands["operators"], "--tracer-option", "AllOpDetail"]
     for view, command in commands.items():
         wall_s, processor_s, most_mb = taken([sys.executable, *command], repeat)
         missed = "  over the target" if wall_s > TARGET_S or most_mb > TARGET_MB else ""
