@@ -354,15 +354,21 @@ def test_paths_that_were_learnt_ahead_are_told_as_if_they_were_not(make_recorder
 
 
 def test_a_session_learns_paths_ahead_of_the_first_report() -> None:
+    def asked() -> int:
+        return int(RECORDER._shapes_of_nodes[1])
+
     session = instrument.start(loads("budget: 1%"))
     assert session is not None
     try:
-        with scope("work"):
-            pass
+        # A quarter more than there are, of all tests before.
+        for number in range(RECORDER.node_count // 4 + 2):
+            with scope(f"work {number}"):
+                pass
         end = time.monotonic() + 20
-        while RECORDER._shapes_of_nodes[1] < RECORDER.node_count and time.monotonic() < end:
+        while RECORDER.node_count - asked() > asked() // 8 and time.monotonic() < end:
             time.sleep(0.01)
-        assert RECORDER._shapes_of_nodes[1] == len(RECORDER._paths._located.places) == RECORDER.node_count
+        assert RECORDER.node_count - asked() <= asked() // 8
+        assert len(RECORDER._paths._located.places) >= asked()
     finally:
         instrument.stop()
 
