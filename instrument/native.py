@@ -12,7 +12,7 @@ from typing import Any
 
 PARTS = (
     "_recorder", "_spans", "_lines", "chrome._reading", "chrome._slices", "report._allocations", "report._calls",
-    "report._stretches",
+    "report._places", "report._stretches",
 )  # fmt: skip
 """The native modules of the package."""
 

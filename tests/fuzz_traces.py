@@ -24,6 +24,7 @@ from instrument.chrome import allocations, reading
 from instrument.errors import ProfileError, TraceError
 from instrument.profile import SORT_KEYS, STATES, VIEWS
 from instrument.report import allocations as report_allocations
+from instrument.report import places
 from instrument.report.summary import summary, summary_document
 from instrument.report.view import Options, Recording
 from instrument.spans import (
@@ -49,7 +50,7 @@ from instrument.spans import (
 from instrument.tally import Tally
 from instrument.window import Windows
 
-TWINS = (reading, "_native"), (allocations, "_native_reader"), (report_allocations, "_native")
+TWINS = (reading, "_native"), (allocations, "_native_reader"), (report_allocations, "_native"), (places, "_native")
 """What is read and counted in C, and in Python where these are None."""
 
 MOST_BYTES = 500 << 20

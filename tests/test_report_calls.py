@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from raw_spans import traces
 
 from instrument.report import calls
-from instrument.report.calls import NEVER, Place, call_tree, every_place
+from instrument.report.calls import NEVER, Place, around, call_tree, device_ns, every_place
 from instrument.report.operators import OPERATORS
+from instrument.report.stretches import UNTIMED
 from instrument.spans import DeviceInterval, Interval, PureDeviceInterval, Site, Span, Trace
 
 native = pytest.mark.skipif(calls._native is None, reason="the call tree in C is not in use")
@@ -44,24 +45,70 @@ def test_both_make_the_same_tree_of_a_trace(trace: Trace, is_bounded: bool) -> N
     assert ours == theirs
 
 
-@native
-@given(
-    st.lists(st.tuples(*[st.integers(0, 7)] * 2, *[st.integers(1, 2)] * 2, st.booleans()), max_size=9),
-    st.booleans(),
-)
-def test_both_make_the_same_tree_whatever_the_parents_are(
-    given_spans: list[tuple[int, int, int, int, bool]], has_tasks: bool
-) -> None:
+@st.composite
+def damaged(draw: st.DrawFn) -> list[Span]:
     """Parents that are missing, come later, are of another line or run in a circle, and ids that come twice."""
-    spans = []
-    for place, (span_id, parent_id, thread_id, task_id, is_inner) in enumerate(given_spans):
+    spans, has_tasks = [], draw(st.booleans())
+    one = st.tuples(*[st.integers(0, 7)] * 2, *[st.integers(1, 2)] * 2, st.booleans())
+    for place, (span_id, parent_id, thread_id, task_id, is_inner) in enumerate(draw(st.lists(one, max_size=9))):
         span = Span(
             INNER if is_inner else OUTER, span_id, parent_id, 1, thread_id, task_id * has_tasks, place, 20, 0, 0
         )
         span.device = (DeviceInterval(0, thread_id, 2 * place, 3 * place),) * is_inner
         spans.append(span)
+    return spans
+
+
+@native
+@given(damaged())
+def test_both_make_the_same_tree_whatever_the_parents_are(spans: list[Span]) -> None:
     ours, theirs = both(spans)
     assert ours == theirs
+
+
+@given(st.one_of(damaged(), traces().map(lambda trace: trace.spans)), st.data())
+def test_what_is_around_and_what_devices_did_below_is_what_brute_force_finds(
+    spans: list[Span], data: st.DataObject
+) -> None:
+    some = data.draw(st.lists(st.sampled_from(spans), max_size=5)) if spans else []
+    lines, worked_ns = around(spans, some), device_ns(spans, some)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_native", None)
+        assert [[*map(id, line)] for line in around(spans, some)] == [[*map(id, line)] for line in lines]
+        assert device_ns(spans, some) == worked_ns
+    if len({span.span_id for span in spans}) < len(spans):
+        return
+
+    def line_of(span: Span) -> list[int]:
+        """The ids of a span and of those around it on its line."""
+        found = [span.span_id]
+        while True:
+            up = [one for one in spans if one.span_id == span.parent_id and one.span_id not in found]
+            if not up or (up[0].thread_id, up[0].task_id) != (span.thread_id, span.task_id):
+                return found
+            span = up[0]
+            found.append(span.span_id)
+
+    assert [[one.span_id for one in line] for line in lines] == [line_of(span)[1:] for span in some]
+    for span in some:
+        instants = {
+            at
+            for one in spans
+            if span.span_id in line_of(one)
+            for part in one.device
+            if part.label not in UNTIMED
+            for at in range(part.start_ns, part.end_ns)
+        }
+        assert worked_ns.get(span.span_id, 0) == len(instants)
+
+
+@native
+def test_lines_of_spans_with_one_parent_are_one_object() -> None:
+    """A million spans whose FLOPs are told have fewer parents."""
+    spans = [Span(OUTER, at, max(at - 1, 0) if at < 3 else 2, 1, 1, 0, 0, 10, 10, 10) for at in range(1, 6)]
+    first, *others = around(spans, spans[2:])
+    assert [one.span_id for one in first] == [2, 1]
+    assert all(one is first for one in others)
 
 
 @native

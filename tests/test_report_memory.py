@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from hypothesis import strategies as st
 from kineto import Kineto
 from paddle_golden import GOLDEN, golden_trace
 from test_report_kernels import recordings, span, trace_of
+from test_report_places import FAR, NEAR, SITES, any_spans
 
 import instrument
 from instrument import chrome, cli
 from instrument.profile import STATES
-from instrument.report import allocations
+from instrument.report import allocations, places
 from instrument.report.memory import BEFORE, Memory, PlaceMemory, memory
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN
 from instrument.report.table import LINE, columns
@@ -40,7 +42,8 @@ MIB = 1 << 20
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test runs against both, but for those that say otherwise."""
     if request.param == "twin":
-        monkeypatch.setattr(allocations, "_native", None)
+        for module in (allocations, places):
+            monkeypatch.setattr(module, "_native", None)
     elif request.param == "native" and allocations._native is None:
         pytest.skip("the loops in C are not in use")
 
@@ -312,27 +315,6 @@ def test_every_number_is_that_of_a_count_by_hand(trace: Trace, found: list[Alloc
 
 # ---------------------------------------------------------------- the twins
 
-NEAR, FAR = st.integers(-3, 65), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 62, -(1 << 62), 512, 1 << 40])
-SITES = [Site("f"), Site("f"), Site("g", "op"), Site("Linear", "layer", instance="up")]
-
-
-@st.composite
-def any_spans(draw: st.DrawFn) -> list[Span]:
-    """Spans in any order that cross, have parents and tasks of any kind, ids that come twice, and generators' gaps."""
-    found: list[Span] = []
-    in_a_row = draw(st.booleans())
-    for number in range(1, 1 + draw(st.integers(0, 14))):
-        start, length = draw(NEAR), draw(st.integers(0, 40))
-        task, thread, more = draw(st.integers(0, 2)), draw(st.integers(0, 2)), draw(st.booleans())
-        span_id, parent = number if in_a_row else draw(st.integers(1, 9)), draw(st.integers(0, 9))
-        found.append(
-            span("", span_id, start, start + length, parent=parent, thread=thread, task=task,
-                 site=draw(st.sampled_from(SITES)), active_ns=length - draw(st.sampled_from([0, 0, 0, 1])),
-                 attributes={"correlation": 5} if more and thread else {})
-        )  # fmt: skip
-    return found
-
-
 any_numbers = st.one_of(NEAR, FAR)
 any_changes = st.builds(
     Allocation, st.one_of(st.integers(-1, 2), FAR), st.one_of(NEAR, NEAR, NEAR, FAR), st.integers(0, 3), any_numbers,
@@ -352,11 +334,16 @@ def test_both_count_the_same_whatever_there_is(
     trace = Trace(Origin(1, "shop", 0, 0, recorder), 0, 60, spans, watched=(0, 62), held_from_ns=held_from_ns)
     trace.allocations = Allocations.of(found) if packed else found
     if allocations._native is not None:
-        assert allocations._in_c(trace, (0, 62), state, apart) is not None
+        rows = Allocations.of(found)
+        assert allocations._in_c(trace, rows, array("i", [-1]) * len(found), (0, 62), state, apart) is not None
+    assert counted_in_python(trace, state, apart) == allocations.counted(trace, state, apart)
+
+
+def counted_in_python(trace: Trace, state: str, apart: bool) -> allocations.Counted:
     with pytest.MonkeyPatch.context() as patch:
-        told = allocations.counted(trace, state, apart)
-        patch.setattr(allocations, "_native", None)
-        assert told == allocations.counted(trace, state, apart)
+        for module in (allocations, places):
+            patch.setattr(module, "_native", None)
+        return allocations.counted(trace, state, apart)
 
 
 def test_both_count_the_same_of_many_tasks_that_take_turns_on_threads() -> None:
@@ -374,9 +361,7 @@ def test_both_count_the_same_of_many_tasks_that_take_turns_on_threads() -> None:
     found = [Allocation(0, 4 * at, chance.randrange(5), 8, at, at) for at in range(3000)]
     trace = trace_of(*spans, allocations=found, watched=(0, 12_000))
     told = allocations.counted(trace, "All", True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocations, "_native", None)
-        assert told == allocations.counted(trace, "All", True)
+    assert told == counted_in_python(trace, "All", True)
     assert {SHARED, *SITES} <= {use.place for use in told.uses}
 
 

@@ -334,34 +334,43 @@ count_span(tree_t *tree, Span *span)
     return take_device(tree, span, number, own);
 }
 
+/* Sort what is held by its slot: those of a slot end in `sorted` at its entry of `ends`, and begin where those of the slot
+ * before end. 0, or -1 without memory; the caller frees both. */
+static int
+sort_held(const heap_t *held, size_t slots, uint32_t **ends, stretch_t **sorted)
+{
+    const held_t *items = (const held_t *)held->items;
+    *ends = PyMem_RawCalloc(slots + 1, sizeof **ends);
+    *sorted = PyMem_RawMalloc((held->used + 1) * sizeof **sorted);
+    if (*ends == NULL || *sorted == NULL || held->used >= NOWHERE)
+        return -1;
+    for (size_t i = 0; i < held->used; i++)
+        (*ends)[items[i].slot + 1]++;
+    for (size_t slot = 0; slot < slots; slot++)
+        (*ends)[slot + 1] += (*ends)[slot];
+    for (size_t i = 0; i < held->used; i++)
+        (*sorted)[(*ends)[items[i].slot]++] = items[i].stretch;
+    return 0;
+}
+
 /* What calls have of stretches of their own and of calls below them: unions of each. 1, 0 where a sum is beyond 64 bits,
  * -1 without memory. */
 static int
 take_held(tree_t *tree)
 {
-    size_t total = (size_t)PyTuple_GET_SIZE(tree->own), count = tree->held.used;
-    uint32_t *ends = PyMem_RawCalloc(total + 1, sizeof *ends);
-    stretch_t *sorted = PyMem_RawMalloc((count + 1) * sizeof *sorted);
-    int plain = ends == NULL || sorted == NULL || count >= NOWHERE ? -1 : 1;
-    if (plain > 0) {
-        const held_t *held = (const held_t *)tree->held.items;
-        for (size_t i = 0; i < count; i++)
-            ends[held[i].slot + 1]++;
-        for (size_t slot = 0; slot < total; slot++)
-            ends[slot + 1] += ends[slot];
-        for (size_t i = 0; i < count; i++)
-            sorted[ends[held[i].slot]++] = held[i].stretch; /* then each is the end of its own */
-        size_t from = 0;
-        for (size_t slot = 0; plain && slot < total; from = ends[slot++]) {
-            if (ends[slot] == from || tree->placed[slot] >= CLIMBING) /* as in a damaged file, where an id may come twice */
-                continue;
-            sort_stretches(&sorted[from], ends[slot] - from);
-            wide_t length = united(&sorted[from], ends[slot] - from);
-            plain = length <= INT64_MAX;
-            if (plain)
-                took(SPOT(tree->placed[slot]), (int64_t)length);
-            give_way(slot);
-        }
+    size_t total = (size_t)PyTuple_GET_SIZE(tree->own), from = 0;
+    uint32_t *ends;
+    stretch_t *sorted;
+    int plain = sort_held(&tree->held, total, &ends, &sorted) < 0 ? -1 : 1;
+    for (size_t slot = 0; plain > 0 && slot < total; from = ends[slot++]) {
+        if (ends[slot] == from || tree->placed[slot] >= CLIMBING) /* as in a damaged file, where an id may come twice */
+            continue;
+        sort_stretches(&sorted[from], ends[slot] - from);
+        wide_t length = united(&sorted[from], ends[slot] - from);
+        plain = length <= INT64_MAX;
+        if (plain)
+            took(SPOT(tree->placed[slot]), (int64_t)length);
+        give_way(slot);
     }
     PyMem_RawFree(ends);
     PyMem_RawFree(sorted);
@@ -467,8 +476,270 @@ end:
     return result;
 }
 
+/* Spans by their ids; the last of an id stands for it. 0, or -1 without memory. */
+static int
+number_by_id(PyObject *own, table_t *by_id)
+{
+    size_t total = (size_t)PyTuple_GET_SIZE(own);
+    if (table_make(by_id, total) < 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < total; i++) {
+        uint32_t *cell = table_cell(by_id, ((Span *)PyTuple_GET_ITEM(own, i))->span_id);
+        if (cell == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        *cell = (uint32_t)i;
+        give_way(i);
+    }
+    return 0;
+}
+
+/* The number of the span around one, NOWHERE where there is none on its line. */
+static uint32_t
+number_around(PyObject *own, const table_t *by_id, const Span *span)
+{
+    uint32_t up = table_get(by_id, span->parent_id);
+    const Span *around = up == NOWHERE ? NULL : (const Span *)PyTuple_GET_ITEM(own, up);
+    return around != NULL && around->thread_id == span->thread_id && around->task_id == span->task_id ? up : NOWHERE;
+}
+
+/* The spans at a number and around it, nearest first; NULL where they run in a circle, without an error, or with one. */
+static PyObject *
+line_from(PyObject *own, const table_t *by_id, uint32_t number)
+{
+    size_t length = 0;
+    for (uint32_t at = number; at != NOWHERE; length++) {
+        if (length > (size_t)PyTuple_GET_SIZE(own))
+            return NULL;
+        at = number_around(own, by_id, (Span *)PyTuple_GET_ITEM(own, at));
+    }
+    PyObject *line = PyTuple_New((Py_ssize_t)length);
+    uint32_t at = number;
+    for (size_t i = 0; line != NULL && i < length; i++) {
+        if (at == NOWHERE) { /* somebody changed a span meanwhile */
+            Py_CLEAR(line);
+            break;
+        }
+        PyTuple_SET_ITEM(line, (Py_ssize_t)i, Py_NewRef(PyTuple_GET_ITEM(own, at)));
+        at = number_around(own, by_id, (Span *)PyTuple_GET_ITEM(own, at));
+    }
+    return line;
+}
+
+/* around(spans, some): of each of some of the spans those around it on its line, nearest first, as a tuple that those with
+ * one parent share. None where they are not plain, or where parents run in a circle. */
+static PyObject *
+around(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *spans, *chosen, *none = NULL, *result = NULL;
+    if (!PyArg_ParseTuple(args, "OO:around", &spans, &chosen))
+        return NULL;
+    PyObject *own = spans_of_type(spans, span_type), *some = own == NULL ? NULL : spans_of_type(chosen, span_type);
+    table_t by_id = {0}, lines = {0}; /* by the number of the span right around: a line found before, and whose it is */
+    if (some == NULL || (none = PyTuple_New(0)) == NULL || number_by_id(own, &by_id) < 0)
+        goto end;
+    if (table_make(&lines, 64) < 0) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    result = PyList_New(0);
+    for (Py_ssize_t i = 0; result != NULL && i < PyTuple_GET_SIZE(some); i++) {
+        uint32_t up = number_around(own, &by_id, (Span *)PyTuple_GET_ITEM(some, i));
+        uint32_t *first = up == NOWHERE ? NULL : table_cell(&lines, up);
+        PyObject *line;
+        if (up == NOWHERE)
+            line = Py_NewRef(none);
+        else if (first == NULL)
+            line = PyErr_NoMemory();
+        else if (*first != NOWHERE)
+            line = Py_NewRef(PyList_GET_ITEM(result, *first));
+        else {
+            *first = (uint32_t)i;
+            line = line_from(own, &by_id, up);
+        }
+        if (line == NULL || PyList_Append(result, line) < 0)
+            Py_CLEAR(result);
+        Py_XDECREF(line);
+        give_way((size_t)i);
+    }
+end:
+    if (result == NULL && !PyErr_Occurred())
+        result = Py_NewRef(Py_None);
+    table_free(&by_id);
+    table_free(&lines);
+    Py_XDECREF(none);
+    Py_XDECREF(some);
+    Py_XDECREF(own);
+    return result;
+}
+
+typedef struct {
+    PyObject *own, *untimed;
+    table_t by_id, calls;
+    uint32_t *nearest; /* of each span the number of the nearest one at or around it that is a call; CLIMBING: not known */
+    heap_t held, climbed;
+} below_t;
+
+#define UNKNOWN CLIMBING
+#define ON_THE_WAY (NOWHERE - 2)
+
+/* The nearest call at a number or around it, NOWHERE for none. 1, 0 where parents run in a circle, -1 without memory. */
+static int
+nearest_call(below_t *all, uint32_t number, uint32_t *found)
+{
+    uint32_t at = number;
+    all->climbed.used = 0;
+    *found = NOWHERE;
+    while (at != NOWHERE && all->nearest[at] == UNKNOWN) {
+        uint32_t *step = heap_next(&all->climbed, sizeof *step);
+        if (step == NULL)
+            return -1;
+        *step = at;
+        all->nearest[at] = ON_THE_WAY;
+        at = number_around(all->own, &all->by_id, (Span *)PyTuple_GET_ITEM(all->own, at));
+    }
+    if (at != NOWHERE)
+        *found = all->nearest[at];
+    if (*found == ON_THE_WAY)
+        return 0;
+    while (all->climbed.used > 0) {
+        uint32_t step = ((uint32_t *)all->climbed.items)[--all->climbed.used];
+        if (table_get(&all->calls, ((Span *)PyTuple_GET_ITEM(all->own, step))->span_id) != NOWHERE)
+            *found = step;
+        all->nearest[step] = *found;
+    }
+    return 1;
+}
+
+/* Hold the timed intervals of a span for a call. 1, 0 where they are not plain, -1 with an error. */
+static int
+hold_for(below_t *all, const Span *span, uint32_t call)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(span->device); i++) {
+        Interval *interval = (Interval *)PyTuple_GET_ITEM(span->device, i);
+        PyObject *label = Py_IS_TYPE((PyObject *)interval, interval_type) ? interval->label : Py_None;
+        if (label != NULL && !PyUnicode_CheckExact(label))
+            return 0;
+        int untimed = label == NULL || label == text_exclusive ? 0 : PySet_Contains(all->untimed, label);
+        if (untimed < 0)
+            return -1;
+        if (untimed || interval->end_ns <= interval->start_ns)
+            continue;
+        held_t *next = heap_next(&all->held, sizeof *next);
+        if (next == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        *next = (held_t){call, {interval->start_ns, interval->end_ns}};
+    }
+    return 1;
+}
+
+/* Hold the timed intervals of all spans for the calls at and around them. 1, 0 where they are not plain, -1 with an error. */
+static int
+hold_below(below_t *all)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(all->own); i++) {
+        Span *span = (Span *)PyTuple_GET_ITEM(all->own, i);
+        if (span->device == NULL)
+            continue;
+        if (!PyTuple_CheckExact(span->device))
+            return 0;
+        uint32_t call = table_get(&all->calls, span->span_id);
+        int plain = call == NOWHERE ? 1 : hold_for(all, span, call);
+        for (const Span *one = span; plain > 0;) {
+            uint32_t up = number_around(all->own, &all->by_id, one), next;
+            plain = nearest_call(all, up, &next);
+            if (plain < 0)
+                PyErr_NoMemory();
+            if (plain <= 0 || next == NOWHERE)
+                break;
+            one = (Span *)PyTuple_GET_ITEM(all->own, next);
+            call = table_get(&all->calls, one->span_id);
+            plain = call == NOWHERE ? 0 : hold_for(all, span, call); /* none: somebody changed an id meanwhile */
+        }
+        if (plain <= 0)
+            return plain;
+        give_way((size_t)i);
+    }
+    return 1;
+}
+
+/* {id of a call: the length of the union of what is held for it}, of those with any. NULL with an error. */
+static PyObject *
+lengths_of(below_t *all, PyObject *ids)
+{
+    size_t count = (size_t)PyTuple_GET_SIZE(ids), from = 0;
+    uint32_t *ends;
+    stretch_t *sorted;
+    PyObject *found = PyDict_New();
+    if (sort_held(&all->held, count, &ends, &sorted) < 0) {
+        PyErr_NoMemory();
+        Py_CLEAR(found);
+    }
+    for (size_t call = 0; found != NULL && call < count; from = ends[call++]) {
+        if (ends[call] == from)
+            continue;
+        sort_stretches(&sorted[from], ends[call] - from);
+        PyObject *length = wide_as_long(united(&sorted[from], ends[call] - from));
+        if (length == NULL || PyDict_SetItem(found, PyTuple_GET_ITEM(ids, (Py_ssize_t)call), length) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(length);
+        give_way(call);
+    }
+    PyMem_RawFree(ends);
+    PyMem_RawFree(sorted);
+    return found;
+}
+
+/* device_ns(spans, ids, untimed): what `device_ns` in `calls.py` finds of the calls of these ids, each once. None where spans
+ * are not plain, or parents run in a circle. */
+static PyObject *
+device_ns(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    below_t all = {0};
+    PyObject *spans, *ids, *result = NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!:device_ns", &spans, &PyTuple_Type, &ids, &PyFrozenSet_Type, &all.untimed))
+        return NULL;
+    all.own = spans_of_type(spans, span_type);
+    size_t total = all.own == NULL ? 0 : (size_t)PyTuple_GET_SIZE(all.own);
+    if (all.own == NULL || total >= ON_THE_WAY || number_by_id(all.own, &all.by_id) < 0)
+        goto end;
+    all.nearest = PyMem_RawMalloc((total + 1) * sizeof *all.nearest);
+    if (all.nearest == NULL || table_make(&all.calls, (size_t)PyTuple_GET_SIZE(ids)) < 0) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (size_t i = 0; i < total; i++)
+        all.nearest[i] = UNKNOWN;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ids); i++) {
+        long long id = PyLong_AsLongLong(PyTuple_GET_ITEM(ids, i));
+        if (id == -1 && PyErr_Occurred())
+            goto end;
+        *table_cell(&all.calls, id) = (uint32_t)i; /* it has room for all */
+    }
+    int plain = hold_below(&all);
+    if (plain > 0)
+        result = lengths_of(&all, ids);
+end:
+    if (result == NULL && !PyErr_Occurred())
+        result = Py_NewRef(Py_None);
+    table_free(&all.by_id);
+    table_free(&all.calls);
+    PyMem_RawFree(all.nearest);
+    PyMem_RawFree(all.held.items);
+    PyMem_RawFree(all.climbed.items);
+    Py_XDECREF(all.own);
+    return result;
+}
+
 static PyMethodDef functions[] = {
     {"places", places, METH_VARARGS, "Sums over the calls of each place in the call tree, and over each stream's part."},
+    {"around", around, METH_VARARGS, "Of each of some spans those around it on its line."},
+    {"device_ns", device_ns, METH_VARARGS, "How long devices worked for calls and for what is below them on their lines."},
     {NULL},
 };
 

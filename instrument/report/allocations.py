@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 from instrument import native
-from instrument.report.places import NOWHERE, SHARED, UNKNOWN, places
+from instrument.report.places import NAMES, NOWHERE, SHARED, UNKNOWN, innermost
 from instrument.spans import HOST, Allocation, Allocations, Interval, Site, Trace
 
 _native = native.find("report._allocations")
@@ -70,23 +71,28 @@ class Counted(NamedTuple):
 def counted(trace: Trace, state: str, apart: bool) -> Counted:
     """The allocations of a trace in the time that was watched, by device and place, and `apart` by thread."""
     window = trace.watched or trace.held
-    found = _in_c(trace, window, state, apart)
-    return _counted(trace, window, state, apart) if found is None else found
-
-
-def _in_c(trace: Trace, window: Interval, state: str, apart: bool) -> Counted | None:
-    known_since_ns = trace.held[0]
-    if _native is None:
-        return None
+    found = None
     try:
         packed = Allocations.of(trace.allocations)
     except OverflowError:
+        told = trace.allocations
+        numbers = innermost(trace, [one.thread_id for one in told], [one.at_ns for one in told])
+    else:
+        cells = memoryview(packed.rows).cast("q")
+        thread_ids, times_ns = (array("q", cells[field::7].tobytes()) for field in (2, 1))
+        numbers = innermost(trace, thread_ids, times_ns, packed.base_ns)
+        found = _in_c(trace, packed, numbers, window, state, apart)
+    return _counted(trace, numbers, window, state, apart) if found is None else found
+
+
+def _in_c(
+    trace: Trace, packed: Allocations, numbers: array[int], window: Interval, state: str, apart: bool
+) -> Counted | None:
+    times = packed.base_ns, *window, trace.held[0]
+    if _native is None or not all(-_INT64 <= at_ns < _INT64 for at_ns in times):
         return None
-    times = packed.base_ns, *window, known_since_ns
-    if not all(-_INT64 <= at_ns < _INT64 for at_ns in times):
-        return None
-    launches, names = trace.origin.recorder == "other", (UNKNOWN, NOWHERE, SHARED)
-    found = _native.memory(trace.spans, packed.rows, *times, STATES.index(state), apart, launches, names)
+    names = UNKNOWN, NOWHERE, SHARED
+    found = _native.memory(trace.spans, numbers, packed.rows, *times, STATES.index(state), apart, names)
     if found is None:
         return None
     uses, allocators, thread_ids, outside = found
@@ -138,18 +144,20 @@ class _Allocator:
         self.earlier_bytes = 0
 
 
-def _counted(trace: Trace, window: Interval, state: str, apart: bool) -> Counted:
+def _counted(trace: Trace, numbers: array[int], window: Interval, state: str, apart: bool) -> Counted:
     first, last = window
     known_since_ns = trace.held[0]
     uses: dict[tuple[int, Site | str, int], _Used] = {}
     allocators: dict[int, _Allocator] = {}
     thread_ids: dict[int, None] = {}
     outside = 0
-    for at, (one, place) in enumerate(zip(trace.allocations, _places(trace, window, state), strict=True)):
-        if place is None:
-            outside += not first <= one.at_ns <= last
+    for at, (one, number) in enumerate(zip(trace.allocations, numbers, strict=True)):
+        if not first <= one.at_ns <= last:
+            outside += 1
             continue
-        place = UNKNOWN if one.at_ns < known_since_ns else place
+        if state != "All" and (one.device == HOST) != (state == "CPU"):
+            continue
+        place = UNKNOWN if one.at_ns < known_since_ns else NAMES.get(number) or trace.spans[number].site
         thread_ids[one.thread_id] = None
         use = uses.setdefault((one.device, place, one.thread_id if apart else 0), _Used())
         of = allocators.get(one.device)
@@ -185,17 +193,3 @@ def _counted(trace: Trace, window: Interval, state: str, apart: bool) -> Counted
         list(thread_ids),
         outside,
     )
-
-
-def _places(trace: Trace, window: Interval, state: str) -> list[Site | str | None]:
-    """The place of each allocation, None of one that does not count."""
-    first, last = window
-    points = (
-        (one.thread_id, one.at_ns, at)
-        for at, one in enumerate(trace.allocations)
-        if first <= one.at_ns <= last and (state == "All" or (one.device == HOST) == (state == "CPU"))
-    )
-    found: list[Site | str | None] = [None] * len(trace.allocations)
-    for at, place in places(trace, points):
-        found[at] = place if isinstance(place, str) else place.site
-    return found

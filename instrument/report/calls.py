@@ -7,7 +7,7 @@ of those of the calls below it on its line, so that a stretch around the stretch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,49 @@ def every_place(root: Place) -> Iterator[Place]:
         if place.calls:
             yield place
         pending += [*place.children.values(), *place.elsewhere.values()]
+
+
+def around(spans: Sequence[Span], some: Sequence[Span]) -> list[tuple[Span, ...]]:
+    """Of each of some of the spans those around it on its line, nearest first. 0.1 us a span in C."""
+    found: list[tuple[Span, ...]] | None = None if _native is None else _native.around(spans, some)
+    if found is not None:
+        return found
+    parent_ids = {span.parent_id for span in some}
+    above: dict[int, Span] = {}
+    while parent_ids:
+        met = {span.span_id: span for span in spans if span.span_id in parent_ids}
+        parent_ids = {span.parent_id for span in met.values()} - above.keys() - met.keys()
+        above.update(met)
+    return [tuple(_around(span, above)) for span in some]
+
+
+def _around(span: Span, above: Mapping[int, Span]) -> Iterator[Span]:
+    """The spans around one on its line. Ids of a damaged file may run in a circle."""
+    seen = {span.span_id}
+    one = above.get(span.parent_id)
+    while (
+        one is not None and one.span_id not in seen and (one.thread_id, one.task_id) == (span.thread_id, span.task_id)
+    ):
+        yield one
+        seen.add(one.span_id)
+        one = above.get(one.parent_id)
+
+
+def device_ns(spans: Sequence[Span], calls: Iterable[Span]) -> dict[int, int]:
+    """How long devices worked for each of some of the spans, by id: the union of its own stretches and of those of all
+    that lies below it on its line. Calls without any are left out. 0.3 us a span in C."""
+    ids = tuple(dict.fromkeys(span.span_id for span in calls))
+    found: dict[int, int] | None = None if _native is None else _native.device_ns(spans, ids, UNTIMED)
+    if found is not None:
+        return found
+    above = {span.span_id: span for span in spans}
+    stretches: dict[int, list[Interval]] = {id_: [] for id_ in ids}
+    for span in spans:
+        for one in (span, *_around(span, above)) if span.device else ():
+            if one.span_id in stretches:
+                timed = [(part.start_ns, part.end_ns) for part in span.device if part.label not in UNTIMED]
+                stretches[one.span_id] += [part for part in timed if part[0] < part[1]]
+    return {id_: length(union(parts)) for id_, parts in stretches.items() if parts}
 
 
 class _Reader:

@@ -10,15 +10,16 @@ by the time of all.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from instrument.report.calls import around, device_ns
 from instrument.report.places import places
-from instrument.report.stretches import UNTIMED, having
+from instrument.report.stretches import having
 from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths
 from instrument.report.view import Options
-from instrument.spans import FLOPS, Interval, Span, Trace, flops_told, length, union
+from instrument.spans import FLOPS, Span, Trace, flops_told
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,34 +99,35 @@ def flop_table(trace: Trace, kinds: Collection[str], options: Options) -> FlopTa
             told.append((span, count))
     beside = [one for one in trace.flops if one.flops > 0 and first <= one.at_ns < last]
     elsewhere = 0
-    for number, place in places(trace, ((one.thread_id, one.at_ns, at) for at, one in enumerate(beside))):
+    asked = places(trace, [one.thread_id for one in beside], [one.at_ns for one in beside])
+    for place, one in zip(asked, beside, strict=True):
         if isinstance(place, str):
-            elsewhere += beside[number].flops
+            elsewhere += one.flops
         else:
-            told.append((place, beside[number].flops))
+            told.append((place, one.flops))
     if not told and not elsewhere:
         return None
-    parents = {span.parent_id for span in trace.spans} if told else set()
-    above = {span.span_id: span for span in trace.spans if span.span_id in parents} if told else {}
     found: dict[tuple[str, str], tuple[list[int], dict[int, Span]]] = {}
-    for at, (span, _) in enumerate(told):
-        outermost: dict[tuple[str, str], Span] = {}
+    for at, ((span, _), above) in enumerate(zip(told, around(trace.spans, [span for span, _ in told]), strict=True)):
         own = span.site.name, span.site.kind
-        for one in _upwards(span, above):
-            key = one.site.name, one.site.kind
-            if key == own or one.site.kind in kinds:
-                outermost[key] = one
+        outermost = {own: span}
+        for outer in above:
+            key = outer.site.name, outer.site.kind
+            if key == own or outer.site.kind in kinds:
+                outermost[key] = outer
         for key, call in outermost.items():
-            its, calls = found.setdefault(key, ([], {}))
+            if key not in found:
+                found[key] = [], {}
+            its, calls = found[key]
             its.append(at)
             calls[call.span_id] = call
     whole = elsewhere + sum(count for _, count in told)
-    launched = _Launched(trace, above, {id_: call for _, calls in found.values() for id_, call in calls.items()})
+    launched = _launched(trace, {id_: call for _, calls in found.values() for id_, call in calls.items()})
 
     def row(name: str, kind: str) -> FlopRow:
         its, calls = found[name, kind]
         flops = sum(told[at][1] for at in its)
-        return FlopRow(name, kind, len(calls), flops, *launched.time_of(calls.values()), share(flops, whole))
+        return FlopRow(name, kind, len(calls), flops, *_time_of(calls.values(), launched), share(flops, whole))
 
     def rest(rows: Sequence[FlopRow]) -> FlopRow:
         # They may lie in one another: each told number counts once, and times would count some twice.
@@ -136,66 +138,30 @@ def flop_table(trace: Trace, kinds: Collection[str], options: Options) -> FlopTa
     return FlopTable(whole, elsewhere, bounded(rows, options, lambda row: row.time_ns or 0, rest))
 
 
-def _upwards(span: Span, above: Mapping[int, Span]) -> Iterator[Span]:
-    """A span and those around it on its line. Ids of a damaged file may run in a circle."""
-    seen: set[int] = set()
-    one: Span | None = span
-    while (
-        one is not None and one.span_id not in seen and (one.thread_id, one.task_id) == (span.thread_id, span.task_id)
-    ):
-        yield one
-        seen.add(one.span_id)
-        one = above.get(one.parent_id)
+def _launched(trace: Trace, calls: Mapping[int, Span]) -> dict[int, int]:
+    """How long devices worked for what calls asked for: the kernels that torch.profiler saw, by the thread that asked
+    for them and when, and of a call without any the device intervals of its own and of what is below it on its line."""
+    by_thread: dict[int, list[tuple[int, int]]] = {}
+    for one in trace.kernels:
+        if one.thread_id and one.kind == "kernel":
+            by_thread.setdefault(one.thread_id, []).append((one.launched_ns, one.end_ns - one.start_ns))
+    kernels: dict[int, tuple[list[int], list[int]]] = {}
+    for thread_id, its in by_thread.items():
+        its.sort()
+        sums = [0, *accumulate(length_ns for _, length_ns in its)]
+        kernels[thread_id] = [launched_ns for launched_ns, _ in its], sums
+    found: dict[int, int] = {}
+    for id_, call in calls.items():
+        times, sums = kernels.get(call.thread_id, ([], [0]))
+        launched_ns = sums[bisect_left(times, call.end_ns)] - sums[bisect_left(times, call.start_ns)]
+        if launched_ns:
+            found[id_] = launched_ns
+    return found | device_ns(trace.spans, [call for id_, call in calls.items() if id_ not in found])
 
 
-def _asking(
-    span: Span, above: Mapping[int, Span], asks: Collection[int], known: dict[int, tuple[int, ...]]
-) -> tuple[int, ...]:
-    """Which of some calls are a span, or around it on its line. `known` has it of the spans around, found once each."""
-    own = (span.span_id,) if span.span_id in asks else ()
-    up = above.get(span.parent_id)
-    if up is None or up.thread_id != span.thread_id or up.task_id != span.task_id:
-        return own
-    if up.span_id not in known:
-        its: tuple[int, ...] = ()
-        for one in reversed(list(_upwards(up, above))):
-            its = known[one.span_id] = (*its, one.span_id) if one.span_id in asks else its
-    return known[up.span_id] + own
-
-
-class _Launched:
-    """What calls asked a device for: the kernels that torch.profiler saw, by the thread that asked for them and when,
-    and of a call without any the device intervals of its own and of what is below it on its line."""
-
-    def __init__(self, trace: Trace, above: Mapping[int, Span], calls: Mapping[int, Span]) -> None:
-        by_thread: dict[int, list[tuple[int, int]]] = {}
-        for one in trace.kernels:
-            if one.thread_id and one.kind == "kernel":
-                by_thread.setdefault(one.thread_id, []).append((one.launched_ns, one.end_ns - one.start_ns))
-        self._times: dict[int, tuple[list[int], list[int]]] = {}
-        for thread_id, its in by_thread.items():
-            its.sort()
-            sums = [0, *accumulate(length_ns for _, length_ns in its)]
-            self._times[thread_id] = [launched_ns for launched_ns, _ in its], sums
-        self._launched = {id_: self._within(call) for id_, call in calls.items()}
-        asks = {id_ for id_, launched_ns in self._launched.items() if not launched_ns}
-        stretches: dict[int, list[Interval]] = {}
-        known: dict[int, tuple[int, ...]] = {}
-        for span in trace.spans if asks else ():
-            if not span.device:
-                continue
-            for call in _asking(span, above, asks, known):
-                timed = ((part.start_ns, part.end_ns) for part in span.device if part.label not in UNTIMED)
-                stretches.setdefault(call, []).extend(timed)
-        self._launched.update((id_, length(union(parts))) for id_, parts in stretches.items())
-
-    def time_of(self, calls: Collection[Span]) -> tuple[str, int | None]:
-        """Where some calls took their time, and how long, if that is the same for all."""
-        on_device = [self._launched[span.span_id] for span in calls]
-        if all(on_device):
-            return "GPU", sum(on_device)
-        return ("", None) if any(on_device) else ("CPU", sum(span.total_ns for span in calls))
-
-    def _within(self, span: Span) -> int:
-        times, sums = self._times.get(span.thread_id, ([], [0]))
-        return sums[bisect_left(times, span.end_ns)] - sums[bisect_left(times, span.start_ns)]
+def _time_of(calls: Collection[Span], launched: Mapping[int, int]) -> tuple[str, int | None]:
+    """Where some calls took their time, and how long, if that is the same for all."""
+    on_device = [launched[span.span_id] for span in calls if span.span_id in launched]
+    if len(on_device) == len(calls):
+        return "GPU", sum(on_device)
+    return ("", None) if on_device else ("CPU", sum(span.total_ns for span in calls))

@@ -334,17 +334,16 @@ def _of_torch(trace: Trace) -> _Found:
     if not any(kernel.thread_id for kernel, _ in counted):
         return found
     names: dict[Site, str] = {}
-    launches = (
-        (kernel.thread_id, kernel.launched_ns, at) for at, (kernel, _) in enumerate(counted) if kernel.thread_id
-    )
-    for at, place in places(trace, launches):
-        if counted[at][0].launched_ns < trace.held[0]:
-            found.place(UNKNOWN, "", *counted[at])
+    launched = [one for one in counted if one[0].thread_id]
+    asked = places(trace, [kernel.thread_id for kernel, _ in launched], [kernel.launched_ns for kernel, _ in launched])
+    for (kernel, part), place in zip(launched, asked, strict=True):
+        if kernel.launched_ns < trace.held[0]:
+            found.place(UNKNOWN, "", kernel, part)
         elif isinstance(place, str):
-            found.place(place, "", *counted[at])
+            found.place(place, "", kernel, part)
         else:
             site = place.site
-            found.place(names.get(site) or names.setdefault(site, name_of(place)), site.kind, *counted[at])
+            found.place(names.get(site) or names.setdefault(site, name_of(place)), site.kind, kernel, part)
     for kernel, part in counted:
         if not kernel.thread_id:
             found.place(UNKNOWN, "", kernel, part)
