@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from instrument import compression, native
 from instrument.chrome import allocations
-from instrument.chrome.flops import flops_of
-from instrument.chrome.lanes import DEVICE_PIDS, SPARE_TIDS
+from instrument.chrome.foreign import Foreign
+from instrument.chrome.lanes import DEVICE_PIDS
 from instrument.chrome.metadata import LIMIT_LINKS, Metadata, attribute, made
-from instrument.chrome.text import INT64, LIMIT_VALUE, Json, checked, index, nanoseconds
+from instrument.chrome.text import INT64, LIMIT_SPANS, LIMIT_VALUE, Json, checked, end_of, index, nanoseconds
 from instrument.errors import TraceError
-from instrument.spans import (
-    FLOPS,
-    HOST,
-    KINDS,
-    Allocations,
-    DeviceInterval,
-    Kernel,
-    Origin,
-    RemoteParent,
-    Sample,
-    Site,
-    Span,
-    Trace,
-    assign_self_times,
-    by_start,
-    flops_told,
-)
+from instrument.spans import HOST, DeviceInterval, RemoteParent, Sample, Span, Trace, by_start
 from instrument.tally import Tally
 
 _native = native.find("chrome._reading")
@@ -44,28 +26,8 @@ _native_spans = native.find("_spans")
 LIMIT_BYTES = 2 << 30
 """Most bytes of text that `load` reads unless told otherwise; browsers give up far below."""
 
-# What else bounds the memory and time that a hostile file can ask for: spans, and parents that start after their
-# children.
-LIMIT_SPANS, LIMIT_BACKWARD = 10_000_000, 1000
-
-OPERATOR = "cpu_op"
-"""Category of torch's operators."""
-
-KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, OPERATOR: "op", "kernel": "op", "gpu_memcpy": "copy"}
-
-# What torch.profiler calls the work of a device, the calls that ask for it, and the type of the host as a device.
-WORK_OF_CATEGORY = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fill"}
-LAUNCHES = re.compile(r"\w+_(?:runtime|driver)")
-HOST_MEMORY = 0
-
-STEPS = re.compile(r"(ProfilerStep|ProfileStep)#([0-9]{1,18})(?:\[[0-9.]+ \w+\])?")
-"""What torch.profiler and paddle.profiler call the slice of a step, with its number; paddle adds how long it took."""
-
-ON_DEVICE = "gpu_user_annotation"
-"""Category of the slices by which torch.profiler draws what the host named above the device's work for it."""
-
-WINDOW_OF_TORCH = ("Trace", "Spans")
-"""Category and process of the slice by which torch.profiler says how long it watched, which is no call."""
+LIMIT_BACKWARD = 1000
+"""More parents that start after their children are in no program's trace; what they ask for has no end."""
 
 
 # The file
@@ -137,7 +99,7 @@ def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally | None]:
 
 
 def _content(text: Json) -> tuple[Trace, Tally | None]:
-    foreign = _Foreign()
+    foreign = Foreign()
     own: _Own | None = None
 
     def scan(text: Json) -> bool:
@@ -240,13 +202,6 @@ def _backward(spans: Sequence[Span]) -> int:
 # Slices
 
 
-def _end(start_ns: int, end_ns: int) -> int:
-    """The end of a slice, which must not lie before its start."""
-    if end_ns < start_ns:
-        raise ValueError("a slice in it ends before it starts; it is damaged")
-    return end_ns
-
-
 class _Row(NamedTuple):
     """An async lane: the id, tree and task of its first span, and its open spans, innermost last, each with whether it
     was active all the time and whether all of that was its own."""
@@ -321,7 +276,7 @@ class _Own:
         # An async slice ends with an event of its own, but for format 2.
         is_open = phase == "b" and "total_ns" not in args
         total_ns = 0 if is_open else nanoseconds(event["dur"]) if phase == "X" else checked(args["total_ns"], int)
-        end_ns = _end(start_ns, start_ns + total_ns)
+        end_ns = end_of(start_ns, start_ns + total_ns)
         if "owner" in args:
             stream = checked(args["stream"] if "stream" in args else args["enclosing_stream"], int)
             interval = made(DeviceInterval, args, stream=stream, start_ns=start_ns, end_ns=end_ns)
@@ -369,7 +324,7 @@ class _Own:
         if row is None or not row.open:
             return
         span, is_active, is_self = row.open.pop()
-        span.end_ns = _end(span.start_ns, self.metadata.base_ns + nanoseconds(event["ts"]))
+        span.end_ns = end_of(span.start_ns, self.metadata.base_ns + nanoseconds(event["ts"]))
         if is_active:
             span.active_ns = span.total_ns
         if is_self:
@@ -413,195 +368,3 @@ class _Own:
 
 def _remote(facts: dict[str, Any]) -> RemoteParent:
     return RemoteParent(int(facts["trace_id"], 16), int(facts["span_id"], 16), checked(facts["flags"], int))
-
-
-class _Foreign:
-    """Reads other profilers' traces: slices, whether complete, of begins and ends, or async, and names.
-
-    `marks` are the begins by lane or async key, each a time and a span, and the ends, each a time and None.
-    """
-
-    def __init__(self) -> None:
-        self.epoch_ns = 0
-        self.host = ""
-        self.spans: list[Span] = []
-        self.marks: dict[tuple[Any, ...], list[tuple[int, Span | None]]] = {}
-        self._tasks: dict[tuple[Any, ...], int] = {}
-        self._sites: dict[tuple[str, str], Site] = {}
-        self._names: dict[tuple[Any, ...], str] = {}
-        self._thread_ids: dict[tuple[Any, ...], int] = {}
-        self._taken: set[Any] = set()
-        self._spare_ids = count(SPARE_TIDS)
-        self._count = 0
-        self._work: list[tuple[str, str, int, int, int, int, int | None]] = []
-        self._launches: dict[int, tuple[int, int]] = {}
-        self._allocations = bytearray()
-        self._device_rows: set[tuple[Any, ...]] = set()
-        self._counts_flops = False
-
-    def add(self, event: dict[str, Any]) -> None:
-        phase = checked(event.get("ph", ""), str)
-        row = tuple(checked(event.get(key), int, str, type(None)) for key in ("pid", "tid"))
-        if phase == "M" and event.get("name") in ("process_name", "thread_name"):
-            self._names[row if event["name"] == "thread_name" else (row[0], None)] = checked(event["args"]["name"], str)
-        if phase == "i" and event.get("name") == "[memory]":
-            self._add_allocation(event, row)
-        if phase not in ("X", "B", "E", "b", "e") or (event.get("cat"), row[0]) == WINDOW_OF_TORCH:
-            return
-        self._count += 1
-        if self._count > LIMIT_SPANS:
-            raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
-        start_ns = nanoseconds(event.get("ts"))
-        key = (row[0], *(f"{event.get(part)}" for part in ("cat", "id", "id2"))) if phase in "be" else row
-        if phase in "Ee":
-            self.marks.setdefault(key, []).append((start_ns, None))
-            return
-        site, step = self._site(event)
-        span = Span(site, 0, 0, 0, self._thread_id(row), 0, start_ns, start_ns, 0, 0)
-        span.attributes = {k: v for k, v in event.get("args", {}).items() if isinstance(v, (str, int, float))}
-        if step is not None:
-            span.attributes["step"] = step
-        flops = flops_of(site.name, event.get("args") or {}) if event.get("cat") == OPERATOR else None
-        if flops is not None:
-            span.attributes[FLOPS] = flops
-            self._counts_flops = True
-        if phase == "X":
-            span.end_ns = _end(start_ns, nanoseconds(event["ts"] + checked(event.get("dur"), float, int)))
-            self.spans.append(span)
-            self._add_work(event, row, span)
-            return
-        if phase == "b":
-            span.task_id = self._tasks.setdefault(key, 1 + len(self._tasks))
-        self.marks.setdefault(key, []).append((start_ns, span))
-
-    def _add_work(self, event: dict[str, Any], row: tuple[Any, ...], span: Span) -> None:
-        """Work of a device, or a call of the host that asks for some; both name it by a number."""
-        category, args = event.get("cat"), event.get("args") or {}
-        known = args.get("correlation")
-        correlation = known if isinstance(known, int) else None
-        if category in WORK_OF_CATEGORY:
-            self._device_rows.add(row)
-            device, stream = args.get("device", row[0]), args.get("stream", row[1])
-            if isinstance(device, int) and isinstance(stream, int):
-                kind = WORK_OF_CATEGORY[category]
-                self._work.append((span.site.name, kind, device, stream, span.start_ns, span.end_ns, correlation))
-        elif correlation is not None and isinstance(category, str) and LAUNCHES.fullmatch(category):
-            self._launches[correlation] = (span.thread_id, span.start_ns)
-
-    def _add_allocation(self, event: dict[str, Any], row: tuple[Any, ...]) -> None:
-        args = checked(event.get("args"), dict)
-        in_host = args.get("Device Type") == HOST_MEMORY
-        numbers = [checked(args.get(key, 0), int) for key in ("Addr", "Total Allocated", "Total Reserved")]
-        self._allocations += Allocations.ROW.pack(
-            HOST if in_host else max(checked(args.get("Device Id"), int), 0),
-            nanoseconds(event.get("ts")),
-            self._thread_id(row),
-            checked(args.get("Bytes"), int),
-            *numbers,
-        )
-        if len(self._allocations) > LIMIT_SPANS * Allocations.ROW.size:
-            raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
-
-    def _kernels(self) -> list[Kernel]:
-        """The work of devices by start, each with the call that asked for it, wherever in the file that stood."""
-        self._work.sort(key=itemgetter(4))
-        return [
-            Kernel(name, kind, device, stream, start_ns, end_ns, *self._launches.get(known or 0, (0, 0)))
-            for name, kind, device, stream, start_ns, end_ns, known in self._work
-        ]
-
-    def _thread_id(self, row: tuple[Any, ...]) -> int:
-        if row not in self._thread_ids:
-            usable = type(row[1]) is int and 0 <= row[1] < SPARE_TIDS and row[1] not in self._taken
-            self._thread_ids[row] = row[1] if usable else next(self._spare_ids)
-            self._taken.add(row[1])
-        return self._thread_ids[row]
-
-    def _site(self, event: dict[str, Any]) -> tuple[Site, int | None]:
-        """The site of a slice, and its number if another profiler called it a step."""
-        name, category = checked(event.get("name", "(no name)"), str), checked(event.get("cat") or "", str)
-        step = None if category == ON_DEVICE else STEPS.fullmatch(name)
-        name, kind = (name, KIND_OF_CATEGORY.get(category, "user")) if step is None else (step[1], "step")
-        return self._sites.setdefault((name, kind), Site(name, kind)), None if step is None else int(step[2])
-
-    def trace(self) -> Trace:
-        strays = self._close_marks()
-        self._nest()
-        if self._counts_flops:
-            _count_outermost(self.spans)
-        assign_self_times(self.spans)
-        pids = [pid for pid, _ in self._thread_ids]
-        host_pids = [row[0] for row in self._thread_ids if row not in self._device_rows]
-        one_process = len(set(pids)) == 1
-        threads = {}
-        for row, thread_id in self._thread_ids.items():
-            name = self._names.get(row) or (row[1] if isinstance(row[1], str) else f"thread {row[1]}")
-            process = self._names.get((row[0], None), f"process {row[0]}")
-            threads[thread_id] = name if one_process else f"{process}: {name}"
-        origin = Origin(
-            pid=next((pid for pid in host_pids if isinstance(pid, int)), 0),
-            service=self._names.get((pids[0], None), "") if pids else "",
-            monotonic_ns=0,
-            realtime_ns=self.epoch_ns,
-            recorder="other",
-            host=self.host,
-        )
-        found = Allocations(self._allocations).in_order()
-        ends = [one.at_ns for one in (*found[:1], *found[-1:])]
-        first_ns = min(chain(ends, (span.start_ns for span in self.spans)), default=0)
-        last_ns = max(chain(ends, (span.end_ns for span in self.spans)), default=0)
-        losses = {"slice ends without a begin": strays} if strays else {}
-        trace = Trace(origin, first_ns, last_ns, self.spans, threads, losses)
-        if self._work or found:
-            trace.kernels, trace.allocations = self._kernels(), found
-            trace.watched = first_ns, last_ns
-        return trace
-
-    def _close_marks(self) -> int:
-        """Make spans of begins and ends, by time like a stack; returns how many ends had no begin."""
-        times = [span.end_ns for span in self.spans] + [at_ns for marks in self.marks.values() for at_ns, _ in marks]
-        last_ns = max(times, default=0)
-        strays = 0
-        for marks in self.marks.values():
-            opened: list[Span] = []
-            for at_ns, span in sorted(marks, key=itemgetter(0)):
-                if span is not None:
-                    opened.append(span)
-                    self.spans.append(span)
-                elif opened:
-                    opened.pop().end_ns = at_ns
-                else:
-                    strays += 1
-            for span in opened:
-                span.end_ns, span.clipped = last_ns, True
-        return strays
-
-    def _nest(self) -> None:
-        """Make each span a child of the innermost of its lane that holds it. One that crosses another holds none."""
-        opened: dict[tuple[int, int], list[Span]] = {}
-        self.spans.sort(key=lambda s: (s.start_ns, -s.end_ns))
-        for span_id, span in enumerate(self.spans, start=1):
-            stack = opened.setdefault((span.thread_id, span.task_id), [])
-            while stack and stack[-1].end_ns <= span.start_ns:
-                stack.pop()
-            parent = next((above for above in reversed(stack) if above.end_ns >= span.end_ns), None)
-            span.span_id = span.root_id = span_id
-            span.active_ns = span.total_ns
-            if parent is not None:
-                span.parent_id, span.root_id = parent.span_id, parent.root_id
-            if not stack or stack[-1] is parent:
-                stack.append(span)
-
-
-def _count_outermost(spans: Sequence[Span]) -> None:
-    """Leave the operations of a product or convolution to the outermost of the operators that tell them.
-
-    Spans come after those that they lie in.
-    """
-    counted: set[int] = set()
-    for span in spans:
-        if span.parent_id in counted:
-            span.attributes = {key: value for key, value in span.attributes.items() if key != FLOPS}
-            counted.add(span.span_id)
-        elif flops_told(span):
-            counted.add(span.span_id)

@@ -20,6 +20,9 @@ MILLI = tuple(f".{thousandths:03d}" for thousandths in range(1000))
 # 1970 still are in int64).
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
+LIMIT_SPANS = 10_000_000
+"""More slices of a kind are in no file that may be read."""
+
 BLOCK_BYTES = 1 << 17
 """How much is read at a time: as much as a heap gives back and takes again without the kernel, which 1 MiB is not."""
 
@@ -98,6 +101,13 @@ def nanoseconds(time_us: object) -> int:
     if not -LIMIT_US < time < LIMIT_US:
         raise ValueError(f"it has {time} for a time in microseconds; write times relative to the start")
     return round(time * 1000)
+
+
+def end_of(start_ns: int, end_ns: int) -> int:
+    """The end of a slice, which must not lie before its start."""
+    if end_ns < start_ns:
+        raise ValueError("a slice in it ends before it starts; it is damaged")
+    return end_ns
 
 
 def checked(value: object, *kinds: type) -> Any:
