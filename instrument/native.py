@@ -11,8 +11,8 @@ import os
 from typing import Any
 
 PARTS = (
-    "_recorder", "_spans", "_lines", "chrome._reading", "chrome._slices", "report._allocations", "report._calls",
-    "report._places", "report._stretches",
+    "_recorder", "_spans", "_lines", "chrome._foreign", "chrome._reading", "chrome._slices", "report._allocations",
+    "report._calls", "report._places", "report._stretches",
 )  # fmt: skip
 """The native modules of the package."""
 

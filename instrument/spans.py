@@ -261,8 +261,7 @@ class Gpu:
     uuid: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """What torch.profiler saw a stream of a device do; `kind` is of `WORK`.
 
     `launched_ns` is when the host's call that asked for it began, on `thread_id`; both are 0 where no call is known.

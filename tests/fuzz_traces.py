@@ -21,10 +21,11 @@ from typing import Any
 
 from instrument import chrome, schema
 from instrument.chrome import allocations, reading
+from instrument.chrome import foreign as foreign_traces
 from instrument.errors import ProfileError, TraceError
 from instrument.profile import SORT_KEYS, STATES, VIEWS
 from instrument.report import allocations as report_allocations
-from instrument.report import places
+from instrument.report import places as report_places
 from instrument.report.summary import summary, summary_document
 from instrument.report.view import Options, Recording
 from instrument.spans import (
@@ -50,7 +51,10 @@ from instrument.spans import (
 from instrument.tally import Tally
 from instrument.window import Windows
 
-TWINS = (reading, "_native"), (allocations, "_native_reader"), (report_allocations, "_native"), (places, "_native")
+TWINS = (
+    (reading, "_native"), (foreign_traces, "_native"), (allocations, "_native_reader"), (report_allocations, "_native"),
+    (report_places, "_native"),
+)  # fmt: skip
 """What is read and counted in C, and in Python where these are None."""
 
 MOST_BYTES = 500 << 20
@@ -153,6 +157,18 @@ def foreign(seed: int) -> str:
         }
         for _ in range(chance.randrange(12))
     ]
+    for number in range(chance.randrange(9) if seed % 2 else 0):
+        category = chance.choice(
+            ["cpu_op", "cuda_runtime", "cuda_driver", "kernel", "gpu_memcpy", "gpu_user_annotation"]
+        )
+        args = {"External id": number, "correlation": number // 2, "device": 0, "stream": 7, "shapes": [[1], {}]}
+        kept = chance.sample(sorted(args), chance.randrange(6))
+        events.append({
+            "ph": "X", "cat": category, "pid": 9, "tid": chance.choice([1, 7]), "name": f"caf\u00e9 {number % 3}",
+            "ts": chance.choice([round(chance.uniform(-9, 1e13), 3), chance.randrange(99), chance.random() * 1e6]),
+            "dur": chance.choice([chance.randrange(9), round(chance.random() * 99, 3), 1e-7]),
+            "args": {key: args[key] for key in kept} | {"rate": chance.random(), "on": chance.random() < 0.5, "no": {}},
+        })  # fmt: skip
     for _ in range(chance.randrange(4) if seed % 4 == 0 else 0):
         facts = {"Bytes": chance.randrange(-9, 9), "Device Type": chance.randrange(2), "Device Id": 0, "Addr": 5}
         events.append({"ph": "i", "name": "[memory]", "pid": 9, "tid": 7, "ts": chance.randrange(9), "args": facts})

@@ -357,6 +357,18 @@ def test_such_a_tally_may_be_asked_for_later_but_a_file_that_nests_too_deep_is_r
             chrome.read(path)
 
 
+def test_a_tally_with_fewer_calls_than_none_is_refused(tmp_path: Path) -> None:
+    original = trace(span(1, 0, 10))
+    path = chrome.dump(tmp_path / "trace.json", original, Tally.of_spans(original.spans))
+    document = json.loads(path.read_text())
+    ((_, _, calls, *_),) = document["instrument"]["tally"]["rows"]
+    assert calls == 1
+    document["instrument"]["tally"]["rows"][0][2] = -1
+    path.write_text(json.dumps(document))
+    with pytest.raises(TraceError, match="a call path in it was called -1 times; it is damaged"):
+        chrome.load(path)
+
+
 def test_a_tally_is_saved_whether_or_not_its_spans_are(tmp_path: Path) -> None:
     tally = Tally.of_spans([span(1, -900, 10**12, error="OSError"), span(2, 3, 900, parent=1)], {4711: "Main"})
     loaded, loaded_tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace(), tally))

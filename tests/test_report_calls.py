@@ -80,8 +80,8 @@ def test_what_is_around_and_what_devices_did_below_is_what_brute_force_finds(
         return
 
     def line_of(span: Span) -> list[int]:
-        """The ids of a span and of those around it on its line."""
-        found = [span.span_id]
+        """The ids of those around a span on its line."""
+        found: list[int] = []
         while True:
             up = [one for one in spans if one.span_id == span.parent_id and one.span_id not in found]
             if not up or (up[0].thread_id, up[0].task_id) != (span.thread_id, span.task_id):
@@ -89,12 +89,12 @@ def test_what_is_around_and_what_devices_did_below_is_what_brute_force_finds(
             span = up[0]
             found.append(span.span_id)
 
-    assert [[one.span_id for one in line] for line in lines] == [line_of(span)[1:] for span in some]
+    assert [[one.span_id for one in line] for line in lines] == [line_of(span) for span in some]
     for span in some:
         instants = {
             at
             for one in spans
-            if span.span_id in line_of(one)
+            if span.span_id in (one.span_id, *line_of(one))
             for part in one.device
             if part.label not in UNTIMED
             for at in range(part.start_ns, part.end_ns)

@@ -1,205 +1,19 @@
 /* Events and allocations of a trace that `dump` wrote, read in C: the twin of `_Own.add` in `reading.py`, and of `take` in
  * `allocations.py`, which say what they mean.
  *
- * The scanner takes strict JSON only, with the keys in any order. At an event that is not as plain as `dump` writes most
- * of them (an escape in a name, a number that is no int64, a key twice, a value of another type, the end of the text) it
- * stops before it, and the twin reads that event or says what is wrong with it.
+ * At an event that is not as plain as `dump` writes most of them (an escape in a name, a number that is no int64, a key
+ * twice, a value of another type, the end of the text) it stops before it, and the twin reads that event or says what is
+ * wrong with it.
  */
 
-#include "../_spans.h"
+#include "_json.h"
 #include <stddef.h>
 #include <structmember.h>
 
-#define DEEPEST 8 /* lists and objects in one another that are passed over here */
-#define MOST_DIGITS 18
 #define MOST_DIGITS_OF_TIME 12 /* of whole microseconds: to the nanosecond, as a float tells it as well */
 
 static PyTypeObject *span_type, *interval_type;
 static PyObject *text_exclusive;
-
-/* ------------------------------------------------------------------ JSON */
-
-typedef struct {
-    const char *at, *end;
-} cursor_t;
-
-static inline void
-blanks(cursor_t *in)
-{
-    while (in->at < in->end && (*in->at == ' ' || *in->at == '\n' || *in->at == '\r' || *in->at == '\t'))
-        in->at++;
-}
-
-/* Pass over a character that must come next, blanks before it: whether it did. */
-static inline int
-take(cursor_t *in, char wanted)
-{
-    blanks(in);
-    if (in->at >= in->end || *in->at != wanted)
-        return 0;
-    in->at++;
-    return 1;
-}
-
-/* A string without escapes; *text is what stands between the quotes. Whether there was one. */
-static inline int
-plain_string(cursor_t *in, const char **text, size_t *length)
-{
-    if (in->at >= in->end || *in->at != '"')
-        return 0;
-    const char *at = ++in->at;
-    while (at < in->end && *at != '"' && *at != '\\' && (unsigned char)*at >= 0x20)
-        at++;
-    if (at >= in->end || *at != '"')
-        return 0;
-    *text = in->at;
-    *length = (size_t)(at - in->at);
-    in->at = at + 1;
-    return 1;
-}
-
-static int
-is_hex(char c)
-{
-    return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F');
-}
-
-/* Pass over any string. Whether there was one. */
-static int
-skip_string(cursor_t *in)
-{
-    if (in->at >= in->end || *in->at != '"')
-        return 0;
-    const char *at = in->at + 1;
-    for (; at < in->end && *at != '"'; at++) {
-        if ((unsigned char)*at < 0x20)
-            return 0;
-        if (*at != '\\')
-            continue;
-        if (++at >= in->end)
-            return 0;
-        if (*at == 'u') {
-            if (in->end - at < 5 || !is_hex(at[1]) || !is_hex(at[2]) || !is_hex(at[3]) || !is_hex(at[4]))
-                return 0;
-            at += 4;
-        } else if (strchr("\"\\/bfnrt", *at) == NULL || *at == '\0')
-            return 0;
-    }
-    if (at >= in->end)
-        return 0;
-    in->at = at + 1;
-    return 1;
-}
-
-static inline size_t
-count_digits(cursor_t *in)
-{
-    const char *from = in->at;
-    while (in->at < in->end && *in->at >= '0' && *in->at <= '9')
-        in->at++;
-    return (size_t)(in->at - from);
-}
-
-/* Pass over a number; *is_whole tells whether it has neither fraction nor exponent. Whether there was one. One at the very
- * end of the text may go on behind it. */
-static int
-skip_number(cursor_t *in, int *is_whole)
-{
-    if (in->at < in->end && *in->at == '-')
-        in->at++;
-    const char *first = in->at;
-    size_t whole = count_digits(in);
-    if (whole == 0 || whole > MOST_DIGITS || (*first == '0' && whole > 1))
-        return 0;
-    *is_whole = 1;
-    if (in->at < in->end && *in->at == '.') {
-        in->at++;
-        *is_whole = 0;
-        size_t fraction = count_digits(in);
-        if (fraction == 0 || fraction > 40)
-            return 0;
-    }
-    if (in->at < in->end && (*in->at == 'e' || *in->at == 'E')) {
-        in->at++;
-        *is_whole = 0;
-        if (in->at < in->end && (*in->at == '+' || *in->at == '-'))
-            in->at++;
-        size_t exponent = count_digits(in);
-        if (exponent == 0 || exponent > 3)
-            return 0;
-    }
-    return in->at < in->end;
-}
-
-static int
-take_word(cursor_t *in, const char *word)
-{
-    size_t length = strlen(word);
-    if ((size_t)(in->end - in->at) <= length || memcmp(in->at, word, length) != 0)
-        return 0;
-    in->at += length;
-    return 1;
-}
-
-/* Pass over any value. Whether there was one that is plain enough. */
-static int
-skip_value(cursor_t *in, int depth)
-{
-    blanks(in);
-    if (in->at >= in->end)
-        return 0;
-    int whole;
-    switch (*in->at) {
-    case '"':
-        return skip_string(in);
-    case 't':
-        return take_word(in, "true");
-    case 'f':
-        return take_word(in, "false");
-    case 'n':
-        return take_word(in, "null");
-    case '[':
-    case '{':
-        break;
-    default:
-        return skip_number(in, &whole);
-    }
-    if (depth >= DEEPEST)
-        return 0;
-    int is_object = *in->at++ == '{';
-    char last = is_object ? '}' : ']';
-    if (take(in, last))
-        return 1;
-    do {
-        if (is_object) {
-            blanks(in);
-            if (!skip_string(in) || !take(in, ':'))
-                return 0;
-        }
-        if (!skip_value(in, depth + 1))
-            return 0;
-    } while (take(in, ','));
-    return take(in, last);
-}
-
-/* A whole number. Whether there was one of at most 18 digits. */
-static inline int
-whole_number(cursor_t *in, int64_t *value)
-{
-    int negative = in->at < in->end && *in->at == '-';
-    in->at += negative;
-    const char *first = in->at;
-    int64_t found = 0;
-    while (in->at < in->end && *in->at >= '0' && *in->at <= '9' && in->at - first < MOST_DIGITS)
-        found = found * 10 + (*in->at++ - '0');
-    size_t digits = (size_t)(in->at - first);
-    if (digits == 0 || digits > MOST_DIGITS || (*first == '0' && digits > 1) || in->at >= in->end)
-        return 0;
-    if (*in->at == '.' || *in->at == 'e' || *in->at == 'E' || (*in->at >= '0' && *in->at <= '9'))
-        return 0;
-    *value = negative ? -found : found;
-    return 1;
-}
 
 /* Microseconds with at most three decimals as nanoseconds. Whether there were such. */
 static inline int
@@ -238,11 +52,6 @@ enum {
     OWNER = 1 << 18, DEVICE = 1 << 19, STREAM = 1 << 20, ENCLOSING = 1 << 21, LABEL = 1 << 22, UNCERTAINTY = 1 << 23,
     PLACE = 1 << 24, REMOTE = 1 << 25,
 };
-
-typedef struct {
-    const char *text;
-    size_t length;
-} part_t;
 
 typedef struct {
     uint32_t has;
@@ -336,8 +145,6 @@ local_of(cursor_t *in, event_t *event)
     return plain_string(in, &event->local.text, &event->local.length) && take(in, '}');
 }
 
-#define IS(key, length, literal) ((length) == sizeof(literal) - 1 && memcmp(key, literal, sizeof(literal) - 1) == 0)
-
 /* An event. Whether it is plain. */
 static int
 event_of(cursor_t *in, event_t *event)
@@ -419,9 +226,7 @@ typedef struct {
     PyObject *sites;                    /* a tuple */
     PyObject *make_row;
     int64_t base_ns;
-    PyObject *text; /* the one that is being read, and two places in it that are the same */
-    Py_ssize_t character;
-    size_t byte;
+    reading_t reading;
     table_t owners; /* span id -> its place in `spans`, once device intervals have come */
     Py_ssize_t owners_of;
     int direct; /* whether an interval is given to its span at once */
@@ -475,56 +280,6 @@ open_on(lane_t *lane, open_t open)
     return 0;
 }
 
-/* A text that many events share. */
-static PyObject *
-shared_text(part_t *part)
-{
-    PyObject *text = PyUnicode_DecodeUTF8(part->text, (Py_ssize_t)part->length, NULL);
-    if (text != NULL)
-        PyUnicode_InternInPlace(&text);
-    return text;
-}
-
-/* The value of an attribute: a new reference, NULL without an error where it is not plain. */
-static PyObject *
-attribute_value(cursor_t *in)
-{
-    part_t part;
-    int64_t number;
-    blanks(in);
-    if (in->at >= in->end)
-        return NULL;
-    switch (*in->at) {
-    case '"':
-        return plain_string(in, &part.text, &part.length)
-                   ? PyUnicode_DecodeUTF8(part.text, (Py_ssize_t)part.length, NULL)
-                   : NULL;
-    case 't':
-        return take_word(in, "true") ? Py_NewRef(Py_True) : NULL;
-    case 'f':
-        return take_word(in, "false") ? Py_NewRef(Py_False) : NULL;
-    case 'n':
-        return take_word(in, "null") ? Py_NewRef(Py_None) : NULL;
-    case '[':
-    case '{':
-        return NULL;
-    }
-    const char *first = in->at;
-    if (whole_number(in, &number))
-        return PyLong_FromLongLong(number);
-    in->at = first;
-    int is_whole;
-    char digits[80], *after;
-    if (!skip_number(in, &is_whole) || is_whole || in->at - first >= (Py_ssize_t)sizeof digits)
-        return NULL;
-    memcpy(digits, first, (size_t)(in->at - first));
-    digits[in->at - first] = '\0';
-    double value = PyOS_string_to_double(digits, &after, NULL);
-    if (value == -1.0 && PyErr_Occurred())
-        return NULL;
-    return PyFloat_FromDouble(value);
-}
-
 /* The attributes of a span: a new reference, NULL without an error where one is not plain. */
 static PyObject *
 attributes_of(event_t *event)
@@ -541,7 +296,7 @@ attributes_of(event_t *event)
             Py_DECREF(attributes);
             return NULL;
         }
-        PyObject *name = shared_text(&key), *value = name == NULL ? NULL : attribute_value(&in);
+        PyObject *name = shared_text(&key), *value = name == NULL ? NULL : plain_value(&in);
         int done = value == NULL ? -1 : PyDict_SetItem(attributes, name, value);
         Py_XDECREF(name);
         Py_XDECREF(value);
@@ -814,45 +569,15 @@ add_event(Reader *self, event_t *event)
     return add_span(self, event, start_ns, end_ns, is_open);
 }
 
-/* How many characters begin in these bytes of UTF-8. */
-static Py_ssize_t
-characters_in(const char *from, const char *to)
-{
-    Py_ssize_t count = 0;
-    for (; from < to; from++)
-        count += ((unsigned char)*from & 0xC0) != 0x80;
-    return count;
-}
-
 /* scan(text, at): take the events that begin at the place, as many as are plain; the place after the last of them. */
 static PyObject *
 Reader_scan(Reader *self, PyObject *args)
 {
     PyObject *text;
-    Py_ssize_t at, size;
-    if (!PyArg_ParseTuple(args, "Un:scan", &text, &at))
+    Py_ssize_t at;
+    cursor_t in;
+    if (!PyArg_ParseTuple(args, "Un:scan", &text, &at) || read_from(&self->reading, text, at, &in) < 0)
         return NULL;
-    const char *bytes = PyUnicode_AsUTF8AndSize(text, &size);
-    if (bytes == NULL)
-        return NULL;
-    int is_ascii = PyUnicode_IS_ASCII(text);
-    if (text != self->text || at < self->character) {
-        Py_INCREF(text);
-        Py_XSETREF(self->text, text);
-        self->character = 0;
-        self->byte = 0;
-    }
-    if (at < 0 || at > PyUnicode_GET_LENGTH(text)) {
-        PyErr_SetString(PyExc_IndexError, "no place in the text");
-        return NULL;
-    }
-    if (is_ascii)
-        self->byte = (size_t)at;
-    else
-        for (; self->character < at; self->byte++)
-            self->character += ((unsigned char)bytes[self->byte + 1] & 0xC0) != 0x80;
-    self->character = at;
-    cursor_t in = {bytes + self->byte, bytes + size};
     const char *done = in.at;
     for (;;) {
         event_t event;
@@ -867,9 +592,7 @@ Reader_scan(Reader *self, PyObject *args)
         if (!take(&in, ','))
             break;
     }
-    self->character += is_ascii ? done - (bytes + self->byte) : characters_in(bytes + self->byte, done);
-    self->byte = (size_t)(done - bytes);
-    return PyLong_FromSsize_t(self->character);
+    return PyLong_FromSsize_t(read_until(&self->reading, done));
 }
 
 static void
@@ -885,7 +608,7 @@ Reader_dealloc(Reader *self)
     Py_XDECREF(self->rows);
     Py_XDECREF(self->sites);
     Py_XDECREF(self->make_row);
-    Py_XDECREF(self->text);
+    Py_XDECREF(self->reading.text);
     PyObject_Free(self);
 }
 

@@ -25,6 +25,11 @@ _NUMBERS = re.compile(r"\[([0-9]{1,9}(?:, [0-9]{1,9})*)?\]")
 _TRUTHS = re.compile(r"\[((?:True|False)(?:, (?:True|False))*)\]")
 
 
+def is_counted(name: str) -> bool:
+    """Whether the operations of torch's operators of this name are counted."""
+    return name in _FORMULAS
+
+
 def flops_of(name: str, args: Mapping[str, Any]) -> int | None:
     """How many operations a call of one of torch's operators did, by the name and the arguments of its event.
 

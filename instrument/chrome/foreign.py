@@ -5,15 +5,17 @@ Lanes become threads, containment makes the trees, and self times follow from th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from itertools import chain, count
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from instrument.chrome.flops import flops_of
+from instrument import native
+from instrument.chrome.flops import flops_of, is_counted
 from instrument.chrome.lanes import SPARE_TIDS
-from instrument.chrome.text import LIMIT_SPANS, checked, end_of, nanoseconds
+from instrument.chrome.text import LIMIT_SPANS, Json, checked, end_of, nanoseconds
 from instrument.spans import (
     FLOPS,
     HOST,
@@ -25,8 +27,14 @@ from instrument.spans import (
     Span,
     Trace,
     assign_self_times,
+    by_start,
     flops_told,
 )
+
+if TYPE_CHECKING:
+    from instrument.chrome._foreign import Scanner
+
+_native = native.find("chrome._foreign")
 
 OPERATOR = "cpu_op"
 """Category of torch's operators."""
@@ -46,6 +54,21 @@ ON_DEVICE = "gpu_user_annotation"
 
 WINDOW_OF_TORCH = ("Trace", "Spans")
 """Category and process of the slice by which torch.profiler says how long it watched, which is no call."""
+
+
+NAMELESS = "(no name)"
+"""How a slice without a name is called."""
+
+
+class _Facts(NamedTuple):
+    """What slices of one category and name have in common: where they belong, the number of a step, what kind of work
+    of a device they are, whether they may ask for some, and whether their operations are counted."""
+
+    site: Site
+    step: int | None
+    work: str | None
+    launches: bool
+    counts: bool
 
 
 class Foreign:
@@ -72,6 +95,26 @@ class Foreign:
         self._device_rows: set[tuple[Any, ...]] = set()
         self._counts_flops = False
 
+    def scanner(self) -> Scanner | None:
+        """What takes plain slices in C. It holds this reader, which therefore does not hold it."""
+        if _native is None:
+            return None
+        asked = self._facts, self._thread_id, self._flops_in
+        found: Scanner = _native.Scanner(*asked, self.spans, self._work, self._launches, self._device_rows)
+        return found
+
+    def scan(self, text: Json, scanner: Scanner) -> bool:
+        """Let the scanner take the plain slices that come next; whether there was anything that it took."""
+        before = len(self.spans)
+        taken = text.advance(scanner.scan)
+        self._count_more(len(self.spans) - before)
+        return taken
+
+    def _count_more(self, slices: int) -> None:
+        self._count += slices
+        if self._count > LIMIT_SPANS:
+            raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
+
     def add(self, event: dict[str, Any]) -> None:
         phase = checked(event.get("ph", ""), str)
         row = tuple(checked(event.get(key), int, str, type(None)) for key in ("pid", "tid"))
@@ -81,44 +124,60 @@ class Foreign:
             self._add_allocation(event, row)
         if phase not in ("X", "B", "E", "b", "e") or (event.get("cat"), row[0]) == WINDOW_OF_TORCH:
             return
-        self._count += 1
-        if self._count > LIMIT_SPANS:
-            raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
+        self._count_more(1)
         start_ns = nanoseconds(event.get("ts"))
         key = (row[0], *(f"{event.get(part)}" for part in ("cat", "id", "id2"))) if phase in "be" else row
         if phase in "Ee":
             self.marks.setdefault(key, []).append((start_ns, None))
             return
-        site, step = self._site(event)
-        span = Span(site, 0, 0, 0, self._thread_id(row), 0, start_ns, start_ns, 0, 0)
+        facts = self._facts(event.get("cat") or "", event.get("name", NAMELESS))
+        span = Span(facts.site, 0, 0, 0, self._thread_id(row), 0, start_ns, start_ns, 0, 0)
         span.attributes = {k: v for k, v in event.get("args", {}).items() if isinstance(v, (str, int, float))}
-        if step is not None:
-            span.attributes["step"] = step
-        flops = flops_of(site.name, event.get("args") or {}) if event.get("cat") == OPERATOR else None
+        if facts.step is not None:
+            span.attributes["step"] = facts.step
+        flops = flops_of(facts.site.name, event.get("args") or {}) if facts.counts else None
         if flops is not None:
             span.attributes[FLOPS] = flops
             self._counts_flops = True
         if phase == "X":
             span.end_ns = end_of(start_ns, nanoseconds(event["ts"] + checked(event.get("dur"), float, int)))
             self.spans.append(span)
-            self._add_work(event, row, span)
+            self._add_work(facts, event.get("args") or {}, row, span)
             return
         if phase == "b":
             span.task_id = self._tasks.setdefault(key, 1 + len(self._tasks))
         self.marks.setdefault(key, []).append((start_ns, span))
 
-    def _add_work(self, event: dict[str, Any], row: tuple[Any, ...], span: Span) -> None:
+    def _facts(self, category: object, name: object) -> _Facts:
+        """What is known of a slice by its category, "" for none, and its name."""
+        kind, text = checked(category, str), NAMELESS if name is None else checked(name, str)
+        step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
+        key = (text, KIND_OF_CATEGORY.get(kind, "user")) if step is None else (step[1], "step")
+        return _Facts(
+            site=self._sites.setdefault(key, Site(*key)),
+            step=None if step is None else int(step[2]),
+            work=WORK_OF_CATEGORY.get(kind),
+            launches=LAUNCHES.fullmatch(kind) is not None,
+            counts=kind == OPERATOR and is_counted(key[0]),
+        )
+
+    def _flops_in(self, site: Site, args: str) -> int | None:
+        """The operations that an event's arguments tell, as the text of JSON."""
+        flops = flops_of(site.name, json.loads(args))
+        self._counts_flops |= flops is not None
+        return flops
+
+    def _add_work(self, facts: _Facts, args: dict[str, Any], row: tuple[Any, ...], span: Span) -> None:
         """Work of a device, or a call of the host that asks for some; both name it by a number."""
-        category, args = event.get("cat"), event.get("args") or {}
         known = args.get("correlation")
         correlation = known if isinstance(known, int) else None
-        if category in WORK_OF_CATEGORY:
+        if facts.work is not None:
             self._device_rows.add(row)
             device, stream = args.get("device", row[0]), args.get("stream", row[1])
             if isinstance(device, int) and isinstance(stream, int):
-                kind = WORK_OF_CATEGORY[category]
-                self._work.append((span.site.name, kind, device, stream, span.start_ns, span.end_ns, correlation))
-        elif correlation is not None and isinstance(category, str) and LAUNCHES.fullmatch(category):
+                work = span.site.name, facts.work, device, stream, span.start_ns, span.end_ns, correlation
+                self._work.append(work)
+        elif correlation is not None and facts.launches:
             self._launches[correlation] = (span.thread_id, span.start_ns)
 
     def _add_allocation(self, event: dict[str, Any], row: tuple[Any, ...]) -> None:
@@ -149,13 +208,6 @@ class Foreign:
             self._thread_ids[row] = row[1] if usable else next(self._spare_ids)
             self._taken.add(row[1])
         return self._thread_ids[row]
-
-    def _site(self, event: dict[str, Any]) -> tuple[Site, int | None]:
-        """The site of a slice, and its number if another profiler called it a step."""
-        name, category = checked(event.get("name", "(no name)"), str), checked(event.get("cat") or "", str)
-        step = None if category == ON_DEVICE else STEPS.fullmatch(name)
-        name, kind = (name, KIND_OF_CATEGORY.get(category, "user")) if step is None else (step[1], "step")
-        return self._sites.setdefault((name, kind), Site(name, kind)), None if step is None else int(step[2])
 
     def trace(self) -> Trace:
         strays = self._close_marks()
@@ -192,6 +244,8 @@ class Foreign:
 
     def _close_marks(self) -> int:
         """Make spans of begins and ends, by time like a stack; returns how many ends had no begin."""
+        if not self.marks:
+            return 0
         times = [span.end_ns for span in self.spans] + [at_ns for marks in self.marks.values() for at_ns, _ in marks]
         last_ns = max(times, default=0)
         strays = 0
@@ -211,8 +265,10 @@ class Foreign:
 
     def _nest(self) -> None:
         """Make each span a child of the innermost of its lane that holds it. One that crosses another holds none."""
+        by_start(self.spans)  # they have no ids yet: those that begin and end at once stay as they stand in the file
+        if _native is not None and _native.nest(self.spans):
+            return
         opened: dict[tuple[int, int], list[Span]] = {}
-        self.spans.sort(key=lambda s: (s.start_ns, -s.end_ns))
         for span_id, span in enumerate(self.spans, start=1):
             stack = opened.setdefault((span.thread_id, span.task_id), [])
             while stack and stack[-1].end_ns <= span.start_ns:

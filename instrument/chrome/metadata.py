@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from instrument.chrome import allocations
-from instrument.chrome.text import checked, clean, encode, index, is_number, safe
+from instrument.chrome.text import checked, clean, encode, index, is_number, safe, whole
 from instrument.spans import (
     GAUGES,
     WORK,
@@ -228,8 +228,8 @@ class Metadata:
             watched=self._watched(),
             startup=self._startup(),
             flops=tuple(
-                Flops(checked(thread_id, int), self.base_ns + checked(since_ns, int), checked(flops, int))
-                for thread_id, since_ns, flops in facts.get("flops", ())
+                Flops(thread_id, self.base_ns + since_ns, flops)
+                for thread_id, since_ns, flops in map(whole, facts.get("flops", ()))
             ),
         )
 
@@ -262,14 +262,13 @@ class Metadata:
         base_ns, names = self.base_ns, [checked(name, str) for name in self._facts.get("kernel_names", ())]
         found = []
         for name, kind, *numbers in self._facts.get("kernels", ()):
-            device, stream, start_ns, length_ns, thread_id, launched_ns = (checked(number, int) for number in numbers)
+            device, stream, start_ns, length_ns, thread_id, launched_ns = whole(numbers)
             if length_ns < 0 or kind not in WORK:
                 raise ValueError("a kernel in it is none; it is damaged")
             start_ns += base_ns
             launched_ns += base_ns if thread_id else 0
-            found.append(
-                Kernel(names[index(name)], kind, device, stream, start_ns, start_ns + length_ns, thread_id, launched_ns)
-            )
+            end_ns = start_ns + length_ns
+            found.append(Kernel(names[index(name)], kind, device, stream, start_ns, end_ns, thread_id, launched_ns))
         return found
 
     def _allocations(self) -> Allocations:
@@ -292,6 +291,8 @@ class Metadata:
         for node, thread_id, *numbers, histogram in saved["rows"]:
             sums = dict(zip(_SUMS, (checked(number, int) for number in numbers), strict=True))
             sums["first_ns"] += self.base_ns
+            if sums["calls"] < 0:
+                raise ValueError(f"a call path in it was called {sums['calls']} times; it is damaged")
             pairs = zip(map(_bucket, histogram[::2]), map(index, histogram[1::2]), strict=True)
             path = () if node == -1 else paths[index(node)]
             tally.totals(path, checked(thread_id, int)).merge(Totals(**sums, histogram=dict(pairs)))

@@ -100,10 +100,13 @@ def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally | None]:
 
 def _content(text: Json) -> tuple[Trace, Tally | None]:
     foreign = Foreign()
+    scanner = foreign.scanner()
     own: _Own | None = None
 
     def scan(text: Json) -> bool:
-        return own is not None and own.scan(text)
+        if own is not None:
+            return own.scan(text)
+        return scanner is not None and foreign.scan(text, scanner)
 
     for key, value in _members(text, scan):
         if key is None:

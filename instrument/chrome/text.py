@@ -7,7 +7,7 @@ import json
 import math
 import numbers
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 INT64 = 1 << 63
@@ -115,6 +115,13 @@ def checked(value: object, *kinds: type) -> Any:
     if type(value) not in kinds or (isinstance(value, int) and not -INT64 <= value < INT64):
         raise ValueError(f"it has {value!r:.40} where {kinds[0].__name__} belongs; give a Chrome trace in JSON")
     return value
+
+
+def whole(values: Sequence[Any]) -> Sequence[int]:
+    """The values, which must be whole numbers of 64 bits: those of one object, or of a few, in a third of the time."""
+    if set(map(type, values)) != {int} or not -INT64 <= min(values) <= max(values) < INT64:
+        return [checked(value, int) for value in values]
+    return values
 
 
 def index(value: object) -> int:

@@ -160,8 +160,8 @@ def around(spans: Sequence[Span], some: Sequence[Span]) -> list[tuple[Span, ...]
 
 
 def _around(span: Span, above: Mapping[int, Span]) -> Iterator[Span]:
-    """The spans around one on its line. Ids of a damaged file may run in a circle."""
-    seen = {span.span_id}
+    """The spans around one on its line. In a damaged file they may run in a circle: each comes once, maybe it too."""
+    seen: set[int] = set()
     one = above.get(span.parent_id)
     while (
         one is not None and one.span_id not in seen and (one.thread_id, one.task_id) == (span.thread_id, span.task_id)

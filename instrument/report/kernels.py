@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import sub
 
 from instrument.report.device import coverage
-from instrument.report.places import SHARED, UNKNOWN, name_of, places
+from instrument.report.places import SHARED, UNKNOWN, name_of, name_of_site, places
 from instrument.report.stretches import innermost, length_ns, united
 from instrument.report.table import (
     MISSING,
@@ -239,22 +239,15 @@ class _Used:
         self.min_ns: int | None = None
         self._parts: dict[int, array[int]] = {}
 
-    def add(self, device: int, part: Interval) -> None:
-        took_ns = part[1] - part[0]
-        self._count(1, took_ns, took_ns, took_ns)
-        self._on(device).extend(part)
-
-    def add_all(self, device: int, stretches: bytes) -> None:
-        parts = array("q", stretches)
+    def add(self, device: int, parts: array[int]) -> None:
+        """Stretches on a device: start and end as numbers by turns."""
         took_ns = list(map(sub, parts[1::2], parts[::2]))
-        self._count(len(took_ns), sum(took_ns), max(took_ns), min(took_ns))
+        self.count += len(took_ns)
+        self.total_ns += sum(took_ns)
+        self.max_ns = max(self.max_ns, max(took_ns))
+        least_ns = min(took_ns)
+        self.min_ns = least_ns if self.min_ns is None else min(self.min_ns, least_ns)
         self._on(device).extend(parts)
-
-    def _count(self, count: int, total_ns: int, max_ns: int, min_ns: int) -> None:
-        self.count += count
-        self.total_ns += total_ns
-        self.max_ns = max(self.max_ns, max_ns)
-        self.min_ns = min_ns if self.min_ns is None else min(self.min_ns, min_ns)
 
     def _on(self, device: int) -> array[int]:
         on_device = self._parts.get(device)
@@ -302,13 +295,11 @@ class _Found:
             self.by_device[device] = _Used()
         return self.by_name[name], self.by_device[device]
 
-    def place(self, name: str, kind: str, kernel: Kernel, part: Interval) -> None:
-        """Count a kernel for the place that asked for it."""
-        entry = self.by_place.get((name, kind))
-        if entry is None:
-            entry = self.by_place[name, kind] = (_Used(), Counter())
-        entry[0].add(kernel.device, part)
-        entry[1][kernel.name] += part[1] - part[0]
+    def place(self, name: str, kind: str, kernel: str, device: int, parts: array[int]) -> None:
+        """Count stretches of a kernel for the place that asked for it."""
+        used, by_kernel = self.by_place.setdefault((name, kind), (_Used(), Counter()))
+        used.add(device, parts)
+        by_kernel[kernel] += sum(parts[1::2]) - sum(parts[::2])
 
     def places(self, all_ns: int) -> Iterable[PlaceUse]:
         for (name, kind), (used, by_kernel) in self.by_place.items():
@@ -319,34 +310,49 @@ class _Found:
 
 def _of_torch(trace: Trace) -> _Found:
     found = _Found(KERNELS, trace.watched or (0, 0))
-    parts: list[Interval | None] = []
+    work: dict[tuple[str, str, int], array[int]] = {}
+    counted: list[tuple[Kernel, Interval]] = []
     for kernel in trace.kernels:
-        part = found.clipped(kernel.start_ns, kernel.end_ns)
-        parts.append(part if kernel.kind == "kernel" else None)
+        name, kind, device, _, start_ns, end_ns, *_ = kernel
+        part = found.clipped(start_ns, end_ns)
         if part is None:
             continue
-        if kernel.kind == "kernel":
-            for used in found.used(kernel.name, kernel.device):
-                used.add(kernel.device, part)
-        else:
-            found.others.setdefault(kernel.kind, _Used()).add(kernel.device, part)
-    counted = [(kernel, part) for kernel, part in zip(trace.kernels, parts, strict=True) if part is not None]
+        if kind == "kernel":
+            counted.append((kernel, part))
+        key = kind, name if kind == "kernel" else "", device
+        if key not in work:
+            work[key] = array("q")
+        work[key].extend(part)
+    for (kind, name, device), parts in work.items():
+        users = found.used(name, device) if kind == "kernel" else [found.others.setdefault(kind, _Used())]
+        for used in users:
+            used.add(device, parts)
     if not any(kernel.thread_id for kernel, _ in counted):
         return found
-    names: dict[Site, str] = {}
-    launched = [one for one in counted if one[0].thread_id]
-    asked = places(trace, [kernel.thread_id for kernel, _ in launched], [kernel.launched_ns for kernel, _ in launched])
-    for (kernel, part), place in zip(launched, asked, strict=True):
-        if kernel.launched_ns < trace.held[0]:
-            found.place(UNKNOWN, "", kernel, part)
-        elif isinstance(place, str):
-            found.place(place, "", kernel, part)
+    for (place, name, device), parts in _asked_for(trace, counted).items():
+        if isinstance(place, str):
+            found.place(place, "", name, device, parts)
         else:
-            site = place.site
-            found.place(names.get(site) or names.setdefault(site, name_of(place)), site.kind, kernel, part)
-    for kernel, part in counted:
-        if not kernel.thread_id:
-            found.place(UNKNOWN, "", kernel, part)
+            found.place(name_of_site(place), place.kind, name, device, parts)
+    return found
+
+
+def _asked_for(
+    trace: Trace, counted: Sequence[tuple[Kernel, Interval]]
+) -> Mapping[tuple[Site | str, str, int], array[int]]:
+    """Where kernels lie, by the place that asked for them, their name and device."""
+    thread_ids, times_ns = zip(*((kernel.thread_id, kernel.launched_ns) for kernel, _ in counted), strict=True)
+    known_since_ns = trace.held[0]
+    found: dict[tuple[Site | str, str, int], array[int]] = {}
+    for (kernel, part), place in zip(counted, places(trace, thread_ids, times_ns), strict=True):
+        name, _, device, _, _, _, thread_id, launched_ns = kernel
+        if not thread_id or launched_ns < known_since_ns:
+            key: tuple[Site | str, str, int] = UNKNOWN, name, device
+        else:
+            key = place if isinstance(place, str) else place.site, name, device
+        if key not in found:
+            found[key] = array("q")
+        found[key].extend(part)
     return found
 
 
@@ -355,10 +361,10 @@ def _of_events(trace: Trace) -> _Found:
     found.outside, kept = innermost(trace.spans, trace.held)
     for span, device, stretches in kept:
         if span.site.kind == "copy":
-            found.others.setdefault("copy", _Used()).add_all(device, stretches)
+            found.others.setdefault("copy", _Used()).add(device, array("q", stretches))
         else:
             for used in found.used(name_of(span), device):
-                used.add_all(device, stretches)
+                used.add(device, array("q", stretches))
     return found
 
 

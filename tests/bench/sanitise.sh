@@ -27,7 +27,7 @@ case $mode in
     thread) flags=(-fsanitize=thread) libraries=(libtsan.so) ;;
     *) echo "sanitise.sh: found mode '$mode'; allowed: address, thread" >&2; exit 2 ;;
 esac
-for part in _recorder _spans _lines chrome/_reading chrome/_slices report/_allocations report/_calls report/_places report/_stretches; do
+for part in _recorder _spans _lines chrome/_foreign chrome/_reading chrome/_slices report/_allocations report/_calls report/_places report/_stretches; do
     gcc -O1 -g -fno-omit-frame-pointer "${flags[@]}" -Wno-cast-function-type -shared -fPIC -I"$include" \
         "instrument/$part.c" -o "$folder/instrument/$part$suffix"
 done
@@ -48,7 +48,8 @@ export TSAN_OPTIONS=log_path=$findings:exitcode=86:report_signal_unsafe=0
 LD_PRELOAD=$preload "$python" -c 'from instrument import native; assert not native.why_missing(), native.why_missing()'
 tests=(tests/test_recorder.py tests/test_recorder_faults.py tests/test_programs.py tests/test_functions.py tests/test_capture.py
     tests/test_spans.py tests/test_tally.py tests/test_lines.py tests/test_chrome.py tests/test_chrome_allocations.py
-    tests/test_report_memory.py tests/test_report_stretches.py tests/test_report_phases.py tests/test_report_calls.py)
+    tests/test_chrome_foreign.py tests/test_report_memory.py tests/test_report_stretches.py tests/test_report_phases.py
+    tests/test_report_calls.py tests/test_report_places.py)
 only=(--deselect "tests/test_functions.py::test_off_by_environment_returns_the_very_function_and_records_nothing"
     -k "not pure and not greenlet and not bomb and not never_in_memory")
 # That test's process has no environment, and with that no sanitiser. Greenlets copy whole stacks, which AddressSanitizer

@@ -1,0 +1,595 @@
+/* Events of other profilers read in C: the twin of `Foreign.add`, for complete slices, and of `_nest` in `foreign.py`, which
+ * say what they mean. At an event that is not plain (a lane that is no number, an escape in a name, a key twice) or of
+ * another kind the scanner stops before it, and the twin reads it.
+ */
+
+#include "../_stretches.h"
+#include "_json.h"
+#include <math.h>
+#include <structmember.h>
+
+#define MOST_EXACT_DIGITS 15 /* of a number whose digits and power of ten are each exact as a double */
+#define MOST_MICROSECONDS ((int64_t)1 << 53)
+#define KEYS 128
+#define MOST_LISTS 32 /* arguments of an event that are no attributes */
+
+static PyTypeObject *span_type, *interval_type;
+static PyObject *text_correlation, *text_device, *text_stream, *text_step, *text_flops;
+
+/* ------------------------------------------------------------------ one event */
+
+enum { PH = 1, CAT = 2, NAME = 4, PID = 8, TID = 16, TS = 32, DUR = 64, ARGS = 128 };
+
+/* A number as JSON has it: whole, or as near as a float comes. */
+typedef struct {
+    int is_whole;
+    int64_t whole;
+    double real;
+} number_t;
+
+typedef struct {
+    uint32_t has;
+    char phase;
+    part_t category, name, args;
+    int64_t pid, tid;
+    number_t ts, dur;
+} event_t;
+
+/* Any number. Whether there was one that is plain. */
+static int
+number_of(cursor_t *in, number_t *number)
+{
+    static const double powers[] = {1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15};
+    const char *first = in->at;
+    number->is_whole = 1;
+    if (whole_number(in, &number->whole)) {
+        number->real = (double)number->whole;
+        return 1;
+    }
+    in->at = first;
+    number->is_whole = 0;
+    if (!skip_number(in, &number->is_whole) || number->is_whole)
+        return 0;
+    int64_t digits = 0;
+    int count = 0, decimals = -1;
+    for (const char *at = first; at < in->at; at++) {
+        if (*at >= '0' && *at <= '9') {
+            digits = count < MOST_EXACT_DIGITS ? digits * 10 + (*at - '0') : digits;
+            count++;
+            decimals += decimals >= 0;
+        } else if (*at == '.')
+            decimals = 0;
+        else if (*at != '-')
+            count = MOST_EXACT_DIGITS + 1; /* an exponent */
+    }
+    if (count <= MOST_EXACT_DIGITS) {
+        double value = (double)digits / powers[decimals];
+        number->real = *first == '-' ? -value : value;
+        return 1;
+    }
+    char text[80];
+    size_t length = (size_t)(in->at - first);
+    if (length >= sizeof text)
+        return 0;
+    memcpy(text, first, length);
+    text[length] = '\0';
+    number->real = PyOS_string_to_double(text, NULL, NULL);
+    if (number->real == -1.0 && PyErr_Occurred()) {
+        PyErr_Clear();
+        return 0;
+    }
+    return isfinite(number->real);
+}
+
+/* Microseconds as nanoseconds, as Python's `round` has them. Whether they are in the range of times. */
+static int
+nanoseconds(const number_t *time_us, int64_t *time_ns)
+{
+    if (time_us->is_whole) {
+        *time_ns = time_us->whole * 1000;
+        return -MOST_MICROSECONDS < time_us->whole && time_us->whole < MOST_MICROSECONDS;
+    }
+    if (!(-(double)MOST_MICROSECONDS < time_us->real && time_us->real < (double)MOST_MICROSECONDS))
+        return 0;
+    *time_ns = (int64_t)nearbyint(time_us->real * 1000);
+    return 1;
+}
+
+/* An event. Whether it is plain. */
+static int
+event_of(cursor_t *in, event_t *event)
+{
+    event->has = 0;
+    if (!take(in, '{') || take(in, '}'))
+        return 0;
+    do {
+        const char *key;
+        size_t length;
+        blanks(in);
+        if (!plain_string(in, &key, &length) || !take(in, ':'))
+            return 0;
+        blanks(in);
+        uint32_t bit = IS(key, length, "ph")     ? PH
+                       : IS(key, length, "cat")  ? CAT
+                       : IS(key, length, "name") ? NAME
+                       : IS(key, length, "pid")  ? PID
+                       : IS(key, length, "tid")  ? TID
+                       : IS(key, length, "ts")   ? TS
+                       : IS(key, length, "dur")  ? DUR
+                       : IS(key, length, "args") ? ARGS
+                                                 : 0;
+        if (event->has & bit)
+            return 0;
+        event->has |= bit;
+        part_t phase;
+        int plain;
+        switch (bit) {
+        case PH:
+            plain = plain_string(in, &phase.text, &phase.length) && phase.length == 1;
+            event->phase = plain ? *phase.text : ' ';
+            break;
+        case CAT:
+            plain = plain_string(in, &event->category.text, &event->category.length);
+            break;
+        case NAME:
+            plain = plain_string(in, &event->name.text, &event->name.length);
+            break;
+        case PID:
+            plain = whole_number(in, &event->pid);
+            break;
+        case TID:
+            plain = whole_number(in, &event->tid);
+            break;
+        case TS:
+            plain = number_of(in, &event->ts);
+            break;
+        case DUR:
+            plain = number_of(in, &event->dur);
+            break;
+        case ARGS:
+            event->args.text = in->at;
+            plain = in->at < in->end && *in->at == '{' && skip_value(in, 0);
+            event->args.length = (size_t)(in->at - event->args.text);
+            break;
+        default:
+            plain = skip_value(in, 0);
+        }
+        if (!plain)
+            return 0;
+    } while (take(in, ','));
+    return take(in, '}');
+}
+
+/* ------------------------------------------------------------------ the scanner */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *facts_of, *thread_id_of, *flops_of; /* of the twin */
+    PyObject *known, *thread_ids;                 /* what the first two said */
+    PyObject *spans, *work, *launches, *device_rows;
+    reading_t reading;
+    PyObject *keys[KEYS]; /* of arguments, by their length and letters */
+    int64_t pid, tid, thread_id; /* the newest lane */
+    PyObject *row;
+} Scanner;
+
+/* What the twin says of a category and a name: site, step, kind of work, whether it launches, whether its operations are
+ * counted. A new reference; NULL with an error. */
+static PyObject *
+facts_of(Scanner *self, const event_t *event)
+{
+    const char *category = event->has & CAT ? event->category.text : "";
+    size_t length = event->has & CAT ? event->category.length : 0;
+    PyObject *key = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(length + 1 + (event->has & NAME ? event->name.length : 0)));
+    if (key == NULL)
+        return NULL;
+    char *into = PyBytes_AS_STRING(key);
+    memcpy(into, category, length);
+    into[length] = event->has & NAME ? '\0' : '\1'; /* neither stands in a string of JSON as it is */
+    if (event->has & NAME)
+        memcpy(into + length + 1, event->name.text, event->name.length);
+    PyObject *facts = PyDict_GetItemWithError(self->known, key);
+    Py_XINCREF(facts);
+    if (facts == NULL && !PyErr_Occurred()) {
+        PyObject *name = event->has & NAME
+                             ? PyUnicode_DecodeUTF8(event->name.text, (Py_ssize_t)event->name.length, NULL)
+                             : Py_NewRef(Py_None);
+        PyObject *text = PyUnicode_DecodeUTF8(category, (Py_ssize_t)length, NULL);
+        if (name != NULL && text != NULL)
+            facts = PyObject_CallFunctionObjArgs(self->facts_of, text, name, NULL);
+        Py_XDECREF(name);
+        Py_XDECREF(text);
+        if (facts != NULL && (!PyTuple_Check(facts) || PyTuple_GET_SIZE(facts) != 5)) {
+            PyErr_SetString(PyExc_TypeError, "facts are a tuple of five");
+            Py_CLEAR(facts);
+        }
+        /* Each step has a name of its own. */
+        if (facts != NULL && PyTuple_GET_ITEM(facts, 1) == Py_None && PyDict_SetItem(self->known, key, facts) < 0)
+            Py_CLEAR(facts);
+    }
+    Py_DECREF(key);
+    return facts;
+}
+
+/* Find the thread of an event's lane: 0, or -1 with an error. */
+static int
+find_thread(Scanner *self, const event_t *event)
+{
+    if (self->row != NULL && self->pid == event->pid && self->tid == event->tid)
+        return 0;
+    PyObject *row = Py_BuildValue("(LL)", (long long)event->pid, (long long)event->tid);
+    PyObject *id = row == NULL ? NULL : PyDict_GetItemWithError(self->thread_ids, row);
+    Py_XINCREF(id);
+    if (row != NULL && id == NULL && !PyErr_Occurred()) {
+        id = PyObject_CallFunctionObjArgs(self->thread_id_of, row, NULL);
+        if (id != NULL && PyDict_SetItem(self->thread_ids, row, id) < 0)
+            Py_CLEAR(id);
+    }
+    long long thread_id = id == NULL ? -1 : PyLong_AsLongLong(id);
+    Py_XDECREF(id);
+    if (PyErr_Occurred()) {
+        Py_XDECREF(row);
+        return -1;
+    }
+    Py_XSETREF(self->row, row);
+    self->pid = event->pid;
+    self->tid = event->tid;
+    self->thread_id = thread_id;
+    return 0;
+}
+
+/* The name of an argument: a new reference, NULL with an error. */
+static PyObject *
+key_of(Scanner *self, part_t *part)
+{
+    size_t length = part->length;
+    size_t home = length == 0 ? 0 : (length * 31 + (size_t)part->text[0] * 7 + (size_t)part->text[length / 2] * 3 +
+                                     (size_t)part->text[length - 1]) % KEYS;
+    PyObject *known = self->keys[home];
+    if (known != NULL && PyUnicode_IS_ASCII(known) && (size_t)PyUnicode_GET_LENGTH(known) == length &&
+        memcmp(PyUnicode_DATA(known), part->text, length) == 0)
+        return Py_NewRef(known);
+    PyObject *made = shared_text(part);
+    if (made != NULL)
+        Py_XSETREF(self->keys[home], Py_NewRef(made));
+    return made;
+}
+
+/* The attributes of an event: numbers, texts and truths. A new reference; NULL, without an error where they are not plain. */
+static PyObject *
+attributes_of(Scanner *self, const event_t *event)
+{
+    PyObject *others[MOST_LISTS], *attributes = PyDict_New();
+    size_t other_count = 0;
+    int plain = attributes == NULL ? -1 : 1;
+    cursor_t in = {event->args.text, event->args.text + event->args.length};
+    if (plain < 0 || !(event->has & ARGS) || !take(&in, '{') || take(&in, '}'))
+        return attributes;
+    do {
+        part_t part;
+        blanks(&in);
+        if (!plain_string(&in, &part.text, &part.length) || !take(&in, ':')) {
+            plain = 0;
+            break;
+        }
+        PyObject *key = key_of(self, &part);
+        if (key == NULL) {
+            plain = -1;
+            break;
+        }
+        blanks(&in);
+        int is_asked = key == text_correlation || key == text_device || key == text_stream;
+        if (*in.at == '[' || *in.at == '{' || *in.at == 'n') {
+            plain = !is_asked && other_count < MOST_LISTS && skip_value(&in, 1);
+            if (plain)
+                others[other_count++] = Py_NewRef(key);
+        } else {
+            Py_ssize_t before = PyDict_GET_SIZE(attributes);
+            PyObject *value = plain_value(&in);
+            plain = value != NULL && !(is_asked && !PyLong_CheckExact(value));
+            if (plain && PyDict_SetItem(attributes, key, value) < 0)
+                plain = -1;
+            if (plain > 0 && PyDict_GET_SIZE(attributes) == before)
+                plain = 0;
+            Py_XDECREF(value);
+        }
+        Py_DECREF(key);
+    } while (plain > 0 && take(&in, ','));
+    for (size_t i = 0; i < other_count; i++) {
+        if (plain > 0) { /* the last of a key counts */
+            int twice = PyDict_Contains(attributes, others[i]);
+            plain = twice < 0 ? -1 : !twice;
+        }
+        Py_DECREF(others[i]);
+    }
+    if (plain <= 0)
+        Py_CLEAR(attributes);
+    return attributes;
+}
+
+/* A number among the attributes, or else; borrowed. NULL with an error. */
+static PyObject *
+number_among(PyObject *attributes, PyObject *key, PyObject *otherwise)
+{
+    PyObject *value = PyDict_GetItemWithError(attributes, key);
+    return value == NULL && !PyErr_Occurred() ? otherwise : value;
+}
+
+/* Take down the work of a device, or the call that asks for some. 0, or -1 with an error. */
+static int
+add_work(Scanner *self, PyObject *facts, Span *span, PyObject *attributes)
+{
+    PyObject *kind = PyTuple_GET_ITEM(facts, 2), *launches = PyTuple_GET_ITEM(facts, 3);
+    if (kind == Py_None && launches != Py_True)
+        return 0;
+    PyObject *correlation = number_among(attributes, text_correlation, Py_None);
+    if (correlation == NULL)
+        return -1;
+    if (kind == Py_None) {
+        PyObject *launch = correlation == Py_None ? NULL : Py_BuildValue("(LL)", (long long)span->thread_id,
+                                                                         (long long)span->start_ns);
+        int done = launch == NULL ? (PyErr_Occurred() ? -1 : 0) : PyDict_SetItem(self->launches, correlation, launch);
+        Py_XDECREF(launch);
+        return done;
+    }
+    PyObject *device = number_among(attributes, text_device, PyTuple_GET_ITEM(self->row, 0));
+    PyObject *stream = number_among(attributes, text_stream, PyTuple_GET_ITEM(self->row, 1));
+    PyObject *name = device == NULL || stream == NULL ? NULL : PyObject_GetAttrString(span->site, "name");
+    if (name == NULL || PySet_Add(self->device_rows, self->row) < 0) {
+        Py_XDECREF(name);
+        return -1;
+    }
+    return append_new(self->work, Py_BuildValue("(NOOOLLO)", name, kind, device, stream, (long long)span->start_ns,
+                                                (long long)span->end_ns, correlation));
+}
+
+/* Add what the twin says of an event to its attributes. 0, or -1 with an error. */
+static int
+add_facts(Scanner *self, const event_t *event, PyObject *facts, PyObject *attributes)
+{
+    PyObject *step = PyTuple_GET_ITEM(facts, 1);
+    if (step != Py_None && PyDict_SetItem(attributes, text_step, step) < 0)
+        return -1;
+    if (PyTuple_GET_ITEM(facts, 4) != Py_True || !(event->has & ARGS))
+        return 0;
+    PyObject *args = PyUnicode_DecodeUTF8(event->args.text, (Py_ssize_t)event->args.length, NULL);
+    PyObject *flops = args == NULL ? NULL
+                                   : PyObject_CallFunctionObjArgs(self->flops_of, PyTuple_GET_ITEM(facts, 0), args, NULL);
+    int done = flops == NULL ? -1 : flops == Py_None ? 0 : PyDict_SetItem(attributes, text_flops, flops);
+    Py_XDECREF(args);
+    Py_XDECREF(flops);
+    return done;
+}
+
+/* Take an event: 1, 0 where it is not plain, -1 with an error. */
+static int
+add_event(Scanner *self, const event_t *event)
+{
+    if (!(event->has & PH) || strchr("BEbeMi", event->phase) != NULL)
+        return 0;
+    if (event->phase != 'X')
+        return 1; /* nothing that a trace is read from */
+    number_t ended = {event->ts.is_whole && event->dur.is_whole, event->ts.whole + event->dur.whole,
+                      event->ts.real + event->dur.real};
+    int64_t start_ns, end_ns;
+    if ((event->has & (PID | TID | TS | DUR)) != (PID | TID | TS | DUR) || !nanoseconds(&event->ts, &start_ns) ||
+        !nanoseconds(&ended, &end_ns) || end_ns < start_ns)
+        return 0;
+    PyObject *attributes = attributes_of(self, event);
+    if (attributes == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *facts = find_thread(self, event) < 0 ? NULL : facts_of(self, event);
+    Span *span = NULL;
+    int done = -1;
+    if (facts == NULL || add_facts(self, event, facts, attributes) < 0 || (span = PyObject_New(Span, span_type)) == NULL)
+        goto end;
+    memset((char *)span + sizeof(PyObject), 0, sizeof *span - sizeof(PyObject));
+    span->site = Py_NewRef(PyTuple_GET_ITEM(facts, 0));
+    span->thread_id = self->thread_id;
+    span->start_ns = start_ns;
+    span->end_ns = end_ns;
+    span->attributes = PyDict_GET_SIZE(attributes) == 0 ? NULL : Py_NewRef(attributes);
+    if (PyList_Append(self->spans, (PyObject *)span) == 0 && add_work(self, facts, span, attributes) == 0)
+        done = 1;
+end:
+    Py_XDECREF(span);
+    Py_XDECREF(facts);
+    Py_DECREF(attributes);
+    return done;
+}
+
+/* scan(text, at): take the events that begin at the place, as many as are plain; the place after the last of them. */
+static PyObject *
+Scanner_scan(Scanner *self, PyObject *args)
+{
+    PyObject *text;
+    Py_ssize_t at;
+    cursor_t in;
+    if (!PyArg_ParseTuple(args, "Un:scan", &text, &at) || read_from(&self->reading, text, at, &in) < 0)
+        return NULL;
+    const char *done = in.at;
+    for (;;) {
+        event_t event;
+        if (!event_of(&in, &event))
+            break;
+        int taken = add_event(self, &event);
+        if (taken < 0)
+            return NULL;
+        if (taken == 0)
+            break;
+        done = in.at;
+        if (!take(&in, ','))
+            break;
+    }
+    return PyLong_FromSsize_t(read_until(&self->reading, done));
+}
+
+static void
+Scanner_dealloc(Scanner *self)
+{
+    PyObject *own[] = {self->facts_of, self->thread_id_of, self->flops_of, self->known,        self->thread_ids,  self->spans,
+                       self->work,     self->launches,     self->device_rows, self->reading.text, self->row};
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        Py_XDECREF(own[i]);
+    for (size_t i = 0; i < KEYS; i++)
+        Py_XDECREF(self->keys[i]);
+    PyObject_Free(self);
+}
+
+/* Scanner(facts_of, thread_id_of, flops_of, spans, work, launches, device_rows) */
+static PyObject *
+Scanner_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
+{
+    PyObject *facts, *threads, *flops, *spans, *work, *launches, *rows;
+    if (!PyArg_ParseTuple(args, "OOOO!O!O!O!:Scanner", &facts, &threads, &flops, &PyList_Type, &spans, &PyList_Type, &work,
+                          &PyDict_Type, &launches, &PySet_Type, &rows))
+        return NULL;
+    Scanner *self = PyObject_New(Scanner, type);
+    if (self == NULL)
+        return NULL;
+    memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
+    self->facts_of = Py_NewRef(facts);
+    self->thread_id_of = Py_NewRef(threads);
+    self->flops_of = Py_NewRef(flops);
+    self->spans = Py_NewRef(spans);
+    self->work = Py_NewRef(work);
+    self->launches = Py_NewRef(launches);
+    self->device_rows = Py_NewRef(rows);
+    self->known = PyDict_New();
+    self->thread_ids = PyDict_New();
+    if (self->known == NULL || self->thread_ids == NULL)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static PyMethodDef Scanner_methods[] = {
+    {"scan", (PyCFunction)Scanner_scan, METH_VARARGS, "Take the plain events from a place on; the place after them."},
+    {NULL},
+};
+
+static PyTypeObject Scanner_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "instrument.chrome._foreign.Scanner",
+    .tp_basicsize = sizeof(Scanner),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Reads the plain slices of another profiler's trace.",
+    .tp_new = Scanner_new,
+    .tp_dealloc = (destructor)Scanner_dealloc,
+    .tp_methods = Scanner_methods,
+};
+
+/* ------------------------------------------------------------------ trees */
+
+typedef struct {
+    int64_t end_ns;
+    Span *span;
+} slice_t;
+
+typedef struct {
+    heap_t open; /* outermost first, none longer than the one before it */
+} stack_t;
+
+/* The innermost open slice that ends no sooner than a time, or NULL. */
+static Span *
+around(const stack_t *stack, int64_t end_ns)
+{
+    const slice_t *open = (const slice_t *)stack->open.items;
+    size_t low = 0, high = stack->open.used;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (open[middle].end_ns >= end_ns)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low == 0 ? NULL : open[low - 1].span;
+}
+
+/* nest(spans): what `_nest` does with spans in order. Whether it did: False where they are not plain. */
+static PyObject *
+nest(PyObject *Py_UNUSED(module), PyObject *spans)
+{
+    PyObject *own = spans_of_type(spans, span_type), *result = NULL;
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_FALSE;
+    }
+    table_t threads = {0}, tasks = {0}, lanes = {0};
+    heap_t stacks = {0};
+    if (table_make(&threads, 16) < 0 || table_make(&tasks, 16) < 0 || table_make(&lanes, 16) < 0)
+        goto no_memory;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(own); i++) {
+        Span *span = (Span *)PyTuple_GET_ITEM(own, i);
+        uint32_t thread = numbered(&threads, span->thread_id), task = numbered(&tasks, span->task_id);
+        uint32_t lane = thread == NOWHERE || task == NOWHERE ? NOWHERE : numbered(&lanes, PAIR(thread, task));
+        stack_t *made = lane == stacks.used ? heap_next(&stacks, sizeof *made) : NULL;
+        if (made != NULL)
+            memset(made, 0, sizeof *made);
+        if (lane >= stacks.used)
+            goto no_memory;
+        stack_t *stack = &((stack_t *)stacks.items)[lane];
+        slice_t *open = (slice_t *)stack->open.items;
+        while (stack->open.used > 0 && open[stack->open.used - 1].end_ns <= span->start_ns)
+            stack->open.used--;
+        Span *parent = around(stack, span->end_ns);
+        span->span_id = span->root_id = i + 1;
+        if (__builtin_sub_overflow(span->end_ns, span->start_ns, &span->active_ns)) {
+            result = Py_NewRef(Py_False);
+            goto end;
+        }
+        if (parent != NULL) {
+            span->parent_id = parent->span_id;
+            span->root_id = parent->root_id;
+        }
+        if (stack->open.used == 0 || open[stack->open.used - 1].span == parent) {
+            slice_t *slice = heap_next(&stack->open, sizeof *slice);
+            if (slice == NULL)
+                goto no_memory;
+            *slice = (slice_t){span->end_ns, span};
+        }
+        give_way((size_t)i);
+    }
+    result = Py_NewRef(Py_True);
+    goto end;
+no_memory:
+    PyErr_NoMemory();
+end:
+    for (size_t i = 0; i < stacks.used; i++)
+        PyMem_RawFree(((stack_t *)stacks.items)[i].open.items);
+    PyMem_RawFree(stacks.items);
+    table_free(&threads);
+    table_free(&tasks);
+    table_free(&lanes);
+    Py_DECREF(own);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"nest", nest, METH_O, "Make each span a child of the innermost of its lane that holds it."},
+    {NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "instrument.chrome._foreign",
+    .m_doc = "Other profilers' events into spans, in C. See `instrument.chrome.foreign`.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC
+PyInit__foreign(void)
+{
+    text_correlation = PyUnicode_InternFromString("correlation");
+    text_device = PyUnicode_InternFromString("device");
+    text_stream = PyUnicode_InternFromString("stream");
+    text_step = PyUnicode_InternFromString("step");
+    text_flops = PyUnicode_InternFromString("flops");
+    if (text_correlation == NULL || text_device == NULL || text_stream == NULL || text_step == NULL || text_flops == NULL ||
+        import_spans(&span_type, &interval_type) < 0 || PyType_Ready(&Scanner_Type) < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddObjectRef(module, "Scanner", (PyObject *)&Scanner_Type) < 0)
+        Py_CLEAR(module);
+    return module;
+}

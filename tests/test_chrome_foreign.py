@@ -1,0 +1,186 @@
+"""Other profilers' traces are read in C as in Python: the same spans and kernels; what is not plain is the twin's."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzz_traces import facts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instrument import chrome
+from instrument.chrome import foreign
+from instrument.chrome.foreign import Foreign
+from instrument.errors import TraceError
+
+native = pytest.mark.skipif(foreign._native is None, reason="no native scanner in use")
+
+TIMES = st.one_of(
+    st.integers(-50, 50), st.integers(0, 1 << 54), st.floats(0, 50), st.floats(-1e16, 1e16),
+    st.integers(0, 9 * 10**12).map(lambda number: number / 1000), st.sampled_from([0.0005, 0.0015, -0.0, 1e3]),
+)  # fmt: skip
+NAMES = st.sampled_from(
+    ["aten::mm", "f", "caf\u00e9", 'a"b', "", "ProfilerStep#3", "ProfileStep#2[1.5 ms]", "\U0001f600"]
+)
+CATEGORIES = st.sampled_from(["cpu_op", "kernel", "gpu_memcpy", "cuda_runtime", "gpu_user_annotation", "layer", ""])
+VALUES = st.one_of(
+    st.integers(-3, 3), st.integers(-(1 << 70), 1 << 70), st.floats(allow_nan=False, allow_infinity=False),
+    st.booleans(), st.none(), st.sampled_from(["", "text", "a\\b", "caf\u00e9"]), st.just({"x": [1, {}]}),
+    st.lists(st.integers(0, 3), max_size=2),
+)  # fmt: skip
+KEYS = st.sampled_from(["correlation", "device", "stream", "External id", "bytes", "caf\u00e9", "", 'a"b', "shape"])
+
+
+@st.composite
+def events(draw: st.DrawFn) -> str:
+    """An event as text: any keys, some twice, in any order, with blanks or without."""
+    parts: list[tuple[str, Any]] = [
+        ("ph", draw(st.sampled_from("XXXXXXBEbesfC"))),
+        ("cat", draw(CATEGORIES)),
+        ("name", draw(NAMES)),
+        ("pid", draw(st.sampled_from([0, 9, 9, 9, "nine"]))),
+        ("tid", draw(st.sampled_from([1, 7, 7, 7, "seven"]))),
+        ("ts", draw(TIMES)),
+        ("dur", draw(st.one_of(st.integers(0, 9), st.floats(0, 1e9), TIMES))),
+    ]
+    args = draw(st.lists(st.tuples(KEYS, VALUES), max_size=4))
+    if draw(st.integers(0, 9)) == 0:
+        args += [("Input Dims", [[3, 4], [4, 5]])]
+    parts = [part for part in parts if draw(st.integers(0, 19))]
+    parts += [("id", draw(st.sampled_from([1, "0x5"])))] * draw(st.booleans())
+    parts += draw(st.lists(st.sampled_from([("ts", 5), ("other", [1, {}]), ("name", "again")]), max_size=1))
+    blank = draw(st.sampled_from(["", " ", "\n "]))
+    is_ascii = draw(st.booleans())
+
+    def text_of(pairs: list[tuple[str, str]]) -> str:
+        return "{" + ",".join(f"{json.dumps(key, ensure_ascii=is_ascii)}:{blank}{value}" for key, value in pairs) + "}"
+
+    written = [(key, json.dumps(value, ensure_ascii=is_ascii)) for key, value in parts]
+    its = text_of([(key, json.dumps(value, ensure_ascii=is_ascii)) for key, value in args])
+    return text_of([*written, ("args", its)] if draw(st.integers(0, 9)) else written)
+
+
+def outcome(path: Path) -> tuple[str, Any]:
+    try:
+        return "loaded", facts(chrome.load(path))
+    except TraceError as error:
+        return "refused", str(error)
+
+
+@native
+@settings(deadline=None)
+@given(st.lists(events(), max_size=8))
+def test_both_read_the_same_whatever_events_there_are(
+    tmp_path_factory: pytest.TempPathFactory, found: list[str]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "drawn.json"
+    path.write_text('{"traceEvents": [' + ", ".join(found) + "]}", encoding="utf-8")
+    ours = outcome(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(foreign, "_native", None)
+        assert ours == outcome(path)
+
+
+@native
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 2)), max_size=40))
+def test_both_make_the_same_trees(tmp_path_factory: pytest.TempPathFactory, slices: list[tuple[int, int, int]]) -> None:
+    """Slices that hold, touch and cross one another."""
+    path = tmp_path_factory.getbasetemp() / "drawn.json"
+    found = [{"ph": "X", "name": "f", "pid": 9, "tid": tid, "ts": at, "dur": dur} for at, dur, tid in slices]
+    path.write_text(json.dumps(found))
+    ours = outcome(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(foreign, "_native", None)
+        assert ours == outcome(path)
+
+
+def torch_like(**more: Any) -> list[dict[str, Any]]:
+    """An operator, the call that launches its kernel, the kernel, and an arrow between them."""
+    on_host = {"ph": "X", "pid": 9, "tid": 7}
+    return [
+        {**on_host, "cat": "cpu_op", "name": "aten::mm", "ts": 100.5, "dur": 20.25,
+         "args": {"External id": 5, "Input Dims": [[3, 4], [4, 5]], "Concrete Inputs": ["", ""], **more}},
+        {**on_host, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 105.125, "dur": 4,
+         "args": {"correlation": 3}},
+        {"ph": "s", "id": 3, "pid": 9, "tid": 7, "ts": 105.125, "cat": "ac2g", "name": "ac2g"},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 21, "ts": 112, "dur": 25.5,
+         "args": {"device": 1, "stream": 21, "correlation": 3, "grid": [1, 1, 1]}},
+    ]  # fmt: skip
+
+
+@native
+def test_what_torch_writes_most_of_is_read_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "torch.json"
+    path.write_text(json.dumps({"traceEvents": torch_like()}))
+    expected = outcome(path)
+    monkeypatch.setattr(Foreign, "add", lambda self, event: pytest.fail(f"left to Python: {event}"))
+    assert outcome(path) == expected
+    trace, _ = chrome.load(path)
+    assert [(span.site.name, span.attributes.get("flops")) for span in trace.spans] == [
+        ("aten::mm", 120), ("cudaLaunchKernel", None), ("gemm", None),
+    ]  # fmt: skip
+    assert [tuple(kernel) for kernel in trace.kernels] == [("gemm", "kernel", 1, 21, 112_000, 137_500, 7, 105_125)]
+
+
+@native
+def test_an_event_that_is_not_plain_is_left_to_the_twin_and_those_around_it_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "torch.json"
+    path.write_text(json.dumps([*torch_like(), *torch_like(stack='a "quoted"\nline'), *torch_like()]))
+    left: list[str] = []
+    add = Foreign.add
+    monkeypatch.setattr(Foreign, "add", lambda self, event: (left.append(event["name"]), add(self, event))[1])
+    assert len(chrome.load(path)[0].spans) == 9
+    assert left == ["aten::mm"]
+
+
+@native
+def test_more_slices_than_may_be_are_refused_whoever_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "torch.json"
+    path.write_text(json.dumps(torch_like()))
+    monkeypatch.setattr(foreign, "LIMIT_SPANS", 2)
+    for scanner in (foreign._native, None):
+        monkeypatch.setattr(foreign, "_native", scanner)
+        with pytest.raises(TraceError, match="more than 2 events"):
+            chrome.load(path)
+
+
+@pytest.mark.parametrize("events", [torch_like(), [*torch_like(), 5]], ids=["read", "refused"])
+def test_a_reader_goes_when_it_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Any]) -> None:
+    """What the scanner asks the reader would keep it for ever, if that had the scanner."""
+    path = tmp_path / "torch.json"
+    path.write_text(json.dumps(events))
+    readers: list[weakref.ref[Foreign]] = []
+    make = Foreign.__init__
+    monkeypatch.setattr(Foreign, "__init__", lambda self: (readers.append(weakref.ref(self)), make(self))[1])
+    outcome(path)
+    gc.collect()
+    assert [reader() for reader in readers] == [None]
+
+
+@native
+def test_callbacks_that_fail_end_the_reading_and_a_scanner_takes_only_what_it_is_for() -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("no")
+
+    text = json.dumps(torch_like())[1:]
+    with pytest.raises(OSError, match="no"):
+        foreign._native.Scanner(fail, lambda row: 7, fail, [], [], {}, set()).scan(text, 0)
+    with pytest.raises(OSError, match="no"):
+        foreign._native.Scanner(fail, fail, fail, [], [], {}, set()).scan(text, 0)
+    with pytest.raises(TypeError, match="facts are a tuple of five"):
+        foreign._native.Scanner(lambda *_: (1, 2), lambda row: 7, fail, [], [], {}, set()).scan(text, 0)
+    with pytest.raises(IndexError, match="no place"):
+        foreign._native.Scanner(fail, fail, fail, [], [], {}, set()).scan(text, len(text) + 1)
+    with pytest.raises(TypeError):
+        foreign._native.Scanner(fail, fail, fail, (), [], {}, set())
+    assert foreign._native.nest([object()]) is False
