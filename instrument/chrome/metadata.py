@@ -261,7 +261,10 @@ class Metadata:
     def _kernels(self) -> list[Kernel]:
         base_ns, names = self.base_ns, [checked(name, str) for name in self._facts.get("kernel_names", ())]
         found = []
-        for name, kind, *numbers in self._facts.get("kernels", ()):
+        rows = checked(self._facts.pop("kernels", []), list)
+        rows.reverse()
+        while rows:  # each goes when it has been read: they are as large as what they become
+            name, kind, *numbers = rows.pop()
             device, stream, start_ns, length_ns, thread_id, launched_ns = whole(numbers)
             if length_ns < 0 or kind not in WORK:
                 raise ValueError("a kernel in it is none; it is damaged")

@@ -3,11 +3,13 @@
     python tests/bench/views.py [--spans N] [--view V] [--repeat N] [--trace FILE]
 
 Requests of twenty spans on eight threads that overlap: queue, phases, copies, layers on two devices with four streams
-each, communication, steps and loaders; half of the spans have device time, which makes it heavier than most; for the
-view `memory` as many allocations, too. Each view is what
-`instrument report FILE --view V` takes in a process of its own: seconds on the clock and of processor, start of Python
-and load of the file included, and its memory at most; the least of some runs. The first line is the load alone, the
-last one `operators` with every operator in order. Target: 3 s and 400 MB.
+each, communication, steps and loaders; half of the spans have device time, which makes it heavier than most. Each view
+is what `instrument report FILE --view V` takes in a process of its own: seconds on the clock and of processor, start of
+Python and load of the file included, and its memory at most; the least of some runs. The first line is the load alone,
+`AllOpDetail` is `operators` with each of them in order. The target is 3 s and 400 MB.
+
+Files of their own have what may stand beside the spans: as many allocations, the FLOPs of a twentieth as many
+operators, a fifth as many kernels. The last is what torch.profiler writes: as many operators, launches and kernels.
 
 Then `Session.summary` of a process that has recorded, with all threads together and the fifty largest rows: the least
 processor time of some. The target is 20 ms up to the bound of call paths, whatever the uptime: as a tree of a few names
@@ -19,6 +21,8 @@ for each, and no target.
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import os
 import random
 import subprocess
@@ -33,12 +37,31 @@ from instrument import chrome
 from instrument.lines import WIDTH
 from instrument.profile import VIEWS
 from instrument.recorder import RECORDER
-from instrument.spans import HOST, Allocation, DeviceInterval, Origin, Site, Span, Trace, assign_self_times
+from instrument.spans import (
+    HOST,
+    Allocation,
+    DeviceInterval,
+    Flops,
+    Kernel,
+    Origin,
+    Site,
+    Span,
+    Trace,
+    assign_self_times,
+)
 
 TARGET_S, TARGET_MB, TARGET_LIVE_MS = 3.0, 400, 20
 LIVE_VIEWS = ("events", "classes", "ops", "instances", "cost")
 AT_THE_BOUND = 16_000
 """Call paths, nearly as many as a process may have: 16,384."""
+BESIDE: dict[str, tuple[str, ...]] = {
+    "": (),
+    "allocations": ("memory",),
+    "flops": ("operators",),
+    "kernels": ("kernels", "overview"),
+    "torch": ("kernels", "operators", "overview", "events"),
+}
+"""What may stand beside the spans of a trace, and the views that show it: all of them where there is nothing beside."""
 LOAD = "import sys; from instrument import chrome; chrome.load(sys.argv[1])"
 
 REQUESTS = [Site(f"POST /{name}", "request") for name in ("chat", "embed", "rank")]
@@ -97,6 +120,64 @@ def allocations_of(trace: Trace, count: int) -> list[Allocation]:
         at_ns = number * trace.end_ns // count
         found.append(Allocation(device, at_ns, chance.randrange(8), size, address, total[device], total[device]))
     return found
+
+
+def flops_of(trace: Trace, count: int) -> list[Flops]:
+    """Of so many operators that torch.profiler saw, each a little after a span began on its thread."""
+    step = max(len(trace.spans) // count, 1)
+    return [Flops(span.thread_id, span.start_ns + 10, 1_000) for span in trace.spans[::step]]
+
+
+def kernels_of(trace: Trace, count: int) -> list[Kernel]:
+    """So many, of forty names on two devices, every tenth a copy: each asked for by a span right after its begin."""
+    step = max(len(trace.spans) // count, 1)
+    found = []
+    for number, span in enumerate(trace.spans[::step]):
+        kind, start_ns = "kernel" if number % 10 else "copy", span.start_ns + 2_000
+        name, end_ns = f"void kernel_{number % 40}<float>(float*, int)", start_ns + 500 + number % 300
+        found.append(
+            Kernel(name, kind, number % 2, 7 + number % 3, start_ns, end_ns, span.thread_id, span.start_ns + 1)
+        )
+    return sorted(found, key=lambda kernel: kernel.start_ns)
+
+
+def write(path: str, count: int, beside: str) -> None:
+    """A trace of so many spans, and of what is beside them."""
+    if beside == "torch":
+        write_of_torch(path, count)
+        return
+    trace = trace_of(count)
+    if beside:
+        trace.watched = 0, trace.end_ns
+    if beside == "allocations":
+        trace.allocations = allocations_of(trace, count)
+    elif beside == "flops":
+        trace.flops = flops_of(trace, count // 20)
+    elif beside == "kernels":
+        trace.kernels = kernels_of(trace, count // 5)
+    chrome.dump(path, trace)
+
+
+def write_of_torch(path: str, count: int) -> None:
+    """A trace as torch.profiler writes one: of four events two operators in one another, a launch and its kernel."""
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        file.write('{"baseTimeNanoseconds": 1700000000000000000, "traceEvents": [')
+        for number in range(count // 4):
+            at_us, name = 1_000 + 40 * number, f"aten::{('linear', 'relu', 'add', 'conv2d')[number % 4]}"
+            row = {"ph": "X", "pid": 4242, "tid": 4242 + 16 * number // count}
+            ids = {"External id": number, "Record function id": 0}
+            for event in (
+                {**row, "cat": "cpu_op", "name": name, "ts": at_us, "dur": 30.5, "args": {**ids, "Ev Idx": number}},
+                {**row, "cat": "cpu_op", "name": f"{name}_inner", "ts": at_us + 2, "dur": 20.25, "args": ids},
+                {**row, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at_us + 5, "dur": 4.125,
+                 "args": {"External id": number, "cbid": 211, "correlation": number}},
+                {"ph": "X", "cat": "kernel", "name": f"void kernel_{number % 40}<float>(float*, int)", "pid": 0,
+                 "tid": 7, "ts": at_us + 12, "dur": 25.5, "args": {
+                    "External id": number, "queued": 0, "device": 0, "context": 1, "stream": 7,
+                    "correlation": number, "grid": [1, 1, 1], "block": [128, 1, 1]}},
+            ):  # fmt: skip
+                file.write(f"{json.dumps(event)},\n")
+        file.write('{"ph": "i", "name": "end", "pid": 4242, "tid": 4242, "ts": 0}]}')
 
 
 def taken(command: list[str], repeat: int) -> tuple[float, float, float]:
@@ -192,29 +273,25 @@ def main() -> None:
     parser.add_argument("--live", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shape", default="tree", choices=("tree", "flat"), help=argparse.SUPPRESS)
     parser.add_argument("--write", help=argparse.SUPPRESS)
-    parser.add_argument("--allocations", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--beside", default="", choices=list(BESIDE), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write:
-        trace = trace_of(options.spans)
-        if options.allocations:
-            trace.allocations, trace.watched = allocations_of(trace, options.spans), (0, trace.end_ns)
-        chrome.dump(options.write, trace)
+        write(options.write, options.spans, options.beside)
         return
     if options.live:
         live(*options.live, options.shape)
         return
+    views = [options.view] if options.view else list(VIEWS)
     with tempfile.TemporaryDirectory() as folder:
-        path = options.trace or f"{folder}/trace.json.gz"
-        views = [options.view] if options.view else list(VIEWS)
-        if not options.trace:
-            command = [sys.executable, __file__, "--write", path, "--spans", str(options.spans)]
-            subprocess.run(command, check=True)
-            if "memory" in views:  # beside the spans it has as many allocations to tell of
-                views.remove("memory")
-                other = f"{folder}/memory.json.gz"
-                subprocess.run([*command[:3], other, *command[4:], "--allocations"], check=True)
-                by_view(["memory"], other, options.repeat)
-        by_view(views, path, options.repeat)
+        if options.trace:
+            by_view(views, options.trace, options.repeat)
+        for beside, shown in BESIDE.items() if not options.trace else ():
+            if wanted := [view for view in shown or views if view in views]:
+                path = f"{folder}/{beside or 'trace'}.json.gz"
+                command = [sys.executable, __file__, "--write", path, "--spans", str(options.spans)]
+                subprocess.run([*command, "--beside", beside], check=True)
+                by_view(wanted, path, options.repeat)
+                Path(path).unlink()
     if not options.view:
         by_size()
 
