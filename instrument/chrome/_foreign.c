@@ -262,8 +262,10 @@ attributes_of(Scanner *self, const event_t *event)
     PyObject *others[MOST_LISTS], *attributes = PyDict_New();
     size_t other_count = 0;
     int plain = attributes == NULL ? -1 : 1;
+    if (plain < 0 || !(event->has & ARGS))
+        return attributes;
     cursor_t in = {event->args.text, event->args.text + event->args.length};
-    if (plain < 0 || !(event->has & ARGS) || !take(&in, '{') || take(&in, '}'))
+    if (!take(&in, '{') || take(&in, '}'))
         return attributes;
     do {
         part_t part;
