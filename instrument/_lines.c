@@ -1,8 +1,7 @@
 /* The lines of a tally in C: the twin of the loops in `lines.py`, where it says what each of them is for.
  *
  * Lines and sums are rows of WIDTH numbers of 64 bits, as `lines.FIELDS` names them; the first of a line is its node, that
- * of a sum how many lines it is of. A tree has a node's parent before the node. Nothing here makes an object of Python's
- * but what it returns. A sum that needs more than 64 bits returns None, and the caller takes the twin.
+ * of a sum how many lines it is of. A tree has a node's parent before the node. A sum that needs more than 64 bits returns None, and the caller takes the twin.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -782,6 +781,131 @@ end:
 
 /* ------------------------------------------------------------------ the module */
 
+/* ---- sites */
+
+static PyObject *text_name, *text_kind, *text_attributes;
+
+/* Add a number to a list. 0, or -1 with an error. */
+static int
+append_number(PyObject *list, Py_ssize_t number)
+{
+    PyObject *item = PyLong_FromSsize_t(number);
+    int done = item == NULL ? -1 : PyList_Append(list, item);
+    Py_XDECREF(item);
+    return done;
+}
+
+/* The number of the first site of a name, which is this one if no other was; -1 with an error. */
+static Py_ssize_t
+first_of(PyObject *known, PyObject *name, Py_ssize_t number)
+{
+    PyObject *own = PyLong_FromSsize_t(number), *first = own == NULL ? NULL : PyDict_SetDefault(known, name, own);
+    Py_ssize_t found = first == NULL ? -1 : PyLong_AsSsize_t(first);
+    Py_XDECREF(own);
+    return found;
+}
+
+/* facts(sites, start, known): of the sites from a number on that of the first of the name, which `known` has, and the kind;
+ * the numbers of those whose name another has before them, and of those with attributes. */
+static PyObject *
+facts(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *sites, *known, *result = NULL;
+    Py_ssize_t start;
+    if (!PyArg_ParseTuple(args, "O!nO!:facts", &PyList_Type, &sites, &start, &PyDict_Type, &known))
+        return NULL;
+    PyObject *own = PyList_GetSlice(sites, start, PyList_GET_SIZE(sites));
+    Py_ssize_t count = own == NULL ? 0 : PyList_GET_SIZE(own);
+    PyObject *names = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int32_t)), *kinds = PyList_New(count);
+    PyObject *repeated = PyList_New(0), *declared = PyList_New(0);
+    if (own == NULL || names == NULL || kinds == NULL || repeated == NULL || declared == NULL)
+        goto end;
+    int32_t *first_of_name = (int32_t *)PyBytes_AS_STRING(names);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *site = PyList_GET_ITEM(own, i), *kind = PyObject_GetAttr(site, text_kind);
+        PyObject *name = kind == NULL ? NULL : PyObject_GetAttr(site, text_name);
+        PyObject *attributes = name == NULL ? NULL : PyObject_GetAttr(site, text_attributes);
+        int has = attributes == NULL ? -1 : PyObject_IsTrue(attributes);
+        Py_ssize_t first = has < 0 ? -1 : first_of(known, name, start + i);
+        if (kind != NULL)
+            PyList_SET_ITEM(kinds, i, kind);
+        Py_XDECREF(name);
+        Py_XDECREF(attributes);
+        if (first < 0 || (first != start + i && append_number(repeated, start + i) < 0) ||
+            (has && append_number(declared, start + i) < 0))
+            goto end;
+        first_of_name[i] = (int32_t)first;
+    }
+    result = Py_BuildValue("(OOOO)", names, kinds, repeated, declared);
+end:
+    Py_XDECREF(own);
+    Py_XDECREF(names);
+    Py_XDECREF(kinds);
+    Py_XDECREF(repeated);
+    Py_XDECREF(declared);
+    return result;
+}
+
+/* shaped(sites, shapes, otherwise, site_of): of each node the number of its site's shape, and the shapes in a list. */
+static PyObject *
+shaped(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *sites, *shapes, *otherwise, *nodes, *own = NULL, *result = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!UO:shaped", &PyList_Type, &sites, &PyDict_Type, &shapes, &otherwise, &nodes))
+        return NULL;
+    column_t site_of;
+    if (open_columns(&site_of, &nodes, 1) < 0)
+        return NULL;
+    PyObject *found = PyList_New(0), *bytes = PyBytes_FromStringAndSize(NULL, site_of.count * (Py_ssize_t)sizeof(int32_t));
+    int32_t *of_site = NULL;
+    own = PyList_GetSlice(sites, 0, PyList_GET_SIZE(sites));
+    Py_ssize_t count = own == NULL ? 0 : PyList_GET_SIZE(own);
+    of_site = PyMem_RawMalloc((size_t)(count + 1) * sizeof *of_site);
+    if (own == NULL || found == NULL || bytes == NULL)
+        goto end;
+    if (of_site == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *shape = PyDict_GetItemWithError(shapes, PyList_GET_ITEM(own, i)); /* borrowed */
+        if (shape == NULL && PyErr_Occurred())
+            goto end;
+        shape = Py_NewRef(shape == NULL ? otherwise : shape);
+        Py_ssize_t number = 0, known = PyList_GET_SIZE(found);
+        int same = 0;
+        for (; number < known; number++) { /* they are few, and mostly the same object */
+            same = shape == PyList_GET_ITEM(found, number) ||
+                   PyObject_RichCompareBool(shape, PyList_GET_ITEM(found, number), Py_EQ);
+            if (same)
+                break;
+        }
+        if (same < 0 || (number == known && PyList_Append(found, shape) < 0)) {
+            Py_DECREF(shape);
+            goto end;
+        }
+        Py_DECREF(shape);
+        of_site[i] = (int32_t)number;
+    }
+    int32_t *of_node = (int32_t *)PyBytes_AS_STRING(bytes);
+    for (Py_ssize_t n = 0; n < site_of.count; n++) {
+        int32_t site = ITEMS(site_of)[n];
+        if (site < 0 || site >= count) {
+            PyErr_SetString(PyExc_ValueError, "a node of a site that there is not");
+            goto end;
+        }
+        of_node[n] = of_site[site];
+    }
+    result = Py_BuildValue("(OO)", bytes, found);
+end:
+    PyMem_RawFree(of_site);
+    Py_XDECREF(own);
+    Py_XDECREF(found);
+    Py_XDECREF(bytes);
+    close_columns(&site_of, 1);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"places", places, METH_VARARGS, "The places of the parents of nodes and of the nodes, and which share one."},
     {"tree_of_names", tree_of_names, METH_VARARGS, "The entries of a tree of names, and those that nodes count in."},
@@ -792,6 +916,8 @@ static PyMethodDef methods[] = {
     {"topmost", topmost, METH_VARARGS, "Group 0 for marked nodes under no marked one, -1 for others."},
     {"device_below", device_below, METH_VARARGS, "Of each node what device time there is more below it."},
     {"functions", functions, METH_VARARGS, "Self times by function and row."},
+    {"facts", facts, METH_VARARGS, "What every report asks of sites."},
+    {"shaped", shaped, METH_VARARGS, "The shapes of the probes of nodes."},
     {NULL},
 };
 
@@ -806,5 +932,10 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__lines(void)
 {
+    text_name = PyUnicode_InternFromString("name");
+    text_kind = PyUnicode_InternFromString("kind");
+    text_attributes = PyUnicode_InternFromString("attributes");
+    if (text_name == NULL || text_kind == NULL || text_attributes == NULL)
+        return NULL;
     return PyModule_Create(&definition);
 }

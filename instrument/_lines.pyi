@@ -1,6 +1,8 @@
 """Types of the native loops over lines. What each does stands beside its twin in `instrument.lines`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from instrument.spans import Site
 
 Numbers = Sequence[int]
 
@@ -21,3 +23,7 @@ def device_below(books: list[Numbers], parents: Numbers, /) -> bytes | None: ...
 def functions(
     lines: Numbers, parents: Numbers, site_of: Numbers, marks: Numbers, keys: Numbers, rows: Numbers, order: int, /
 ) -> tuple[bytes, bytes] | None: ...
+def facts(sites: list[Site], start: int, known: dict[str, int], /) -> tuple[bytes, list[str], list[int], list[int]]: ...
+def shaped(
+    sites: list[Site], shapes: Mapping[Site, str], otherwise: str, site_of: Numbers, /
+) -> tuple[bytes, list[str]]: ...

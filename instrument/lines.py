@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import add
 from typing import Any, NamedTuple, TypeVar
 
 from instrument import native
@@ -48,11 +49,18 @@ WIDTH = len(Sum._fields)
 CALLS, ERRORS, TOTAL, SELF, DEVICE, ELAPSED, MIN, MAX, MOVED, FIRST = range(1, WIDTH)
 _ADDED = (CALLS, ERRORS, TOTAL, SELF, DEVICE, ELAPSED, MOVED)
 
-NAME, KIND = attrgetter("name"), attrgetter("kind")
-"""Of a site."""
-
 REQUEST, WORK = 1, 2
 """Marks of a site, for `functions`."""
+
+
+class Facts(NamedTuple):
+    """What every report asks of the sites: of each the number of the first of its name, and its kind; and the numbers
+    of those whose name another has before them, and of those with attributes."""
+
+    names: array[int]
+    kinds: list[str]
+    repeated: list[int]
+    declared: list[int]
 
 
 class CallTree:
@@ -69,6 +77,8 @@ class CallTree:
         self._nodes = array("i")
         self._located = Located(*(array("i") for _ in Located._fields))
         self._shared: tuple[Located, dict[int, list[int]]] = self._located, {}
+        self._facts = Facts(array("i"), [], [], [])
+        self._first_of_name: dict[str, int] = {}
         self._keys = array("i")
         self._first_of_key: dict[tuple[object, ...], int] = {}
         self._said: dict[Callable[[Site], Any], list[Any]] = {}
@@ -126,17 +136,30 @@ class CallTree:
 
     def keys(self) -> array[int]:
         """Of each site the number of the first that means the same place."""
-        known, names = self._keys, self.numbered(NAME)
+        known, (names, _, repeated, _) = self._keys, self.facts()
         if len(known) == len(names):
             return known
         keys = names[len(known) :]
         # A key is a thing more for the collector to look at, and most sites have a name of their own.
-        for number, first in enumerate(keys, len(known)):
-            if first != number:
-                self._first_of_key.setdefault(self.sites[first].key, first)
-                keys[number - len(known)] = self._first_of_key.setdefault(self.sites[number].key, number)
+        for number in repeated[bisect_left(repeated, len(known)) :]:
+            first = names[number]
+            self._first_of_key.setdefault(self.sites[first].key, first)
+            keys[number - len(known)] = self._first_of_key.setdefault(self.sites[number].key, number)
         self._keys = known + keys
         return self._keys
+
+    def facts(self) -> Facts:
+        """What every report asks of the sites, as far as they are known."""
+        found, first_of_name = self._facts, self._first_of_name
+        start = len(found.kinds)
+        if start < len(self.sites):
+            if _native is not None:
+                names, *others = _native.facts(self.sites, start, first_of_name)
+                more = Facts(array("i", names), *others)
+            else:
+                more = _facts(self.sites[start:], start, first_of_name)
+            found = self._facts = Facts(*map(add, found, more))
+        return found
 
     def by_site(self, say: Callable[[Site], Said]) -> list[Said]:
         """What a function says of each site, by the site's number."""
@@ -162,6 +185,27 @@ class CallTree:
         if added:
             column = self._columns[more] = column + added
         return column
+
+
+def _facts(sites: Sequence[Site], start: int, first_of_name: dict[str, int]) -> Facts:
+    numbered = list(enumerate(sites, start))
+    names = array("i", [first_of_name.setdefault(site.name, number) for number, site in numbered])
+    repeated = [number for number, first in enumerate(names, start) if first != number]
+    return Facts(
+        names, [site.kind for site in sites], repeated, [number for number, site in numbered if site.attributes]
+    )
+
+
+def shaped(
+    sites: list[Site], shapes: Mapping[Site, str], otherwise: str, site_of: array[int]
+) -> tuple[array[int], tuple[str, ...]]:
+    """Of each node, of which `site_of` has the site's number, that of the site's shape, and the shapes."""
+    if _native is not None:
+        numbers, names = _native.shaped(sites, shapes, otherwise, site_of)
+        return array("i", numbers), tuple(names)
+    of_site = list(map(shapes.get, sites, itertools.repeat(otherwise)))
+    known = {name: number for number, name in enumerate(dict.fromkeys(of_site))}
+    return array("i", [known[of_site[site]] for site in site_of]), tuple(known)
 
 
 class Located(NamedTuple):

@@ -7,7 +7,6 @@ in Python (`pure.py`). Both have the same classes and behave the same; `Recorder
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import native, pure, wrapping
 from instrument.errors import TargetError
-from instrument.lines import KIND, NOT_BELOW, CallTree, Lines, Numbers, unpacked
+from instrument.lines import NOT_BELOW, CallTree, Lines, Numbers, shaped, unpacked
 from instrument.ring import Cursor, Row
 from instrument.rows import STREAM, Held, Taken, span_of
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
@@ -288,10 +287,8 @@ class _Recording:
         tree, noted = self.paths(), self._shapes_noted
         if self._shapes_of_nodes[:2] != (noted, len(tree)):
             site_of = tree.site_of
-            of_site = list(map(self.shapes.get, tree.sites, itertools.repeat("scope")))
-            names = tuple(dict.fromkeys(of_site))
-            numbers = list(map({name: number for number, name in enumerate(names)}.__getitem__, of_site))
-            self._shapes_of_nodes = noted, len(site_of), array("i", map(numbers.__getitem__, site_of)), names
+            numbers, names = shaped(tree.sites, self.shapes, "scope", site_of)
+            self._shapes_of_nodes = noted, len(site_of), numbers, names
         return self._shapes_of_nodes[2:]
 
     # ---------------------------------------------------------------- reading
@@ -313,7 +310,7 @@ class _Recording:
         if self.node_count - asked > asked // 8:
             tree = self.paths()
             tree.located()
-            tree.by_site(KIND)
+            tree.facts()
             self._shapes_by_node()
 
     def _paths_with(self, row: Row) -> CallTree:

@@ -20,8 +20,6 @@ from instrument import scope
 from instrument.lines import (
     CALLS,
     FIRST,
-    KIND,
-    NAME,
     NOT_BELOW,
     ORDERS,
     REQUEST,
@@ -31,6 +29,7 @@ from instrument.lines import (
     Lines,
     Sums,
     functions,
+    shaped,
     topmost,
     tree_of_names,
 )
@@ -219,10 +218,39 @@ def test_what_asks_again_while_a_site_is_asked_about_comes_to_the_same() -> None
 
     tree.numbered(say)
     extend(alone, Site("b"), NOT_BELOW)
-    assert tree.numbered(say) == alone.numbered(NAME) == array("i", [0, 1, 0, 1])
+    assert tree.numbered(say) == alone.facts().names == array("i", [0, 1, 0, 1])
     assert tree.by_site(say) == list("abab")
     assert (tree.keys(), tree.located()) == (alone.keys(), alone.located())
     assert sorted(tree.nodes([0, 1])) == [0, 1, 2, 3]
+
+
+@given(st.lists(st.lists(st.sampled_from(SITES), max_size=6), max_size=4))
+def test_facts_of_sites_are_the_same_however_they_come(pieces: list[list[Site]]) -> None:
+    """Of each the first of its name, and its kind; those whose name came before, and those with attributes."""
+    tree, plain = CallTree(), CallTree()
+    for piece in pieces:
+        for one in (tree, plain):
+            one.sites += piece
+        found = tree.facts()
+        with twin():
+            assert plain.facts() == found
+    names = [site.name for site in tree.sites]
+    assert list(tree.facts().names) == [names.index(name) for name in names]
+    assert tree.facts().kinds == [site.kind for site in tree.sites]
+    assert tree.facts().repeated == [number for number, name in enumerate(names) if name in names[:number]]
+    assert tree.facts().declared == [number for number, site in enumerate(tree.sites) if site.attributes]
+
+
+@given(
+    st.dictionaries(st.sampled_from(SITES), st.sampled_from(["scope", "plain", "method"])),
+    st.lists(st.integers(0, len(SITES) - 1), max_size=20),
+)
+def test_shapes_of_nodes_are_those_of_their_sites(shapes: dict[Site, str], site_of: list[int]) -> None:
+    numbers, names = shaped(SITES, shapes, "scope", array("i", site_of))
+    with twin():
+        assert (numbers, names) == shaped(SITES, shapes, "scope", array("i", site_of))
+    assert [names[number] for number in numbers] == [shapes.get(SITES[site], "scope") for site in site_of]
+    assert names == tuple(dict.fromkeys(shapes.get(site, "scope") for site in SITES))
 
 
 LINE = array("q", [0, 1, *[0] * (WIDTH - 2)])
@@ -260,10 +288,12 @@ TREE = array("i", [NOT_BELOW]), array("i", [0])
         ("device_below", ([LINE], array("i"))),
         ("functions", (LINE, *TREE, array("i", [0]), array("i", [1]), array("i", [0]), 0)),
         ("functions", (array("q", [0] * WIDTH), *TREE, array("i", [0]), array("i", [0]), array("i", [0]), 0)),
+        ("shaped", ([], {}, "scope", array("i", [0]))),
+        ("shaped", ([SITES[0]], {}, "scope", array("i", [-1]))),
     ],
 )
 def test_columns_that_do_not_fit_each_other_are_refused(call: str, arguments: Any) -> None:
-    with pytest.raises(ValueError, match=r"is beyond|are no|is of node|not whole"):
+    with pytest.raises(ValueError, match=r"is beyond|are no|is of node|not whole|there is not"):
         getattr(lines_room._native, call)(*arguments)
 
 
@@ -349,7 +379,7 @@ def test_paths_that_were_learnt_ahead_are_told_as_if_they_were_not(make_recorder
     assert len(set(known)) < 20
     tree = recorder.paths()
     assert [tree.sites[site].name for site in tree.site_of[1:]] == [f"f{count}" for count in range(40)]
-    assert list(tree.by_site(KIND)[1:]) == ["op"] * 40
+    assert tree.facts().kinds[1:] == ["op"] * 40
     assert recorder.shape_calls() == {"scope": 40}
 
 

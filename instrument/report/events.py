@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from instrument.lines import DEVICE, KIND, Lines, Sum, Sums
+from instrument.lines import DEVICE, Lines, Sum, Sums
 from instrument.report.table import (
     GAP,
     LINE,
@@ -375,13 +375,17 @@ def _computes(site: Site) -> bool:
 
 def _computation_ns(lines: Lines, state: str) -> int | None:
     """The time of what computes, None where no place is said to."""
+    _, kinds, _, declared = lines.tree.facts()
+    # Most processes have no such site, and then none need be asked.
+    if not declared and "layer" not in kinds and "phase" not in kinds:
+        return None
     return lines.total(_computes)[TIMES[state]] if any(lines.tree.by_site(_computes)) else None
 
 
 def _copy_sums(lines: Lines, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
     copies: list[tuple[object, Sum]] = []
-    if "copy" in lines.tree.by_site(KIND):
+    if "copy" in lines.tree.facts().kinds:
         ways, by_site = lines.tree.by_site(_way), lines.by_site()
         copies = [(way[0], by_site[site]) for site, way in enumerate(ways[: len(by_site)]) if way is not None]
     sums = []

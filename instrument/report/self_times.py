@@ -25,7 +25,6 @@ from itertools import groupby
 from operator import ne
 
 from instrument.lines import (
-    KIND,
     NOT_BELOW,
     ORDERS,
     REQUEST,
@@ -293,7 +292,7 @@ class _Table:
         self._site_of_key = {keys[site]: site for site in lines.sites_around(self._nodes)}
         self._same = Counter(called[site] for site in self._site_of_key.values())
         self._names: dict[int, str] = {}
-        self._is_request = [kind == "request" for kind in lines.tree.by_site(KIND)]
+        self._is_request = [kind == "request" for kind in lines.tree.facts().kinds]
 
     def _name(self, node: int) -> str:
         """What to call a node's site: its name and instance, and where it is if another one is called the same."""

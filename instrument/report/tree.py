@@ -15,10 +15,8 @@ from instrument.lines import (
     DEVICE,
     ELAPSED,
     FIRST,
-    KIND,
     MAX,
     MIN,
-    NAME,
     TOTAL,
     CallTree,
     Lines,
@@ -140,10 +138,11 @@ class NameTree:
         """The sum of the topmost rows; None where one has no call, so that what is hidden below may stand for it."""
         sums, topmost = self.sums(thread), self.children(ROOT)
         calls = sums.column(CALLS)
-        uncalled = [entry for entry in topmost if not calls[entry]]
+        # Where all but the root have calls, as in most processes, none need be looked at.
+        uncalled = [entry for entry in topmost if not calls[entry]] if calls.count(0) > 1 else []
         if any(self.children(entry) or self._hides(entry) for entry in uncalled):
             return None
-        return sum(map(sums.column(TIMES[state]).__getitem__, topmost))
+        return sums.together(topmost)[TIMES[state]]
 
     def total_below_ns(self, thread: int | None, state: str) -> int:
         """The sum of the topmost rows that have calls; in the tree with phases it is the same in every option."""
@@ -191,13 +190,18 @@ class Selection:
         field, per, negative = WEIGHTS.get(options.sorted_by, (TIMES[options.state], per, False))
         self._weight = self._sums.values(tree.parents, field, per, negative=negative)
         self._first_ns = self._sums.values(tree.parents, FIRST, least=True)
+        self._has_uncalled = None in self._weight
         self._kept = self._find_kept()
+
+    def _called(self, entry: int) -> Sequence[int]:
+        """What is right under an entry and has calls at or under it."""
+        children, weight = self._tree.children(entry), self._weight
+        return [child for child in children if weight[child] is not None] if self._has_uncalled else children
 
     def below(self, entry: int) -> tuple[list[int], list[int]]:
         """What is right under an entry and has calls at or under it: the kept ones in order, and those left out."""
-        weight, chosen = self._weight, self._kept
-        children = [child for child in self._tree.children(entry) if weight[child] is not None]
-        kept = children if chosen is None else [child for child in children if child in chosen]
+        chosen, children = self._kept, self._called(entry)
+        kept = [*children] if chosen is None else [child for child in children if child in chosen]
         left_out = [] if chosen is None else [child for child in children if child not in chosen]
         kept.sort(key=self._order)
         return kept, left_out
@@ -219,7 +223,7 @@ class Selection:
         while heap and len(kept) <= rows:
             entry = heapq.heappop(heap)[-1]
             kept.add(entry)
-            children = [child for child in self._tree.children(entry) if self._weight[child] is not None]
+            children = self._called(entry)
             if enough is not None:
                 children = [child for child in children if child in enough]
             if len(children) > rows:
@@ -257,8 +261,9 @@ def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
 
         A phase that nothing surrounds is a row like any other, so that no option changes the Total time.
         """
-        names, start = tree.numbered(NAME), known // PER_SITE
-        kinds = tree.by_site(KIND)[start : len(names)]
+        names, kinds, *_ = tree.facts()
+        start = known // PER_SITE
+        kinds = kinds[start:]
         instances = tree.keys() if special.intersection(INSTANTIATED) else names
         copies = tree.numbered(_copy_name) if "copy" in kinds else names
         levels = array("i", [NOTHING]) * (PER_SITE * len(kinds))
