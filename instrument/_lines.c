@@ -504,6 +504,152 @@ end:
     return found;
 }
 
+/* ------------------------------------------------------------------ the heaviest */
+
+typedef struct {
+    value_t value;
+    Py_ssize_t place;
+} weight_t;
+
+/* Whether one comes before another: the heavier one, of equal ones that which stands first. */
+static int
+is_heavier(const weight_t *one, const weight_t *other)
+{
+    if (one->value.whole != other->value.whole)
+        return one->value.whole > other->value.whole;
+    if (one->value.part != other->value.part)
+        return one->value.part > other->value.part;
+    return one->place < other->place;
+}
+
+static int
+compare_weights(const void *one, const void *other)
+{
+    return is_heavier(one, other) ? -1 : 1; /* no two have one place */
+}
+
+/* Put a weight into a heap whose first is the lightest, from a place that is free downwards. */
+static void
+sift(weight_t *heap, size_t count, size_t at, weight_t weight)
+{
+    for (size_t below = 2 * at + 1; below < count; below = 2 * at + 1) {
+        below += below + 1 < count && is_heavier(&heap[below], &heap[below + 1]);
+        if (!is_heavier(&weight, &heap[below]))
+            break;
+        heap[at] = heap[below];
+        at = below;
+    }
+    heap[at] = weight;
+}
+
+/* The weight of an entry: 1, 0 of one that has none, -1 where it is none of ours or an error. */
+static int
+weight_of(PyObject *weights, PyObject *entry, weight_t *weight)
+{
+    Py_ssize_t at = PyLong_AsSsize_t(entry);
+    if (at < 0 || at >= PyList_GET_SIZE(weights)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "an entry is beyond the last");
+        return -1;
+    }
+    PyObject *value = PyList_GET_ITEM(weights, at);
+    int overflow = 0;
+    if (value == Py_None)
+        return 0;
+    weight->value = (value_t){0, 0.0, 1};
+    if (PyFloat_CheckExact(value))
+        weight->value.part = PyFloat_AS_DOUBLE(value);
+    else if (PyLong_CheckExact(value))
+        weight->value.whole = PyLong_AsLongLongAndOverflow(value, &overflow);
+    else
+        overflow = 1;
+    return overflow ? -1 : 1;
+}
+
+/* heaviest(weights, entries, most): so many of the entries, in order. None where a weight is no number of 64 bits. */
+static PyObject *
+heaviest(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *weights, *entries, *found = NULL;
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(args, "O!O!n:heaviest", &PyList_Type, &weights, &PyList_Type, &entries, &most))
+        return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(entries);
+    size_t room = most < 0 ? 0 : most < count ? (size_t)most : (size_t)count, used = 0;
+    weight_t *heap = PyMem_RawMalloc((room + 1) * sizeof *heap);
+    if (heap == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++) {
+        weight_t weight = {.place = i};
+        int known = weight_of(weights, PyList_GET_ITEM(entries, i), &weight);
+        if (known < 0) {
+            found = PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+            goto end;
+        }
+        if (!known || room == 0)
+            continue;
+        if (used < room) {
+            heap[used++] = weight;
+            for (size_t at = used == room ? room / 2 : 0; at-- > 0;) /* once, when it is full */
+                sift(heap, room, at, heap[at]);
+        } else if (is_heavier(&weight, &heap[0]))
+            sift(heap, room, 0, weight);
+    }
+    qsort(heap, used, sizeof *heap, compare_weights);
+    found = PyList_New((Py_ssize_t)used);
+    for (size_t i = 0; found != NULL && i < used; i++)
+        PyList_SET_ITEM(found, (Py_ssize_t)i, Py_NewRef(PyList_GET_ITEM(entries, heap[i].place)));
+end:
+    PyMem_RawFree(heap);
+    return found;
+}
+
+/* parted(weights, entries, chosen): the entries that have a weight, those of a set and the others. */
+static PyObject *
+parted(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *weights, *entries, *chosen;
+    if (!PyArg_ParseTuple(args, "O!O!O!:parted", &PyList_Type, &weights, &PyList_Type, &entries, &PySet_Type, &chosen))
+        return NULL;
+    PyObject *kept = PyList_New(0), *others = PyList_New(0);
+    int done = kept == NULL || others == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; done == 0 && i < PyList_GET_SIZE(entries); i++) {
+        PyObject *entry = PyList_GET_ITEM(entries, i);
+        Py_ssize_t at = PyLong_AsSsize_t(entry);
+        if (at < 0 || at >= PyList_GET_SIZE(weights)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_ValueError, "an entry is beyond the last");
+            done = -1;
+        } else if (PyList_GET_ITEM(weights, at) != Py_None) {
+            int is_chosen = PySet_Contains(chosen, entry);
+            done = is_chosen < 0 ? -1 : PyList_Append(is_chosen ? kept : others, entry);
+        }
+    }
+    PyObject *found = done < 0 ? NULL : Py_BuildValue("(OO)", kept, others);
+    Py_XDECREF(kept);
+    Py_XDECREF(others);
+    return found;
+}
+
+/* has(lines, field): whether a number of any line is not 0. */
+static PyObject *
+has(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *of;
+    column_t lines;
+    int field, found = 0;
+    if (!PyArg_ParseTuple(args, "Oi:has", &of, &field) || open_column(&lines, of, WIDTH * sizeof(int64_t)) < 0)
+        return NULL;
+    if (field < 0 || field >= WIDTH) {
+        close_columns(&lines, 1);
+        return PyErr_Format(PyExc_ValueError, "field %d is beyond the last", field);
+    }
+    for (Py_ssize_t n = 0; !found && n < lines.count; n++)
+        found = ((const int64_t *)lines.items)[n * WIDTH + field] != 0;
+    close_columns(&lines, 1);
+    return PyBool_FromLong(found);
+}
+
 /* ------------------------------------------------------------------ what lies where in the tree */
 
 static PyObject *
@@ -913,6 +1059,9 @@ static PyMethodDef methods[] = {
     {"together", together, METH_VARARGS, "Some of many sums as one."},
     {"chained", chained, METH_VARARGS, "The numbers along the links from the last of each entry."},
     {"values", values, METH_VARARGS, "A value for each entry with calls at or under it."},
+    {"heaviest", heaviest, METH_VARARGS, "The heaviest of some entries."},
+    {"parted", parted, METH_VARARGS, "Those of a set among some entries, and the others."},
+    {"has", has, METH_VARARGS, "Whether a number of any line is not 0."},
     {"topmost", topmost, METH_VARARGS, "Group 0 for marked nodes under no marked one, -1 for others."},
     {"device_below", device_below, METH_VARARGS, "Of each node what device time there is more below it."},
     {"functions", functions, METH_VARARGS, "Self times by function and row."},

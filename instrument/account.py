@@ -13,6 +13,7 @@ from instrument.device.timer import Timing
 from instrument.errors import FAULTS, logger
 from instrument.governor import Budget
 from instrument.import_times import ImportTimes
+from instrument.lines import Lines
 from instrument.probe_cost import Costs
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
@@ -75,12 +76,13 @@ class Account:
 
     # ---------------------------------------------------------------- what it tells
 
-    def cost(self, window_ns: int) -> Cost:
+    def cost(self, window_ns: int, lines: Lines | None = None) -> Cost:
         """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.
 
-        A generator counts as one step, whatever it made. Device times add what a pair of events costs on this device.
+        By the calls of `lines` if they are given, else by those of the tally as it is now. A generator counts as one
+        step, whatever it made. Device times add what a pair of events costs on this device.
         """
-        calls = self.recorder.shape_calls()
+        calls = self.recorder.shape_calls(lines)
         probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
         mean_ns = (probes_ns + self.pairs_ns()) / counted if counted else 0.0
         cold_ns = mean_ns + self.costs.cold_ns if counted else 0.0

@@ -7,11 +7,12 @@ all lines are in C (`_lines.c`) or, where that is not built or a number has more
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from operator import add
+from operator import add, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from instrument import native
@@ -307,8 +308,10 @@ class Lines:
 
     def has(self, field: int) -> bool:
         """Whether a number of any line is not 0."""
-        of_all = (lines[field::WIDTH] for lines in self.book(None))
-        return any(bool(one.tobytes().strip(b"\0")) if isinstance(one, memoryview) else any(one) for one in of_all)
+        return any(
+            any(lines[field::WIDTH]) if _native is None or isinstance(lines, list) else _native.has(lines, field)
+            for lines in self.book(None)
+        )
 
     def merged(self) -> Numbers:
         """One line with calls for each path, of all threads together, in the order of first calls."""
@@ -593,6 +596,24 @@ class Function(NamedTuple):
     time_ns: int
     first: int
     rows: int
+
+
+def heaviest(weights: list[float | None], entries: list[int], most: int) -> list[int]:
+    """So many of the entries with a weight, heaviest first, of equal ones that which stands first."""
+    found: list[int] | None = None if _native is None else _native.heaviest(weights, entries, most)
+    if found is not None:
+        return found
+    known = ((weight, entry) for entry in entries if (weight := weights[entry]) is not None)
+    return [entry for _, entry in heapq.nlargest(most, known, key=itemgetter(0))]
+
+
+def parted(weights: list[float | None], entries: list[int], chosen: set[int]) -> tuple[list[int], list[int]]:
+    """The entries with a weight: those that are chosen, and the others."""
+    if _native is not None:
+        found: tuple[list[int], list[int]] = _native.parted(weights, entries, chosen)
+        return found
+    known = [entry for entry in entries if weights[entry] is not None]
+    return [entry for entry in known if entry in chosen], [entry for entry in known if entry not in chosen]
 
 
 class Functions:

@@ -470,16 +470,16 @@ class Session:
 
     def recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
         """What reports are made of, as it is now: a tally and a trace that are taken when they are first read."""
-        cost = self.cost()
+        window_ns = self._lasted_ns()
         return Recording(
             self.tally,
             self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside)[0]),
             make_lines=lambda merged: RECORDER.lines(merged=merged),
             make_held=self._held,
-            cost=cost,
+            make_cost=lambda lines: self.account.cost(window_ns, lines),
             losses=self.losses(),
             notes=self.notes(),
-            window_ns=cost.window_ns,
+            window_ns=window_ns,
             recorder="native" if RECORDER.native else "pure",
             make_upkeep=lambda: self.account.upkeep(self._ticks.clock, self.profile.limits.ring_bytes),
             collector_ids=None if self._exporter is None else self._exporter.ids.of,

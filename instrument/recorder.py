@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import native, pure, wrapping
 from instrument.errors import TargetError
-from instrument.lines import NOT_BELOW, CallTree, Lines, Numbers, shaped, unpacked
+from instrument.lines import CALLS, NOT_BELOW, CallTree, Lines, Numbers, shaped, unpacked
 from instrument.ring import Cursor, Row
 from instrument.rows import STREAM, Held, Taken, span_of
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
@@ -277,10 +277,14 @@ class _Recording:
         site_of, count = tree.site_of, len(tree.sites)
         return {site: calls for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False) if calls}
 
-    def shape_calls(self) -> dict[str, int]:
-        """How often probes of each shape were called, as `measure_costs` names them."""
+    def shape_calls(self, lines: Lines | None = None) -> dict[str, int]:
+        """How often probes of each shape were called, as `measure_costs` names them; of some lines of this recorder, if
+        they are given, which takes a tenth of the time."""
         of_nodes, names = self._shapes_by_node()
-        return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
+        # A line may be of several nodes, whose probes need not have one shape; then the nodes are asked.
+        if lines is None or lines.tree is not self._paths or lines.tree.located().shared:
+            return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
+        return dict(zip(names, lines.sums(of_nodes, len(names)).column(CALLS), strict=False))
 
     def _shapes_by_node(self) -> tuple[array[int], tuple[str, ...]]:
         """Of each call path the number of its probe's shape, and the shapes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from instrument.lines import (
     CALLS,
@@ -21,6 +21,8 @@ from instrument.lines import (
     CallTree,
     Lines,
     Sums,
+    heaviest,
+    parted,
     tree_of_names,
 )
 from instrument.report.view import Options
@@ -73,7 +75,7 @@ class NameTree:
     def __len__(self) -> int:
         return len(self.parents)
 
-    def children(self, entry: int) -> Sequence[int]:
+    def children(self, entry: int) -> list[int]:
         """What is right under an entry, in the order of the lines."""
         children = self._children.get(entry)
         if children is None:
@@ -190,19 +192,16 @@ class Selection:
         field, per, negative = WEIGHTS.get(options.sorted_by, (TIMES[options.state], per, False))
         self._weight = self._sums.values(tree.parents, field, per, negative=negative)
         self._first_ns = self._sums.values(tree.parents, FIRST, least=True)
-        self._has_uncalled = None in self._weight
         self._kept = self._find_kept()
-
-    def _called(self, entry: int) -> Sequence[int]:
-        """What is right under an entry and has calls at or under it."""
-        children, weight = self._tree.children(entry), self._weight
-        return [child for child in children if weight[child] is not None] if self._has_uncalled else children
 
     def below(self, entry: int) -> tuple[list[int], list[int]]:
         """What is right under an entry and has calls at or under it: the kept ones in order, and those left out."""
-        chosen, children = self._kept, self._called(entry)
-        kept = [*children] if chosen is None else [child for child in children if child in chosen]
-        left_out = [] if chosen is None else [child for child in children if child not in chosen]
+        children, weight = self._tree.children(entry), self._weight
+        left_out: list[int] = []
+        if self._kept is None:
+            kept = [child for child in children if weight[child] is not None]
+        else:
+            kept, left_out = parted(weight, children, self._kept)
         kept.sort(key=self._order)
         return kept, left_out
 
@@ -212,7 +211,7 @@ class Selection:
     def _lightness(self, entry: int) -> float:
         return -(self._weight[entry] or 0)
 
-    def _find_kept(self) -> Collection[int] | None:
+    def _find_kept(self) -> set[int] | None:
         """The heaviest entries that the options leave, none without its parent; None for all."""
         enough, rows = self._enough(), self._options.rows
         if rows is None:
@@ -223,19 +222,14 @@ class Selection:
         while heap and len(kept) <= rows:
             entry = heapq.heappop(heap)[-1]
             kept.add(entry)
-            children = self._called(entry)
+            children = self._tree.children(entry)
             if enough is not None:
                 children = [child for child in children if child in enough]
-            if len(children) > rows:
-                weights = [self._weight[child] or 0 for child in children]
-                least = heapq.nlargest(rows, weights)[-1]
-                children = [child for child, weight in zip(children, weights, strict=True) if weight >= least]
-                children = sorted(children, key=self._lightness)[:rows]  # of equal ones the first
-            for child in children:
+            for child in heaviest(self._weight, children, rows):
                 heapq.heappush(heap, (self._lightness(child), next(order), child))
         return kept
 
-    def _enough(self) -> Collection[int] | None:
+    def _enough(self) -> set[int] | None:
         """The entries with as much time as is asked for; None where all have."""
         if not self._options.least_ns:
             return None

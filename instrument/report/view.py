@@ -135,12 +135,12 @@ class HeldSpans:
 class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
 
-    `make_tally`, `make_lines`, `make_trace`, `make_held`, `make_startup` and `make_upkeep` are called when a view first
-    reads what they make. `make_lines` makes the tally's lines, all threads as one where it is told so, at less cost.
-    `make_held` tells of the spans that are held without making them, None where it cannot. `window_ns`
-    is the length of the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives
-    the trace id and the span id under which a span of the trace went to the collector. `benchmark` has counted the
-    steps of a loop as they went by.
+    `make_tally`, `make_lines`, `make_trace`, `make_held`, `make_startup`, `make_upkeep` and `make_cost` are called when
+    somebody first reads what they make. `make_lines` makes the tally's lines, all threads as one where it is told so,
+    at less cost; `make_cost` gets them where they have been made. `make_held` tells of the spans that are held without
+    making them, None where it cannot. `window_ns` is the length of the time that the tally covers, `recorder` is
+    `native`, `pure` or `other`. `collector_ids` gives the trace id and the span id under which a span of the trace went
+    to the collector. `benchmark` has counted the steps of a loop as they went by.
     """
 
     def __init__(
@@ -159,13 +159,15 @@ class Recording:
         make_startup: Callable[[], Startup | None] = lambda: None,
         make_lines: Callable[[bool], Lines] | None = None,
         make_held: Callable[[], HeldSpans | None] = lambda: None,
+        make_cost: Callable[[Lines | None], Cost | None] = lambda lines: None,
     ) -> None:
         self._make_tally = make_tally
         self._make_lines = make_lines
         self._make_held = make_held
         self._lines: dict[bool, Lines] = {}
         self._make_trace = make_trace
-        self.cost = cost
+        self._cost = cost
+        self._make_cost = make_cost
         self.losses = dict(losses or {})
         self.notes = tuple(notes)
         self.window_ns = window_ns
@@ -188,6 +190,11 @@ class Recording:
             make = self._make_lines
             self._lines[merged] = Lines.of_tally(self.tally) if make is None else make(merged)
         return self._lines[merged]
+
+    @cached_property
+    def cost(self) -> Cost | None:
+        """What the instrumentation has cost, None where nobody knows."""
+        return self._cost or self._make_cost(self._lines.get(True) or self._lines.get(False))
 
     @cached_property
     def trace(self) -> Trace:
