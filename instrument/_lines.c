@@ -1,4 +1,4 @@
-/* The lines of a tally in C: the twin of the loops in `lines.py`, where it says what each of them is for.
+/* The lines of a tally in C: the twin of the loops in `lines.py` and `paths.py`, which say what each is for.
  *
  * Lines and sums are rows of WIDTH numbers of 64 bits, as `lines.FIELDS` names them; the first of a line is its node, that
  * of a sum how many lines it is of. A tree has a node's parent before the node. A sum that needs more than 64 bits returns None, and the caller takes the twin.

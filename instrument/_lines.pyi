@@ -1,4 +1,4 @@
-"""Types of the native loops over lines. What each does stands beside its twin in `instrument.lines`."""
+"""Types of the native loops over lines. What each does stands beside its twin in `instrument.lines` or `.paths`."""
 
 from collections.abc import Mapping, Sequence
 

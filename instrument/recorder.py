@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import native, pure, wrapping
 from instrument.errors import TargetError
-from instrument.lines import CALLS, NOT_BELOW, CallTree, Lines, Numbers, shaped, unpacked
+from instrument.lines import CALLS, Lines, Numbers, unpacked
+from instrument.paths import NOT_BELOW, CallTree, shaped
 from instrument.ring import Cursor, Row
 from instrument.rows import STREAM, Held, Taken, span_of
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf

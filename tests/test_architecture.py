@@ -15,7 +15,7 @@ import instrument
 ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
-    ["errors", "clock", "compression", "document", "native", "spans", "tally", "lines", "ring", "rows"],
+    ["errors", "clock", "compression", "document", "native", "spans", "tally", "paths", "lines", "ring", "rows"],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
     [
         "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
@@ -28,7 +28,8 @@ FLOORS: list[list[str]] = [
 WITHIN = {
     "spans": {"native"},
     "tally": {"native", "spans"},
-    "lines": {"native", "spans", "tally"},
+    "paths": {"native", "spans"},
+    "lines": {"native", "paths", "spans", "tally"},
     "ring": {"spans", "tally"},
     "rows": {"native", "ring", "spans"},
     "recorder": {"pure", "shelf", "wrapping"},

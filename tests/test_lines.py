@@ -16,23 +16,21 @@ from hypothesis import strategies as st
 
 import instrument
 from instrument import lines as lines_room
-from instrument import scope
+from instrument import paths, scope
 from instrument.lines import (
     CALLS,
     FIRST,
-    NOT_BELOW,
     ORDERS,
     REQUEST,
     WIDTH,
     WORK,
-    CallTree,
     Lines,
     Sums,
     functions,
-    shaped,
     topmost,
     tree_of_names,
 )
+from instrument.paths import NOT_BELOW, CallTree, shaped
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recorder import RECORDER
 from instrument.report.events import events
@@ -80,7 +78,8 @@ def tallies(draw: st.DrawFn, least_calls: int = 0) -> Tally:
 @contextmanager
 def twin() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines_room, "_native", None)
+        for room in (lines_room, paths):
+            patch.setattr(room, "_native", None)
         yield
 
 

@@ -25,7 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trees import outline, tree
 
-from instrument.lines import NOT_BELOW, WIDTH, Lines
+from instrument.lines import WIDTH, Lines
+from instrument.paths import NOT_BELOW
 from instrument.probe_cost import measure_cold_ns, measure_costs
 from instrument.spans import RemoteParent, Site
 from instrument.tally import OVERFLOW, Totals, bucket

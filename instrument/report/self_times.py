@@ -25,7 +25,6 @@ from itertools import groupby
 from operator import ne
 
 from instrument.lines import (
-    NOT_BELOW,
     ORDERS,
     REQUEST,
     WIDTH,
@@ -36,6 +35,7 @@ from instrument.lines import (
     Numbers,
     functions,
 )
+from instrument.paths import NOT_BELOW
 from instrument.report.table import (
     LINE,
     MISSING,

@@ -18,13 +18,13 @@ from instrument.lines import (
     MAX,
     MIN,
     TOTAL,
-    CallTree,
     Lines,
     Sums,
     heaviest,
     parted,
     tree_of_names,
 )
+from instrument.paths import CallTree
 from instrument.report.view import Options
 from instrument.spans import Site
 
