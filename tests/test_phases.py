@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
 import subprocess
 import sys
@@ -359,3 +360,35 @@ for _ in range(3):
     assert {name: rows[name] for name in ("forward", "backward", "optimizer")} == {
         "forward": "3", "backward": "3", "optimizer": "3",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("pure", ["", "1"])
+def test_torch_profiler_with_stacks_finds_the_modules_of_an_instrumented_loop(tmp_path: Path, pure: str) -> None:
+    """It reads `self` in whatever stands around the call of modules; where there is none, the process dies."""
+    (tmp_path / "profile.yaml").write_text("phases: auto")
+    (tmp_path / "train.py").write_text(
+        """
+import torch
+from torch.profiler import ProfilerActivity, profile
+from instrument import Profiler
+model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.ReLU())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with Profiler("profile.yaml") as p, profile(activities=[ProfilerActivity.CPU], with_stack=True) as theirs:
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        p.step()
+theirs.export_chrome_trace("theirs.json")
+print([span.site.name for span in p.window.trace.spans if span.site.kind == "phase"].count("forward"))
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "INSTRUMENT_PURE": pure},
+    )
+    assert done.stdout == "3\n"
+    assert "nn.Module: Linear" in (tmp_path / "theirs.json").read_text()

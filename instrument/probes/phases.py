@@ -84,7 +84,7 @@ class Phases(Switch):
         self._run_as_they_are = functools.partial(run_as_they_are, torch)
         self._run_as_they_are((self._run, _unwrapped))
         module_type = torch.nn.Module
-        self._undos.append(replace(module_type, "__call__", self._method(FORWARD, module_type.__call__)))
+        self._undos.append(replace(module_type, "__call__", self._forward(module_type.__call__)))
         autograd = torch.autograd
         # Both backward() and grad() end in it, and no compiler knows it by identity as it knows those two.
         engine = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
@@ -113,18 +113,38 @@ class Phases(Switch):
 
     # ---------------------------------------------------------------- what stands around
 
-    def _method(self, phase: str, method: Callable[..., Any]) -> Any:
-        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[phase]
+    def _forward(self, method: Callable[..., Any]) -> Any:
+        """What stands around the call of every module, and around nothing else.
+
+        torch.profiler (`with_stack`) knows calls of modules by the code of `Module.__call__`, whoever has written that,
+        and reads the module from its local `self`: without one the process would die, and an optimizer would be asked
+        for what only a module has.
+        """
+        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[FORWARD]
+        is_compiling = self._is_compiling
+
+        @functools.wraps(method)
+        def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            # A compiler reads this line alone: it knows the answer, and goes on with the method.
+            if is_compiling() or not recorder.on or inside.phase in passes:
+                return method(self, *args, **kwargs)
+            return run(FORWARD, method, self, (self, *args), kwargs)
+
+        wrapper.__instrument_phase__ = FORWARD  # type: ignore[attr-defined]
+        self._run_as_they_are((wrapper,))
+        return wrapper
+
+    def _step(self, method: Callable[..., Any]) -> Any:
+        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[OPTIMIZER]
         is_compiling = self._is_compiling
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            # A compiler reads this line alone: it knows the answer, and goes on with the method.
             if is_compiling() or not recorder.on or inside.phase in passes:
                 return method(*args, **kwargs)
-            return run(phase, method, args[0], args, kwargs)
+            return run(OPTIMIZER, method, args[0], args, kwargs)
 
-        wrapper.__instrument_phase__ = phase  # type: ignore[attr-defined]
+        wrapper.__instrument_phase__ = OPTIMIZER  # type: ignore[attr-defined]
         self._run_as_they_are((wrapper,))
         return wrapper
 
@@ -240,7 +260,7 @@ class Phases(Switch):
             if cls.__qualname__ not in self._lacking:
                 self._lacking.append(cls.__qualname__)
             return
-        self._undos.append(replace(owner, "step", self._method(OPTIMIZER, step)))
+        self._undos.append(replace(owner, "step", self._step(step)))
 
 
 def _unwrapped(thing: Any) -> Any:
