@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fuzz_traces import facts
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from instrument import chrome
@@ -98,6 +98,56 @@ def test_both_make_the_same_trees(tmp_path_factory: pytest.TempPathFactory, slic
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(foreign, "_native", None)
         assert ours == outcome(path)
+
+
+@pytest.mark.parametrize("pure", [False, True])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 2)), max_size=40))
+def test_a_slice_lies_in_the_last_begun_of_those_that_hold_it(
+    tmp_path: Path, pure: bool, slices: list[tuple[int, int, int]]
+) -> None:
+    """Whatever crosses what, and so in a copy of the file that we write."""
+    path = tmp_path / "drawn.json"
+    found = [{"ph": "X", "name": "f", "pid": 9, "tid": tid, "ts": at, "dur": dur} for at, dur, tid in slices]
+    path.write_text(json.dumps(found))
+    with pytest.MonkeyPatch.context() as patch:
+        if pure:
+            patch.setattr(foreign, "_native", None)
+        spans = chrome.load(path)[0].spans
+    for index, span in enumerate(spans):
+        holding = [
+            one.span_id
+            for one in spans[:index]
+            if one.thread_id == span.thread_id and one.start_ns <= span.start_ns and span.end_ns <= one.end_ns
+        ]
+        assert span.parent_id == (holding[-1] if holding else 0)
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_the_ranges_of_a_trace_with_stacks_hold_what_ran_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pure: bool
+) -> None:
+    """torch.profiler begins a range within the Python frame of `__enter__` and ends it within that of `__exit__`."""
+    slices = [
+        ("python_function", "main", 0, 100), ("python_function", "__enter__", 10, 5),
+        ("user_annotation", "mine", 12, 70), ("python_function", "forward", 20, 50), ("cpu_op", "aten::mm", 30, 30),
+        ("python_function", "__exit__", 80, 10),
+    ]  # fmt: skip
+    path = tmp_path / "torch.json"
+    path.write_text(
+        json.dumps([{"ph": "X", "pid": 9, "tid": 7, "cat": c, "name": n, "ts": t, "dur": d} for c, n, t, d in slices])
+    )
+    if pure:
+        monkeypatch.setattr(foreign, "_native", None)
+    trace, _ = chrome.load(path)
+    names = {span.span_id: span.site.name for span in trace.spans}
+    assert {span.site.name: (names.get(span.parent_id), span.self_ns // 1000) for span in trace.spans} == {
+        "main": (None, 20), "__enter__": ("main", 5), "mine": ("main", 20), "forward": ("mine", 20),
+        "aten::mm": ("forward", 30), "__exit__": ("main", 10),
+    }  # fmt: skip
+    again, _ = chrome.load(chrome.dump(tmp_path / "again.json", trace))
+    written = [(one.parent_id, one.self_ns) for one in again.spans]
+    assert written == [(one.parent_id, one.self_ns) for one in trace.spans]
 
 
 def torch_like(**more: Any) -> list[dict[str, Any]]:

@@ -490,22 +490,6 @@ typedef struct {
     heap_t open; /* outermost first, none longer than the one before it */
 } stack_t;
 
-/* The innermost open slice that ends no sooner than a time, or NULL. */
-static Span *
-around(const stack_t *stack, int64_t end_ns)
-{
-    const slice_t *open = (const slice_t *)stack->open.items;
-    size_t low = 0, high = stack->open.used;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (open[middle].end_ns >= end_ns)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low == 0 ? NULL : open[low - 1].span;
-}
-
 /* nest(spans): what `_nest` does with spans in order. Whether it did: False where they are not plain. */
 static PyObject *
 nest(PyObject *Py_UNUSED(module), PyObject *spans)
@@ -531,24 +515,23 @@ nest(PyObject *Py_UNUSED(module), PyObject *spans)
             goto no_memory;
         stack_t *stack = &((stack_t *)stacks.items)[lane];
         slice_t *open = (slice_t *)stack->open.items;
-        while (stack->open.used > 0 && open[stack->open.used - 1].end_ns <= span->start_ns)
+        while (stack->open.used > 0 && (open[stack->open.used - 1].end_ns <= span->start_ns ||
+                                        open[stack->open.used - 1].end_ns < span->end_ns))
             stack->open.used--;
-        Span *parent = around(stack, span->end_ns);
         span->span_id = span->root_id = i + 1;
         if (__builtin_sub_overflow(span->end_ns, span->start_ns, &span->active_ns)) {
             result = Py_NewRef(Py_False);
             goto end;
         }
-        if (parent != NULL) {
+        if (stack->open.used > 0) {
+            const Span *parent = open[stack->open.used - 1].span;
             span->parent_id = parent->span_id;
             span->root_id = parent->root_id;
         }
-        if (stack->open.used == 0 || open[stack->open.used - 1].span == parent) {
-            slice_t *slice = heap_next(&stack->open, sizeof *slice);
-            if (slice == NULL)
-                goto no_memory;
-            *slice = (slice_t){span->end_ns, span};
-        }
+        slice_t *slice = heap_next(&stack->open, sizeof *slice);
+        if (slice == NULL)
+            goto no_memory;
+        *slice = (slice_t){span->end_ns, span};
         give_way((size_t)i);
     }
     result = Py_NewRef(Py_True);
@@ -567,7 +550,7 @@ end:
 }
 
 static PyMethodDef functions[] = {
-    {"nest", nest, METH_O, "Make each span a child of the innermost of its lane that holds it."},
+    {"nest", nest, METH_O, "Make each span a child of that which began last of those in its lane that hold it."},
     {NULL},
 };
 

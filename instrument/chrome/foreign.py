@@ -264,22 +264,25 @@ class Foreign:
         return strays
 
     def _nest(self) -> None:
-        """Make each span a child of the innermost of its lane that holds it. One that crosses another holds none."""
+        """Make each span a child of that which began last of those in its lane that hold it.
+
+        One that crosses another lies beside it: a range of torch.profiler with stacks begins within a call of Python
+        (`__enter__`) and ends within another.
+        """
         by_start(self.spans)  # they have no ids yet: those that begin and end at once stay as they stand in the file
         if _native is not None and _native.nest(self.spans):
             return
         opened: dict[tuple[int, int], list[Span]] = {}
         for span_id, span in enumerate(self.spans, start=1):
             stack = opened.setdefault((span.thread_id, span.task_id), [])
-            while stack and stack[-1].end_ns <= span.start_ns:
+            # What it crosses holds nothing from here on that it does not hold itself.
+            while stack and (stack[-1].end_ns <= span.start_ns or stack[-1].end_ns < span.end_ns):
                 stack.pop()
-            parent = next((above for above in reversed(stack) if above.end_ns >= span.end_ns), None)
             span.span_id = span.root_id = span_id
             span.active_ns = span.total_ns
-            if parent is not None:
-                span.parent_id, span.root_id = parent.span_id, parent.root_id
-            if not stack or stack[-1] is parent:
-                stack.append(span)
+            if stack:
+                span.parent_id, span.root_id = stack[-1].span_id, stack[-1].root_id
+            stack.append(span)
 
 
 def _count_outermost(spans: Sequence[Span]) -> None:
