@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from instrument.report.table import LINE, columns
 from instrument.report.view import Recording, View
 from instrument.spans import Origin, Trace
 from instrument.tally import Tally
@@ -26,7 +27,8 @@ def of_tally(tally: Tally, window_ns: int | None = None) -> Recording:
 
 
 def is_golden(name: str, text: str) -> bool:
-    """Whether the text is that of `golden/views/{name}.txt`."""
+    """Whether the text is that of `golden/views/{name}.txt`, and no line of it wider than may be."""
+    assert [line for line in text.splitlines() if columns(line) > LINE] == []
     path = FOLDER / f"{name}.txt"
     if os.environ.get("GOLDEN_VIEWS") == "write":
         path.parent.mkdir(parents=True, exist_ok=True)

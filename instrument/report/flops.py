@@ -77,7 +77,7 @@ class FlopTable:
         lines = [
             *section_title("Operations"),
             *named_table(["Operator", "Calls", "FLOPs", "Per call", "Of all", "On", "Time", "GFLOP/s"], cells, 7),
-            "FLOPs: what calls and all below them were told to have done; a multiplication and an addition are two.",
+            "FLOPs: what calls and all below them were told to have done; a multiplication and an addition: two.",
             "Time: of these calls; where each of them asked a device for work, of that.",
         ]
         if self.elsewhere:
