@@ -438,8 +438,13 @@ class Session:
             held_from_ns=stretch.held_from_ns(),
             samples=self._gauges.samples(stretch.start_ns, stretch.end_ns),
             gpus=self._gauges.gpus(),
-            startup=self.startup(),
+            startup=self._startup_in(stretch),
         )
+
+    def _startup_in(self, stretch: Stretch) -> Startup | None:
+        """How the process came to serve, None where that began before the stretch: its calls do not tell of it."""
+        found = self.startup()
+        return None if any(first.start_ns < stretch.start_ns for first in found.firsts) else found
 
     def _held(self) -> HeldSpans | None:
         """What there is to say of the spans that the rings hold now, None where only they themselves tell."""

@@ -146,6 +146,25 @@ def test_first_calls_stay_known_when_their_spans_are_long_overwritten() -> None:
         process.stop()
 
 
+def test_a_window_tells_of_the_way_to_serving_only_where_all_of_it_lies_within() -> None:
+    """Its own calls are not those that loaded the model before: all of the way would have been `Anything else`."""
+    windows: list[Any] = []
+    with instrument.Profiler(schedule=instrument.schedule(record=2), on_trace_ready=windows.append) as profiler:
+        for _ in range(2):
+            with instrument.scope("load", phase="load"), instrument.scope("read"):
+                pass
+            with instrument.scope("handle", kind="request"):
+                pass
+            for _ in range(2):
+                profiler.step()
+        first, second = (window.views(["startup"])["startup"] for window in windows)
+    assert first.is_known
+    assert [row.name for row in first.preparations] == ["load"]
+    assert not second.is_known
+    assert second.way == ()
+    assert "How this process came to serve is not in this trace" in windows[1].summary(views=["startup"])
+
+
 def test_a_thread_that_ended_leaves_its_first_call(make_recorder: Any) -> None:
     import threading
 

@@ -37,6 +37,10 @@ from instrument.tally import Row, Totals, bucket
 IMPORTS = "Imports, outside of spans"
 WORDS = {"load": "Loading", "compile": "Compiling"}
 
+UNKNOWN = (
+    "How this process came to serve is not in this trace: only a session's own trace tells it, and a window before "
+    "which nothing had run."
+)
 LABEL_WIDTH = 46
 COLUMN_WIDTH = 12
 
@@ -165,7 +169,7 @@ class StartupView:
         """The view as text."""
         lines = title("Startup Report")
         if not self.is_known:
-            return [*lines, "How this process came to serve is not in this trace: only a session's own trace tells it."]
+            return [*lines, *wrapped(UNKNOWN)]
         lines += [f"Time unit: {self._options.unit}", "", *_way_lines(self), "", *_import_lines(self), ""]
         return [*lines, *_preparation_lines(self), "", *_warm_up_lines(self), "", *_notes(self)]
 
