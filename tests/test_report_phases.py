@@ -234,6 +234,14 @@ def test_steps_of_tasks_within_those_that_a_profiler_counts_are_no_others() -> N
     assert totals(trace) == {"step": (2, 40.0), "forward": (1, 10.0), "others": (None, 30.0)}
 
 
+def test_steps_without_a_phase_are_counted_and_no_other_reason_is_given() -> None:
+    trace = made(*((STEP, 10 * number, 10 * number + 8) for number in range(5)))
+    use = view(trace, skip_first=2)
+    assert (use.timed, use.skipped, use.cut, use.rows) == (3, 2, 0, ())
+    assert "No phase was recorded" in text_of(use)
+    assert "No step was left: 5 were recorded" in text_of(view(trace, skip_first=5))
+
+
 def test_steps_that_were_overwritten_are_not_told_as_skipped() -> None:
     trace = made((STEP, 40, 60), (site("forward"), 40, 50), (STEP, 60, 90))
     for span, number in ((trace.spans[0], 7), (trace.spans[2], 8)):

@@ -94,7 +94,7 @@ class Phases:
     def lines(self) -> list[str]:
         """The text."""
         lines = [*title("Phases Report"), *self.coverage.lines()]
-        if not self.rows and self.skipped:
+        if not self.rows and self.skipped and not self.timed + self.cut:
             return [*lines, "", f"No step was left: {self.skipped} were recorded, and all of them were to be skipped."]
         if not self.rows:
             return [
@@ -181,8 +181,10 @@ def phases(recording: Recording, options: Options) -> Phases:
     shares = _Shares(found)
     told = Coverage.of(trace)
     units = [unit for line in found.lines for unit in line.units]
+    is_counted = found.of != "window"
+    timed, cut = shares.whole * is_counted, (len(units) - shares.whole) * is_counted
     if not units or (not shares.own_ns and not found.beside):
-        return Phases(told, found.of, 0, found.skipped, 0, 0, (), {}, 0, 0, options)
+        return Phases(told, found.of, timed, found.skipped, 0, cut, (), {}, 0, 0, options)
     streams = _Streams(trace.spans, found, shares)
     lengths = [end - start for start, end, _, _ in units]
     base_ns = sum(lengths)
@@ -193,15 +195,14 @@ def phases(recording: Recording, options: Options) -> Phases:
     ]
     unit_row = PhaseRow(found.of, len(units), _times(lengths, base_ns, base_ns), streams.of_units(len(units)))
     others = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), streams.of_others())
-    is_counted = found.of != "window"
     before, is_short = min((number for _, _, _, number in units), default=0), trace.held[0] > trace.start_ns
     return Phases(
         coverage=told,
         of=found.of,
-        timed=shares.whole * is_counted,
+        timed=timed,
         skipped=found.skipped if is_short else max(before, found.skipped),
         overwritten=max(before - found.skipped, 0) if is_short else 0,
-        cut=(len(units) - shares.whole) * is_counted,
+        cut=cut,
         rows=(unit_row, *_shown(rows, options, base_ns, streams.base_ns), others),
         mean_ns=shares.means() if is_counted else {},
         beside=len(found.beside),
