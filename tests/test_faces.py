@@ -752,6 +752,26 @@ class TestTheano:
         assert "  Message: both" in both.text()
         instrument.stop()
 
+    def test_functions_that_one_place_makes_have_each_a_profile_of_its_own(self) -> None:
+        def make(times: int) -> Any:
+            @theano.function(profile=True)
+            def step() -> None:
+                for _ in range(times):
+                    work()
+
+            return step
+
+        one, three = make(1), make(3)
+        for _ in range(4):
+            one()
+        three()
+        assert (one.profile.calls, three.profile.calls) == (4, 1)
+        assert one.profile.call_ns + three.profile.call_ns == sum(
+            row.totals.total_ns for row in instrument.session().tally().rows() if len(row.path) == 1
+        )
+        assert "step (2)" in three.profile.text()
+        instrument.stop()
+
     def test_a_summary_is_printed_where_theano_printed_it_and_a_graph_is_refused(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:

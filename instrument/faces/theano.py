@@ -14,6 +14,7 @@ import functools
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, TextIO, TypeVar
 
@@ -79,6 +80,9 @@ class ProfileStats:
 
 
 _profiles: list[ProfileStats] = []
+_made: Counter[tuple[object, ...]] = Counter()
+"""How many functions of each place have been made."""
+
 _lock = threading.RLock()
 
 
@@ -87,7 +91,8 @@ def function(
 ) -> Callable[[Function], Function]:
     """A decorator whose result has its `profile`: one of its own, by a message, or one that functions share.
 
-    `name` is that of its spans, else the function's own. `profile=False` records nothing. Raises `ProfileError` for
+    `name` is that of its spans, else the function's own; one made again at the same place has a number behind it, for
+    its calls are its own. `profile=False` records nothing. Raises `ProfileError` for
     the inputs and outputs of a graph.
     """
     if graph:
@@ -108,6 +113,13 @@ def function(
             off: Function = _with_profile(recorded, stats)
             return off
         site = site_on(recorded)
+        if site is not None:
+            with _lock:
+                _made[site.key] += 1
+                number = _made[site.key]
+            if number > 1:  # another one of a factory, or of the same line: what they are known by would be the same
+                recorded = profiled(f"{site.name} ({number})")(target)
+                site = site_on(recorded)
         if site is None:
             return recorded
         stats._add(site)
