@@ -248,6 +248,16 @@ def test_endpoints_are_sorted_as_asked(sorted_by: str, order: str) -> None:
 # How a request is found.
 
 
+def test_a_slow_request_of_a_long_name_has_a_line_and_not_a_page() -> None:
+    long = "GET /" + "日本" * 80 + "/end"
+    spans = [made(1, Site(long, "request"), 0, 10), made(2, Site("p" * 300, "phase"), 1, 9, parent=1, root=1)]
+    text = text_of(view_of(trace_of(spans))).partition("Slowest requests")[2].strip("- \n").splitlines()
+    assert text[0].startswith("1. GET /日本")
+    assert text[0].endswith("本/end: 10 ms")
+    assert "..." in text[0]
+    assert text[2] == f"   {'p' * 24}...{'p' * 23} 80.0%, unknown 20.0%"
+
+
 def test_the_slowest_requests_say_when_they_were_and_where_the_collector_has_them() -> None:
     recording = Recording.of_trace(service())
     first, _, third = requests(recording, Options()).slowest

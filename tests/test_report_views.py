@@ -17,7 +17,7 @@ import instrument
 from instrument import scope
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.summary import VIEW_OF, made, summary, summary_document
-from instrument.report.table import LINE, columns, in_unit, safe
+from instrument.report.table import LINE, columns, in_unit, safe, section_title
 from instrument.report.view import UNITS, Options, Recording, Upkeep
 from instrument.schema import loads
 from instrument.spans import (
@@ -225,6 +225,13 @@ def test_no_trace_breaks_a_view_its_lines_or_its_document(view: str, trace: str,
         check(text)
         assert len([line for line in text.split("\n") if line]) >= 2
         assert json.dumps(summary_document([view], recording, OPTIONS[options]), allow_nan=False)
+
+
+@pytest.mark.parametrize("text", ["", "a", "steps", "日本日本", "e\u0301" * 25, "x" * 25])
+def test_titles_of_sections_are_of_one_width_whatever_the_name(text: str) -> None:
+    line = section_title(text)[0]
+    assert columns(line) == 77
+    assert len(line) - len(line.lstrip("-")) == len(line) - len(line.rstrip("-")) == 25
 
 
 def test_every_name_of_a_view_makes_one() -> None:

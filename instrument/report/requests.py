@@ -20,6 +20,7 @@ from datetime import datetime, timedelta, timezone
 from instrument.report.device import Coverage, endpoint_table, none_held, other_endpoints
 from instrument.report.stretches import owners, phases, sites
 from instrument.report.table import (
+    LINE,
     MISSING,
     WHOLE_DIGITS,
     bounded,
@@ -29,6 +30,7 @@ from instrument.report.table import (
     safe,
     section_title,
     share,
+    shorten,
     tenths,
     title,
     wrapped,
@@ -389,12 +391,13 @@ def _phase_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
 
 def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
     error = f", {safe(one.error)}" if one.error else ""
-    lines = wrapped(f"{place}. {safe(one.name) or '(no name)'}: {_time(one.wall_ns, unit)} {unit}{error}")
+    name = shorten(safe(one.name) or "(no name)", LINE // 2)
+    lines = wrapped(f"{place}. {name}: {_time(one.wall_ns, unit)} {unit}{error}")
     at = f"{number(one.begin_ns / 1e9)} s after the start of the trace, span {one.span_id}"
     lines += wrapped(f"   began {f'{one.began}, ' if one.began else ''}{at}")
     if one.trace_id:
         own = f", span {one.collector_span_id}" if one.collector_span_id else ""
         lines += wrapped(f"   in the collector, if it was kept: trace {one.trace_id}{own}")
     largest = sorted(one.phases, key=lambda phase: -phase.summed_ns)
-    parts = [f"{_name(phase)} {tenths(phase.ratio, 1)}" for phase in largest]
+    parts = [f"{shorten(_name(phase), LINE // 2)} {tenths(phase.ratio, 1)}" for phase in largest]
     return [*lines, *wrapped("   " + ", ".join([*parts, f"unknown {tenths(one.unknown_ratio, 1)}"]))]

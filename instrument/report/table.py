@@ -218,7 +218,8 @@ def title(text: str) -> list[str]:
 
 def section_title(text: str) -> list[str]:
     """The lines above a section."""
-    return [f"{'-' * 25}{text:^27}{'-' * 25}", ""]
+    blanks = max(27 - columns(text), 0)
+    return [f"{'-' * 25}{' ' * (blanks // 2)}{text}{' ' * (blanks - blanks // 2)}{'-' * 25}", ""]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
