@@ -410,7 +410,9 @@ class Session:
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
         trace = self.trace_of(self.take(first, last, window, origin))
         trace = with_steps(trace, self.loop.within(max(first, trace.held_from_ns), last))
-        return replace(trace, cost=self.cost()) if start_ns is None and end_ns is None else trace
+        if start_ns is None and end_ns is None:
+            trace.cost = self.account.cost(last - first)  # of the very time that the trace says to be its own
+        return trace
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
         """What the rings hold of that time, at 0.3 us a span; `trace_of` makes a trace of it later."""

@@ -151,6 +151,14 @@ def test_dump_writes_what_is_held_at_any_time_and_resets_nothing(tmp_path: Path)
     assert (len(first.spans), len(second.spans)) == (2, 4)
 
 
+def test_the_cost_in_a_dump_is_over_the_time_of_its_trace(tmp_path: Path) -> None:
+    begin()
+    request(1000)
+    trace, _ = chrome.load(instrument.dump(tmp_path / "now.json"))
+    assert trace.cost is not None
+    assert trace.cost.window_ns == trace.end_ns - trace.start_ns
+
+
 def test_the_summary_goes_where_the_profile_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for to in ("stderr", "stdout", "summary.txt"):
         begin(f"export: {{summary: {{to: {to}}}}}")
