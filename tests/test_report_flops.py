@@ -12,7 +12,7 @@ from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
 from kineto import BASE_NS, Kineto
-from raw_spans import lies_in, traces
+from raw_spans import traces
 
 import instrument
 from instrument import chrome, cli
@@ -228,6 +228,16 @@ def test_of_scopes_of_one_name_in_one_another_the_outer_one_counts_whatever_thei
     assert found["mine"] == FlopRow("mine", "user", 1, 15, "CPU", 80 * MS, 1.0)
 
 
+def test_a_scope_tells_its_own_where_no_operator_is_beside() -> None:
+    """As the README writes it, which is a scope of kind user."""
+    text = text_of(view(inside((Site("attention", "user"), 3_000_000, ())), unit="us"))
+    assert "No operator was recorded" in text
+    assert "Time unit: us" in text
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("attention")]
+    assert row == ["attention", "1", "3000000", "3000000", "100.0%", "CPU", "90000", "0.03333"]
+    assert "Operations" not in text_of(view(inside((Site("attention", "user"), None, ()))))
+
+
 def test_the_time_of_a_call_is_that_of_what_it_and_all_below_it_put_on_devices() -> None:
     """Each instant once; what was not timed is no time."""
     outer, inner = Site("outer", "layer"), Site("inner", "op")
@@ -294,9 +304,6 @@ def test_every_row_adds_up_what_lies_in_its_calls(trace: Trace, told: list[int |
         for key, call in outermost.items():
             expected.setdefault(key, []).append((span, call))
     table = view(trace).operations
-    if not any(span.site.kind in OPERATORS and lies_in(span, trace.held) for span in trace.spans):
-        assert table is None
-        return
     assert (table is None) == (not counted)
     if table is None:
         return

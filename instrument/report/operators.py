@@ -102,7 +102,10 @@ class Operators:
         lines = [*title("Operator Report"), *self.coverage]
         if not self.blocks:
             otherwise = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
-            return [*lines, "", *none_held("operator", otherwise, complete=self._complete)]
+            lines += ["", *none_held("operator", otherwise, complete=self._complete)]
+            if self.operations is not None:
+                lines += ["", f"Time unit: {self._options.unit}", "", *self.operations.lines(self._options.unit)]
+            return lines
         lines += [
             f"Time unit: {self._options.unit}; {sorting(self._options)}",
             "Ratio: of the sum over operators that lie in no other one; of a row below an operator: of that",
@@ -130,7 +133,7 @@ def operators(recording: Recording, options: Options) -> Operators:
     blocks = blocks_of(places, names, options, _block)
     in_order = _in_order(trace, options) if options.tracer_option == "AllOpDetail" and blocks else None
     held = Coverage.of(trace)
-    operations = flop_table(trace, OPERATORS, options) if blocks else None
+    operations = flop_table(trace, OPERATORS, options)
     return Operators(tuple(held.lines()), blocks, in_order, operations, held.complete, options)
 
 
