@@ -1216,7 +1216,7 @@ PyInit__spans(void)
     text_key = PyUnicode_InternFromString("key");
     text_kind = PyUnicode_InternFromString("kind");
     if (frozen_error == NULL || text_exclusive == NULL || text_get == NULL || text_bytes == NULL || text_key == NULL ||
-        text_kind == NULL || prepare(&Span_Type, &span_layout, span_attributes + 3, 1) < 0 ||
+        text_kind == NULL || table_set_seed() < 0 || prepare(&Span_Type, &span_layout, span_attributes + 3, 1) < 0 ||
         prepare(&Interval_Type, &interval_layout, interval_attributes, 0) < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition);

@@ -43,13 +43,28 @@ typedef struct {
     size_t mask, used;
 } table_t;
 
+/* What tells where keys lie, odd. It is another in each process: a file may have been written so that all of its ids and
+ * addresses would lie in one place, where a look for one meets all the others. */
+static uint64_t table_seed = 0x9E3779B97F4A7C15u;
+
+/* Take the seed from what Python keeps its own tables apart by, before the first table is made. 0, or -1 with an error. */
+static inline int
+table_set_seed(void)
+{
+    PyObject *text = PyUnicode_FromString("instrument._spans.table_t");
+    Py_hash_t hash = text == NULL ? -1 : PyObject_Hash(text);
+    Py_XDECREF(text);
+    table_seed = ((uint64_t)hash ^ 0x9E3779B97F4A7C15u) | 1;
+    return hash == -1 ? -1 : 0;
+}
+
 /* Where a key would be if no other were there. */
 static inline size_t
 table_home(const table_t *table, int64_t key)
 {
     /* Ids are given in a row: eight of them lie side by side, where one look into memory fetches all. */
-    uint64_t mixed = ((uint64_t)key >> 3) * 0x9E3779B97F4A7C15u;
-    return ((size_t)(mixed ^ (mixed >> 32)) << 3 | ((size_t)key & 7)) & table->mask;
+    unsigned __int128 mixed = (unsigned __int128)(((uint64_t)key >> 3) ^ (table_seed >> 3)) * table_seed;
+    return ((size_t)((uint64_t)mixed ^ (uint64_t)(mixed >> 64)) << 3 | ((size_t)key & 7)) & table->mask;
 }
 
 static inline size_t
@@ -317,8 +332,10 @@ static inline int
 import_spans(PyTypeObject **span_type, PyTypeObject **interval_type)
 {
     PyObject *module = PyImport_ImportModule("instrument._spans");
-    if (module == NULL)
+    if (module == NULL || table_set_seed() < 0) {
+        Py_XDECREF(module);
         return -1;
+    }
     PyObject *layout = PyObject_GetAttrString(module, "LAYOUT");
     int fits = layout != NULL && PyLong_Check(layout) && PyLong_AsLong(layout) == SPANS_LAYOUT;
     Py_XDECREF(layout);
