@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from instrument import chrome
 from instrument.chrome import foreign
 from instrument.chrome.foreign import Foreign
 from instrument.errors import TraceError
+from instrument.spans import Site, Span
 
 native = pytest.mark.skipif(foreign._native is None, reason="no native scanner in use")
 
@@ -148,6 +150,37 @@ def test_the_ranges_of_a_trace_with_stacks_hold_what_ran_in_them(
     again, _ = chrome.load(chrome.dump(tmp_path / "again.json", trace))
     written = [(one.parent_id, one.self_ns) for one in again.spans]
     assert written == [(one.parent_id, one.self_ns) for one in trace.spans]
+
+
+@native
+@pytest.mark.parametrize("ts", ["999999999999999999", "-999999999999999999", "9007199254740992", "1.5", None])
+@pytest.mark.parametrize("dur", ["999999999999999999", "9007199254740990", "0.5", None])
+def test_times_beyond_all_and_those_that_are_missing_are_refused_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ts: str | None, dur: str | None
+) -> None:
+    """No number is reckoned with before it is known to be there and small enough: sanitise.sh would tell."""
+    path = tmp_path / "torch.json"
+    when = "".join(f',"{key}":{value}' for key, value in (("ts", ts), ("dur", dur)) if value)
+    lane = '{"ph":"X","name":"f","pid":9,"tid":7'
+    path.write_text(f'[{lane},"ts":5.5,"dur":1}},{lane}{when}}}]')
+    ours = outcome(path)
+    monkeypatch.setattr(foreign, "_native", None)
+    assert ours == outcome(path)
+    assert ours[0] == ("loaded" if (ts, dur) == ("1.5", "0.5") else "refused")
+
+
+@pytest.mark.parametrize("part", [pytest.param("native", marks=native), "pure"])
+def test_slices_that_cross_deep_inside_of_others_are_nested_at_once(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """A look at all that are open for each of them would take minutes for a file of some MB."""
+    if part == "pure":
+        monkeypatch.setattr(foreign, "_native", None)
+    depth, reader, site = 20_000, Foreign(), Site("f")
+    ends = [*range(4 * depth, 3 * depth, -1), *[4 * depth] * depth]
+    reader.spans = [Span(site, 0, 0, 0, 7, 0, at, end, 0, 0) for at, end in enumerate(ends)]
+    started = time.process_time()
+    reader._nest()
+    assert time.process_time() - started < 5
+    assert {span.parent_id for span in reader.spans[depth:]} == {1}
 
 
 def torch_like(**more: Any) -> list[dict[str, Any]]:

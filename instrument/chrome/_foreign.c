@@ -48,6 +48,7 @@ number_of(cursor_t *in, number_t *number)
     }
     in->at = first;
     number->is_whole = 0;
+    number->whole = 0;
     if (!skip_number(in, &number->is_whole) || number->is_whole)
         return 0;
     int64_t digits = 0;
@@ -86,8 +87,10 @@ static int
 nanoseconds(const number_t *time_us, int64_t *time_ns)
 {
     if (time_us->is_whole) {
+        if (!(-MOST_MICROSECONDS < time_us->whole && time_us->whole < MOST_MICROSECONDS))
+            return 0;
         *time_ns = time_us->whole * 1000;
-        return -MOST_MICROSECONDS < time_us->whole && time_us->whole < MOST_MICROSECONDS;
+        return 1;
     }
     if (!(-(double)MOST_MICROSECONDS < time_us->real && time_us->real < (double)MOST_MICROSECONDS))
         return 0;
@@ -371,11 +374,12 @@ add_event(Scanner *self, const event_t *event)
         return 0;
     if (event->phase != 'X')
         return 1; /* nothing that a trace is read from */
+    if ((event->has & (PID | TID | TS | DUR)) != (PID | TID | TS | DUR))
+        return 0;
     number_t ended = {event->ts.is_whole && event->dur.is_whole, event->ts.whole + event->dur.whole,
                       event->ts.real + event->dur.real};
     int64_t start_ns, end_ns;
-    if ((event->has & (PID | TID | TS | DUR)) != (PID | TID | TS | DUR) || !nanoseconds(&event->ts, &start_ns) ||
-        !nanoseconds(&ended, &end_ns) || end_ns < start_ns)
+    if (!nanoseconds(&event->ts, &start_ns) || !nanoseconds(&ended, &end_ns) || end_ns < start_ns)
         return 0;
     PyObject *attributes = attributes_of(self, event);
     if (attributes == NULL)
