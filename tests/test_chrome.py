@@ -33,6 +33,7 @@ from instrument.spans import (
     Cost,
     DeviceInterval,
     Gpu,
+    Kernel,
     Origin,
     RemoteParent,
     Sample,
@@ -355,6 +356,19 @@ def test_such_a_tally_may_be_asked_for_later_but_a_file_that_nests_too_deep_is_r
         monkeypatch.setattr(reading, "LIMIT_LINKS", 819)
         with pytest.raises(TraceError, match="deeper than any program's"):
             chrome.read(path)
+
+
+@pytest.mark.parametrize(("start_ns", "length_ns"), [(2**63 - 50, 10), (5, 2**63 - 1), (5, -1)])
+def test_a_kernel_beyond_all_times_is_refused(tmp_path: Path, start_ns: int, length_ns: int) -> None:
+    """Each number of it is one of 64 bits, what they mean is not; views would fail over it."""
+    watched = {"kernels": [Kernel("gemm", "kernel", 0, 7, BASE_NS, BASE_NS + 5)], "watched": (BASE_NS, BASE_NS + 9)}
+    path = chrome.dump(tmp_path / "trace.json", trace(span(1, 0, 10), **watched))
+    document = json.loads(path.read_text())
+    document["instrument"]["watched"] = [0, 2**63 - 1]
+    document["instrument"]["kernels"][0][4:6] = [start_ns, length_ns]
+    path.write_text(json.dumps(document))
+    with pytest.raises(TraceError, match="a kernel in it is none; it is damaged"):
+        chrome.load(path)
 
 
 def test_a_tally_with_fewer_calls_than_none_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from instrument.chrome import allocations
-from instrument.chrome.text import checked, clean, encode, index, is_number, safe, whole
+from instrument.chrome.text import INT64, checked, clean, encode, index, is_number, safe, whole
 from instrument.spans import (
     GAUGES,
     WORK,
@@ -266,11 +266,12 @@ class Metadata:
         while rows:  # each goes when it has been read: they are as large as what they become
             name, kind, *numbers = rows.pop()
             device, stream, start_ns, length_ns, thread_id, launched_ns = whole(numbers)
-            if length_ns < 0 or kind not in WORK:
-                raise ValueError("a kernel in it is none; it is damaged")
             start_ns += base_ns
             launched_ns += base_ns if thread_id else 0
             end_ns = start_ns + length_ns
+            # With the base, or its length, a time may lie beyond 64 bits, which views take times to have.
+            if not -INT64 <= start_ns <= end_ns < INT64 or kind not in WORK:
+                raise ValueError("a kernel in it is none; it is damaged")
             found.append(Kernel(names[index(name)], kind, device, stream, start_ns, end_ns, thread_id, launched_ns))
         return found
 
