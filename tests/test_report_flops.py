@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from raw_spans import traces
 import instrument
 from instrument import chrome, cli
 from instrument.chrome.flops import flops_of
-from instrument.report.flops import FlopRow
+from instrument.report.flops import FlopRow, flop_table
 from instrument.report.operators import OPERATORS, Operators, operators
 from instrument.report.view import Options, Recording
 from instrument.spans import FLOPS, DeviceInterval, Flops, Origin, Site, Span, Trace
@@ -247,6 +248,24 @@ def test_the_time_of_a_call_is_that_of_what_it_and_all_below_it_put_on_devices()
     assert [(row.on, row.time_ns) for row in found.values()] == [("GPU", 7 * MS)] * 2
     assert found["outer"].rate_gflop_s == 1.0
     assert rows(inside((outer, 1, (untimed,))))["outer"].on == "CPU"
+
+
+def test_many_operators_deep_in_one_another_take_no_longer_for_it() -> None:
+    """What each of them lies in, told one by one, would be gigabytes and minutes for a file of some MB."""
+    depth, count = 4000, 20_000
+    spans = [
+        Span(Site(f"outer {at}", "op"), at, at - 1, 1, 7, 0, at, 10**9 - at, 10**9, 0) for at in range(1, depth + 1)
+    ]
+    site = Site("mm", "op")
+    for at in range(depth + 1, depth + 1 + 2 * count, 2):
+        spans.append(Span(Site("linear", "op"), at, depth, 1, 7, 0, at, at + 2, 2, 0))
+        spans.append(Span(site, at + 1, at, 1, 7, 0, at, at + 1, 1, 0, attributes={FLOPS: 5}))
+    trace = Trace(Origin(1, "shop", 0, 0), 0, 10**9, spans)
+    started = time.process_time()
+    table = flop_table(trace, OPERATORS, Options(rows=1))
+    assert time.process_time() - started < 5
+    assert table is not None
+    assert [(row.flops, row.remaining) for row in table.rows] == [(5 * count, 0), (5 * count, depth + 1)]
 
 
 def test_a_scope_tells_its_own() -> None:

@@ -506,71 +506,77 @@ number_around(PyObject *own, const table_t *by_id, const Span *span)
     return around != NULL && around->thread_id == span->thread_id && around->task_id == span->task_id ? up : NOWHERE;
 }
 
-/* The spans at a number and around it, nearest first; NULL where they run in a circle, without an error, or with one. */
-static PyObject *
-line_from(PyObject *own, const table_t *by_id, uint32_t number)
+/* Number a span, after those around it on its line that have no number yet: `climbed` are these, and `arounds` the number of
+ * the one right around each, NOWHERE for none. 0, or -1 with an error. */
+static int
+take_line(PyObject *own, const table_t *by_id, table_t *numbers, PyObject *nodes, heap_t *arounds, heap_t *climbed, Span *span)
 {
-    size_t length = 0;
-    for (uint32_t at = number; at != NOWHERE; length++) {
-        if (length > (size_t)PyTuple_GET_SIZE(own))
-            return NULL;
-        at = number_around(own, by_id, (Span *)PyTuple_GET_ITEM(own, at));
-    }
-    PyObject *line = PyTuple_New((Py_ssize_t)length);
-    uint32_t at = number;
-    for (size_t i = 0; line != NULL && i < length; i++) {
-        if (at == NOWHERE) { /* somebody changed a span meanwhile */
-            Py_CLEAR(line);
+    uint32_t around = NOWHERE;
+    climbed->used = 0;
+    for (Span *one = span;;) {
+        uint32_t *number = table_cell(numbers, (int64_t)(intptr_t)one);
+        Span **step = number == NULL || *number != NOWHERE ? NULL : heap_next(climbed, sizeof *step);
+        if (number == NULL || (step == NULL && *number == NOWHERE)) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        if (step == NULL) { /* CLIMBING: parents of a damaged file may run in a circle */
+            around = *number == CLIMBING ? NOWHERE : *number;
             break;
         }
-        PyTuple_SET_ITEM(line, (Py_ssize_t)i, Py_NewRef(PyTuple_GET_ITEM(own, at)));
-        at = number_around(own, by_id, (Span *)PyTuple_GET_ITEM(own, at));
+        *step = one;
+        *number = CLIMBING;
+        uint32_t up = number_around(own, by_id, one);
+        if (up == NOWHERE)
+            break;
+        one = (Span *)PyTuple_GET_ITEM(own, up);
     }
-    return line;
+    while (climbed->used > 0) {
+        Span *one = ((Span **)climbed->items)[--climbed->used];
+        uint32_t *place = heap_next(arounds, sizeof *place);
+        if (place == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        *place = around;
+        around = (uint32_t)PyList_GET_SIZE(nodes);
+        numbers->values[table_place(numbers, (int64_t)(intptr_t)one)] = around;
+        if (PyList_Append(nodes, (PyObject *)one) < 0)
+            return -1;
+    }
+    return 0;
 }
 
-/* around(spans, some): of each of some of the spans those around it on its line, nearest first, as a tuple that those with
- * one parent share. None where they are not plain, or where parents run in a circle. */
+/* lines(spans, some): some of the spans and those around them on their lines, each once and after the one right around it,
+ * and the number of that one of each, as one of 32 bits: -1 for none. None where they are not plain. */
 static PyObject *
-around(PyObject *Py_UNUSED(module), PyObject *args)
+lines(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *spans, *chosen, *none = NULL, *result = NULL;
-    if (!PyArg_ParseTuple(args, "OO:around", &spans, &chosen))
+    PyObject *spans, *chosen, *nodes = NULL, *result = NULL;
+    if (!PyArg_ParseTuple(args, "OO:lines", &spans, &chosen))
         return NULL;
     PyObject *own = spans_of_type(spans, span_type), *some = own == NULL ? NULL : spans_of_type(chosen, span_type);
-    table_t by_id = {0}, lines = {0}; /* by the number of the span right around: a line found before, and whose it is */
-    if (some == NULL || (none = PyTuple_New(0)) == NULL || number_by_id(own, &by_id) < 0)
+    table_t by_id = {0}, numbers = {0}; /* by the address of a span, which `own` and `some` hold */
+    heap_t arounds = {0}, climbed = {0};
+    if (some == NULL || (nodes = PyList_New(0)) == NULL || number_by_id(own, &by_id) < 0)
         goto end;
-    if (table_make(&lines, 64) < 0) {
+    int done = table_make(&numbers, 64);
+    if (done < 0)
         PyErr_NoMemory();
-        goto end;
-    }
-    result = PyList_New(0);
-    for (Py_ssize_t i = 0; result != NULL && i < PyTuple_GET_SIZE(some); i++) {
-        uint32_t up = number_around(own, &by_id, (Span *)PyTuple_GET_ITEM(some, i));
-        uint32_t *first = up == NOWHERE ? NULL : table_cell(&lines, up);
-        PyObject *line;
-        if (up == NOWHERE)
-            line = Py_NewRef(none);
-        else if (first == NULL)
-            line = PyErr_NoMemory();
-        else if (*first != NOWHERE)
-            line = Py_NewRef(PyList_GET_ITEM(result, *first));
-        else {
-            *first = (uint32_t)i;
-            line = line_from(own, &by_id, up);
-        }
-        if (line == NULL || PyList_Append(result, line) < 0)
-            Py_CLEAR(result);
-        Py_XDECREF(line);
+    for (Py_ssize_t i = 0; done == 0 && i < PyTuple_GET_SIZE(some); i++) {
+        done = take_line(own, &by_id, &numbers, nodes, &arounds, &climbed, (Span *)PyTuple_GET_ITEM(some, i));
         give_way((size_t)i);
     }
+    if (done == 0)
+        result = Py_BuildValue("(ON)", nodes, heap_bytes(&arounds, sizeof(uint32_t)));
 end:
     if (result == NULL && !PyErr_Occurred())
         result = Py_NewRef(Py_None);
     table_free(&by_id);
-    table_free(&lines);
-    Py_XDECREF(none);
+    table_free(&numbers);
+    PyMem_RawFree(arounds.items);
+    PyMem_RawFree(climbed.items);
+    Py_XDECREF(nodes);
     Py_XDECREF(some);
     Py_XDECREF(own);
     return result;
@@ -738,7 +744,7 @@ end:
 
 static PyMethodDef functions[] = {
     {"places", places, METH_VARARGS, "Sums over the calls of each place in the call tree, and over each stream's part."},
-    {"around", around, METH_VARARGS, "Of each of some spans those around it on its line."},
+    {"lines", lines, METH_VARARGS, "Some spans and those around them on their lines, each once."},
     {"device_ns", device_ns, METH_VARARGS, "How long devices worked for calls and for what is below them on their lines."},
     {NULL},
 };

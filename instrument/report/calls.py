@@ -7,6 +7,7 @@ of those of the calls below it on its line, so that a stretch around the stretch
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,18 +146,33 @@ def every_place(root: Place) -> Iterator[Place]:
         pending += [*place.children.values(), *place.elsewhere.values()]
 
 
-def around(spans: Sequence[Span], some: Sequence[Span]) -> list[tuple[Span, ...]]:
-    """Of each of some of the spans those around it on its line, nearest first. 0.1 us a span in C."""
-    found: list[tuple[Span, ...]] | None = None if _native is None else _native.around(spans, some)
+def lines(spans: Sequence[Span], some: Sequence[Span]) -> tuple[list[Span], Sequence[int]]:
+    """Some of the spans and those around them on their lines, each once and after the one right around it, and of each
+    the number of that one, -1 for none: however deep they lie, as much as there are of them. 0.1 us a span in C.
+
+    In a damaged file they may run in a circle: there the last of it that was come to is in no other.
+    """
+    found = None if _native is None else _native.lines(spans, some)
     if found is not None:
-        return found
-    parent_ids = {span.parent_id for span in some}
-    above: dict[int, Span] = {}
-    while parent_ids:
-        met = {span.span_id: span for span in spans if span.span_id in parent_ids}
-        parent_ids = {span.parent_id for span in met.values()} - above.keys() - met.keys()
-        above.update(met)
-    return [tuple(_around(span, above)) for span in some]
+        return found[0], array("i", found[1])
+    above = {span.span_id: span for span in spans}
+    nodes: list[Span] = []
+    arounds: list[int] = []
+    numbers: dict[int, int] = {}
+    for span in some:
+        way: dict[int, Span] = {}
+        one: Span | None = span
+        while one is not None and id(one) not in numbers and id(one) not in way:
+            way[id(one)] = one
+            up = above.get(one.parent_id)
+            is_on_line = up is not None and (up.thread_id, up.task_id) == (one.thread_id, one.task_id)
+            one = up if is_on_line else None
+        around = -1 if one is None else numbers.get(id(one), -1)
+        for known, one in reversed(way.items()):
+            arounds.append(around)
+            around = numbers[known] = len(nodes)
+            nodes.append(one)
+    return nodes, arounds
 
 
 def _around(span: Span, above: Mapping[int, Span]) -> Iterator[Span]:

@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from instrument.report.calls import around, device_ns
-from instrument.report.places import places
+from instrument.report.calls import device_ns, lines
+from instrument.report.places import NO_SPAN, places
 from instrument.report.stretches import having
 from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths
 from instrument.report.view import Options
@@ -107,35 +107,88 @@ def flop_table(trace: Trace, kinds: Collection[str], options: Options) -> FlopTa
             told.append((place, one.flops))
     if not told and not elsewhere:
         return None
-    found: dict[tuple[str, str], tuple[list[int], dict[int, Span]]] = {}
-    for at, ((span, _), above) in enumerate(zip(told, around(trace.spans, [span for span, _ in told]), strict=True)):
-        own = span.site.name, span.site.kind
-        outermost = {own: span}
-        for outer in above:
-            key = outer.site.name, outer.site.kind
-            if key == own or outer.site.kind in kinds:
-                outermost[key] = outer
-        for key, call in outermost.items():
-            if key not in found:
-                found[key] = [], {}
-            its, calls = found[key]
-            its.append(at)
-            calls[call.span_id] = call
     whole = elsewhere + sum(count for _, count in told)
-    launched = _launched(trace, {id_: call for _, calls in found.values() for id_, call in calls.items()})
+    tree = _Tree(trace.spans, told, kinds)
+    launched = _launched(trace, {span.span_id: span for calls in tree.calls.values() for span in calls})
 
     def row(name: str, kind: str) -> FlopRow:
-        its, calls = found[name, kind]
-        flops = sum(told[at][1] for at in its)
+        flops, calls = tree.flops[name, kind], {span.span_id: span for span in tree.calls[name, kind]}
         return FlopRow(name, kind, len(calls), flops, *_time_of(calls.values(), launched), share(flops, whole))
 
     def rest(rows: Sequence[FlopRow]) -> FlopRow:
         # They may lie in one another: each told number counts once, and times would count some twice.
-        flops = sum(told[at][1] for at in {at for row in rows for at in found[row.name, row.kind][0]})
+        flops = tree.flops_of_any({(row.name, row.kind) for row in rows})
         return FlopRow("", "", sum(row.calls for row in rows), flops, "", None, share(flops, whole), len(rows))
 
-    rows = sorted((row(*key) for key in found), key=lambda row: (-row.flops, row.name, row.kind))
+    rows = sorted((row(*key) for key in tree.calls), key=lambda row: (-row.flops, row.name, row.kind))
     return FlopTable(whole, elsewhere, bounded(rows, options, lambda row: row.time_ns or 0, rest))
+
+
+class _Tree:
+    """The spans that told operations and those around them on their lines, each once: however deep they lie in one
+    another, the work is as much as there are of them.
+
+    By name and kind `calls` are the outermost of their line, and `flops` what these and all below them told; of a kind
+    that is not asked for, only what spans of that name told themselves.
+    """
+
+    def __init__(self, spans: Sequence[Span], told: Sequence[tuple[Span, int]], kinds: Collection[str]) -> None:
+        its, self._around = lines(spans, [span for span, _ in told])
+        numbers = {id(span): number for number, span in enumerate(its)}
+        self._told = [0] * len(its)
+        for span, count in told:
+            self._told[numbers[id(span)]] += count
+        names: dict[tuple[str, str], int] = {}
+        known = {site: names.setdefault((site.name, site.kind), len(names)) for site in {span.site for span in its}}
+        self._names = names
+        self._name_of = [known[span.site] for span in its]
+        self._is_asked = [kind in kinds for _, kind in names]
+        sums, calls = self._summed()
+        self.flops = {name: sums[at] for name, at in names.items()}
+        self.calls = {name: [its[number] for number in calls[at]] for name, at in names.items() if calls[at]}
+
+    def _summed(self) -> tuple[list[int], list[dict[int, None]]]:
+        """What was told by name, and the numbers of the calls."""
+        count, name_of, arounds, told = len(self._told), self._name_of, self._around, self._told
+        # Each comes after the one around it. Of each the first of those right in it, and the next beside it; those of
+        # none at the end.
+        below, first, beside = told.copy(), [NO_SPAN] * (count + 1), [NO_SPAN] * count
+        for number in range(count - 1, -1, -1):
+            around = arounds[number]
+            if around != NO_SPAN:
+                below[around] += below[number]
+            beside[number] = first[around]
+            first[around] = number
+        sums = [0] * len(self._names)
+        calls: list[dict[int, None]] = [{} for _ in sums]
+        opened = [NO_SPAN] * len(sums)
+        number = first[NO_SPAN]
+        while number != NO_SPAN:
+            name = name_of[number]
+            if opened[name] == NO_SPAN:
+                opened[name] = number
+                if self._is_asked[name]:
+                    sums[name] += below[number]
+                    calls[name][number] = None
+            if told[number] and not self._is_asked[name]:
+                sums[name] += told[number]
+                calls[name][opened[name]] = None
+            inner = first[number]
+            while inner == NO_SPAN and number != NO_SPAN:  # it is over, and maybe those around it
+                if opened[name_of[number]] == number:
+                    opened[name_of[number]] = NO_SPAN
+                inner, number = beside[number], arounds[number]
+            number = inner
+        return sums, calls
+
+    def flops_of_any(self, names: Collection[tuple[str, str]]) -> int:
+        """What was told by or below spans that are of one of these names and kinds."""
+        wanted = [name in names for name in self._names]
+        found, inside = 0, list[bool]()
+        for name, around, count in zip(self._name_of, self._around, self._told, strict=True):
+            inside.append((around != NO_SPAN and inside[around]) or (wanted[name] and self._is_asked[name]))
+            found += count if wanted[name] or inside[-1] else 0
+        return found
 
 
 def _launched(trace: Trace, calls: Mapping[int, Span]) -> dict[int, int]:
