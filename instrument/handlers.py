@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,7 +108,7 @@ class Window:
         defaults = {
             "tracer_option": self.tracer_option, "state": self.state, "sorted_by": "total", "threads": "merged",
         }  # fmt: skip
-        return Options(**{**defaults, **{name: value for name, value in asked.items() if value is not None}})
+        return Options.of({**defaults, **{name: value for name, value in asked.items() if value is not None}})
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write this window as a Chrome trace (`.json` or `.json.gz`). Raises `TraceError`."""
@@ -160,16 +161,26 @@ def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> H
     return handle
 
 
-def print_summary(*, views: Sequence[str] = ("events",), **options: Any) -> Handler:
-    """For `on_trace_ready`: print each window's summary to standard output. Options of `Window.summary`.
+def print_summary(
+    *, views: Sequence[str] = ("events",), to: str | os.PathLike[str] = "stdout", **options: Any
+) -> Handler:
+    """For `on_trace_ready`: print each window's summary. Options of `Window.summary`.
 
-    Raises `ValueError` at once for a view or a value that there is not.
+    `to` is `stdout`, `stderr`, or a file behind whose text each is added. Raises `ValueError` at once for a view or a
+    value that there is not.
     """
     refuse_unknown(views)
-    Options(**{name: value for name, value in options.items() if name != "beside" and value is not None})
+    Options.of({name: value for name, value in options.items() if name != "beside"})
 
     def handle(window: Window) -> None:
-        print(f"{str(window).capitalize()}\n{window.summary(views=views, **options)}", flush=True)
+        text = f"{str(window).capitalize()}\n{window.summary(views=views, **options)}"
+        if to in ("stdout", "stderr"):
+            print(text, file=sys.stderr if to == "stderr" else sys.stdout, flush=True)
+            return
+        path = Path(to)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            print(text, file=file)
 
     return handle
 

@@ -536,7 +536,7 @@ class Session:
             "corrected": wanted.corrected,
             "skip_first": wanted.skip_first,
         }
-        return Options(**{**defaults, **{name: value for name, value in asked.items() if value is not None}})
+        return Options.of({**defaults, **{name: value for name, value in asked.items() if value is not None}})
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
         """Write what is held now as a Chrome trace; nothing is reset. Raises `TraceError`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from instrument import chrome
 from instrument.chrome import foreign
 from instrument.chrome.foreign import Foreign
 from instrument.errors import TraceError
-from instrument.spans import Site, Span
 
 native = pytest.mark.skipif(foreign._native is None, reason="no native scanner in use")
 
@@ -167,20 +165,6 @@ def test_times_beyond_all_and_those_that_are_missing_are_refused_alike(
     monkeypatch.setattr(foreign, "_native", None)
     assert ours == outcome(path)
     assert ours[0] == ("loaded" if (ts, dur) == ("1.5", "0.5") else "refused")
-
-
-@pytest.mark.parametrize("part", [pytest.param("native", marks=native), "pure"])
-def test_slices_that_cross_deep_inside_of_others_are_nested_at_once(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    """A look at all that are open for each of them would take minutes for a file of some MB."""
-    if part == "pure":
-        monkeypatch.setattr(foreign, "_native", None)
-    depth, reader, site = 20_000, Foreign(), Site("f")
-    ends = [*range(4 * depth, 3 * depth, -1), *[4 * depth] * depth]
-    reader.spans = [Span(site, 0, 0, 0, 7, 0, at, end, 0, 0) for at, end in enumerate(ends)]
-    started = time.process_time()
-    reader._nest()
-    assert time.process_time() - started < 5
-    assert {span.parent_id for span in reader.spans[depth:]} == {1}
 
 
 def torch_like(**more: Any) -> list[dict[str, Any]]:

@@ -88,6 +88,16 @@ def test_handlers_are_combined_and_each_does_its_work(received: Receiver, capsys
     assert "Window 1, steps 2 to 3" in capsys.readouterr().out
 
 
+def test_summaries_go_where_they_are_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "windows.txt"
+    handlers = [print_summary(to="stderr"), print_summary(to=path)]
+    with Profiler(schedule=schedule(record=2, repeat=2), on_trace_ready=handlers) as profiler:
+        steps(profiler, 4)
+    for text in (capsys.readouterr().err, path.read_text()):
+        assert text.index("Window 0, steps 0 to 1\n") < text.index("Window 1, steps 2 to 3\n")
+        assert text.count("Profiling Report") == 2
+
+
 def test_a_span_that_is_open_at_edges_is_sent_with_the_first_window_that_it_reaches_into(received: Receiver) -> None:
     with Profiler(schedule=schedule(record=2), on_trace_ready=export_otlp(received.endpoint)) as profiler:
         opened = instrument.scope_start("epoch")

@@ -245,7 +245,7 @@ def test_what_the_rows_add_up_to_is_told_where_it_is_not_the_time_of_the_calls()
     at = its.lines().index("Time in 1 call to /a (request): 10")
     assert its.lines()[at + 3 : at + 6] == [
         "Time of all rows, which Time% is of: 18",
-        "(spans below on other threads and tasks, and in calls that have not ended, are in it)",
+        "(spans on other threads and tasks, in calls not ended, and across other spans are in it)",
         "(work on several threads is summed, so it may exceed the calls)",
     ]
 

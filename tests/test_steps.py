@@ -669,10 +669,12 @@ def test_a_handler_that_nobody_would_await_is_refused() -> None:
     [
         ({"sorted_by": "bogus"}, "sorted_by is 'bogus'; allowed: default, calls"),
         ({"views": ["event"]}, r"view is 'event'; allowed: .* nearest is events"),
+        ({"views": "events"}, r"views is 'events'; allowed: a list of their names, such as \['events'\]"),
+        ({"bogus": 1}, r"asked for the option 'bogus'; allowed: tracer_option, state, sorted_by, rows, "),
     ],
 )
 def test_a_summary_that_cannot_be_made_is_refused_before_the_first_window(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         print_summary(**options)
     assert print_summary(views=["events"], rows=None, beside=None)
 

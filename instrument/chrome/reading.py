@@ -50,8 +50,10 @@ def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
     """As `load`, but a tally that the file does not have is counted when it is asked for: a fifth of the time."""
     with _refusals(path):
         trace, tally = _load(Path(path), limit_bytes)
-        if tally is None and not _is_shallow(trace.spans):
-            tally = _counted(trace)
+        # Of a file with a tally too: what lies so deep takes views more time and memory than there is.
+        if not _is_shallow(trace.spans) and (tally is None or _native_spans is not None):
+            counted = _counted(trace)
+            tally = counted if tally is None else tally
 
     def make_tally() -> Tally:
         with _refusals(path):

@@ -55,7 +55,10 @@ NOT_ASKED = (
     "torch.profiler saw no allocation: it was not asked for profile_memory=True, or it was started on another thread "
     "than the work runs on; it tells of its own thread alone."
 )
-NO_GAUGES = "No gauge of memory was read. Ask for the host's with `device: {host: 1s}` in the profile."
+NO_GAUGES = (
+    "No gauge of memory was read in this time. Ask for the host's with `device: {host: 1s}` in the profile; a window "
+    "that is shorter than that may have none."
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ class SelfTimes:
         if function.time_ns != function.outer_ns:
             lines.append(f"Time of all rows, which Time% is of: {in_unit(function.time_ns, unit)}")
         if function.time_ns > function.outer_ns:
-            lines.append("(spans below on other threads and tasks, and in calls that have not ended, are in it)")
+            lines.append("(spans on other threads and tasks, in calls not ended, and across other spans are in it)")
         if function.work_ns > function.outer_ns:
             lines.append("(work on several threads is summed, so it may exceed the calls)")
         last = "Id" if self.of == "instances" else "Instances"

@@ -48,7 +48,9 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
 
 
 def refuse_unknown(views: Sequence[str]) -> None:
-    """Raises `ValueError` for a view that there is not."""
+    """Raises `ValueError` for a view that there is not, and `TypeError` for a text in place of a list."""
+    if isinstance(views, str):
+        raise TypeError(f"views is {views!r}; allowed: a list of their names, such as [{views!r}]")
     for view in views:
         if view not in VIEW_OF:
             meant = nearest(view, VIEWS)

@@ -48,6 +48,15 @@ class Options:
     skip_first: int = 0
     unit: str = "ms"
 
+    @classmethod
+    def of(cls, asked: Mapping[str, Any]) -> Options:
+        """Options by their names, None for what is left out. Raises `TypeError` for a name that there is not, too."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in asked:
+            if name not in known:
+                raise TypeError(f"asked for the option {name!r}; allowed: {', '.join(known)}")
+        return cls(**{name: value for name, value in asked.items() if value is not None})
+
     def __post_init__(self) -> None:
         choices: Mapping[str, Sequence[str]] = {
             "tracer_option": TRACER_OPTIONS, "state": STATES, "sorted_by": SORT_KEYS, "threads": THREADS,
