@@ -15,6 +15,7 @@ from instrument.report.stretches import (
     DeviceTime,
     at_once,
     common,
+    grouped,
     length_ns,
     packed,
     shared_ns,
@@ -38,6 +39,23 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def points(parts: list[Interval]) -> set[int]:
     return {at for start, end in parts for at in range(start, end)}
+
+
+@given(traces(), st.data())
+def test_spans_are_parted_by_the_labels_of_their_sites(trace: Trace, data: st.DataObject) -> None:
+    labels = {site: data.draw(st.integers(0, 3)) for site in {span.site for span in trace.spans}}
+    assert grouped(trace.spans, labels, 3) == tuple(
+        [span for span in trace.spans if labels[span.site] == label] for label in (1, 2, 3)
+    )
+
+
+def test_a_site_without_a_label_and_one_beyond_the_last_are_refused() -> None:
+    if stretches._native is not None:
+        span = Span(Site("f"), 1, 0, 1, 1, 0, 0, 1, 1, 1)
+        with pytest.raises(RuntimeError, match="of which nothing could be told"):
+            grouped([span], {}, 1)
+        with pytest.raises(ValueError, match="greater than there are lists"):
+            grouped([span], {span.site: 2}, 1)
 
 
 @given(st.lists(PARTS, max_size=5))

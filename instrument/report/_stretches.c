@@ -1417,6 +1417,54 @@ share_out(Span *request, phase_t *phases, size_t count, phase_t **open, int64_t 
     }
 }
 
+/* grouped(spans, labels, count): the spans of sites by the label of the site, from 1 to that many, as lists; 0 is of none. None
+ * where one of them is no span of ours. */
+static PyObject *
+grouped(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *spans, *labels;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "OO!n:grouped", &spans, &PyDict_Type, &labels, &count))
+        return NULL;
+    PyObject *own = own_spans(spans);
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    sites_t sites = {0};
+    PyObject *found = PyTuple_New(count < 0 ? 0 : count);
+    int done = found == NULL ? -1 : 0;
+    if (done == 0 && table_make(&sites.numbers, 64) < 0) {
+        PyErr_NoMemory();
+        done = -1;
+    }
+    for (Py_ssize_t i = 0; done == 0 && i < PyTuple_GET_SIZE(found); i++) {
+        PyObject *list = PyList_New(0);
+        if (list == NULL)
+            done = -1;
+        else
+            PyTuple_SET_ITEM(found, i, list);
+    }
+    for (Py_ssize_t i = 0; done == 0 && i < PyTuple_GET_SIZE(own); i++) {
+        PyObject *span = PyTuple_GET_ITEM(own, i);
+        uint32_t site;
+        site_fact_t *label = fact_of(&sites, ((Span *)span)->site, label_of, labels, &site);
+        if (label != NULL && label->fact > PyTuple_GET_SIZE(found))
+            PyErr_SetString(PyExc_ValueError, "a label of a site is greater than there are lists");
+        if (label == NULL || PyErr_Occurred())
+            done = -1;
+        else if (label->fact > 0)
+            done = PyList_Append(PyTuple_GET_ITEM(found, (Py_ssize_t)label->fact - 1), span);
+        give_way((size_t)i);
+    }
+    if (done < 0)
+        Py_CLEAR(found);
+    sites_free(&sites);
+    Py_DECREF(own);
+    return found;
+}
+
 /* phases(spans, owners, requests, labels): of each request what each phase of it took and, as that of the label 0, what
  * none took, as ({label: ns}). `labels` has a number for each site, 0 where its spans are no phase. None where the
  * requests are not plain. */
@@ -1528,6 +1576,7 @@ end:
 
 static PyMethodDef functions[] = {
     {"sites", sites, METH_O, "The sites of spans, each once."},
+    {"grouped", grouped, METH_VARARGS, "The spans of sites by the label of the site."},
     {"having", having, METH_VARARGS, "The spans that have an attribute."},
     {"owners", owners, METH_VARARGS, "Of each span the topmost one of a kind at or above it."},
     {"device_time", device_time, METH_VARARGS, "The device time of spans, by site, device, stream and label."},

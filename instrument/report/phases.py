@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from instrument.report.device import Coverage, none_held
-from instrument.report.stretches import Line, packed, placed, sites, summed
+from instrument.report.stretches import Line, grouped, packed, placed, sites, summed
 from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
 from instrument.spans import PHASES, Interval, Site, Span, Trace, subtract, union
@@ -338,18 +338,10 @@ class _Found:
     """
 
     def __init__(self, trace: Trace, skip_first: int) -> None:
-        steps: list[Span] = []
-        requests: list[Span] = []
-        calls: list[Span] = []
-        around: list[Span] = []
-        of_kind = {"step": steps, "request": requests, "comm": around, "copy": around}
+        of_kind = {"step": 1, "request": 2, "comm": 3, "copy": 3}
         names = {site: phase_of(site) for site in sites(trace.spans)}
-        kept_in = {site: calls if phase is not None else of_kind.get(site.kind) for site, phase in names.items()}
-        keep = {site: kept.append for site, kept in kept_in.items() if kept is not None}
-        for span in trace.spans:
-            add = keep.get(span.site)
-            if add is not None:
-                add(span)
+        labels = {site: of_kind.get(site.kind, 0) if phase is None else 4 for site, phase in names.items()}
+        steps, requests, around, calls = grouped(trace.spans, labels, 4)
         requests = [span for span in requests if span.root_id == span.span_id]
         inside = {span.span_id for span in around}
         held = trace.held

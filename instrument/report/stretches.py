@@ -113,6 +113,18 @@ def having(spans: Sequence[Span], attribute: str) -> list[Span]:
     return [span for span in spans if attribute in span.attributes] if found is None else found
 
 
+def grouped(spans: Sequence[Span], labels: Mapping[Site, int], count: int) -> tuple[list[Span], ...]:
+    """The spans of sites by the label of the site, from 1 to `count`, as lists; `labels` has 0 for those of none."""
+    found: tuple[list[Span], ...] | None = None if _native is None else _native.grouped(spans, dict(labels), count)
+    if found is None:
+        found = tuple([] for _ in range(count))
+        add = {site: found[label - 1].append for site, label in labels.items() if label}
+        for span in spans:
+            if span.site in add:
+                add[span.site](span)
+    return found
+
+
 class Owners(NamedTuple):
     """Of each span the id of the topmost request at or above it (0: none), in one piece of memory, and the requests."""
 
