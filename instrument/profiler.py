@@ -506,7 +506,7 @@ class Session:
         calls; those of spans are of the ones that the rings still hold, and say from when on these are complete.
         Those of the tally, and that of costs, with threads merged and some tens of `rows`, take up to some 15 ms of
         processor time for as many call paths as there may be (16,384), whatever the uptime; the first asks each path
-        and site what it is, 0.5 us each, unless a thread of ours has done so before. A block for each thread adds
+        and site what it is, 0.3 us each, unless a thread of ours has done so before. A block for each thread adds
         some 30 us for each of its rows. `beside` is a trace file of `torch.profiler`, recorded meanwhile, whose
         kernels and allocations the views `kernels` and `memory` are then of, and `operators` tells FLOPs by the
         shapes in it. Raises `ValueError` for a view or a value that there is not, and `TraceError` for a file that is
