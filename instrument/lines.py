@@ -175,11 +175,11 @@ class Lines:
 
     def sites_around(self, nodes: Iterable[int]) -> set[int]:
         """The numbers of the sites of nodes, and of all that they are under."""
-        known: set[int] = {NOT_BELOW}
-        others = set(nodes)
-        while others:
+        known = set(nodes.tolist() if isinstance(nodes, memoryview) else nodes)  # a view's items take thrice as long
+        others = set(map(self.parents.__getitem__, known)) - known
+        while others - {NOT_BELOW}:
             known |= others
-            others = set(map(self.parents.__getitem__, others)) - known
+            others = set(map(self.parents.__getitem__, others - {NOT_BELOW})) - known
         known.discard(NOT_BELOW)
         return set(map(self.site_of.__getitem__, known))
 

@@ -82,7 +82,7 @@ def shortened(texts: Sequence[str], limit: int) -> list[str]:
     for short, group in alike.items():
         shown.update(_from_the_difference(group, limit) if len(group) > 1 else {group[0]: short})
     uses = Counter[str]()
-    for text, short in shown.items():
+    for text, short in shown.items() if len(set(shown.values())) < len(shown) else ():
         uses[short] += 1
         number_of_it = f" ({uses[short]})"
         if uses[short] > 1 and len(number_of_it) < limit:
@@ -171,7 +171,7 @@ def in_unit(value_ns: float | None, unit: str) -> str:
         whole = f"{value:.0f}"
         if len(whole) <= WHOLE_DIGITS:
             return whole
-    return number(value)
+    return f"{value:g}"
 
 
 def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
@@ -207,8 +207,7 @@ def percent(part: float, base: float) -> str:
 
 def tenths(part: float | None, base: float) -> str:
     """The part as a percentage of the base with one decimal, for columns."""
-    fraction = None if part is None else share(part, base)
-    return MISSING if fraction is None else f"{100 * fraction:.1f}%"
+    return MISSING if part is None or not base else f"{100 * (part / base):.1f}%"
 
 
 def title(text: str) -> list[str]:
