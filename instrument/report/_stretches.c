@@ -436,148 +436,164 @@ device_time(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 typedef struct {
-    uint32_t lane; /* the number of a sum and a stream */
     stretch_t stretch;
+    uint32_t span; /* its place */
 } laid_t;
 
-typedef struct {
-    uint32_t sum;
-    size_t end;
-} lane_t;
-
-typedef struct {
-    table_t devices, streams, pairs, numbers, of_lane;
-    heap_t lanes, laid, keys; /* `keys` are those of the sums, by number */
-} sums_t;
-
-/* Keep a stretch for the sum of a key. 0, or -1 without memory. */
 static int
-lay(sums_t *all, int64_t key, const Interval *interval)
+compare_laid(const void *a, const void *b)
 {
-    uint32_t device = numbered(&all->devices, interval->device), stream = numbered(&all->streams, interval->stream);
-    uint32_t pair = device == NOWHERE || stream == NOWHERE ? NOWHERE : numbered(&all->pairs, PAIR(device, stream));
-    uint32_t sum = numbered(&all->numbers, key);
-    uint32_t lane = pair == NOWHERE || sum == NOWHERE ? NOWHERE : numbered(&all->of_lane, PAIR(sum, pair));
-    if (lane == NOWHERE)
-        return -1;
-    if (sum == all->keys.used) {
-        int64_t *made = heap_next(&all->keys, sizeof *made);
-        if (made == NULL)
-            return -1;
-        *made = key;
-    }
-    if (lane == all->lanes.used) {
-        lane_t *made = heap_next(&all->lanes, sizeof *made);
-        if (made == NULL)
-            return -1;
-        *made = (lane_t){sum, 0};
-    }
-    if (interval->end_ns <= interval->start_ns)
-        return 0;
-    laid_t *next = heap_next(&all->laid, sizeof *next);
-    if (next == NULL)
-        return -1;
-    *next = (laid_t){lane, {interval->start_ns, interval->end_ns}};
-    ((lane_t *)all->lanes.items)[lane].end++;
-    return 0;
+    return compare_stretches(&((const laid_t *)a)->stretch, &((const laid_t *)b)->stretch);
 }
 
-/* The sums, as a dict by key; NULL with an error. */
-static PyObject *
-added_up(sums_t *all)
+typedef struct {
+    table_t devices, streams, pairs;
+    heap_t lanes; /* of each stream the stretches of spans, as `laid_t` */
+} lanes_t;
+
+/* Keep the timed intervals of a span by stream. 1; 0 where they are not plain; -1 with an error. */
+static int
+lay(lanes_t *all, const Span *span, uint32_t place, PyObject *untimed)
 {
-    const laid_t *laid = (const laid_t *)all->laid.items;
-    lane_t *lanes = (lane_t *)all->lanes.items;
-    stretch_t *sorted = PyMem_RawMalloc((all->laid.used + 1) * sizeof *sorted);
-    wide_t *sums = PyMem_RawCalloc(all->keys.used + 1, sizeof *sums);
-    PyObject *found = sorted == NULL || sums == NULL ? PyErr_NoMemory() : PyDict_New();
-    size_t from = 0;
-    for (size_t i = 0; found != NULL && i < all->lanes.used; i++) {
-        size_t count = lanes[i].end;
-        lanes[i].end = from; /* then it moves on to the end */
-        from += count;
+    if (!PyTuple_CheckExact(span->device))
+        return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(span->device); i++) {
+        const Interval *interval = (Interval *)PyTuple_GET_ITEM(span->device, i);
+        if (!Py_IS_TYPE((PyObject *)interval, interval_type))
+            return 0;
+        PyObject *label = interval->label != NULL ? interval->label : text_exclusive;
+        int is_untimed = PyUnicode_CheckExact(label) ? label != text_exclusive && PySet_Contains(untimed, label) : 2;
+        if (is_untimed == 2 || PyErr_Occurred())
+            return is_untimed == 2 ? 0 : -1;
+        if (is_untimed)
+            continue;
+        uint32_t device = numbered(&all->devices, interval->device), stream = numbered(&all->streams, interval->stream);
+        uint32_t lane = device == NOWHERE || stream == NOWHERE ? NOWHERE : numbered(&all->pairs, PAIR(device, stream));
+        if (lane != NOWHERE && lane == all->lanes.used) {
+            heap_t *made = heap_next(&all->lanes, sizeof *made);
+            if (made != NULL)
+                *made = (heap_t){0};
+        }
+        laid_t *next = lane >= all->lanes.used ? NULL : heap_next((heap_t *)all->lanes.items + lane, sizeof *next);
+        if (next == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        int64_t start = interval->start_ns, end = interval->end_ns;
+        *next = (laid_t){{start, end < start ? start : end}, place};
     }
-    for (size_t i = 0; found != NULL && i < all->laid.used; i++) {
-        sorted[lanes[laid[i].lane].end++] = laid[i].stretch;
-        give_way(i);
+    return 1;
+}
+
+typedef struct {
+    int64_t until; /* where the union of its stretches ends on the stream that is looked at */
+    size_t lane;   /* the stream after this one; 0 for none yet */
+    wide_t sum;
+} sum_t;
+
+/* By key the sum over streams, None for what has nothing on any. NULL with an error. */
+static PyObject *
+added_up(const lanes_t *all, const int64_t *numbers, const int64_t *keys, size_t key_count)
+{
+    int64_t most = -1;
+    for (size_t i = 0; i < key_count; i++)
+        most = keys[i] > most ? keys[i] : most;
+    size_t count = (size_t)(most + 1);
+    sum_t *sums = PyMem_RawCalloc(count + 1, sizeof *sums);
+    if (sums == NULL)
+        return PyErr_NoMemory();
+    PyObject *found = NULL;
+    for (size_t i = 0; i < all->lanes.used; i++) {
+        const heap_t *lane = (heap_t *)all->lanes.items + i;
+        for (size_t n = 0; n < lane->used; n++) {
+            const laid_t *laid = (laid_t *)lane->items + n;
+            int64_t number = numbers[laid->span];
+            if (number < 0)
+                continue;
+            if ((size_t)number >= key_count || keys[number] < 0) {
+                PyErr_SetString(PyExc_IndexError, "a span has a number without a key");
+                goto end;
+            }
+            sum_t *sum = &sums[keys[number]];
+            int64_t start = laid->stretch.start, end = laid->stretch.end;
+            if (sum->lane != i + 1 || start >= sum->until) {
+                sum->lane = i + 1;
+                sum->until = start;
+            }
+            if (end > sum->until) {
+                sum->sum += (wide_t)end - sum->until;
+                sum->until = end;
+            }
+        }
     }
-    from = 0;
-    for (size_t i = 0; found != NULL && i < all->lanes.used; from = lanes[i++].end) {
-        sort_stretches(&sorted[from], lanes[i].end - from);
-        sums[lanes[i].sum] += united(&sorted[from], lanes[i].end - from);
-        give_way(i);
-    }
-    for (size_t i = 0; found != NULL && i < all->keys.used; i++) {
-        PyObject *key = PyLong_FromLongLong(((int64_t *)all->keys.items)[i]), *sum = wide_as_long(sums[i]);
-        if (key == NULL || sum == NULL || PyDict_SetItem(found, key, sum) < 0)
+    found = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; found != NULL && i < count; i++) {
+        PyObject *sum = sums[i].lane == 0 ? Py_NewRef(Py_None) : wide_as_long(sums[i].sum);
+        if (sum == NULL)
             Py_CLEAR(found);
-        Py_XDECREF(key);
-        Py_XDECREF(sum);
+        else
+            PyList_SET_ITEM(found, (Py_ssize_t)i, sum);
     }
-    PyMem_RawFree(sorted);
+end:
     PyMem_RawFree(sums);
     return found;
 }
 
-/* summed(spans, numbers, keys, untimed): as the twin in `stretches.py`, a number of 64 bits for each span, and the keys by
- * number. None where they are not plain. */
+/* summed(spans, wanted, untimed): as the twin in `stretches.py`; `wanted` is a tuple of pairs of numbers of 64 bits. None
+ * where the spans are not plain. */
 static PyObject *
 summed(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *spans, *numbers, *keys, *untimed, *result = NULL, *known = NULL;
-    if (!PyArg_ParseTuple(args, "OSSO!:summed", &spans, &numbers, &keys, &PyFrozenSet_Type, &untimed))
+    PyObject *spans, *wanted, *untimed, *result = NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!:summed", &spans, &PyTuple_Type, &wanted, &PyFrozenSet_Type, &untimed))
         return NULL;
     PyObject *own = own_spans(spans);
-    if (own == NULL || (size_t)PyBytes_GET_SIZE(numbers) != (size_t)PyTuple_GET_SIZE(own) * sizeof(int64_t)) {
-        Py_XDECREF(own);
+    if (own == NULL) {
         if (PyErr_Occurred())
             return NULL;
         Py_RETURN_NONE;
     }
-    sums_t all = {0};
-    table_t *tables[] = {&all.devices, &all.streams, &all.pairs, &all.numbers, &all.of_lane};
-    int plain = 1, is_untimed = 0;
-    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
-        if (table_make(tables[i], 64) < 0)
-            goto no_memory;
-    for (Py_ssize_t i = 0; plain && i < PyTuple_GET_SIZE(own); i++) {
-        PyObject *device = ((Span *)PyTuple_GET_ITEM(own, i))->device;
-        int64_t number, key;
-        memcpy(&number, PyBytes_AS_STRING(numbers) + (size_t)i * sizeof number, sizeof number);
-        if (number < 0 || device == NULL)
-            continue;
-        plain = PyTuple_CheckExact(device) && (size_t)number < (size_t)PyBytes_GET_SIZE(keys) / sizeof key;
-        if (plain)
-            memcpy(&key, PyBytes_AS_STRING(keys) + (size_t)number * sizeof key, sizeof key);
-        for (Py_ssize_t n = 0; plain && n < PyTuple_GET_SIZE(device); n++) {
-            const Interval *interval = (Interval *)PyTuple_GET_ITEM(device, n);
-            PyObject *label = NULL;
-            plain = Py_IS_TYPE((PyObject *)interval, interval_type);
-            if (plain)
-                label = interval->label != NULL ? interval->label : text_exclusive;
-            if (!plain || !(plain = PyUnicode_CheckExact(label)))
-                break;
-            if (label != known) { /* most are the same few */
-                known = label;
-                is_untimed = PySet_Contains(untimed, label);
-                if (is_untimed < 0)
-                    goto end;
-            }
-            if (!is_untimed && lay(&all, key, interval) < 0)
-                goto no_memory;
-        }
+    lanes_t all = {0};
+    int plain = 1;
+    if (table_make(&all.devices, 64) < 0 || table_make(&all.streams, 64) < 0 || table_make(&all.pairs, 64) < 0) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    for (Py_ssize_t i = 0; plain > 0 && i < PyTuple_GET_SIZE(own); i++) {
+        if (((Span *)PyTuple_GET_ITEM(own, i))->device != NULL)
+            plain = lay(&all, (Span *)PyTuple_GET_ITEM(own, i), (uint32_t)i, untimed);
         give_way((size_t)i);
     }
-    result = plain ? added_up(&all) : Py_NewRef(Py_None);
-    goto end;
-no_memory:
-    PyErr_NoMemory();
+    if (plain <= 0) {
+        result = plain < 0 ? NULL : Py_NewRef(Py_None);
+        goto end;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (size_t i = 0; i < all.lanes.used; i++) {
+        heap_t *lane = (heap_t *)all.lanes.items + i;
+        qsort(lane->items, lane->used, sizeof(laid_t), compare_laid);
+    }
+    Py_END_ALLOW_THREADS
+    result = PyList_New(0);
+    for (Py_ssize_t i = 0; result != NULL && i < PyTuple_GET_SIZE(wanted); i++) {
+        PyObject *numbers, *keys, *sums = NULL;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(wanted, i), "SS", &numbers, &keys))
+            Py_CLEAR(result);
+        else if ((size_t)PyBytes_GET_SIZE(numbers) != (size_t)PyTuple_GET_SIZE(own) * sizeof(int64_t))
+            PyErr_SetString(PyExc_ValueError, "there is not a number for each span");
+        else
+            sums = added_up(&all, (const int64_t *)PyBytes_AS_STRING(numbers), (const int64_t *)PyBytes_AS_STRING(keys),
+                            (size_t)PyBytes_GET_SIZE(keys) / sizeof(int64_t));
+        if (result != NULL && append_new(result, sums) < 0)
+            Py_CLEAR(result);
+    }
 end:
-    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
-        table_free(tables[i]);
+    for (size_t i = 0; i < all.lanes.used; i++)
+        PyMem_RawFree(((heap_t *)all.lanes.items)[i].items);
     PyMem_RawFree(all.lanes.items);
-    PyMem_RawFree(all.laid.items);
-    PyMem_RawFree(all.keys.items);
+    table_free(&all.devices);
+    table_free(&all.streams);
+    table_free(&all.pairs);
     Py_DECREF(own);
     return result;
 }

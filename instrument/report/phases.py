@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 
 from instrument.report.device import Coverage, none_held
 from instrument.report.stretches import Line, grouped, packed, placed, sites, summed
@@ -186,7 +187,7 @@ def phases(recording: Recording, options: Options) -> Phases:
     if not units or (not shares.own_ns and not found.beside):
         return Phases(told, found.of, timed, found.skipped, 0, cut, (), {}, 0, 0, options)
     streams = _Streams(trace.spans, found, shares)
-    lengths = [end - start for start, end, _, _ in units]
+    lengths = [end - start for start, end, _ in units]
     base_ns = sum(lengths)
     rest_ns = base_ns - sum(sum(own) for own in shares.own_ns.values())
     rows = [
@@ -195,7 +196,7 @@ def phases(recording: Recording, options: Options) -> Phases:
     ]
     unit_row = PhaseRow(found.of, len(units), _times(lengths, base_ns, base_ns), streams.of_units(len(units)))
     others = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), streams.of_others())
-    before, is_short = min((number for _, _, _, number in units), default=0), trace.held[0] > trace.start_ns
+    before, is_short = found.before, trace.held[0] > trace.start_ns
     return Phases(
         coverage=told,
         of=found.of,
@@ -231,7 +232,8 @@ def steps_of(spans: Iterable[Span]) -> dict[_Key, list[Span]]:
     for span in spans:
         by_key.setdefault((span.thread_id, span.task_id), []).append(span)
     for key, own in by_key.items():
-        own.sort(key=lambda span: (span.start_ns, -span.end_ns))
+        own.sort(key=_end, reverse=True)
+        own.sort(key=_begin)
         outermost: list[Span] = []
         for span in own:
             if not outermost or span.start_ns >= outermost[-1].end_ns:
@@ -249,26 +251,29 @@ def starts_of(steps: Iterable[Span], waits: Sequence[Interval]) -> list[int]:
     """
     starts: list[int] = []
     open_ends: list[int] = []
-    since_ns = 0
-    ends = [end_ns for _, end_ns in waits]
+    since_ns = over = 0
     for step in steps:
         start_ns = step.start_ns
         while open_ends and open_ends[0] <= start_ns:
             since_ns = max(since_ns, heapq.heappop(open_ends))
-        index = bisect_right(ends, start_ns) - 1
-        is_told = index >= 0 and waits[index][0] >= since_ns and step.site.function != PROFILERS
-        starts.append(waits[index][0] if is_told else start_ns)
+        while over < len(waits) and waits[over][1] <= start_ns:
+            over += 1
+        is_told = over > 0 and waits[over - 1][0] >= since_ns and step.site.function != PROFILERS
+        starts.append(waits[over - 1][0] if is_told else start_ns)
         heapq.heappush(open_ends, step.end_ns)
         since_ns = max(since_ns, start_ns)
     return starts
 
 
-_Unit = tuple[int, int, bool, int]
-"""Start and end of a step or request, or of the window, whether it is whole, and its number."""
+_Unit = tuple[int, int, bool]
+"""Start and end of a step or request, or of the window, and whether it is whole."""
+
+_Call = tuple[int, int, int]
+"""Start of a call of a phase, its end with a minus, and the number of the phase: what is around comes first."""
 
 
 class _Line:
-    """Units that follow one another, and the calls of phases beside them: start, end with a minus, number of phase.
+    """Units that follow one another, and the calls of phases beside them.
 
     `pieces` are the stretches of the units in which a call is the one under way, with its number among all calls.
     """
@@ -282,27 +287,37 @@ class _Line:
         self._steps = steps
         self.first_unit = first_unit
         self.number = 0
-        self.calls: list[tuple[int, int, int]] = []
+        self.calls: list[_Call] = []
         self.pieces: list[tuple[int, int, int]] = []
 
-    def is_beside(self, start_ns: int, end_ns: int) -> bool:
-        """Whether a span lies between the steps, also those that are skipped."""
+    def settle(self) -> list[_Call]:
+        """Put the calls in order, and leave out and return those that lie between steps, also ones that are skipped."""
+        self.calls.sort()
         if self._steps is None:
-            return False
+            return []
         starts, ends = self._steps
-        index = bisect_right(starts, start_ns)
-        is_within = index > 0 and start_ns < ends[index - 1]
-        return not is_within and not (index < len(starts) and starts[index] < end_ns)
+        within, beside = list[_Call](), list[_Call]()
+        begun, count = 0, len(starts)
+        for call in self.calls:
+            start_ns = call[0]
+            while begun < count and starts[begun] <= start_ns:
+                begun += 1
+            is_within = begun > 0 and start_ns < ends[begun - 1]
+            if is_within or (begun < count and starts[begun] < -call[1]):
+                within.append(call)
+            else:
+                beside.append(call)
+        self.calls = within
+        return beside
 
     def packed(self) -> Line:
         """In memory as the loops over all spans take it."""
-        units = packed((start, end) for start, end, _, _ in self.units)
+        units = packed((start, end) for start, end, _ in self.units)
         return Line(self.first_unit, units, array("q", chain.from_iterable(self.pieces)).tobytes())
 
     def turns(self, optimizer: int | None) -> list[tuple[int, int, int]]:
         """Each instant given to one call: start, end and place of the call, in the order of time."""
-        calls = sorted(self.calls)
-        self.calls = calls
+        calls = self.calls
         if optimizer is None or all(phase != optimizer for _, _, phase in calls):
             return list(_in_turn(calls, range(len(calls))))
         taken = list(_in_turn(calls, [place for place, call in enumerate(calls) if call[2] != optimizer]))
@@ -315,7 +330,7 @@ class _Line:
         return sorted(taken)
 
 
-def _in_turn(calls: Sequence[tuple[int, int, int]], places: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+def _in_turn(calls: Sequence[_Call], places: Iterable[int]) -> Iterator[tuple[int, int, int]]:
     """Calls in their order, each from where those before it are over. One that lies in another is left out."""
     over_ns: int | None = None
     for place in places:
@@ -334,16 +349,17 @@ class _Found:
     """What a trace holds: the lines of steps, requests or the window, and their phases.
 
     `by_key` has the lines of steps by thread and task, and those of requests by id and 0.
-    `beside` are the lengths of calls of phases that have no line, `skipped` is how many first steps were left out.
+    `beside` are the lengths of calls of phases that have no line, `skipped` is how many first steps were left out,
+    `before` how many came before the first that is left, by the number that it bears.
     """
 
     def __init__(self, trace: Trace, skip_first: int) -> None:
         of_kind = {"step": 1, "request": 2, "comm": 3, "copy": 3}
-        names = {site: phase_of(site) for site in sites(trace.spans)}
-        labels = {site: of_kind.get(site.kind, 0) if phase is None else 4 for site, phase in names.items()}
-        steps, requests, around, calls = grouped(trace.spans, labels, 4)
+        phase_of_site = {site: phase_of(site) for site in sites(trace.spans)}
+        labels = {site: of_kind.get(site.kind, 0) for site in phase_of_site}
+        labels.update((site, 5 if site.kind == LOADER else 4) for site, phase in phase_of_site.items() if phase)
+        steps, requests, around, others, loaders = grouped(trace.spans, labels, 5)
         requests = [span for span in requests if span.root_id == span.span_id]
-        inside = {span.span_id for span in around}
         held = trace.held
         steps = [span for span in steps if _reaches_into(span, held)]
         requests = [span for span in requests if _reaches_into(span, held)]
@@ -352,37 +368,47 @@ class _Found:
         self._parents: dict[int, int] = {}
         self._of_step: dict[int, _Line] = {}
         self._only: dict[int, _Line | None] = {}
-        self.skipped = 0
+        self.skipped = self.before = 0
         if steps:
-            self._find_steps(trace, steps, calls, skip_first)
+            self._find_steps(trace, steps, loaders, skip_first)
         elif requests:
             self.by_key = {
                 (span.span_id, 0): _Line([_unit(span, held, span.start_ns)], count)
                 for count, span in enumerate(requests)
             }
         else:
-            self.by_key = {(0, 0): _Line([(*held, True, 0)], 0)}
+            self.by_key = {(0, 0): _Line([(*held, True)], 0)}
         self.lines = list(self.by_key.values())
         for place, own in enumerate(self.lines):
             own.number = place
-        self.beside: list[int] = []
-        self.names: list[str] = []
-        numbers: dict[str, int] = {}
-        for span in calls:
-            # What a communication or a copy consists of is no phase of the step.
-            if span.parent_id in inside:
-                continue
-            line = self.line_of(span)
-            start_ns, end_ns = span.start_ns, span.end_ns
-            if line is None or line.is_beside(start_ns, end_ns):
-                if start_ns < held[1] and end_ns > held[0]:
-                    self.beside.append(min(end_ns, held[1]) - max(start_ns, held[0]))
-                continue
-            number = numbers.setdefault(names[span.site] or "", len(numbers))
-            line.calls.append((start_ns, -end_ns, number))
-        self.names = list(numbers)
+        self.names = list({phase: None for phase in phase_of_site.values() if phase})
+        self.beside = [
+            min(-minus_end_ns, held[1]) - max(start_ns, held[0])
+            for start_ns, minus_end_ns, _ in self._give_out(
+                chain(loaders, others),
+                {site: self.names.index(phase) for site, phase in phase_of_site.items() if phase},
+                {span.span_id for span in around},
+            )
+            if start_ns < held[1] and -minus_end_ns > held[0]
+        ]
 
-    def _find_steps(self, trace: Trace, steps: list[Span], calls: Iterable[Span], skip_first: int) -> None:
+    def _give_out(self, calls: Iterable[Span], numbers: Mapping[Site, int], around: Collection[int]) -> list[_Call]:
+        """Give the calls to the lines beside which they ran, and return those of none.
+
+        What a communication or a copy consists of, the spans `around`, is no phase of the step.
+        """
+        by_key, by_root, beside = self.by_key, self.of == "request", list[_Call]()
+        for span in calls:
+            if span.parent_id not in around:
+                key = (span.root_id, 0) if by_root else (span.thread_id, span.task_id)
+                line = by_key.get(key) or self.line_of(span)
+                call = span.start_ns, -span.end_ns, numbers[span.site]
+                (beside if line is None else line.calls).append(call)
+        for line in self.lines:
+            beside += line.settle()
+        return beside
+
+    def _find_steps(self, trace: Trace, steps: list[Span], loaders: Iterable[Span], skip_first: int) -> None:
         by_key = steps_of(steps)
         if len({thread_id for thread_id, _ in by_key}) < len(by_key):  # tasks, which may have steps at the same time
             self._parents = {span.span_id: span.parent_id for span in trace.spans}
@@ -393,30 +419,36 @@ class _Found:
             }
             by_key = {key: own for key, own in topmost.items() if own}
         waits: dict[_Key, list[Interval]] = {}
-        for span in calls:
-            if span.site.kind == LOADER:
-                waits.setdefault((span.thread_id, span.task_id), []).append((span.start_ns, span.end_ns))
-        count = 0
-        on_thread: dict[int, list[Span]] = {}
-        for (thread_id, _), own in by_key.items():
-            on_thread.setdefault(thread_id, []).extend(own)
-        numbers: dict[int, int] = {}
-        for all_its in on_thread.values():
-            all_its.sort(key=_begin)
-            numbers.update((step.span_id, _number(step, index)) for index, step in enumerate(all_its))
+        for span in loaders:
+            waits.setdefault((span.thread_id, span.task_id), []).append((span.start_ns, span.end_ns))
+        skipped = self._first_of_threads(by_key, skip_first) if skip_first > 0 else ()
+        self.skipped, count = len(skipped), 0
+        kept = [_number(step, 0) for own in by_key.values() for step in own if step.span_id not in skipped]
+        self.before = min(kept, default=0)
         for key, own in by_key.items():
             starts = starts_of(own, union(waits.get(key, ())))
             units = [
                 _unit(step, trace.held, start)
                 for step, start in zip(own, starts, strict=True)
-                if numbers[step.span_id] >= skip_first
+                if step.span_id not in skipped
             ]
-            self.skipped += len(own) - len(units)
             line = self.by_key[key] = _Line(units, count, (starts, [step.end_ns for step in own]))
             count += len(units)
             self._only[key[0]] = line if key[0] not in self._only else None
             if self._parents:
                 self._of_step.update((step.span_id, line) for step in own)
+
+    @staticmethod
+    def _first_of_threads(by_key: Mapping[_Key, Sequence[Span]], count: int) -> set[int]:
+        """The ids of steps that come before the one of this number on their thread, by the number that a step bears."""
+        on_thread: dict[int, list[Span]] = {}
+        for (thread_id, _), own in by_key.items():
+            on_thread.setdefault(thread_id, []).extend(own)
+        for own in on_thread.values():
+            own.sort(key=_begin)
+        return {
+            step.span_id for own in on_thread.values() for place, step in enumerate(own) if _number(step, place) < count
+        }
 
     def _above(self, span: Span, ids: Collection[int]) -> int:
         """The nearest span around one whose id is among these, 0 for none."""
@@ -450,8 +482,7 @@ def _lies_in(step: Span, key: _Key, by_key: Mapping[_Key, Sequence[Span]]) -> bo
     return index >= 0 and step.start_ns < own[index].end_ns
 
 
-def _begin(span: Span) -> int:
-    return span.start_ns
+_begin, _end = attrgetter("start_ns"), attrgetter("end_ns")
 
 
 def _reaches_into(span: Span, window: Interval) -> bool:
@@ -468,7 +499,7 @@ def _unit(span: Span, window: Interval, start_ns: int) -> _Unit:
     """A step or request from a time on, as far as it lies in the part of the window of which every span is held."""
     first, last = window
     is_whole = not span.clipped and first <= start_ns and span.end_ns <= last
-    return max(start_ns, first), min(span.end_ns, last), is_whole, _number(span, 0)
+    return max(start_ns, first), min(span.end_ns, last), is_whole
 
 
 class _Shares:
@@ -486,7 +517,7 @@ class _Shares:
         names = found.names
         optimizer = names.index(OPTIMIZER) if OPTIMIZER in names else None
         for line in found.lines:
-            for start, end, is_whole, _ in line.units:
+            for start, end, is_whole in line.units:
                 self.whole += is_whole
                 self._whole_ns += (end - start) * is_whole
             if not line.calls:
@@ -509,7 +540,7 @@ class _Shares:
                 index += 1
             at = index
             while at < len(units) and (units[at][0] < end or units[at][0] == start):
-                since, until, is_whole, _ = units[at]
+                since, until, is_whole = units[at]
                 piece_start, piece_end = max(start, since), min(end, until)
                 own[place] = own.get(place, 0) + piece_end - piece_start
                 pieces.append((piece_start, piece_end, first + place))
@@ -538,19 +569,29 @@ class _Streams:
             [line.packed() for line in found.lines],
         )  # fmt: skip
         unit_count, call_count = sum(len(line.units) for line in found.lines), len(shares.phase_of_call)
-        self._units = summed(spans, units, array("q", range(unit_count)))
-        self.base_ns = summed(spans, units, array("q", bytes(8 * unit_count))).get(0, 0)
-        self._covered_ns = summed(spans, calls, array("q", bytes(8 * call_count))).get(0, 0)
+        one, numbers = array("q", bytes(8)), array("q", range(max(unit_count, call_count)))
+        each_unit, all_units, each_call, all_calls, of_phases = summed(
+            spans,
+            [
+                (units, numbers[:unit_count]),
+                (units, one * unit_count),
+                (calls, numbers[:call_count]),
+                (calls, one * call_count),
+                (calls, array("q", shares.phase_of_call)),
+            ],
+        )
+        self._units = [device_ns for device_ns in each_unit if device_ns is not None]
+        self.base_ns, self._covered_ns = (sum(its or 0 for its in every) for every in (all_units, all_calls))
         self._calls: dict[str, list[int]] = {}
-        for call, device_ns in summed(spans, calls, array("q", range(call_count))).items():
-            self._calls.setdefault(found.names[shares.phase_of_call[call]], []).append(device_ns)
-        of_phases = summed(spans, calls, array("q", shares.phase_of_call))
-        self._phases = {found.names[number]: device_ns for number, device_ns in of_phases.items()}
+        for phase, device_ns in zip(shares.phase_of_call, each_call, strict=True):
+            if device_ns is not None:
+                self._calls.setdefault(found.names[phase], []).append(device_ns)
+        self._phases = {name: device_ns or 0 for name, device_ns in zip(found.names, of_phases, strict=False)}
         self._counts = {name: len(own) for name, own in shares.own_ns.items()}
 
     def of_units(self, count: int) -> PhaseTimes | None:
         """Of all units, and of each."""
-        return self._of(list(self._units.values()), count, self.base_ns)
+        return self._of(self._units, count, self.base_ns)
 
     def of_phase(self, name: str) -> PhaseTimes | None:
         """Of the calls of one phase, and of each."""

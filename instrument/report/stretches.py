@@ -385,23 +385,27 @@ def placed(
     return Placed(kept, in_unit.tobytes(), in_piece.tobytes())
 
 
-def summed(spans: Sequence[Span], numbers: bytes, keys: array[int]) -> Mapping[int, int]:
-    """By key, the time of what spans put on streams: sums over streams, unions of each.
+def summed(spans: Sequence[Span], wanted: Sequence[tuple[bytes, array[int]]]) -> list[list[int | None]]:
+    """The time of what spans put on streams, once for each of `wanted`: by key the sum over streams, unions of each.
 
-    `numbers` are a number of 64 bits for each span, of which `keys` has the key; a negative one is of none.
+    Each of `wanted` has a number of 64 bits for each span, a negative one for none, and the key of each number, from 0
+    on. None is for keys whose spans put nothing on a stream. Raises IndexError for a number without a key.
     """
-    found: Mapping[int, int] | None = None
+    found: list[list[int | None]] | None = None
     if _native is not None:
-        found = _native.summed(spans, numbers, keys.tobytes(), UNTIMED)
-    if found is not None:
-        return found
+        found = _native.summed(spans, tuple((numbers, keys.tobytes()) for numbers, keys in wanted), UNTIMED)
+    return [_summed(spans, array("q", numbers), keys) for numbers, keys in wanted] if found is None else found
+
+
+def _summed(spans: Sequence[Span], numbers: Sequence[int], keys: Sequence[int]) -> list[int | None]:
     stretches: dict[int, dict[tuple[int, int], list[Interval]]] = {}
-    for span, number in zip(spans, array("q", numbers), strict=True):
+    for span, number in zip(spans, numbers, strict=True):
         for one in span.device if number >= 0 else ():
             if one.label not in UNTIMED:
                 on_stream = stretches.setdefault(keys[number], {}).setdefault((one.device, one.stream), [])
                 on_stream.append((one.start_ns, max(one.start_ns, one.end_ns)))
-    return {key: sum(length(union(its)) for its in streams.values()) for key, streams in stretches.items()}
+    sums = {key: sum(length(union(its)) for its in streams.values()) for key, streams in stretches.items()}
+    return [sums.get(key) for key in range(max(keys, default=-1) + 1)]
 
 
 class Timeline:
