@@ -10,15 +10,9 @@ from hypothesis import given
 from paddle_golden import GOLDEN, golden_trace
 from raw_spans import points, traces
 
-from instrument.report.phases import (
-    OTHERS,
-    PhaseRow,
-    Phases,
-    phase_of,
-    phases,
-    steps_of,
-)
+from instrument.report.phases import OTHERS, PhaseRow, Phases, phases
 from instrument.report.table import columns
+from instrument.report.units import phase_of, steps_of
 from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording, document
 from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, union

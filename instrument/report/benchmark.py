@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.device import Coverage, none_held
-from instrument.report.phases import starts_of
 from instrument.report.stretches import Timeline
 from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, section_title, shorten, table, tenths, title
+from instrument.report.units import starts_of
 from instrument.report.view import UNITS, Options, Recording
 from instrument.spans import Interval, Span, Trace, length, union
 from instrument.tally import Totals, bucket
