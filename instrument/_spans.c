@@ -9,6 +9,7 @@
  * its caller takes the twin.
  */
 
+#include "_attributes.h"
 #include "_stretches.h"
 #include <stddef.h>
 
@@ -79,6 +80,8 @@ field_value(PyObject *self, field_t *field)
     if (field->kind == FLAG)
         return PyBool_FromLong(*((char *)self + field->offset));
     PyObject *value = OBJECT(self, field);
+    if (field->kind == MAPPING && value != NULL)
+        return read_attributes((Span *)self);
     if (value != NULL)
         return Py_NewRef(value);
     switch (field->kind) {
@@ -131,6 +134,10 @@ set_field(PyObject *self, field_t *field, PyObject *value)
         if (flag >= 0)
             *((char *)self + field->offset) = (char)flag;
         return flag < 0 ? -1 : 0;
+    }
+    if (field->kind == MAPPING && PyBytes_CheckExact(value)) {
+        PyErr_Format(PyExc_TypeError, "%s of a %s are a mapping; found bytes", field->name, layout_of(self)->name);
+        return -1;
     }
     int is_default = (field->kind == MAYBE && value == Py_None) ||
                      (field->kind == TUPLE && PyTuple_CheckExact(value) && PyTuple_GET_SIZE(value) == 0);
@@ -787,7 +794,9 @@ moved_bytes(Span *span, int64_t most)
 {
     if (span->attributes == NULL)
         return 0;
-    PyObject *attributes = Py_NewRef(span->attributes), *found;
+    PyObject *attributes = read_attributes(span), *found;
+    if (attributes == NULL)
+        return -1;
     if (PyDict_CheckExact(attributes))
         found = Py_XNewRef(PyDict_GetItemWithError(attributes, text_bytes));
     else
@@ -1172,7 +1181,47 @@ adopt(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* looks(ids, seed): into how many cells one looks at most, and in all, to find each of the ids and 0 in a table of them. */
+static PyObject *
+table_looks(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *ids;
+    unsigned long long seed;
+    if (!PyArg_ParseTuple(args, "OK:looks", &ids, &seed))
+        return NULL;
+    PyObject *own = PySequence_Tuple(ids), *result = NULL;
+    if (own == NULL)
+        return NULL;
+    uint64_t before = table_seed;
+    table_seed = seed;
+    table_t table = {0};
+    size_t most = 0, total = 0, count = (size_t)PyTuple_GET_SIZE(own);
+    if (table_make(&table, count) < 0)
+        PyErr_NoMemory();
+    for (size_t i = 0; !PyErr_Occurred() && i < count; i++) {
+        long long id = PyLong_AsLongLong(PyTuple_GET_ITEM(own, (Py_ssize_t)i));
+        uint32_t *cell = PyErr_Occurred() ? NULL : table_cell(&table, id);
+        if (cell != NULL)
+            *cell = (uint32_t)i;
+        else if (!PyErr_Occurred())
+            PyErr_NoMemory();
+    }
+    for (size_t i = 0; !PyErr_Occurred() && i <= count; i++) {
+        long long id = i == count ? 0 : PyLong_AsLongLong(PyTuple_GET_ITEM(own, (Py_ssize_t)i));
+        size_t looks = ((table_place(&table, id) - table_home(&table, id)) & table.mask) + 1;
+        most = looks > most ? looks : most;
+        total += looks;
+    }
+    if (!PyErr_Occurred())
+        result = Py_BuildValue("(nn)", (Py_ssize_t)most, (Py_ssize_t)total);
+    table_free(&table);
+    table_seed = before;
+    Py_DECREF(own);
+    return result;
+}
+
 static PyMethodDef functions[] = {
+    {"looks", table_looks, METH_VARARGS, "Into how many cells one looks to find ids in a table with that seed."},
     {"adopt", adopt, METH_VARARGS, "Take over what dataclasses have from the twins of Span and DeviceInterval."},
     {"sort", sort_spans, METH_O, "Sort a list of spans by start, then longer ones first, then by id."},
     {"of_rows", of_rows, METH_VARARGS, "The spans of rows that reach into a window, clipped to it."},

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SPANS_LAYOUT 1
+#define SPANS_LAYOUT 2
 /* Raised with every change of the two structures, so that an extension never meets the other's older build. */
 
 typedef __int128 wide_t;
@@ -20,10 +20,11 @@ typedef struct {
     PyObject *site;
     int64_t span_id, parent_id, root_id, thread_id, task_id, start_ns, end_ns, active_ns, self_ns;
     PyObject *error;      /* NULL: None */
-    PyObject *attributes; /* NULL: an empty dict that nobody has asked for yet */
+    PyObject *attributes; /* NULL: an empty dict that nobody has asked for yet; bytes: see `_attributes.h` */
     PyObject *device;     /* NULL: () */
     PyObject *remote;     /* NULL: None */
     char clipped;
+    uint32_t attributes_at;
 } Span;
 
 typedef struct {
@@ -43,7 +44,7 @@ typedef struct {
     size_t mask, used;
 } table_t;
 
-/* What tells where keys lie, odd. It is another in each process: a file may have been written so that all of its ids and
+/* What tells where keys lie. It is another in each process: a file may have been written so that all of its ids and
  * addresses would lie in one place, where a look for one meets all the others. */
 static uint64_t table_seed = 0x9E3779B97F4A7C15u;
 
@@ -54,17 +55,25 @@ table_set_seed(void)
     PyObject *text = PyUnicode_FromString("instrument._spans.table_t");
     Py_hash_t hash = text == NULL ? -1 : PyObject_Hash(text);
     Py_XDECREF(text);
-    table_seed = ((uint64_t)hash ^ 0x9E3779B97F4A7C15u) | 1;
+    table_seed = (uint64_t)hash;
     return hash == -1 ? -1 : 0;
 }
 
-/* Where a key would be if no other were there. */
+static inline uint64_t
+folded(uint64_t left, uint64_t right)
+{
+    unsigned __int128 product = (unsigned __int128)left * right;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+/* Where a key would be if no other were there. Folded but once, and by the seed, ids in a row may still lie in a row, with
+ * one seed of some thousands: a look for what is not there then goes through all of them. */
 static inline size_t
 table_home(const table_t *table, int64_t key)
 {
     /* Ids are given in a row: eight of them lie side by side, where one look into memory fetches all. */
-    unsigned __int128 mixed = (unsigned __int128)(((uint64_t)key >> 3) ^ (table_seed >> 3)) * table_seed;
-    return ((size_t)((uint64_t)mixed ^ (uint64_t)(mixed >> 64)) << 3 | ((size_t)key & 7)) & table->mask;
+    uint64_t mixed = folded(folded((uint64_t)key >> 3 ^ table_seed, 0x9E3779B97F4A7C15u) ^ table_seed, 0xE7037ED1A0B428DBu);
+    return (mixed << 3 | ((size_t)key & 7)) & table->mask;
 }
 
 static inline size_t

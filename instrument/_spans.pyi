@@ -1,5 +1,6 @@
 """Types of the native loops over spans. What each does stands beside its twin in `instrument.spans` and `tally`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from instrument.ring import Row
@@ -9,6 +10,7 @@ from instrument.spans import Span as Span
 
 LAYOUT: int
 
+def looks(ids: Sequence[int], seed: int, /) -> tuple[int, int]: ...
 def adopt(span: type, interval: type, /) -> None: ...
 def sort(spans: list[Span], /) -> bool | None: ...
 def of_rows(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
+import tracemalloc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,8 @@ from instrument import chrome
 from instrument.chrome import foreign
 from instrument.chrome.foreign import Foreign
 from instrument.errors import TraceError
+from instrument.report.stretches import having
+from instrument.spans import Span
 
 native = pytest.mark.skipif(foreign._native is None, reason="no native scanner in use")
 
@@ -200,12 +206,71 @@ def test_an_event_that_is_not_plain_is_left_to_the_twin_and_those_around_it_are_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "torch.json"
-    path.write_text(json.dumps([*torch_like(), *torch_like(stack='a "quoted"\nline'), *torch_like()]))
+    path.write_text(json.dumps([*torch_like(), *torch_like(**{"a key\n": 1}), *torch_like()]))
     left: list[str] = []
     add = Foreign.add
     monkeypatch.setattr(Foreign, "add", lambda self, event: (left.append(event["name"]), add(self, event))[1])
     assert len(chrome.load(path)[0].spans) == 9
     assert left == ["aten::mm"]
+
+
+def loaded(path: Path, args: str) -> Span:
+    """The span of an event with these arguments, as the text of JSON."""
+    path.write_text(f'[{{"ph":"X","pid":9,"tid":7,"ts":1,"dur":2,"name":"f","args":{args}}}]', encoding="utf-8")
+    (span,) = chrome.load(path)[0].spans
+    return span
+
+
+ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
+    ("{}", {}),
+    ('{ "External id" : 7, "on": true, "rate": 1e99 }', {"External id": 7, "on": True, "rate": 1e99}),
+    ('{"stack": "a \\"quoted\\" line, \\u00e9\\ud83d\\ude00", "é": "ü"}', {"stack": 'a "quoted" line, é😀', "é": "ü"}),
+    ('{"flops": [1], "grid": {"flops": 3, "correlation": 5}, "none": null}', {}),
+    ('{"flops": 1, "x": "flops", "flops": null}', {"x": "flops"}),
+    ('{"flops": {"a": 1}, "flops": 5}', {"flops": 5}),
+]
+
+
+@pytest.mark.parametrize("pure", [False, True])
+@pytest.mark.parametrize(("args", "expected"), ARGUMENTS)
+def test_arguments_are_attributes_if_they_are_numbers_texts_or_truths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pure: bool, args: str, expected: dict[str, Any]
+) -> None:
+    if pure:
+        monkeypatch.setattr(foreign, "_native", None)
+    path = tmp_path / "other.json"
+    for name in ("flops", "correlation", "x", "é", "stack"):
+        assert len(having([loaded(path, args)], name)) == (name in expected)
+    assert copy.deepcopy(loaded(path, args)).attributes == expected
+    assert pickle.loads(pickle.dumps(loaded(path, args))).attributes == expected
+    span = loaded(path, args)
+    assert span == replace(span)
+    assert span.attributes == expected
+    assert span.attributes is span.attributes
+    assert having([span], "flops") == [span] * ("flops" in expected)
+    (again,) = chrome.load(chrome.dump(tmp_path / "again.json", chrome.load(path)[0]))[0].spans
+    assert again.attributes == expected
+
+
+@native
+def test_the_text_of_attributes_goes_with_the_last_span_that_needs_it(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    event = {"ph": "X", "pid": 9, "tid": 7, "dur": 1, "name": "f"}
+    path.write_text(json.dumps([{**event, "ts": at, "args": {"note": f"{at} {'x' * 1000}"}} for at in range(2000)]))
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        spans = chrome.load(path)[0].spans
+        assert tracemalloc.get_traced_memory()[0] - before > 2_000_000
+        assert [span.attributes["note"].split()[0] for span in spans[::1000]] == ["0", "1000"]
+        spans[0].attributes = {"mine": 1}
+        assert spans[0].attributes == {"mine": 1}
+        with pytest.raises(TypeError, match="mapping; found bytes"):
+            spans[0].attributes = b"{}"
+        del spans
+        assert tracemalloc.get_traced_memory()[0] - before < 200_000
+    finally:
+        tracemalloc.stop()
 
 
 @native
@@ -241,13 +306,13 @@ def test_callbacks_that_fail_end_the_reading_and_a_scanner_takes_only_what_it_is
 
     text = json.dumps(torch_like())[1:]
     with pytest.raises(OSError, match="no"):
-        foreign._native.Scanner(fail, lambda row: 7, fail, [], [], {}, set()).scan(text, 0)
+        foreign._native.Scanner(fail, lambda row: 7, fail, [], [], [], {}, set()).scan(text, 0)
     with pytest.raises(OSError, match="no"):
-        foreign._native.Scanner(fail, fail, fail, [], [], {}, set()).scan(text, 0)
+        foreign._native.Scanner(fail, fail, fail, [], [], [], {}, set()).scan(text, 0)
     with pytest.raises(TypeError, match="facts are a tuple of five"):
-        foreign._native.Scanner(lambda *_: (1, 2), lambda row: 7, fail, [], [], {}, set()).scan(text, 0)
+        foreign._native.Scanner(lambda *_: (1, 2), lambda row: 7, fail, [], [], [], {}, set()).scan(text, 0)
     with pytest.raises(IndexError, match="no place"):
-        foreign._native.Scanner(fail, fail, fail, [], [], {}, set()).scan(text, len(text) + 1)
+        foreign._native.Scanner(fail, fail, fail, [], [], [], {}, set()).scan(text, len(text) + 1)
     with pytest.raises(TypeError):
-        foreign._native.Scanner(fail, fail, fail, (), [], {}, set())
+        foreign._native.Scanner(fail, fail, fail, (), [], [], {}, set())
     assert foreign._native.nest([object()]) is False

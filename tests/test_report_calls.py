@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -109,18 +107,6 @@ def test_what_is_around_and_what_devices_did_below_is_what_brute_force_finds(
             for at in range(part.start_ns, part.end_ns)
         }
         assert worked_ns.get(span.span_id, 0) == len(instants)
-
-
-def test_ids_that_were_chosen_to_lie_in_one_place_of_a_table_take_no_longer() -> None:
-    """Where an id lay once followed from the id alone: a file of some MB took a minute, and this half of that."""
-    multiplier = pow(0x9E3779B97F4A7C15, -1, 1 << 64)
-    halves = ((number << 32 | number) * multiplier % (1 << 64) for number in range(1, 1 << 22))
-    ids = [half << 3 for half in halves if half < 1 << 60]
-    assert len(ids) > 250_000
-    spans = [Span(OUTER, span_id, 0, span_id, 1, 0, at, at + 1, 1, 1) for at, span_id in enumerate(ids)]
-    started = time.process_time()
-    assert lines(spans, spans[:1]) == (spans[:1], array("i", [-1]))
-    assert time.process_time() - started < 10
 
 
 @native

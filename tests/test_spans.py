@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instrument import native
 from instrument.spans import (
     DeviceInterval,
     Interval,
@@ -30,6 +31,8 @@ from instrument.spans import (
     subtract,
     union,
 )
+
+table = native.find("_spans")
 
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))))
 
@@ -216,3 +219,37 @@ def test_self_times_are_those_of_the_twin(rows: list[tuple[int, int, int, int]])
     by_start(spans)
     by_start(twins)
     assert [span.span_id for span in spans] == [span.span_id for span in twins]
+
+
+@pytest.mark.skipif(table is None, reason="without the native part there is no table")
+class TestTable:
+    """Looks into cells, not seconds: each span is looked up some times in each view."""
+
+    CELLS = 4
+    """That a look may go through on the average. Half of the cells are free."""
+
+    @given(st.integers(0, (1 << 64) - 1), st.sampled_from([1, 8, 512, 4096, 1 << 20, 1 << 32]))
+    def test_ids_are_found_at_once_whatever_the_seed_and_their_distance(self, seed: int, distance: int) -> None:
+        most, total = table.looks(range(1, 1 + 20_000 * distance, distance), seed)
+        assert total < self.CELLS * 20_000
+        assert most < 1_000
+
+    @pytest.mark.parametrize("bits", range(10, 22))
+    @pytest.mark.parametrize("step", [1, -1, 3, (1 << 8) + 1])
+    def test_a_seed_by_which_ids_in_a_row_might_lie_in_a_row_is_as_good(self, bits: int, step: int) -> None:
+        """Nothing lay between them once: what was not there was looked for in all cells, a million times over."""
+        seed = (0x9E3779B97F4A7C15 << bits | step % (1 << bits)) % (1 << 64)
+        most, total = table.looks(range(1, 200_001), seed)
+        assert total < self.CELLS * 200_000
+        assert most < 1_000
+
+    def test_ids_that_were_chosen_to_lie_in_one_place_do_not(self) -> None:
+        """Where an id lay once followed from the id alone: a file of some MB took a minute."""
+        multiplier = pow(0x9E3779B97F4A7C15, -1, 1 << 64)
+        halves = ((number << 32 | number) * multiplier % (1 << 64) for number in range(1, 1 << 20))
+        ids = [half << 3 for half in halves if half < 1 << 60]
+        assert len(ids) > 60_000
+        for seed in (1, 7, 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93):
+            most, total = table.looks(ids, seed)
+            assert total < self.CELLS * len(ids)
+            assert most < 1_000

@@ -3,22 +3,21 @@
  * another kind the scanner stops before it, and the twin reads it.
  */
 
+#include "../_attributes.h"
 #include "../_stretches.h"
-#include "_json.h"
 #include <math.h>
 #include <structmember.h>
 
 #define MOST_EXACT_DIGITS 15 /* of a number whose digits and power of ten are each exact as a double */
 #define MOST_MICROSECONDS ((int64_t)1 << 53)
-#define KEYS 128
-#define MOST_LISTS 32 /* arguments of an event that are no attributes */
+#define MOST_KEPT ((size_t)1 << 30)
 
 static PyTypeObject *span_type, *interval_type;
-static PyObject *text_correlation, *text_device, *text_stream, *text_step, *text_flops;
+static PyObject *text_step, *text_flops;
 
 /* ------------------------------------------------------------------ one event */
 
-enum { PH = 1, CAT = 2, NAME = 4, PID = 8, TID = 16, TS = 32, DUR = 64, ARGS = 128 };
+enum { PH = 1, CAT = 2, NAME = 4, PID = 8, TID = 16, TS = 32, DUR = 64, ARGS = 128, CORRELATION = 256, DEVICE = 512, STREAM = 1024 };
 
 /* A number as JSON has it: whole, or as near as a float comes. */
 typedef struct {
@@ -33,6 +32,7 @@ typedef struct {
     part_t category, name, args;
     int64_t pid, tid;
     number_t ts, dur;
+    int64_t correlation, device, stream; /* of its arguments */
 } event_t;
 
 /* Any number. Whether there was one that is plain. */
@@ -98,11 +98,42 @@ nanoseconds(const number_t *time_us, int64_t *time_ns)
     return 1;
 }
 
+/* The arguments of an event. Whether they are plain. */
+static int
+arguments_of(cursor_t *in, event_t *event)
+{
+    event->args.text = in->at;
+    if (!take(in, '{'))
+        return 0;
+    if (!take(in, '}')) {
+        do {
+            part_t key;
+            blanks(in);
+            if (!plain_string(in, &key.text, &key.length) || !take(in, ':'))
+                return 0;
+            int64_t *asked = IS(key.text, key.length, "correlation") ? &event->correlation
+                             : IS(key.text, key.length, "device")    ? &event->device
+                             : IS(key.text, key.length, "stream")    ? &event->stream
+                                                                     : NULL;
+            blanks(in);
+            if (asked == NULL ? !skip_value(in, 1) : !whole_number(in, asked))
+                return 0;
+            if (asked != NULL)
+                event->has |= asked == &event->correlation ? CORRELATION : asked == &event->device ? DEVICE : STREAM;
+        } while (take(in, ','));
+        if (!take(in, '}'))
+            return 0;
+    }
+    event->args.length = (size_t)(in->at - event->args.text);
+    return 1;
+}
+
 /* An event. Whether it is plain. */
 static int
 event_of(cursor_t *in, event_t *event)
 {
     event->has = 0;
+    event->args.length = 0;
     if (!take(in, '{') || take(in, '}'))
         return 0;
     do {
@@ -150,9 +181,7 @@ event_of(cursor_t *in, event_t *event)
             plain = number_of(in, &event->dur);
             break;
         case ARGS:
-            event->args.text = in->at;
-            plain = in->at < in->end && *in->at == '{' && skip_value(in, 0);
-            event->args.length = (size_t)(in->at - event->args.text);
+            plain = arguments_of(in, event);
             break;
         default:
             plain = skip_value(in, 0);
@@ -169,9 +198,9 @@ typedef struct {
     PyObject_HEAD
     PyObject *facts_of, *thread_id_of, *flops_of; /* of the twin */
     PyObject *known, *thread_ids;                 /* what the first two said */
-    PyObject *spans, *work, *launches, *device_rows;
+    PyObject *spans, *counted, *work, *launches, *device_rows;
     reading_t reading;
-    PyObject *keys[KEYS]; /* of arguments, by their length and letters */
+    heap_t kept; /* the text of arguments, of the spans that are being read */
     int64_t pid, tid, thread_id; /* the newest lane */
     PyObject *row;
 } Scanner;
@@ -241,128 +270,109 @@ find_thread(Scanner *self, const event_t *event)
     return 0;
 }
 
-/* The name of an argument: a new reference, NULL with an error. */
+/* A whole number as Python has it, or another object where there is none. A new reference. */
 static PyObject *
-key_of(Scanner *self, part_t *part)
+long_or(const event_t *event, uint32_t bit, int64_t number, PyObject *otherwise)
 {
-    size_t length = part->length;
-    size_t home = length == 0 ? 0 : (length * 31 + (size_t)part->text[0] * 7 + (size_t)part->text[length / 2] * 3 +
-                                     (size_t)part->text[length - 1]) % KEYS;
-    PyObject *known = self->keys[home];
-    if (known != NULL && PyUnicode_IS_ASCII(known) && (size_t)PyUnicode_GET_LENGTH(known) == length &&
-        memcmp(PyUnicode_DATA(known), part->text, length) == 0)
-        return Py_NewRef(known);
-    PyObject *made = shared_text(part);
-    if (made != NULL)
-        Py_XSETREF(self->keys[home], Py_NewRef(made));
-    return made;
-}
-
-/* The attributes of an event: numbers, texts and truths. A new reference; NULL, without an error where they are not plain. */
-static PyObject *
-attributes_of(Scanner *self, const event_t *event)
-{
-    PyObject *others[MOST_LISTS], *attributes = PyDict_New();
-    size_t other_count = 0;
-    int plain = attributes == NULL ? -1 : 1;
-    if (plain < 0 || !(event->has & ARGS))
-        return attributes;
-    cursor_t in = {event->args.text, event->args.text + event->args.length};
-    if (!take(&in, '{') || take(&in, '}'))
-        return attributes;
-    do {
-        part_t part;
-        blanks(&in);
-        if (!plain_string(&in, &part.text, &part.length) || !take(&in, ':')) {
-            plain = 0;
-            break;
-        }
-        PyObject *key = key_of(self, &part);
-        if (key == NULL) {
-            plain = -1;
-            break;
-        }
-        blanks(&in);
-        int is_asked = key == text_correlation || key == text_device || key == text_stream;
-        if (*in.at == '[' || *in.at == '{' || *in.at == 'n') {
-            plain = !is_asked && other_count < MOST_LISTS && skip_value(&in, 1);
-            if (plain)
-                others[other_count++] = Py_NewRef(key);
-        } else {
-            Py_ssize_t before = PyDict_GET_SIZE(attributes);
-            PyObject *value = plain_value(&in);
-            plain = value != NULL && !(is_asked && !PyLong_CheckExact(value));
-            if (plain && PyDict_SetItem(attributes, key, value) < 0)
-                plain = -1;
-            if (plain > 0 && PyDict_GET_SIZE(attributes) == before)
-                plain = 0;
-            Py_XDECREF(value);
-        }
-        Py_DECREF(key);
-    } while (plain > 0 && take(&in, ','));
-    for (size_t i = 0; i < other_count; i++) {
-        if (plain > 0) { /* the last of a key counts */
-            int twice = PyDict_Contains(attributes, others[i]);
-            plain = twice < 0 ? -1 : !twice;
-        }
-        Py_DECREF(others[i]);
-    }
-    if (plain <= 0)
-        Py_CLEAR(attributes);
-    return attributes;
-}
-
-/* A number among the attributes, or else; borrowed. NULL with an error. */
-static PyObject *
-number_among(PyObject *attributes, PyObject *key, PyObject *otherwise)
-{
-    PyObject *value = PyDict_GetItemWithError(attributes, key);
-    return value == NULL && !PyErr_Occurred() ? otherwise : value;
+    return event->has & bit ? PyLong_FromLongLong(number) : Py_NewRef(otherwise);
 }
 
 /* Take down the work of a device, or the call that asks for some. 0, or -1 with an error. */
 static int
-add_work(Scanner *self, PyObject *facts, Span *span, PyObject *attributes)
+add_work(Scanner *self, const event_t *event, PyObject *facts, Span *span)
 {
     PyObject *kind = PyTuple_GET_ITEM(facts, 2), *launches = PyTuple_GET_ITEM(facts, 3);
-    if (kind == Py_None && launches != Py_True)
+    if (kind == Py_None && (launches != Py_True || !(event->has & CORRELATION)))
         return 0;
-    PyObject *correlation = number_among(attributes, text_correlation, Py_None);
+    PyObject *correlation = long_or(event, CORRELATION, event->correlation, Py_None);
     if (correlation == NULL)
         return -1;
     if (kind == Py_None) {
-        PyObject *launch = correlation == Py_None ? NULL : Py_BuildValue("(LL)", (long long)span->thread_id,
-                                                                         (long long)span->start_ns);
-        int done = launch == NULL ? (PyErr_Occurred() ? -1 : 0) : PyDict_SetItem(self->launches, correlation, launch);
+        PyObject *launch = Py_BuildValue("(LL)", (long long)span->thread_id, (long long)span->start_ns);
+        int done = launch == NULL ? -1 : PyDict_SetItem(self->launches, correlation, launch);
         Py_XDECREF(launch);
+        Py_DECREF(correlation);
         return done;
     }
-    PyObject *device = number_among(attributes, text_device, PyTuple_GET_ITEM(self->row, 0));
-    PyObject *stream = number_among(attributes, text_stream, PyTuple_GET_ITEM(self->row, 1));
-    PyObject *name = device == NULL || stream == NULL ? NULL : PyObject_GetAttrString(span->site, "name");
-    if (name == NULL || PySet_Add(self->device_rows, self->row) < 0) {
-        Py_XDECREF(name);
-        return -1;
-    }
-    return append_new(self->work, Py_BuildValue("(NOOOLLO)", name, kind, device, stream, (long long)span->start_ns,
-                                                (long long)span->end_ns, correlation));
+    PyObject *device = long_or(event, DEVICE, event->device, PyTuple_GET_ITEM(self->row, 0));
+    PyObject *stream = long_or(event, STREAM, event->stream, PyTuple_GET_ITEM(self->row, 1));
+    PyObject *name = PyObject_GetAttrString(span->site, "name"), *work = NULL;
+    if (device != NULL && stream != NULL && name != NULL && PySet_Add(self->device_rows, self->row) == 0)
+        work = Py_BuildValue("(OOOOLLO)", name, kind, device, stream, (long long)span->start_ns, (long long)span->end_ns,
+                             correlation);
+    Py_XDECREF(name);
+    Py_XDECREF(device);
+    Py_XDECREF(stream);
+    Py_DECREF(correlation);
+    return append_new(self->work, work);
 }
 
-/* Add what the twin says of an event to its attributes. 0, or -1 with an error. */
+/* The text of arguments, kept for who asks a span for its attributes. 0, or -1 without memory. */
 static int
-add_facts(Scanner *self, const event_t *event, PyObject *facts, PyObject *attributes)
+keep_text(Scanner *self, const part_t *args, Span *span)
 {
-    PyObject *step = PyTuple_GET_ITEM(facts, 1);
-    if (step != Py_None && PyDict_SetItem(attributes, text_step, step) < 0)
-        return -1;
-    if (PyTuple_GET_ITEM(facts, 4) != Py_True || !(event->has & ARGS))
+    heap_t *kept = &self->kept;
+    if (kept->room - kept->used < args->length) {
+        size_t room = 2 * (kept->used + args->length);
+        char *larger = PyMem_RawRealloc(kept->items, room);
+        if (larger == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        kept->items = larger;
+        kept->room = room;
+    }
+    memcpy(kept->items + kept->used, args->text, args->length);
+    kept->used += args->length;
+    span->attributes_at = (uint32_t)kept->used; /* its end, so that 0 is none: see `share_text` */
+    return 0;
+}
+
+/* Give the spans from a place on the text of their arguments, in one piece of memory. 0, or -1 with an error. */
+static int
+share_text(Scanner *self, Py_ssize_t first)
+{
+    if (self->kept.used == 0)
         return 0;
-    PyObject *args = PyUnicode_DecodeUTF8(event->args.text, (Py_ssize_t)event->args.length, NULL);
-    PyObject *flops = args == NULL ? NULL
-                                   : PyObject_CallFunctionObjArgs(self->flops_of, PyTuple_GET_ITEM(facts, 0), args, NULL);
-    int done = flops == NULL ? -1 : flops == Py_None ? 0 : PyDict_SetItem(attributes, text_flops, flops);
-    Py_XDECREF(args);
-    Py_XDECREF(flops);
+    PyObject *text = heap_bytes(&self->kept, 1);
+    uint32_t from = 0;
+    self->kept.used = 0;
+    for (Py_ssize_t i = first; text != NULL && i < PyList_GET_SIZE(self->spans); i++) {
+        Span *span = (Span *)PyList_GET_ITEM(self->spans, i);
+        uint32_t until = span->attributes_at;
+        if (until == 0)
+            continue;
+        span->attributes = Py_NewRef(text);
+        span->attributes_at = from;
+        from = until;
+    }
+    Py_XDECREF(text);
+    return text == NULL ? -1 : 0;
+}
+
+/* Give a span the attributes of its event. 0, or -1 with an error. */
+static int
+add_attributes(Scanner *self, const event_t *event, PyObject *facts, Span *span)
+{
+    PyObject *step = PyTuple_GET_ITEM(facts, 1), *flops = Py_None, *args = NULL, *attributes = NULL;
+    int has_args = event->has & ARGS && event->args.length > 2, counts = PyTuple_GET_ITEM(facts, 4) == Py_True, done = -1;
+    if (has_args && counts) {
+        args = PyUnicode_DecodeUTF8(event->args.text, (Py_ssize_t)event->args.length, NULL);
+        flops = args == NULL ? NULL : PyObject_CallFunctionObjArgs(self->flops_of, PyTuple_GET_ITEM(facts, 0), args, NULL);
+        Py_XDECREF(args);
+        if (flops == NULL)
+            return -1;
+    }
+    if (step == Py_None && flops == Py_None)
+        return has_args ? keep_text(self, &event->args, span) : 0;
+    attributes = has_args ? attributes_in(event->args.text, event->args.length) : PyDict_New();
+    if (attributes != NULL && (step == Py_None || PyDict_SetItem(attributes, text_step, step) == 0) &&
+        (flops == Py_None ||
+         (PyDict_SetItem(attributes, text_flops, flops) == 0 && PyList_Append(self->counted, (PyObject *)span) == 0)))
+        done = 0;
+    span->attributes = attributes;
+    if (flops != Py_None)
+        Py_DECREF(flops);
     return done;
 }
 
@@ -381,26 +391,24 @@ add_event(Scanner *self, const event_t *event)
     int64_t start_ns, end_ns;
     if (!nanoseconds(&event->ts, &start_ns) || !nanoseconds(&ended, &end_ns) || end_ns < start_ns)
         return 0;
-    PyObject *attributes = attributes_of(self, event);
-    if (attributes == NULL)
-        return PyErr_Occurred() ? -1 : 0;
+    if (self->kept.used + event->args.length >= MOST_KEPT && self->kept.used > 0)
+        return 0; /* it goes to the next piece of memory */
     PyObject *facts = find_thread(self, event) < 0 ? NULL : facts_of(self, event);
     Span *span = NULL;
     int done = -1;
-    if (facts == NULL || add_facts(self, event, facts, attributes) < 0 || (span = PyObject_New(Span, span_type)) == NULL)
+    if (facts == NULL || (span = PyObject_New(Span, span_type)) == NULL)
         goto end;
     memset((char *)span + sizeof(PyObject), 0, sizeof *span - sizeof(PyObject));
     span->site = Py_NewRef(PyTuple_GET_ITEM(facts, 0));
     span->thread_id = self->thread_id;
     span->start_ns = start_ns;
     span->end_ns = end_ns;
-    span->attributes = PyDict_GET_SIZE(attributes) == 0 ? NULL : Py_NewRef(attributes);
-    if (PyList_Append(self->spans, (PyObject *)span) == 0 && add_work(self, facts, span, attributes) == 0)
+    if (add_attributes(self, event, facts, span) == 0 && PyList_Append(self->spans, (PyObject *)span) == 0 &&
+        add_work(self, event, facts, span) == 0)
         done = 1;
 end:
     Py_XDECREF(span);
     Py_XDECREF(facts);
-    Py_DECREF(attributes);
     return done;
 }
 
@@ -414,6 +422,7 @@ Scanner_scan(Scanner *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "Un:scan", &text, &at) || read_from(&self->reading, text, at, &in) < 0)
         return NULL;
     const char *done = in.at;
+    Py_ssize_t first = PyList_GET_SIZE(self->spans);
     for (;;) {
         event_t event;
         if (!event_of(&in, &event))
@@ -427,28 +436,29 @@ Scanner_scan(Scanner *self, PyObject *args)
         if (!take(&in, ','))
             break;
     }
+    if (share_text(self, first) < 0)
+        return NULL;
     return PyLong_FromSsize_t(read_until(&self->reading, done));
 }
 
 static void
 Scanner_dealloc(Scanner *self)
 {
-    PyObject *own[] = {self->facts_of, self->thread_id_of, self->flops_of, self->known,        self->thread_ids,  self->spans,
-                       self->work,     self->launches,     self->device_rows, self->reading.text, self->row};
+    PyObject *own[] = {self->facts_of, self->thread_id_of, self->flops_of,    self->known,        self->thread_ids, self->spans,
+                       self->counted,  self->work,         self->launches,    self->device_rows, self->reading.text, self->row};
     for (size_t i = 0; i < sizeof own / sizeof *own; i++)
         Py_XDECREF(own[i]);
-    for (size_t i = 0; i < KEYS; i++)
-        Py_XDECREF(self->keys[i]);
+    PyMem_RawFree(self->kept.items);
     PyObject_Free(self);
 }
 
-/* Scanner(facts_of, thread_id_of, flops_of, spans, work, launches, device_rows) */
+/* Scanner(facts_of, thread_id_of, flops_of, spans, counted, work, launches, device_rows) */
 static PyObject *
 Scanner_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
 {
-    PyObject *facts, *threads, *flops, *spans, *work, *launches, *rows;
-    if (!PyArg_ParseTuple(args, "OOOO!O!O!O!:Scanner", &facts, &threads, &flops, &PyList_Type, &spans, &PyList_Type, &work,
-                          &PyDict_Type, &launches, &PySet_Type, &rows))
+    PyObject *facts, *threads, *flops, *spans, *counted, *work, *launches, *rows;
+    if (!PyArg_ParseTuple(args, "OOOO!O!O!O!O!:Scanner", &facts, &threads, &flops, &PyList_Type, &spans, &PyList_Type,
+                          &counted, &PyList_Type, &work, &PyDict_Type, &launches, &PySet_Type, &rows))
         return NULL;
     Scanner *self = PyObject_New(Scanner, type);
     if (self == NULL)
@@ -458,6 +468,7 @@ Scanner_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
     self->thread_id_of = Py_NewRef(threads);
     self->flops_of = Py_NewRef(flops);
     self->spans = Py_NewRef(spans);
+    self->counted = Py_NewRef(counted);
     self->work = Py_NewRef(work);
     self->launches = Py_NewRef(launches);
     self->device_rows = Py_NewRef(rows);
@@ -569,12 +580,9 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC
 PyInit__foreign(void)
 {
-    text_correlation = PyUnicode_InternFromString("correlation");
-    text_device = PyUnicode_InternFromString("device");
-    text_stream = PyUnicode_InternFromString("stream");
     text_step = PyUnicode_InternFromString("step");
     text_flops = PyUnicode_InternFromString("flops");
-    if (text_correlation == NULL || text_device == NULL || text_stream == NULL || text_step == NULL || text_flops == NULL ||
+    if (text_step == NULL || text_flops == NULL ||
         import_spans(&span_type, &interval_type) < 0 || PyType_Ready(&Scanner_Type) < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition);

@@ -6,12 +6,12 @@
  * asked of Python for that span. Numbers are written from integers.
  */
 
-#include "../_spans.h"
+#include "../_attributes.h"
 
 #define DEVICE_PIDS ((int64_t)1 << 31)
 #define SPARE_TIDS ((int64_t)1 << 31)
 #define SPARE_BINDS ((uint64_t)1 << 63)
-#define DEEPEST 511
+#define DEEPEST_LANE 511
 #define FARTHEST ((int64_t)1 << 62)
 /* No time is farther from 0, so that differences are numbers of 64 bits. */
 
@@ -618,7 +618,7 @@ takes(lane_t *lane, int64_t start_ns, int64_t end_ns)
 {
     while (lane->count > 0 && lane->open[lane->count - 1].end_ns <= start_ns)
         lane->count--;
-    return lane->count < DEEPEST && (lane->count == 0 || lane->open[lane->count - 1].end_ns >= end_ns);
+    return lane->count < DEEPEST_LANE && (lane->count == 0 || lane->open[lane->count - 1].end_ns >= end_ns);
 }
 
 /* The lane of a group that takes a slice: where its parent was moved to if it can be, else the first; or NOWHERE. */
@@ -770,9 +770,11 @@ static int
 put_more_args(Slices *self, Span *span, int64_t total_ns)
 {
     text_t *text = &self->text;
-    PyObject *attributes = span->attributes;
+    PyObject *attributes = span->attributes == NULL ? NULL : read_attributes(span);
+    if (PyErr_Occurred())
+        return -1;
     if (attributes != NULL && PyDict_CheckExact(attributes) && PyDict_GET_SIZE(attributes) == 0)
-        attributes = NULL;
+        Py_CLEAR(attributes);
     if (span->active_ns == total_ns && span->error == NULL && attributes == NULL && !span->clipped &&
         span->remote == NULL)
         return 0;
@@ -802,6 +804,7 @@ put_more_args(Slices *self, Span *span, int64_t total_ns)
         }
         PUT(text, "}");
     }
+    Py_XDECREF(attributes);
     if (plain != 0)
         return plain > 0 ? 0 : -1;
     if (!text->failed)

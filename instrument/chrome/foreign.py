@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain, count
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -93,14 +93,15 @@ class Foreign:
         self._launches: dict[int, tuple[int, int]] = {}
         self._allocations = bytearray()
         self._device_rows: set[tuple[Any, ...]] = set()
-        self._counts_flops = False
+        self._counted: list[Span] = []
 
     def scanner(self) -> Scanner | None:
         """What takes plain slices in C. It holds this reader, which therefore does not hold it."""
         if _native is None:
             return None
         asked = self._facts, self._thread_id, self._flops_in
-        found: Scanner = _native.Scanner(*asked, self.spans, self._work, self._launches, self._device_rows)
+        into = self.spans, self._counted, self._work, self._launches, self._device_rows
+        found: Scanner = _native.Scanner(*asked, *into)
         return found
 
     def scan(self, text: Json, scanner: Scanner) -> bool:
@@ -138,7 +139,7 @@ class Foreign:
         flops = flops_of(facts.site.name, event.get("args") or {}) if facts.counts else None
         if flops is not None:
             span.attributes[FLOPS] = flops
-            self._counts_flops = True
+            self._counted.append(span)
         if phase == "X":
             span.end_ns = end_of(start_ns, nanoseconds(event["ts"] + checked(event.get("dur"), float, int)))
             self.spans.append(span)
@@ -163,9 +164,7 @@ class Foreign:
 
     def _flops_in(self, site: Site, args: str) -> int | None:
         """The operations that an event's arguments tell, as the text of JSON."""
-        flops = flops_of(site.name, json.loads(args))
-        self._counts_flops |= flops is not None
-        return flops
+        return flops_of(site.name, json.loads(args))
 
     def _add_work(self, facts: _Facts, args: dict[str, Any], row: tuple[Any, ...], span: Span) -> None:
         """Work of a device, or a call of the host that asks for some; both name it by a number."""
@@ -196,11 +195,14 @@ class Foreign:
 
     def _kernels(self) -> list[Kernel]:
         """The work of devices by start, each with the call that asked for it, wherever in the file that stood."""
-        self._work.sort(key=itemgetter(4))
-        return [
-            Kernel(name, kind, device, stream, start_ns, end_ns, *self._launches.get(known or 0, (0, 0)))
-            for name, kind, device, stream, start_ns, end_ns, known in self._work
-        ]
+        found, work = list[Kernel](), self._work
+        work.sort(key=itemgetter(4))
+        work.reverse()
+        while work:  # which goes as they come: each is 200 bytes
+            name, kind, device, stream, start_ns, end_ns, known = work.pop()
+            launch = self._launches.get(known or 0, (0, 0))
+            found.append(Kernel(name, kind, device, stream, start_ns, end_ns, *launch))
+        return found
 
     def _thread_id(self, row: tuple[Any, ...]) -> int:
         if row not in self._thread_ids:
@@ -212,8 +214,8 @@ class Foreign:
     def trace(self) -> Trace:
         strays = self._close_marks()
         self._nest()
-        if self._counts_flops:
-            _count_outermost(self.spans)
+        if self._counted:
+            _count_outermost(self.spans, {span.span_id for span in self._counted if flops_told(span)})
         assign_self_times(self.spans)
         pids = [pid for pid, _ in self._thread_ids]
         host_pids = [row[0] for row in self._thread_ids if row not in self._device_rows]
@@ -285,15 +287,17 @@ class Foreign:
             stack.append(span)
 
 
-def _count_outermost(spans: Sequence[Span]) -> None:
-    """Leave the operations of a product or convolution to the outermost of the operators that tell them.
+def _count_outermost(spans: Sequence[Span], telling: Collection[int]) -> None:
+    """Leave the operations of a product or convolution to the outermost of the operators that tell them, which have
+    these ids.
 
     Spans come after those that they lie in.
     """
     counted: set[int] = set()
     for span in spans:
         if span.parent_id in counted:
-            span.attributes = {key: value for key, value in span.attributes.items() if key != FLOPS}
             counted.add(span.span_id)
-        elif flops_told(span):
+            if span.span_id in telling:
+                span.attributes = {key: value for key, value in span.attributes.items() if key != FLOPS}
+        elif span.span_id in telling:
             counted.add(span.span_id)

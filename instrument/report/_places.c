@@ -1,5 +1,6 @@
 /* The innermost span at a time on a thread, in C: the twin of the loop in `places.py`, which says what it means. */
 
+#include "../_attributes.h"
 #include "../_stretches.h"
 
 static PyTypeObject *span_type, *interval_type;
@@ -83,9 +84,9 @@ open_span(sweep_t *all, Span *span, uint32_t number, int64_t at_ns)
     if (thread == NOWHERE || span->end_ns <= at_ns || span->active_ns < (wide_t)span->end_ns - span->start_ns)
         return 1;
     if (all->launches && span->attributes != NULL) {
-        if (!PyDict_CheckExact(span->attributes))
+        if (!PyDict_CheckExact(span->attributes) && !is_unread(span))
             return 0;
-        int launches = PyDict_Contains(span->attributes, text_correlation);
+        int launches = has_attribute(span, text_correlation);
         if (launches != 0)
             return launches;
     }

@@ -3,6 +3,7 @@
  * A loop that meets what it does not expect returns None, and its caller takes the twin.
  */
 
+#include "../_attributes.h"
 #include "../_stretches.h"
 
 static PyTypeObject *span_type, *interval_type;
@@ -211,12 +212,12 @@ group_at(gathered_t *all, uint32_t site, Interval *interval, PyObject *label)
 typedef struct {
     uint32_t device;
     stretch_t stretch;
-} part_t;
+} portion_t;
 
 static int
 compare_parts(const void *a, const void *b)
 {
-    const part_t *left = a, *right = b;
+    const portion_t *left = a, *right = b;
     if (left->device != right->device)
         return left->device < right->device ? -1 : 1;
     return compare_stretches(&left->stretch, &right->stretch);
@@ -226,7 +227,7 @@ compare_parts(const void *a, const void *b)
 static int
 take_call(gathered_t *all, uint32_t site, int64_t owner)
 {
-    part_t *parts = (part_t *)all->call.items;
+    portion_t *parts = (portion_t *)all->call.items;
     size_t count = all->call.used;
     if (count > 1)
         qsort(parts, count, sizeof *parts, compare_parts);
@@ -311,11 +312,11 @@ gather_span(gathered_t *all, Span *span, int64_t owner)
             continue;
         group->summed_ns += (wide_t)end - start;
         stretch_t *stretch = heap_next(&group->stretches, sizeof *stretch);
-        part_t *part = heap_next(&all->call, sizeof *part);
+        portion_t *part = heap_next(&all->call, sizeof *part);
         if (stretch == NULL || part == NULL)
             goto no_memory;
         *stretch = (stretch_t){start, end};
-        *part = (part_t){number, {start, end}};
+        *part = (portion_t){number, {start, end}};
     }
     if (timed) {
         if (take_call(all, site, owner) < 0)
@@ -642,9 +643,8 @@ having(PyObject *Py_UNUSED(module), PyObject *args)
     }
     PyObject *found = PyList_New(0);
     for (Py_ssize_t i = 0; found != NULL && i < PyTuple_GET_SIZE(own); i++) {
-        PyObject *span = PyTuple_GET_ITEM(own, i), *attributes = Py_XNewRef(((Span *)span)->attributes);
-        int has = attributes == NULL ? 0 : PySequence_Contains(attributes, attribute);
-        Py_XDECREF(attributes);
+        PyObject *span = PyTuple_GET_ITEM(own, i);
+        int has = has_attribute((Span *)span, attribute);
         if (has < 0 || (has && PyList_Append(found, span) < 0))
             Py_CLEAR(found);
         give_way((size_t)i);
