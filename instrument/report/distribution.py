@@ -17,6 +17,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
 
 from instrument.report.device import Coverage, none_held
 from instrument.report.stretches import (
@@ -227,8 +229,9 @@ class _Found:
         if self.calls:
             communicates[HOST] = [packed(map(_in_flight, self.calls))]
         # What calls of communication put on a device, and all else.
-        for is_comm in (True, False):
-            spans = [span for span, comm in zip(trace.spans, array("q", below), strict=True) if bool(comm) is is_comm]
+        ids = array("q", below)
+        for is_comm, wanted in ((True, ids), (False, map(not_, ids))):
+            spans = list(compress(trace.spans, wanted))
             for group in device_time(spans, bytes(8 * len(spans)), trace.held).groups:
                 places = communicates if is_comm or group.site in named else computes
                 if group.timed and (places is communicates or group.site.kind != "copy"):

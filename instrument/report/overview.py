@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 
 from instrument.report.device import Coverage, none_held
 from instrument.report.stretches import Group, device_time, host_time, length_ns, owners, shared_ns, sites, united
@@ -179,7 +180,7 @@ class _Found:
             self._add("copies" if group.site.kind == "copy" else "compute", group)
         if "comm" in self.kinds or any(site.kind == "comm" for site in sites(trace.spans)):
             below = array("q", owners(trace.spans, "comm").ids)
-            communicate = [span for span, comm in zip(trace.spans, below, strict=True) if comm and span.device]
+            communicate = list(compress(trace.spans, below))
             for group in device_time(communicate, bytes(8 * len(communicate)), trace.held).groups:
                 if group.site.kind != "copy":
                     self._add("communication", group)
