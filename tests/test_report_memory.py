@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from kineto import Kineto
 from paddle_golden import GOLDEN, golden_trace
 from test_report_kernels import recordings, span, trace_of
-from test_report_places import FAR, NEAR, SITES, any_spans
+from test_report_places import FAR, NEAR, SITES, any_spans, spans_of_tasks
 
 import instrument
 from instrument import chrome, cli
@@ -348,18 +348,8 @@ def counted_in_python(trace: Trace, state: str, apart: bool) -> allocations.Coun
 
 def test_both_count_the_same_of_many_tasks_that_take_turns_on_threads() -> None:
     chance = random.Random(5)
-    spans: list[Span] = []
-    for number in range(1, 1500):
-        above = chance.choice(spans[-9:]) if spans and chance.random() < 0.7 else None
-        task = chance.randrange(40) if above is None or chance.random() < 0.2 else above.task_id
-        start = 9 * number if above is None else above.start_ns + chance.randrange(9)
-        thread = chance.randrange(5) if above is None else above.thread_id
-        spans.append(
-            span("", number, start, start + chance.randrange(60), task=task, thread=thread,
-                 parent=above.span_id if above else 0, site=chance.choice(SITES))
-        )  # fmt: skip
     found = [Allocation(0, 4 * at, chance.randrange(5), 8, at, at) for at in range(3000)]
-    trace = trace_of(*spans, allocations=found, watched=(0, 12_000))
+    trace = trace_of(*spans_of_tasks(chance), allocations=found, watched=(0, 12_000))
     told = allocations.counted(trace, "All", True)
     assert told == counted_in_python(trace, "All", True)
     assert {SHARED, *SITES} <= {use.place for use in told.uses}

@@ -412,33 +412,23 @@ end:
     return done;
 }
 
+static int
+take_event(void *scanner, cursor_t *in)
+{
+    event_t event;
+    return event_of(in, &event) ? add_event(scanner, &event) : 0;
+}
+
 /* scan(text, at): take the events that begin at the place, as many as are plain; the place after the last of them. */
 static PyObject *
 Scanner_scan(Scanner *self, PyObject *args)
 {
     PyObject *text;
-    Py_ssize_t at;
-    cursor_t in;
-    if (!PyArg_ParseTuple(args, "Un:scan", &text, &at) || read_from(&self->reading, text, at, &in) < 0)
+    Py_ssize_t at, first = PyList_GET_SIZE(self->spans);
+    if (!PyArg_ParseTuple(args, "Un:scan", &text, &at))
         return NULL;
-    const char *done = in.at;
-    Py_ssize_t first = PyList_GET_SIZE(self->spans);
-    for (;;) {
-        event_t event;
-        if (!event_of(&in, &event))
-            break;
-        int taken = add_event(self, &event);
-        if (taken < 0)
-            return NULL;
-        if (taken == 0)
-            break;
-        done = in.at;
-        if (!take(&in, ','))
-            break;
-    }
-    if (share_text(self, first) < 0)
-        return NULL;
-    return PyLong_FromSsize_t(read_until(&self->reading, done));
+    at = take_all(&self->reading, text, at, take_event, self);
+    return at < 0 || share_text(self, first) < 0 ? NULL : PyLong_FromSsize_t(at);
 }
 
 static void

@@ -307,4 +307,22 @@ read_until(reading_t *reading, const char *done)
     return reading->character;
 }
 
+/* Take the values that begin at a place of a text, with commas between them, as many as `take_one` takes (1; 0 where one is
+ * not plain, -1 with an error): the place after the last of them, or -1 with an error. */
+static inline Py_ssize_t
+take_all(reading_t *reading, PyObject *text, Py_ssize_t at, int (*take_one)(void *with, cursor_t *in), void *with)
+{
+    cursor_t in;
+    if (read_from(reading, text, at, &in) < 0)
+        return -1;
+    const char *done = in.at;
+    int taken;
+    while ((taken = take_one(with, &in)) > 0) {
+        done = in.at;
+        if (!take(&in, ','))
+            break;
+    }
+    return taken < 0 ? -1 : read_until(reading, done);
+}
+
 #endif

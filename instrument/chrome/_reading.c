@@ -569,30 +569,23 @@ add_event(Reader *self, event_t *event)
     return add_span(self, event, start_ns, end_ns, is_open);
 }
 
+static int
+take_event(void *reader, cursor_t *in)
+{
+    event_t event;
+    return event_of(in, &event) ? add_event(reader, &event) : 0;
+}
+
 /* scan(text, at): take the events that begin at the place, as many as are plain; the place after the last of them. */
 static PyObject *
 Reader_scan(Reader *self, PyObject *args)
 {
     PyObject *text;
     Py_ssize_t at;
-    cursor_t in;
-    if (!PyArg_ParseTuple(args, "Un:scan", &text, &at) || read_from(&self->reading, text, at, &in) < 0)
+    if (!PyArg_ParseTuple(args, "Un:scan", &text, &at))
         return NULL;
-    const char *done = in.at;
-    for (;;) {
-        event_t event;
-        if (!event_of(&in, &event))
-            break;
-        int taken = add_event(self, &event);
-        if (taken < 0)
-            return NULL;
-        if (taken == 0)
-            break;
-        done = in.at;
-        if (!take(&in, ','))
-            break;
-    }
-    return PyLong_FromSsize_t(read_until(&self->reading, done));
+    at = take_all(&self->reading, text, at, take_event, self);
+    return at < 0 ? NULL : PyLong_FromSsize_t(at);
 }
 
 static void
