@@ -24,10 +24,44 @@ unread_text(const Span *span)
     return (cursor_t){text + span->attributes_at, text + PyBytes_GET_SIZE(span->attributes)};
 }
 
+/* Those of a text in which nothing needs a closer look (an escape, a name twice): a new dict; NULL, maybe without an error. */
+static inline PyObject *
+plain_attributes_in(const char *text, size_t length)
+{
+    cursor_t in = {text, text + length};
+    PyObject *found = PyDict_New();
+    part_t part;
+    if (found == NULL || !take(&in, '{') || take(&in, '}'))
+        return found;
+    int plain;
+    do {
+        blanks(&in);
+        plain = plain_string(&in, &part.text, &part.length) && take(&in, ':');
+        PyObject *key = plain ? shared_text(&part) : NULL, *value = NULL;
+        blanks(&in);
+        if (key != NULL && (*in.at == '[' || *in.at == '{' || *in.at == 'n'))
+            plain = !PyDict_Contains(found, key) && skip_value(&in, 1);
+        else if (key != NULL) {
+            Py_ssize_t before = PyDict_GET_SIZE(found);
+            value = plain_value(&in);
+            plain = value != NULL && PyDict_SetItem(found, key, value) == 0 && PyDict_GET_SIZE(found) > before;
+        } else
+            plain = 0;
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    } while (plain && take(&in, ','));
+    if (!plain)
+        Py_CLEAR(found);
+    return found;
+}
+
 /* The numbers, texts and truths of an object of JSON: a new dict, NULL with an error. */
 static inline PyObject *
 attributes_in(const char *text, size_t length)
 {
+    PyObject *plain = plain_attributes_in(text, length);
+    if (plain != NULL || PyErr_Occurred())
+        return plain;
     static PyObject *loads;
     if (loads == NULL) {
         PyObject *json = PyImport_ImportModule("json");
@@ -74,6 +108,58 @@ read_attributes(Span *span)
     if (found != NULL && is_unread(span))
         Py_SETREF(span->attributes, Py_NewRef(found));
     return found;
+}
+
+#define MOST_KEPT ((size_t)1 << 30)
+
+/* Whether a text goes into the piece of memory that is being filled; if not, it goes into the next one. */
+static inline int
+has_room(const heap_t *kept, const part_t *text)
+{
+    return kept->used == 0 || kept->used + text->length < MOST_KEPT;
+}
+
+/* Keep the text of attributes of a span. 0, or -1 without memory. */
+static inline int
+keep_attributes(heap_t *kept, const part_t *text, Span *span)
+{
+    if (kept->room - kept->used < text->length) {
+        size_t room = 2 * (kept->used + text->length);
+        char *larger = PyMem_RawRealloc(kept->items, room);
+        if (larger == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        kept->items = larger;
+        kept->room = room;
+    }
+    memcpy(kept->items + kept->used, text->text, text->length);
+    kept->used += text->length;
+    span->attributes_at = (uint32_t)kept->used; /* its end, so that 0 is none */
+    return 0;
+}
+
+/* Give the spans of a list, from a place on, the text that was kept of theirs, in one piece of memory. 0, or -1 with an
+ * error. */
+static inline int
+share_attributes(heap_t *kept, PyObject *spans, Py_ssize_t first)
+{
+    if (kept->used == 0)
+        return 0;
+    PyObject *text = heap_bytes(kept, 1);
+    uint32_t from = 0;
+    kept->used = 0;
+    for (Py_ssize_t i = first; text != NULL && i < PyList_GET_SIZE(spans); i++) {
+        Span *span = (Span *)PyList_GET_ITEM(spans, i);
+        uint32_t until = span->attributes_at;
+        if (until == 0)
+            continue;
+        span->attributes = Py_NewRef(text);
+        span->attributes_at = from;
+        from = until;
+    }
+    Py_XDECREF(text);
+    return text == NULL ? -1 : 0;
 }
 
 /* Whether a span has an attribute, which is looked for in the text without reading it. -1 with an error. */

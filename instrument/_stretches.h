@@ -39,33 +39,6 @@ wide_as_long(wide_t value)
     return made;
 }
 
-/* Memory that grows: `used` items of one size. */
-typedef struct {
-    char *items;
-    size_t used, room;
-} heap_t;
-
-/* Room for one item more, NULL without memory. */
-static inline void *
-heap_next(heap_t *heap, size_t size)
-{
-    if (heap->used == heap->room) {
-        size_t room = heap->room == 0 ? 16 : heap->room * 2;
-        char *larger = PyMem_RawRealloc(heap->items, room * size);
-        if (larger == NULL)
-            return NULL;
-        heap->items = larger;
-        heap->room = room;
-    }
-    return heap->items + heap->used++ * size;
-}
-
-static inline PyObject *
-heap_bytes(const heap_t *heap, size_t size)
-{
-    return PyBytes_FromStringAndSize(heap->items, (Py_ssize_t)(heap->used * size));
-}
-
 /* Append what "N" values make to a list. 0, or -1 with an error. */
 static inline int
 append_new(PyObject *list, PyObject *item)

@@ -10,7 +10,6 @@
 
 #define MOST_EXACT_DIGITS 15 /* of a number whose digits and power of ten are each exact as a double */
 #define MOST_MICROSECONDS ((int64_t)1 << 53)
-#define MOST_KEPT ((size_t)1 << 30)
 
 static PyTypeObject *span_type, *interval_type;
 static PyObject *text_step, *text_flops;
@@ -133,7 +132,6 @@ static int
 event_of(cursor_t *in, event_t *event)
 {
     event->has = 0;
-    event->args.length = 0;
     if (!take(in, '{') || take(in, '}'))
         return 0;
     do {
@@ -200,7 +198,7 @@ typedef struct {
     PyObject *known, *thread_ids;                 /* what the first two said */
     PyObject *spans, *counted, *work, *launches, *device_rows;
     reading_t reading;
-    heap_t kept; /* the text of arguments, of the spans that are being read */
+    heap_t kept; /* the text of arguments */
     int64_t pid, tid, thread_id; /* the newest lane */
     PyObject *row;
 } Scanner;
@@ -307,49 +305,6 @@ add_work(Scanner *self, const event_t *event, PyObject *facts, Span *span)
     return append_new(self->work, work);
 }
 
-/* The text of arguments, kept for who asks a span for its attributes. 0, or -1 without memory. */
-static int
-keep_text(Scanner *self, const part_t *args, Span *span)
-{
-    heap_t *kept = &self->kept;
-    if (kept->room - kept->used < args->length) {
-        size_t room = 2 * (kept->used + args->length);
-        char *larger = PyMem_RawRealloc(kept->items, room);
-        if (larger == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        kept->items = larger;
-        kept->room = room;
-    }
-    memcpy(kept->items + kept->used, args->text, args->length);
-    kept->used += args->length;
-    span->attributes_at = (uint32_t)kept->used; /* its end, so that 0 is none: see `share_text` */
-    return 0;
-}
-
-/* Give the spans from a place on the text of their arguments, in one piece of memory. 0, or -1 with an error. */
-static int
-share_text(Scanner *self, Py_ssize_t first)
-{
-    if (self->kept.used == 0)
-        return 0;
-    PyObject *text = heap_bytes(&self->kept, 1);
-    uint32_t from = 0;
-    self->kept.used = 0;
-    for (Py_ssize_t i = first; text != NULL && i < PyList_GET_SIZE(self->spans); i++) {
-        Span *span = (Span *)PyList_GET_ITEM(self->spans, i);
-        uint32_t until = span->attributes_at;
-        if (until == 0)
-            continue;
-        span->attributes = Py_NewRef(text);
-        span->attributes_at = from;
-        from = until;
-    }
-    Py_XDECREF(text);
-    return text == NULL ? -1 : 0;
-}
-
 /* Give a span the attributes of its event. 0, or -1 with an error. */
 static int
 add_attributes(Scanner *self, const event_t *event, PyObject *facts, Span *span)
@@ -364,7 +319,7 @@ add_attributes(Scanner *self, const event_t *event, PyObject *facts, Span *span)
             return -1;
     }
     if (step == Py_None && flops == Py_None)
-        return has_args ? keep_text(self, &event->args, span) : 0;
+        return has_args ? keep_attributes(&self->kept, &event->args, span) : 0;
     attributes = has_args ? attributes_in(event->args.text, event->args.length) : PyDict_New();
     if (attributes != NULL && (step == Py_None || PyDict_SetItem(attributes, text_step, step) == 0) &&
         (flops == Py_None ||
@@ -391,8 +346,8 @@ add_event(Scanner *self, const event_t *event)
     int64_t start_ns, end_ns;
     if (!nanoseconds(&event->ts, &start_ns) || !nanoseconds(&ended, &end_ns) || end_ns < start_ns)
         return 0;
-    if (self->kept.used + event->args.length >= MOST_KEPT && self->kept.used > 0)
-        return 0; /* it goes to the next piece of memory */
+    if (event->has & ARGS && !has_room(&self->kept, &event->args))
+        return 0;
     PyObject *facts = find_thread(self, event) < 0 ? NULL : facts_of(self, event);
     Span *span = NULL;
     int done = -1;
@@ -428,7 +383,7 @@ Scanner_scan(Scanner *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "Un:scan", &text, &at))
         return NULL;
     at = take_all(&self->reading, text, at, take_event, self);
-    return at < 0 || share_text(self, first) < 0 ? NULL : PyLong_FromSsize_t(at);
+    return at < 0 || share_attributes(&self->kept, self->spans, first) < 0 ? NULL : PyLong_FromSsize_t(at);
 }
 
 static void

@@ -6,7 +6,7 @@
  * wrong with it.
  */
 
-#include "_json.h"
+#include "../_attributes.h"
 #include <stddef.h>
 #include <structmember.h>
 
@@ -82,6 +82,26 @@ static const argument_t arguments[] = {
     {"remote", 6, REMOTE, 0},
 };
 
+/* Pass over attributes. Whether they are numbers, texts and truths under names without escapes. */
+static int
+skip_attributes(cursor_t *in)
+{
+    if (!take(in, '{'))
+        return 0;
+    if (take(in, '}'))
+        return 1;
+    do {
+        part_t name;
+        blanks(in);
+        if (!plain_string(in, &name.text, &name.length) || !take(in, ':'))
+            return 0;
+        blanks(in);
+        if (in->at >= in->end || *in->at == '[' || *in->at == '{' || *in->at == 'n' || !skip_value(in, 1))
+            return 0;
+    } while (take(in, ','));
+    return take(in, '}');
+}
+
 /* The value of an argument. Whether it is plain. */
 static int
 argument_value(cursor_t *in, event_t *event, const char *key, size_t length)
@@ -102,7 +122,7 @@ argument_value(cursor_t *in, event_t *event, const char *key, size_t length)
         }
         if (known->bit == ATTRIBUTES) {
             event->attributes.text = in->at;
-            if (in->at >= in->end || *in->at != '{' || !skip_value(in, 0))
+            if (!skip_attributes(in))
                 return 0;
             event->attributes.length = (size_t)(in->at - event->attributes.text);
             return 1;
@@ -227,6 +247,7 @@ typedef struct {
     PyObject *make_row;
     int64_t base_ns;
     reading_t reading;
+    heap_t kept; /* the text of attributes */
     table_t owners; /* span id -> its place in `spans`, once device intervals have come */
     Py_ssize_t owners_of;
     int direct; /* whether an interval is given to its span at once */
@@ -278,40 +299,6 @@ open_on(lane_t *lane, open_t open)
     lane->open = larger;
     lane->open[lane->count++] = open;
     return 0;
-}
-
-/* The attributes of a span: a new reference, NULL without an error where one is not plain. */
-static PyObject *
-attributes_of(event_t *event)
-{
-    cursor_t in = {event->attributes.text, event->attributes.text + event->attributes.length};
-    PyObject *attributes = PyDict_New();
-    take(&in, '{');
-    if (attributes == NULL || take(&in, '}'))
-        return attributes;
-    do {
-        part_t key;
-        blanks(&in);
-        if (!plain_string(&in, &key.text, &key.length) || !take(&in, ':')) {
-            Py_DECREF(attributes);
-            return NULL;
-        }
-        PyObject *name = shared_text(&key), *value = name == NULL ? NULL : plain_value(&in);
-        int done = value == NULL ? -1 : PyDict_SetItem(attributes, name, value);
-        Py_XDECREF(name);
-        Py_XDECREF(value);
-        if (done < 0) {
-            Py_DECREF(attributes);
-            return NULL;
-        }
-    } while (take(&in, ','));
-    return attributes;
-}
-
-static PyObject *
-local_text(event_t *event)
-{
-    return PyUnicode_DecodeUTF8(event->local.text, (Py_ssize_t)event->local.length, NULL);
 }
 
 /* Take a device interval: 1, 0 where it is not plain, -1 with an error. */
@@ -395,6 +382,12 @@ end:
     return done;
 }
 
+static PyObject *
+local_text(event_t *event)
+{
+    return PyUnicode_DecodeUTF8(event->local.text, (Py_ssize_t)event->local.length, NULL);
+}
+
 /* The row of an async lane, borrowed; NULL where there is none, with or without an error. */
 static PyObject *
 row_of(Reader *self, PyObject *local)
@@ -421,7 +414,7 @@ add_span(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns, int is_
         return 0;
     int64_t parent_id = event->has & PARENT ? event->parent : 0, task_id = 0;
     int64_t root_id = parent_id != 0 ? parent_id : event->id;
-    PyObject *local = NULL, *row = NULL, *attributes = NULL, *error = NULL;
+    PyObject *local = NULL, *row = NULL, *error = NULL;
     int done = -1;
     lane_t *lane = NULL;
     if (self->nests && !is_open) {
@@ -460,12 +453,9 @@ add_span(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns, int is_
             goto end;
         Py_XINCREF(row);
     }
-    if (event->has & ATTRIBUTES && event->attributes.length > 2) {
-        attributes = attributes_of(event);
-        if (attributes == NULL) {
-            done = PyErr_Occurred() ? -1 : 0;
-            goto end;
-        }
+    if (event->has & ATTRIBUTES && !has_room(&self->kept, &event->attributes)) {
+        done = 0;
+        goto end;
     }
     if (event->has & ERROR && (error = shared_text(&event->error)) == NULL)
         goto end;
@@ -484,11 +474,13 @@ add_span(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns, int is_
     span->active_ns = event->has & ACTIVE ? event->active_ns : total_ns;
     span->self_ns = event->has & SELF ? event->self_ns : total_ns;
     span->error = error;
-    span->attributes = attributes;
-    span->device = span->remote = NULL;
+    span->attributes = span->device = span->remote = NULL;
+    span->attributes_at = 0;
     span->clipped = event->has & CLIPPED ? (char)event->clipped : 0;
-    error = attributes = NULL;
+    error = NULL;
     done = PyList_Append(self->spans, (PyObject *)span) < 0 ? -1 : 1;
+    if (done > 0 && event->has & ATTRIBUTES && event->attributes.length > 2)
+        done = keep_attributes(&self->kept, &event->attributes, span) < 0 ? -1 : 1;
     if (done > 0 && lane != NULL && open_on(lane, (open_t){end_ns, span->span_id, span->root_id}) < 0)
         done = -1;
     if (done > 0 && is_open) {
@@ -509,7 +501,6 @@ add_span(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns, int is_
 end:
     Py_XDECREF(row);
     Py_XDECREF(local);
-    Py_XDECREF(attributes);
     Py_XDECREF(error);
     return done;
 }
@@ -581,11 +572,11 @@ static PyObject *
 Reader_scan(Reader *self, PyObject *args)
 {
     PyObject *text;
-    Py_ssize_t at;
+    Py_ssize_t at, first = PyList_GET_SIZE(self->spans);
     if (!PyArg_ParseTuple(args, "Un:scan", &text, &at))
         return NULL;
     at = take_all(&self->reading, text, at, take_event, self);
-    return at < 0 ? NULL : PyLong_FromSsize_t(at);
+    return at < 0 || share_attributes(&self->kept, self->spans, first) < 0 ? NULL : PyLong_FromSsize_t(at);
 }
 
 static void
@@ -602,6 +593,7 @@ Reader_dealloc(Reader *self)
     Py_XDECREF(self->sites);
     Py_XDECREF(self->make_row);
     Py_XDECREF(self->reading.text);
+    PyMem_RawFree(self->kept.items);
     PyObject_Free(self);
 }
 

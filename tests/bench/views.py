@@ -9,7 +9,8 @@ Python and load of the file included, and its memory at most; the least of some 
 `AllOpDetail` is `operators` with each of them in order. The target is 3 s and 400 MB.
 
 Files of their own have what may stand beside the spans: as many allocations, the FLOPs of a twentieth as many
-operators, a fifth as many kernels. The last is what torch.profiler writes: as many operators, launches and kernels.
+operators, a fifth as many kernels; or all spans have three attributes more. The last is what torch.profiler writes: as
+many operators, launches and kernels.
 
 Then `Session.summary` of a process that has recorded, with all threads together and the fifty largest rows: the least
 processor time of some. The target is 20 ms up to the bound of call paths, whatever the uptime: as a tree of a few names
@@ -59,6 +60,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "allocations": ("memory",),
     "flops": ("operators",),
     "kernels": ("kernels", "overview"),
+    "attributes": ("overview", "copies", "phases"),
     "torch": ("kernels", "operators", "overview", "events"),
 }
 """What may stand beside the spans of a trace, and the views that show it: all of them where there is nothing beside."""
@@ -147,7 +149,10 @@ def write(path: str, count: int, beside: str) -> None:
         write_of_torch(path, count)
         return
     trace = trace_of(count)
-    if beside:
+    if beside == "attributes":
+        for number, span in enumerate(trace.spans):
+            span.attributes = {**span.attributes, "model": "llama-8b", "tokens": number, "cached": number % 3 == 0}
+    elif beside:
         trace.watched = 0, trace.end_ns
     if beside == "allocations":
         trace.allocations = allocations_of(trace, count)
