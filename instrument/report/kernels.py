@@ -311,14 +311,15 @@ class _Found:
 def _of_torch(trace: Trace) -> _Found:
     found = _Found(KERNELS, trace.watched or (0, 0))
     work: dict[tuple[str, str, int], array[int]] = {}
-    counted: list[tuple[Kernel, Interval]] = []
+    counted, stretches = list[Kernel](), array("q")
     for kernel in trace.kernels:
         name, kind, device, _, start_ns, end_ns, *_ = kernel
         part = found.clipped(start_ns, end_ns)
         if part is None:
             continue
         if kind == "kernel":
-            counted.append((kernel, part))
+            counted.append(kernel)
+            stretches.extend(part)
         key = kind, name if kind == "kernel" else "", device
         if key not in work:
             work[key] = array("q")
@@ -327,9 +328,9 @@ def _of_torch(trace: Trace) -> _Found:
         users = found.used(name, device) if kind == "kernel" else [found.others.setdefault(kind, _Used())]
         for used in users:
             used.add(device, parts)
-    if not any(kernel.thread_id for kernel, _ in counted):
+    if not any(kernel.thread_id for kernel in counted):
         return found
-    for (place, name, device), parts in _asked_for(trace, counted).items():
+    for (place, name, device), parts in _asked_for(trace, counted, stretches).items():
         if isinstance(place, str):
             found.place(place, "", name, device, parts)
         else:
@@ -338,14 +339,15 @@ def _of_torch(trace: Trace) -> _Found:
 
 
 def _asked_for(
-    trace: Trace, counted: Sequence[tuple[Kernel, Interval]]
+    trace: Trace, counted: Sequence[Kernel], stretches: array[int]
 ) -> Mapping[tuple[Site | str, str, int], array[int]]:
-    """Where kernels lie, by the place that asked for them, their name and device."""
-    thread_ids, times_ns = zip(*((kernel.thread_id, kernel.launched_ns) for kernel, _ in counted), strict=True)
+    """Where kernels lie, by the place that asked for them, their name and device; `stretches` are start and end of each
+    in the window."""
+    asked = places(trace, [one.thread_id for one in counted], [one.launched_ns for one in counted])
     known_since_ns = trace.held[0]
     found: dict[tuple[Site | str, str, int], array[int]] = {}
-    for (kernel, part), place in zip(counted, places(trace, thread_ids, times_ns), strict=True):
-        name, _, device, _, _, _, thread_id, launched_ns = kernel
+    parts = zip(stretches[::2], stretches[1::2], strict=True)
+    for (name, _, device, _, _, _, thread_id, launched_ns), part, place in zip(counted, parts, asked, strict=True):
         if not thread_id or launched_ns < known_since_ns:
             key: tuple[Site | str, str, int] = UNKNOWN, name, device
         else:
