@@ -286,9 +286,7 @@ add_work(Scanner *self, const event_t *event, PyObject *facts, Span *span)
     if (correlation == NULL)
         return -1;
     if (kind == Py_None) {
-        PyObject *launch = Py_BuildValue("(LL)", (long long)span->thread_id, (long long)span->start_ns);
-        int done = launch == NULL ? -1 : PyDict_SetItem(self->launches, correlation, launch);
-        Py_XDECREF(launch);
+        int done = PyDict_SetItem(self->launches, correlation, (PyObject *)span);
         Py_DECREF(correlation);
         return done;
     }

@@ -15,7 +15,7 @@ class Scanner:
         spans: list[Span],
         counted: list[Span],
         work: list[Any],
-        launches: dict[int, tuple[int, int]],
+        launches: dict[int, Span],
         device_rows: set[tuple[Any, ...]],
         /,
     ) -> None: ...

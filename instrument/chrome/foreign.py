@@ -90,7 +90,7 @@ class Foreign:
         self._spare_ids = count(SPARE_TIDS)
         self._count = 0
         self._work: list[tuple[str, str, int, int, int, int, int | None]] = []
-        self._launches: dict[int, tuple[int, int]] = {}
+        self._launches: dict[int, Span] = {}
         self._allocations = bytearray()
         self._device_rows: set[tuple[Any, ...]] = set()
         self._counted: list[Span] = []
@@ -177,7 +177,7 @@ class Foreign:
                 work = span.site.name, facts.work, device, stream, span.start_ns, span.end_ns, correlation
                 self._work.append(work)
         elif correlation is not None and facts.launches:
-            self._launches[correlation] = (span.thread_id, span.start_ns)
+            self._launches[correlation] = span
 
     def _add_allocation(self, event: dict[str, Any], row: tuple[Any, ...]) -> None:
         args = checked(event.get("args"), dict)
@@ -200,8 +200,9 @@ class Foreign:
         work.reverse()
         while work:  # which goes as they come: each is 200 bytes
             name, kind, device, stream, start_ns, end_ns, known = work.pop()
-            launch = self._launches.get(known or 0, (0, 0))
-            found.append(Kernel(name, kind, device, stream, start_ns, end_ns, *launch))
+            launch = self._launches.get(known or 0)
+            asked = (0, 0) if launch is None else (launch.thread_id, launch.start_ns)
+            found.append(Kernel(name, kind, device, stream, start_ns, end_ns, *asked))
         return found
 
     def _thread_id(self, row: tuple[Any, ...]) -> int:
