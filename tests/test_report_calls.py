@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +108,29 @@ def test_what_is_around_and_what_devices_did_below_is_what_brute_force_finds(
             for at in range(part.start_ns, part.end_ns)
         }
         assert worked_ns.get(span.span_id, 0) == len(instants)
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_what_lies_deep_is_held_once(monkeypatch: pytest.MonkeyPatch, pure: bool) -> None:
+    """For each call around it, it would be gigabytes of a file of some MB."""
+    if pure:
+        monkeypatch.setattr(calls, "_native", None)
+    depth, leaves = 1000, 4000
+    sites = [Site(f"outer {at % 50}", "op") for at in range(depth)]
+    spans = [Span(site, at, at - 1, 1, 7, 0, at, 10**6, 10**6, 0) for at, site in enumerate(sites, start=1)]
+    for at in range(depth + 1, depth + 1 + leaves):
+        device = (DeviceInterval(0, 7, 10 * at, 10 * at + 4),)
+        spans.append(Span(INNER, at, depth, 1, 7, 0, at, at + 1, 1, 0, device=device))
+    tracemalloc.start()
+    try:
+        worked_ns = device_ns(spans, spans[:depth])
+        root = call_tree(spans, OPERATORS)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert worked_ns == dict.fromkeys(range(1, depth + 1), 4 * leaves)
+    outer = [place for place in every_place(root) if place.site is not INNER]
+    assert [(place.calls, place.device_ns, place.device_calls) for place in outer] == [(1, 4 * leaves, 1)] * depth
 
 
 @native

@@ -33,7 +33,7 @@ typedef struct {
 } pair_t;
 
 typedef struct {
-    uint32_t slot; /* of the span that has it */
+    uint32_t at; /* the number of a span; when it has been laid at a call: of the next one there, NOWHERE for none */
     stretch_t stretch;
 } held_t;
 
@@ -186,17 +186,47 @@ use_stream(tree_t *tree, uint32_t spot, Interval *interval, int64_t took_ns)
     return 0;
 }
 
-/* Keep the stretches of the call at hand for another one. 0, or -1 without memory. */
+/* Keep the stretches of the call at hand for the calls at and around a span. 0, or -1 without memory. */
 static int
-hold(tree_t *tree, uint32_t slot)
+hold(tree_t *tree, uint32_t number)
 {
     for (size_t i = 0; i < tree->call.used; i++) {
         held_t *next = heap_next(&tree->held, sizeof *next);
         if (next == NULL)
             return -1;
-        *next = (held_t){slot, ((stretch_t *)tree->call.items)[i]};
+        *next = (held_t){number, ((stretch_t *)tree->call.items)[i]};
     }
     return 0;
+}
+
+/* Spans by their ids; the last of an id stands for it. 0, or -1 without memory. */
+static int
+number_by_id(PyObject *own, table_t *by_id)
+{
+    size_t total = (size_t)PyTuple_GET_SIZE(own);
+    if (table_make(by_id, total) < 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < total; i++) {
+        uint32_t *cell = table_cell(by_id, ((Span *)PyTuple_GET_ITEM(own, i))->span_id);
+        if (cell == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        *cell = (uint32_t)i;
+        give_way(i);
+    }
+    return 0;
+}
+
+/* The number of the span around one, NOWHERE where there is none on its line. */
+static uint32_t
+number_around(PyObject *own, const table_t *by_id, const Span *span)
+{
+    uint32_t up = table_get(by_id, span->parent_id);
+    const Span *around = up == NOWHERE ? NULL : (const Span *)PyTuple_GET_ITEM(own, up);
+    return around != NULL && around->thread_id == span->thread_id && around->task_id == span->task_id ? up : NOWHERE;
 }
 
 /* An interval of a span: 1 if it is timed, 0 if not, -1 with an error, -2 if it is not plain. */
@@ -260,36 +290,23 @@ take_device(tree_t *tree, Span *span, uint32_t number, uint32_t own)
     }
     if (tree->call.used == 0)
         return 1;
-    spot_t *spot = SPOT(number);
-    if (spot->wanted) {
-        if (own != NOWHERE) {
-            if (hold(tree, own) < 0)
-                goto no_memory;
-        } else {
-            sort_stretches((stretch_t *)tree->call.items, tree->call.used);
-            wide_t length = united((stretch_t *)tree->call.items, tree->call.used);
-            if (length > INT64_MAX)
-                return 0;
-            took(spot, (int64_t)length);
-        }
+    if (own != NOWHERE)
+        return hold(tree, own) < 0 ? -1 : 1;
+    if (SPOT(number)->wanted) {
+        sort_stretches((stretch_t *)tree->call.items, tree->call.used);
+        wide_t length = united((stretch_t *)tree->call.items, tree->call.used);
+        if (length > INT64_MAX)
+            return 0;
+        took(SPOT(number), (int64_t)length);
     }
-    Span *up = span;
-    for (uint32_t around = spot->elsewhere ? ROOT : spot->parent; around != ROOT;) {
-        spot_t *above = SPOT(around);
-        if (!above->wanted && !above->inside)
-            break;
-        uint32_t slot = table_get(&tree->by_id, up->parent_id);
-        if (slot == NOWHERE)
-            break;
-        up = SPAN(slot);
-        int inside = above->wanted ? encloses(tree, up) : 1;
-        if (inside < 0)
-            return inside == -2 ? 0 : -1;
-        if (!inside && !lies_outside(up->start_ns, up->end_ns, tree->first, tree->last) && hold(tree, slot) < 0)
-            goto no_memory;
-        around = above->elsewhere ? ROOT : above->parent;
-    }
-    return 1;
+    uint32_t up = number_around(tree->own, &tree->by_id, span);
+    if (up == NOWHERE)
+        return 1;
+    int inside = lies_outside(SPAN(up)->start_ns, SPAN(up)->end_ns, tree->first, tree->last) ? 0 : encloses(tree, SPAN(up));
+    if (inside < 0)
+        return inside == -2 ? 0 : -1;
+    if (inside || hold(tree, up) == 0)
+        return 1;
 no_memory:
     PyErr_NoMemory();
     return -1;
@@ -334,23 +351,228 @@ count_span(tree_t *tree, Span *span)
     return take_device(tree, span, number, own);
 }
 
-/* Sort what is held by its slot: those of a slot end in `sorted` at its entry of `ends`, and begin where those of the slot
- * before end. 0, or -1 without memory; the caller frees both. */
+/* ---- what lies below calls */
+
+#define UNKNOWN (NOWHERE - 1)
+
+/* A call that has something at or below it. `first` and `last` are what is held there, `up` the nearest call around it. */
+typedef struct {
+    uint32_t span, up, waiting, first, last; /* `waiting`: how many calls right below it are not over */
+    char has_own, lists, is_done;            /* `lists`: how many of these came up, 2 for more */
+    wide_t length;
+} call_t;
+
+/* What is held, by call: each stretch is held once, however deep it lies, and goes up from call to call. */
+typedef struct {
+    PyObject *own;
+    const table_t *by_id;
+    int (*is_call)(const void *with, uint32_t number);
+    const void *with;
+    uint32_t *nearest; /* by the number of a span: the nearest call at or around it; UNKNOWN if nobody asked yet */
+    uint32_t *call_of; /* by the number of a span */
+    heap_t calls, climbed, ready, scratch;
+} below_t;
+
+#define CALL(i) (&((call_t *)all->calls.items)[i])
+#define HELD(i) (&((held_t *)held->items)[i])
+
 static int
-sort_held(const heap_t *held, size_t slots, uint32_t **ends, stretch_t **sorted)
+below_make(below_t *all)
 {
-    const held_t *items = (const held_t *)held->items;
-    *ends = PyMem_RawCalloc(slots + 1, sizeof **ends);
-    *sorted = PyMem_RawMalloc((held->used + 1) * sizeof **sorted);
-    if (*ends == NULL || *sorted == NULL || held->used >= NOWHERE)
+    size_t size = ((size_t)PyTuple_GET_SIZE(all->own) + 1) * sizeof(uint32_t);
+    all->nearest = PyMem_RawMalloc(size);
+    all->call_of = PyMem_RawMalloc(size);
+    if (all->nearest == NULL || all->call_of == NULL)
         return -1;
-    for (size_t i = 0; i < held->used; i++)
-        (*ends)[items[i].slot + 1]++;
-    for (size_t slot = 0; slot < slots; slot++)
-        (*ends)[slot + 1] += (*ends)[slot];
-    for (size_t i = 0; i < held->used; i++)
-        (*sorted)[(*ends)[items[i].slot]++] = items[i].stretch;
+    for (size_t i = 0; i < size / sizeof(uint32_t); i++)
+        all->nearest[i] = UNKNOWN;
+    memset(all->call_of, 0xFF, size);
     return 0;
+}
+
+static void
+below_free(below_t *all)
+{
+    PyMem_RawFree(all->nearest);
+    PyMem_RawFree(all->call_of);
+    PyMem_RawFree(all->calls.items);
+    PyMem_RawFree(all->climbed.items);
+    PyMem_RawFree(all->ready.items);
+    PyMem_RawFree(all->scratch.items);
+}
+
+/* Find the nearest call at a span or around it on its line, NOWHERE for none. 0, or -1 without memory. */
+static int
+find_call(below_t *all, uint32_t number, uint32_t *found)
+{
+    uint32_t at = number;
+    all->climbed.used = 0;
+    while (at != NOWHERE && all->nearest[at] == UNKNOWN) {
+        if (all->is_call(all->with, at)) {
+            all->nearest[at] = at;
+            break;
+        }
+        uint32_t *step = heap_next(&all->climbed, sizeof *step);
+        if (step == NULL)
+            return -1;
+        *step = at;
+        all->nearest[at] = NOWHERE; /* which it stays where parents run in a circle without a call */
+        at = number_around(all->own, all->by_id, (Span *)PyTuple_GET_ITEM(all->own, at));
+    }
+    *found = at == NOWHERE ? NOWHERE : all->nearest[at];
+    for (size_t i = 0; i < all->climbed.used; i++)
+        all->nearest[((uint32_t *)all->climbed.items)[i]] = *found;
+    return 0;
+}
+
+/* A call, after which come those around it that were not known. Its number, NOWHERE without memory. */
+static uint32_t
+call_at(below_t *all, uint32_t span)
+{
+    uint32_t first = all->call_of[span], below = NOWHERE;
+    if (first != NOWHERE)
+        return first;
+    while (span != NOWHERE) {
+        uint32_t number = all->call_of[span], around;
+        int is_known = number != NOWHERE;
+        if (!is_known) {
+            call_t *made = heap_next(&all->calls, sizeof *made);
+            if (made == NULL)
+                return NOWHERE;
+            number = all->call_of[span] = (uint32_t)all->calls.used - 1;
+            *made = (call_t){.span = span, .up = NOWHERE, .first = NOWHERE, .last = NOWHERE};
+            first = first == NOWHERE ? number : first;
+        }
+        if (below != NOWHERE) {
+            CALL(below)->up = number;
+            CALL(number)->waiting++;
+        }
+        if (is_known)
+            break;
+        below = number;
+        around = number_around(all->own, all->by_id, (Span *)PyTuple_GET_ITEM(all->own, span));
+        if (around == NOWHERE)
+            break;
+        if (find_call(all, around, &span) < 0)
+            return NOWHERE;
+    }
+    return first;
+}
+
+/* Put what lies at one call, linked, behind what lies at another. */
+static void
+append_held(heap_t *held, call_t *call, uint32_t first, uint32_t last)
+{
+    if (first == NOWHERE)
+        return;
+    if (call->first == NOWHERE)
+        call->first = first;
+    else
+        HELD(call->last)->at = first;
+    call->last = last;
+}
+
+/* Unite what lies at a call, and say how long it is. 0, or -1 without memory. */
+static int
+unite_held(below_t *all, heap_t *held, call_t *call)
+{
+    all->scratch.used = 0;
+    for (uint32_t i = call->first; i != NOWHERE; i = HELD(i)->at) {
+        stretch_t *next = heap_next(&all->scratch, sizeof *next);
+        if (next == NULL)
+            return -1;
+        *next = HELD(i)->stretch;
+    }
+    stretch_t *parts = (stretch_t *)all->scratch.items;
+    size_t used = 0, count = all->scratch.used;
+    sort_stretches(parts, count);
+    for (size_t i = 0; i < count; i++)
+        if (used == 0 || parts[i].start > parts[used - 1].end)
+            parts[used++] = parts[i];
+        else if (parts[i].end > parts[used - 1].end)
+            parts[used - 1].end = parts[i].end;
+    call->length = 0;
+    uint32_t at = call->first;
+    for (size_t i = 0; i < used; i++) {
+        call->length += (wide_t)parts[i].end - parts[i].start;
+        HELD(at)->stretch = parts[i];
+        call->last = at;
+        at = HELD(at)->at;
+    }
+    if (used > 0)
+        HELD(call->last)->at = NOWHERE;
+    return 0;
+}
+
+/* Lay what is held at the calls for which it is, and find how long it is together at and below each. 0, or -1 without memory. */
+static int
+settle(below_t *all, heap_t *held)
+{
+    if (held->used >= UNKNOWN)
+        return -1;
+    for (size_t i = 0; i < held->used; i++) {
+        uint32_t span, number;
+        if (find_call(all, HELD(i)->at, &span) < 0)
+            return -1;
+        if (span == NOWHERE)
+            continue;
+        if ((number = call_at(all, span)) == NOWHERE)
+            return -1;
+        HELD(i)->at = NOWHERE;
+        append_held(held, CALL(number), (uint32_t)i, (uint32_t)i);
+        CALL(number)->has_own = 1;
+        give_way(i);
+    }
+    for (size_t i = 0; i < all->calls.used; i++) {
+        uint32_t *ready = CALL(i)->waiting > 0 ? NULL : heap_next(&all->ready, sizeof *ready);
+        if (CALL(i)->waiting == 0 && ready == NULL)
+            return -1;
+        if (ready != NULL)
+            *ready = (uint32_t)i;
+    }
+    for (size_t done = 0; done < all->ready.used; done++) {
+        call_t *call = CALL(((uint32_t *)all->ready.items)[done]);
+        /* One list that came from below is united, and its length has come with it. */
+        if ((call->has_own || call->lists > 1) && unite_held(all, held, call) < 0)
+            return -1;
+        call->is_done = 1;
+        if (call->up == NOWHERE)
+            continue;
+        call_t *up = CALL(call->up);
+        append_held(held, up, call->first, call->last);
+        up->length = call->length;
+        up->lists += up->lists < 2;
+        if (--up->waiting == 0) {
+            uint32_t *ready = heap_next(&all->ready, sizeof *ready);
+            if (ready == NULL)
+                return -1;
+            *ready = call->up;
+        }
+        give_way(done);
+    }
+    /* What is left lies in one another, where parents run in a circle: each has what all of them have. */
+    for (size_t i = 0; i < all->calls.used; i++) {
+        call_t *call = CALL(i);
+        if (call->is_done)
+            continue;
+        for (call_t *one = CALL(call->up); one != call; one = CALL(one->up))
+            append_held(held, call, one->first, one->last);
+        if (unite_held(all, held, call) < 0)
+            return -1;
+        for (call_t *one = CALL(call->up); one != call; one = CALL(one->up)) {
+            one->length = call->length;
+            one->is_done = 1;
+        }
+        call->is_done = 1;
+    }
+    return 0;
+}
+
+static int
+is_wanted(const void *with, uint32_t number)
+{
+    const tree_t *tree = with;
+    return tree->placed[number] < CLIMBING && SPOT(tree->placed[number])->wanted;
 }
 
 /* What calls have of stretches of their own and of calls below them: unions of each. 1, 0 where a sum is beyond 64 bits,
@@ -358,22 +580,18 @@ sort_held(const heap_t *held, size_t slots, uint32_t **ends, stretch_t **sorted)
 static int
 take_held(tree_t *tree)
 {
-    size_t total = (size_t)PyTuple_GET_SIZE(tree->own), from = 0;
-    uint32_t *ends;
-    stretch_t *sorted;
-    int plain = sort_held(&tree->held, total, &ends, &sorted) < 0 ? -1 : 1;
-    for (size_t slot = 0; plain > 0 && slot < total; from = ends[slot++]) {
-        if (ends[slot] == from || tree->placed[slot] >= CLIMBING) /* as in a damaged file, where an id may come twice */
+    below_t below = {.own = tree->own, .by_id = &tree->by_id, .is_call = is_wanted, .with = tree}, *all = &below;
+    int plain = below_make(all) < 0 || settle(all, &tree->held) < 0 ? -1 : 1;
+    for (size_t i = 0; plain > 0 && i < all->calls.used; i++) {
+        const call_t *call = CALL(i);
+        if (lies_outside(SPAN(call->span)->start_ns, SPAN(call->span)->end_ns, tree->first, tree->last))
             continue;
-        sort_stretches(&sorted[from], ends[slot] - from);
-        wide_t length = united(&sorted[from], ends[slot] - from);
-        plain = length <= INT64_MAX;
+        plain = call->length <= INT64_MAX;
         if (plain)
-            took(SPOT(tree->placed[slot]), (int64_t)length);
-        give_way(slot);
+            took(SPOT(tree->placed[call->span]), (int64_t)call->length);
+        give_way(i);
     }
-    PyMem_RawFree(ends);
-    PyMem_RawFree(sorted);
+    below_free(all);
     if (plain < 0)
         PyErr_NoMemory();
     return plain;
@@ -476,36 +694,6 @@ end:
     return result;
 }
 
-/* Spans by their ids; the last of an id stands for it. 0, or -1 without memory. */
-static int
-number_by_id(PyObject *own, table_t *by_id)
-{
-    size_t total = (size_t)PyTuple_GET_SIZE(own);
-    if (table_make(by_id, total) < 0) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t i = 0; i < total; i++) {
-        uint32_t *cell = table_cell(by_id, ((Span *)PyTuple_GET_ITEM(own, i))->span_id);
-        if (cell == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        *cell = (uint32_t)i;
-        give_way(i);
-    }
-    return 0;
-}
-
-/* The number of the span around one, NOWHERE where there is none on its line. */
-static uint32_t
-number_around(PyObject *own, const table_t *by_id, const Span *span)
-{
-    uint32_t up = table_get(by_id, span->parent_id);
-    const Span *around = up == NOWHERE ? NULL : (const Span *)PyTuple_GET_ITEM(own, up);
-    return around != NULL && around->thread_id == span->thread_id && around->task_id == span->task_id ? up : NOWHERE;
-}
-
 /* Number a span, after those around it on its line that have no number yet: `climbed` are these, and `arounds` the number of
  * the one right around each, NOWHERE for none. 0, or -1 with an error. */
 static int
@@ -582,163 +770,97 @@ end:
     return result;
 }
 
-typedef struct {
-    PyObject *own, *untimed;
-    table_t by_id, calls;
-    uint32_t *nearest; /* of each span the number of the nearest one at or around it that is a call; CLIMBING: not known */
-    heap_t held, climbed;
-} below_t;
-
-#define UNKNOWN CLIMBING
-#define ON_THE_WAY (NOWHERE - 2)
-
-/* The nearest call at a number or around it, NOWHERE for none. 1, 0 where parents run in a circle, -1 without memory. */
+/* Hold the timed intervals of spans. 1, 0 where they are not plain, -1 with an error. */
 static int
-nearest_call(below_t *all, uint32_t number, uint32_t *found)
+hold_all(PyObject *own, const table_t *by_id, PyObject *untimed, heap_t *held)
 {
-    uint32_t at = number;
-    all->climbed.used = 0;
-    *found = NOWHERE;
-    while (at != NOWHERE && all->nearest[at] == UNKNOWN) {
-        uint32_t *step = heap_next(&all->climbed, sizeof *step);
-        if (step == NULL)
-            return -1;
-        *step = at;
-        all->nearest[at] = ON_THE_WAY;
-        at = number_around(all->own, &all->by_id, (Span *)PyTuple_GET_ITEM(all->own, at));
-    }
-    if (at != NOWHERE)
-        *found = all->nearest[at];
-    if (*found == ON_THE_WAY)
-        return 0;
-    while (all->climbed.used > 0) {
-        uint32_t step = ((uint32_t *)all->climbed.items)[--all->climbed.used];
-        if (table_get(&all->calls, ((Span *)PyTuple_GET_ITEM(all->own, step))->span_id) != NOWHERE)
-            *found = step;
-        all->nearest[step] = *found;
-    }
-    return 1;
-}
-
-/* Hold the timed intervals of a span for a call. 1, 0 where they are not plain, -1 with an error. */
-static int
-hold_for(below_t *all, const Span *span, uint32_t call)
-{
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(span->device); i++) {
-        Interval *interval = (Interval *)PyTuple_GET_ITEM(span->device, i);
-        PyObject *label = Py_IS_TYPE((PyObject *)interval, interval_type) ? interval->label : Py_None;
-        if (label != NULL && !PyUnicode_CheckExact(label))
-            return 0;
-        int untimed = label == NULL || label == text_exclusive ? 0 : PySet_Contains(all->untimed, label);
-        if (untimed < 0)
-            return -1;
-        if (untimed || interval->end_ns <= interval->start_ns)
-            continue;
-        held_t *next = heap_next(&all->held, sizeof *next);
-        if (next == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        *next = (held_t){call, {interval->start_ns, interval->end_ns}};
-    }
-    return 1;
-}
-
-/* Hold the timed intervals of all spans for the calls at and around them. 1, 0 where they are not plain, -1 with an error. */
-static int
-hold_below(below_t *all)
-{
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(all->own); i++) {
-        Span *span = (Span *)PyTuple_GET_ITEM(all->own, i);
+    tree_t labels = {.untimed = untimed};
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(own); i++) {
+        const Span *span = (Span *)PyTuple_GET_ITEM(own, i);
         if (span->device == NULL)
             continue;
         if (!PyTuple_CheckExact(span->device))
             return 0;
-        uint32_t call = table_get(&all->calls, span->span_id);
-        int plain = call == NOWHERE ? 1 : hold_for(all, span, call);
-        for (const Span *one = span; plain > 0;) {
-            uint32_t up = number_around(all->own, &all->by_id, one), next;
-            plain = nearest_call(all, up, &next);
-            if (plain < 0)
+        for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(span->device); n++) {
+            const Interval *interval = (Interval *)PyTuple_GET_ITEM(span->device, n);
+            int timed = is_timed(&labels, (PyObject *)interval);
+            if (timed < 0)
+                return timed == -2 ? 0 : -1;
+            if (!timed || interval->end_ns <= interval->start_ns)
+                continue;
+            held_t *next = heap_next(held, sizeof *next);
+            if (next == NULL) {
                 PyErr_NoMemory();
-            if (plain <= 0 || next == NOWHERE)
-                break;
-            one = (Span *)PyTuple_GET_ITEM(all->own, next);
-            call = table_get(&all->calls, one->span_id);
-            plain = call == NOWHERE ? 0 : hold_for(all, span, call); /* none: somebody changed an id meanwhile */
+                return -1;
+            }
+            *next = (held_t){table_get(by_id, span->span_id), {interval->start_ns, interval->end_ns}};
+            if (next->at == NOWHERE)
+                return 0; /* somebody changed an id meanwhile */
         }
-        if (plain <= 0)
-            return plain;
         give_way((size_t)i);
     }
     return 1;
 }
 
-/* {id of a call: the length of the union of what is held for it}, of those with any. NULL with an error. */
-static PyObject *
-lengths_of(below_t *all, PyObject *ids)
+typedef struct {
+    PyObject *own;
+    table_t ids;
+} asked_t;
+
+static int
+is_asked(const void *with, uint32_t number)
 {
-    size_t count = (size_t)PyTuple_GET_SIZE(ids), from = 0;
-    uint32_t *ends;
-    stretch_t *sorted;
-    PyObject *found = PyDict_New();
-    if (sort_held(&all->held, count, &ends, &sorted) < 0) {
-        PyErr_NoMemory();
-        Py_CLEAR(found);
-    }
-    for (size_t call = 0; found != NULL && call < count; from = ends[call++]) {
-        if (ends[call] == from)
-            continue;
-        sort_stretches(&sorted[from], ends[call] - from);
-        PyObject *length = wide_as_long(united(&sorted[from], ends[call] - from));
-        if (length == NULL || PyDict_SetItem(found, PyTuple_GET_ITEM(ids, (Py_ssize_t)call), length) < 0)
-            Py_CLEAR(found);
-        Py_XDECREF(length);
-        give_way(call);
-    }
-    PyMem_RawFree(ends);
-    PyMem_RawFree(sorted);
-    return found;
+    const asked_t *asked = with;
+    return table_get(&asked->ids, ((Span *)PyTuple_GET_ITEM(asked->own, number))->span_id) != NOWHERE;
 }
 
-/* device_ns(spans, ids, untimed): what `device_ns` in `calls.py` finds of the calls of these ids, each once. None where spans
- * are not plain, or parents run in a circle. */
+/* device_ns(spans, ids, untimed): what `device_ns` in `calls.py` finds of the calls of these ids. None where spans are not
+ * plain. */
 static PyObject *
 device_ns(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    below_t all = {0};
-    PyObject *spans, *ids, *result = NULL;
-    if (!PyArg_ParseTuple(args, "OO!O!:device_ns", &spans, &PyTuple_Type, &ids, &PyFrozenSet_Type, &all.untimed))
+    PyObject *spans, *ids, *untimed, *result = NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!:device_ns", &spans, &PyTuple_Type, &ids, &PyFrozenSet_Type, &untimed))
         return NULL;
-    all.own = spans_of_type(spans, span_type);
-    size_t total = all.own == NULL ? 0 : (size_t)PyTuple_GET_SIZE(all.own);
-    if (all.own == NULL || total >= ON_THE_WAY || number_by_id(all.own, &all.by_id) < 0)
+    table_t by_id = {0};
+    heap_t held = {0};
+    asked_t asked = {spans_of_type(spans, span_type), {0}};
+    below_t below = {.own = asked.own, .by_id = &by_id, .is_call = is_asked, .with = &asked}, *all = &below;
+    if (asked.own == NULL || number_by_id(asked.own, &by_id) < 0)
         goto end;
-    all.nearest = PyMem_RawMalloc((total + 1) * sizeof *all.nearest);
-    if (all.nearest == NULL || table_make(&all.calls, (size_t)PyTuple_GET_SIZE(ids)) < 0) {
+    if (table_make(&asked.ids, (size_t)PyTuple_GET_SIZE(ids)) < 0 || below_make(all) < 0) {
         PyErr_NoMemory();
         goto end;
     }
-    for (size_t i = 0; i < total; i++)
-        all.nearest[i] = UNKNOWN;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ids); i++) {
         long long id = PyLong_AsLongLong(PyTuple_GET_ITEM(ids, i));
         if (id == -1 && PyErr_Occurred())
             goto end;
-        *table_cell(&all.calls, id) = (uint32_t)i; /* it has room for all */
+        *table_cell(&asked.ids, id) = (uint32_t)i; /* it has room for all */
     }
-    int plain = hold_below(&all);
-    if (plain > 0)
-        result = lengths_of(&all, ids);
+    if (hold_all(asked.own, &by_id, untimed, &held) <= 0)
+        goto end;
+    if (settle(all, &held) < 0) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    result = PyDict_New();
+    for (size_t i = 0; result != NULL && i < all->calls.used; i++) {
+        PyObject *id = PyLong_FromLongLong(((Span *)PyTuple_GET_ITEM(asked.own, CALL(i)->span))->span_id);
+        PyObject *length = wide_as_long(CALL(i)->length);
+        if (id == NULL || length == NULL || PyDict_SetItem(result, id, length) < 0)
+            Py_CLEAR(result);
+        Py_XDECREF(id);
+        Py_XDECREF(length);
+    }
 end:
     if (result == NULL && !PyErr_Occurred())
         result = Py_NewRef(Py_None);
-    table_free(&all.by_id);
-    table_free(&all.calls);
-    PyMem_RawFree(all.nearest);
-    PyMem_RawFree(all.held.items);
-    PyMem_RawFree(all.climbed.items);
-    Py_XDECREF(all.own);
+    below_free(all);
+    table_free(&by_id);
+    table_free(&asked.ids);
+    PyMem_RawFree(held.items);
+    Py_XDECREF(asked.own);
     return result;
 }
 

@@ -8,7 +8,8 @@ of those of the calls below it on its line, so that a stretch around the stretch
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,33 +176,88 @@ def lines(spans: Sequence[Span], some: Sequence[Span]) -> tuple[list[Span], Sequ
     return nodes, arounds
 
 
-def _around(span: Span, above: Mapping[int, Span]) -> Iterator[Span]:
-    """The spans around one on its line. In a damaged file they may run in a circle: each comes once, maybe it too."""
-    seen: set[int] = set()
-    one = above.get(span.parent_id)
-    while (
-        one is not None and one.span_id not in seen and (one.thread_id, one.task_id) == (span.thread_id, span.task_id)
-    ):
-        yield one
-        seen.add(one.span_id)
-        one = above.get(one.parent_id)
+class _Below:
+    """What calls have at and below them on their lines, each stretch held once, however deep it lies.
+
+    `above` are spans by id, those that may be calls or around some; `is_call` tells of an id whether it is of a call.
+    """
+
+    def __init__(self, above: Mapping[int, Span], is_call: Callable[[int], bool]) -> None:
+        self._above = above
+        self._is_call = is_call
+        self._nearest: dict[int, int | None] = {}
+        self._held: dict[int, list[Interval]] = {}
+
+    def around(self, span: Span) -> int | None:
+        """The id of the span right around one on its line."""
+        up = self._above.get(span.parent_id)
+        return up.span_id if up is not None and (up.thread_id, up.task_id) == (span.thread_id, span.task_id) else None
+
+    def _call_at(self, span_id: int | None) -> int | None:
+        """The nearest call at a span or around it."""
+        way: list[int] = []
+        while span_id is not None and span_id not in self._nearest:
+            if self._is_call(span_id):
+                self._nearest[span_id] = span_id
+                break
+            self._nearest[span_id] = None  # which it stays where parents run in a circle without a call
+            way.append(span_id)
+            span_id = self.around(self._above[span_id])
+        found = None if span_id is None else self._nearest[span_id]
+        self._nearest.update(dict.fromkeys(way, found))
+        return found
+
+    def add(self, span_id: int, stretches: Iterable[Interval]) -> None:
+        """Hold stretches for the calls at and around a span."""
+        call = self._call_at(span_id)
+        if call is not None:
+            self._held.setdefault(call, []).extend(stretches)
+
+    def lengths_ns(self) -> dict[int, int]:
+        """How long what each call has is together, of those that have any. What was held is gone then."""
+        ups: dict[int, int | None] = {}
+        pending = [*self._held]
+        while pending:
+            call = pending.pop()
+            if call not in ups:
+                up = ups[call] = self._call_at(self.around(self._above[call]))
+                if up is not None:
+                    pending.append(up)
+        waiting = Counter(ups.values())
+        ready = [call for call in ups if not waiting[call]]
+        found: dict[int, int] = {}
+        while ready:
+            call = ready.pop()
+            its = union(self._held.pop(call))
+            found[call] = length(its)
+            up = ups[call]
+            if up is not None:
+                self._held.setdefault(up, []).extend(its)
+                waiting[up] -= 1
+                ready += [up] * (not waiting[up])
+        # What is left lies in one another, where parents run in a circle: each has what all of them have.
+        for call in [call for call in ups if call not in found]:
+            circle = dict.fromkeys([call])
+            while (up := ups[next(reversed(circle))]) is not None and up not in circle:
+                circle[up] = None
+            its = union(part for one in circle for part in self._held.get(one, ()))
+            found.update(dict.fromkeys(circle, length(its)))
+        return found
 
 
 def device_ns(spans: Sequence[Span], calls: Iterable[Span]) -> dict[int, int]:
     """How long devices worked for each of some of the spans, by id: the union of its own stretches and of those of all
     that lies below it on its line. Calls without any are left out. 0.3 us a span in C."""
-    ids = tuple(dict.fromkeys(span.span_id for span in calls))
-    found: dict[int, int] | None = None if _native is None else _native.device_ns(spans, ids, UNTIMED)
+    ids = dict.fromkeys(span.span_id for span in calls)
+    found: dict[int, int] | None = None if _native is None else _native.device_ns(spans, tuple(ids), UNTIMED)
     if found is not None:
         return found
-    above = {span.span_id: span for span in spans}
-    stretches: dict[int, list[Interval]] = {id_: [] for id_ in ids}
+    below = _Below({span.span_id: span for span in spans}, ids.__contains__)
     for span in spans:
-        for one in (span, *_around(span, above)) if span.device else ():
-            if one.span_id in stretches:
-                timed = [(part.start_ns, part.end_ns) for part in span.device if part.label not in UNTIMED]
-                stretches[one.span_id] += [part for part in timed if part[0] < part[1]]
-    return {id_: length(union(parts)) for id_, parts in stretches.items() if parts}
+        timed = [(part.start_ns, part.end_ns) for part in span.device if part.label not in UNTIMED]
+        if filled := [part for part in timed if part[0] < part[1]]:
+            below.add(span.span_id, filled)
+    return below.lengths_ns()
 
 
 class _Reader:
@@ -217,11 +273,14 @@ class _Reader:
         parent_ids = {span.parent_id for span in spans}
         self._above = {span.span_id: span for span in spans if span.span_id in parent_ids}
         self._placed: dict[int, Place] = {}
-        self._stretches: dict[int, list[Interval]] = {}
+        self._below = _Below(self._above, lambda span_id: span_id in self._placed and self._placed[span_id].wanted)
+        self._held: list[tuple[int, list[Interval]]] = []
         self._count(spans, parent_ids, any(span.task_id for span in spans))
-        for span_id, stretches in self._stretches.items():
-            if span_id in self._placed:  # not in a damaged file, where an id may come twice
-                self._placed[span_id].took(length(union(stretches)))
+        for span_id, stretches in self._held:  # now that each has its place
+            self._below.add(span_id, stretches)
+        for span_id, device_ns in self._below.lengths_ns().items():
+            if not lies_outside(self._above[span_id], window):
+                self._placed[span_id].took(device_ns)
 
     def _count(self, spans: Sequence[Span], parent_ids: Collection[int], has_tasks: bool) -> None:
         placed, above = self._placed, self._above
@@ -283,7 +342,7 @@ class _Reader:
         return place
 
     def _took(self, span: Span, place: Place, is_parent: bool) -> None:
-        """Give a span's device intervals to its call and to those around it that are asked for."""
+        """Count a span's device intervals by stream, and hold them for its call and those around it."""
         first_ns, last_ns = self._window
         stretches: list[Interval] = []
         for interval in span.device:
@@ -308,19 +367,15 @@ class _Reader:
                     of_stream[3] = took_ns
         if not stretches:
             return
+        if is_parent:
+            self._held.append((span.span_id, stretches))
+            return
         if place.wanted:
-            if is_parent:
-                self._stretches.setdefault(span.span_id, []).extend(stretches)
-            elif len(stretches) == 1:
-                place.took(stretches[0][1] - stretches[0][0])
-            else:
-                place.took(length(union(stretches)))
-        around, up = place.parent, self._above.get(span.parent_id)
-        # A damaged file may have a call at several places, of which one has fewer calls around it.
-        while up is not None and around is not None and (around.wanted or around.inside):
-            if around.wanted and not _encloses(up, stretches) and not lies_outside(up, self._window):
-                self._stretches.setdefault(up.span_id, []).extend(stretches)
-            around, up = around.parent, self._above.get(up.parent_id)
+            place.took(stretches[0][1] - stretches[0][0] if len(stretches) == 1 else length(union(stretches)))
+        around = self._below.around(span)
+        up = None if around is None else self._above[around]
+        if up is not None and (lies_outside(up, self._window) or not _encloses(up, stretches)):
+            self._held.append((up.span_id, stretches))
 
 
 def lies_outside(one: Span | DeviceInterval, window: Interval) -> bool:
