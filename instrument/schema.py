@@ -86,6 +86,11 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
 
     Raises `ProfileError` with every mistake of the file, or with the reason why it cannot be read.
     """
+    given: object = path
+    if not isinstance(given, (str, os.PathLike)):
+        raise ProfileError(
+            [f"profile: found {given!r:.60}; allowed: a Profile, or the path of a file as str or PathLike"]
+        )
     name = os.fspath(path)
     try:
         with Path(path).open("rb") as file:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+import instrument
 from instrument import schema as module
 from instrument.errors import InstrumentError, ProfileError
 from instrument.profile import (
@@ -862,6 +863,13 @@ class TestFiles:
         with pytest.raises(ProfileError, match="asked to read a profile, found") as caught:
             load(f"{tmp_path}/{name}", environ={})
         assert f"found {found}" in str(caught.value)
+
+    @pytest.mark.parametrize("given", [5, b"profile.yaml", ["profile.yaml"]])
+    def test_what_is_no_path_is_named(self, given: Any) -> None:
+        with pytest.raises(ProfileError, match=re.escape(f"profile: found {given!r}; allowed: a Profile, or the path")):
+            load(given, environ={})
+        with pytest.raises(ProfileError, match="profile: found"):
+            instrument.start(given)
 
     def test_a_file_of_the_largest_size_is_read(self, tmp_path: Path) -> None:
         path = tmp_path / "profile.yaml"

@@ -266,7 +266,7 @@ def test_rows_and_least_leave_the_largest_in_their_order_and_sum_the_rest() -> N
 def test_state_and_unit_say_which_tables_and_what_they_are_in() -> None:
     trace = paddles_trace()
     assert "Device time" not in text_of(view(trace, state="CPU"))
-    assert "Host time" not in text_of(view(trace, state="GPU"))
+    assert "ost time" not in text_of(view(trace, state="GPU"))
     assert "forward    2         38000 " in text_of(view(trace, unit="us"))
     assert "No device time was recorded in it." in text_of(view(made((STEP, 0, 9), (site("post"), 0, 1)), state="GPU"))
 

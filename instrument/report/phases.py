@@ -114,7 +114,8 @@ class Phases:
             ]
         elif self._options.state == "GPU":
             lines += ["", "No device time was recorded in it.", ""]
-        lines += self._propagation()
+        if self._options.state != "GPU":
+            lines += self._propagation()
         if self.beside:
             where = "in no step" if self.of == "step" else "in no request"
             lines.append(
