@@ -37,10 +37,9 @@ MISSING = "-"
 
 
 def safe(text: str) -> str:
-    """The text with everything that is not printable written as an escape, such as `\\n`, `\\x1b` or `\\u202e`, and so
-    are blanks where there is nothing else."""
+    """The text with everything that is not printable written as an escape, such as `\\n`, `\\x1b` or `\\u202e`."""
     if text.isprintable():
-        return text if not text or text.strip() else r"\x20" * len(text)
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
