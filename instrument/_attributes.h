@@ -24,6 +24,13 @@ unread_text(const Span *span)
     return (cursor_t){text + span->attributes_at, text + PyBytes_GET_SIZE(span->attributes)};
 }
 
+/* Whether what comes is a number, text or truth. */
+static inline int
+is_scalar(const cursor_t *in)
+{
+    return in->at < in->end && *in->at != '[' && *in->at != '{' && *in->at != 'n';
+}
+
 /* Those of a text in which nothing needs a closer look (an escape, a name twice): a new dict; NULL, maybe without an error. */
 static inline PyObject *
 plain_attributes_in(const char *text, size_t length)
@@ -33,25 +40,32 @@ plain_attributes_in(const char *text, size_t length)
     part_t part;
     if (found == NULL || !take(&in, '{') || take(&in, '}'))
         return found;
-    int plain;
+    int plain, others = 0; /* which are no attributes, but may be so under the same name */
     do {
         blanks(&in);
         plain = plain_string(&in, &part.text, &part.length) && take(&in, ':');
         PyObject *key = plain ? shared_text(&part) : NULL, *value = NULL;
         blanks(&in);
-        if (key != NULL && (*in.at == '[' || *in.at == '{' || *in.at == 'n'))
-            plain = !PyDict_Contains(found, key) && skip_value(&in, 1);
-        else if (key != NULL) {
-            Py_ssize_t before = PyDict_GET_SIZE(found);
+        if (key != NULL && is_scalar(&in))
             value = plain_value(&in);
-            plain = value != NULL && PyDict_SetItem(found, key, value) == 0 && PyDict_GET_SIZE(found) > before;
-        } else
-            plain = 0;
+        else if (key != NULL && skip_value(&in, 1)) {
+            value = Py_NewRef(Py_None);
+            others++;
+        }
+        Py_ssize_t before = PyDict_GET_SIZE(found);
+        plain = value != NULL && PyDict_SetItem(found, key, value) == 0 && PyDict_GET_SIZE(found) > before;
         Py_XDECREF(key);
         Py_XDECREF(value);
     } while (plain && take(&in, ','));
-    if (!plain)
-        Py_CLEAR(found);
+    PyObject *all = found, *name, *value;
+    if (!plain || others > 0)
+        found = plain ? PyDict_New() : NULL;
+    Py_ssize_t at = 0;
+    while (found != NULL && others > 0 && PyDict_Next(all, &at, &name, &value))
+        if (value != Py_None && PyDict_SetItem(found, name, value) < 0)
+            Py_CLEAR(found);
+    if (found != all)
+        Py_DECREF(all);
     return found;
 }
 
@@ -96,17 +110,20 @@ read_attributes(Span *span)
 {
     if (span->attributes == NULL)
         return PyDict_New();
-    if (!is_unread(span))
-        return Py_NewRef(span->attributes);
+    PyObject *kept = Py_NewRef(span->attributes), *found = NULL; /* others may read or set them meanwhile */
+    if (!PyBytes_CheckExact(kept))
+        return kept;
     cursor_t text = unread_text(span);
     const char *first = text.at;
-    if (!skip_value(&text, 0)) {
+    if (skip_value(&text, 0))
+        found = attributes_in(first, (size_t)(text.at - first));
+    else
         PyErr_SetString(PyExc_ValueError, "attributes are an object of JSON");
-        return NULL;
-    }
-    PyObject *found = attributes_in(first, (size_t)(text.at - first));
-    if (found != NULL && is_unread(span))
+    if (found != NULL && span->attributes == kept)
         Py_SETREF(span->attributes, Py_NewRef(found));
+    else if (found != NULL && span->attributes != NULL)
+        Py_SETREF(found, Py_NewRef(span->attributes));
+    Py_DECREF(kept);
     return found;
 }
 
@@ -119,12 +136,53 @@ has_room(const heap_t *kept, const part_t *text)
     return kept->used == 0 || kept->used + text->length < MOST_KEPT;
 }
 
-/* Keep the text of attributes of a span. 0, or -1 without memory. */
-static inline int
-keep_attributes(heap_t *kept, const part_t *text, Span *span)
+#define MOST_OTHERS 16
+
+/* Write the members of an object that are attributes as an object: its length, 0 where it is better kept as it is. `into`
+ * has room for the object. */
+static inline size_t
+write_scalars(const part_t *text, char *into)
 {
-    if (kept->room - kept->used < text->length) {
-        size_t room = 2 * (kept->used + text->length);
+    part_t others[MOST_OTHERS], name;
+    size_t other_count = 0, length = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        cursor_t in = {text->text, text->text + text->length};
+        take(&in, '{');
+        do {
+            blanks(&in);
+            const char *first = in.at;
+            if (!plain_string(&in, &name.text, &name.length) || !take(&in, ':'))
+                return 0;
+            blanks(&in);
+            int scalar = is_scalar(&in);
+            if (!skip_value(&in, 1))
+                return 0;
+            if (pass == 0 && !scalar) {
+                if (other_count == MOST_OTHERS)
+                    return 0;
+                others[other_count++] = name;
+            } else if (pass == 1 && scalar) {
+                for (size_t i = 0; i < other_count; i++)
+                    if (others[i].length == name.length && memcmp(others[i].text, name.text, name.length) == 0)
+                        return 0; /* the last of a name counts */
+                into[length] = length == 0 ? '{' : ',';
+                memcpy(into + length + 1, first, (size_t)(in.at - first));
+                length += 1 + (size_t)(in.at - first);
+            }
+        } while (take(&in, ','));
+    }
+    into[length] = length == 0 ? '{' : '}';
+    into[length + 1] = '}';
+    return length == 0 ? 2 : length + 1;
+}
+
+/* Keep the text of attributes of a span; `has_others` tells whether there are members that are none. 0, or -1 without
+ * memory. */
+static inline int
+keep_attributes(heap_t *kept, const part_t *text, int has_others, Span *span)
+{
+    if (kept->room - kept->used < text->length + 2) {
+        size_t room = 2 * (kept->used + text->length + 2);
         char *larger = PyMem_RawRealloc(kept->items, room);
         if (larger == NULL) {
             PyErr_NoMemory();
@@ -133,8 +191,12 @@ keep_attributes(heap_t *kept, const part_t *text, Span *span)
         kept->items = larger;
         kept->room = room;
     }
-    memcpy(kept->items + kept->used, text->text, text->length);
-    kept->used += text->length;
+    size_t length = has_others ? write_scalars(text, kept->items + kept->used) : 0;
+    if (length == 0) {
+        memcpy(kept->items + kept->used, text->text, text->length);
+        length = text->length;
+    }
+    kept->used += length;
     span->attributes_at = (uint32_t)kept->used; /* its end, so that 0 is none */
     return 0;
 }
@@ -190,7 +252,7 @@ has_attribute(Span *span, PyObject *name)
             break;
         blanks(&in);
         if (key.length == (size_t)size && memcmp(key.text, wanted, key.length) == 0) /* the last of a name counts */
-            has = *in.at != '[' && *in.at != '{' && *in.at != 'n';
+            has = is_scalar(&in);
     } while (skip_value(&in, 1) && take(&in, ','));
     return has;
 }

@@ -1199,7 +1199,12 @@ table_looks(PyObject *Py_UNUSED(module), PyObject *args)
     if (table_make(&table, count) < 0)
         PyErr_NoMemory();
     for (size_t i = 0; !PyErr_Occurred() && i < count; i++) {
-        long long id = PyLong_AsLongLong(PyTuple_GET_ITEM(own, (Py_ssize_t)i));
+        PyObject *whole = PyTuple_GET_ITEM(own, (Py_ssize_t)i);
+        if (!PyLong_CheckExact(whole)) {
+            PyErr_SetString(PyExc_TypeError, "an id is a whole number");
+            break;
+        }
+        long long id = PyLong_AsLongLong(whole);
         uint32_t *cell = PyErr_Occurred() ? NULL : table_cell(&table, id);
         if (cell != NULL)
             *cell = (uint32_t)i;

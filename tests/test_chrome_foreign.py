@@ -22,7 +22,7 @@ from instrument.chrome import foreign
 from instrument.chrome.foreign import Foreign
 from instrument.errors import TraceError
 from instrument.report.stretches import having
-from instrument.spans import Span
+from instrument.spans import Span, flops_told
 
 native = pytest.mark.skipif(foreign._native is None, reason="no native scanner in use")
 
@@ -227,7 +227,8 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
     ('{"stack": "a \\"quoted\\" line, \\u00e9\\ud83d\\ude00", "é": "ü"}', {"stack": 'a "quoted" line, é😀', "é": "ü"}),
     ('{"flops": [1], "grid": {"flops": 3, "correlation": 5}, "none": null}', {}),
     ('{"flops": 1, "x": "flops", "flops": null}', {"x": "flops"}),
-    ('{"flops": {"a": 1}, "flops": 5}', {"flops": 5}),
+    ('{"flops": {"a": 1}, "x": 1, "flops": 5}', {"flops": 5, "x": 1}),
+    ('{"x": [1], "flops": 7, "y": {"é": 2}}', {"flops": 7}),
 ]
 
 
@@ -245,7 +246,7 @@ def test_arguments_are_attributes_if_they_are_numbers_texts_or_truths(
     assert pickle.loads(pickle.dumps(loaded(path, args))).attributes == expected
     span = loaded(path, args)
     assert span == replace(span)
-    assert span.attributes == expected
+    assert list(span.attributes.items()) == list(expected.items())
     assert span.attributes is span.attributes
     assert having([span], "flops") == [span] * ("flops" in expected)
     (again,) = chrome.load(chrome.dump(tmp_path / "again.json", chrome.load(path)[0]))[0].spans
@@ -271,6 +272,103 @@ def test_the_text_of_attributes_goes_with_the_last_span_that_needs_it(tmp_path: 
         assert tracemalloc.get_traced_memory()[0] - before < 200_000
     finally:
         tracemalloc.stop()
+
+
+@native
+def test_lists_that_are_no_attributes_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    event = {"ph": "X", "pid": 9, "tid": 7, "dur": 1, "name": "f"}
+    args = {"Input Dims": [list(range(500))] * 2, "name": "x", "shapes": {"a": [1] * 500}}
+    path.write_text(json.dumps([{**event, "ts": at, "args": {**args, "at": at}} for at in range(500)]))
+    chrome.load(path)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        spans = chrome.load(path)[0].spans
+        assert tracemalloc.get_traced_memory()[0] - before < 500 * 500
+    finally:
+        tracemalloc.stop()
+    assert spans[7].attributes == {"name": "x", "at": 7}
+
+
+@native
+def test_attributes_may_be_read_while_they_are_read(tmp_path: Path) -> None:
+    """To read them makes a dict, at which the collector of cycles may run code that reads them too."""
+    path = tmp_path / "other.json"
+    expected = {f"key {number}": "v" * 20 for number in range(40)}
+    span = loaded(path, json.dumps(expected))
+    found: list[Any] = []
+
+    def read_too(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and not found:
+            found.append(None)
+            found[0] = span.attributes
+
+    threshold = gc.get_threshold()
+    spare = [{} for _ in range(200)]  # type: ignore[var-annotated]
+    gc.callbacks.append(read_too)
+    gc.set_threshold(1)
+    try:
+        assert span.attributes == expected
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(read_too)
+    assert all(one == expected for one in found)
+    assert len(spare) == 200
+
+
+@native
+def test_what_a_reading_that_failed_kept_goes_to_nobody_else() -> None:
+    reader = Foreign()
+    known = reader._facts
+
+    def facts(category: object, name: object) -> Any:
+        if name == "bad":
+            raise OSError("no")
+        return known(category, name)
+
+    reader._facts = facts  # type: ignore[method-assign]
+    scanner = reader.scanner()
+    assert scanner is not None
+
+    def event(name: str, **args: int) -> str:
+        return json.dumps({"ph": "X", "name": name, "pid": 9, "tid": 7, "ts": 1, "dur": 1, "args": args})
+
+    with pytest.raises(OSError, match="no"):
+        scanner.scan(f"{event('first', a=1)},{event('bad')} ", 0)
+    scanner.scan(f"{event('second', b=2)},{event('third', c=3)} ", 0)
+    assert [(span.site.name, span.attributes) for span in reader.spans[1:]] == [
+        ("second", {"b": 2}), ("third", {"c": 3}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pure", [False, True])
+@pytest.mark.parametrize(
+    ("outer", "inner", "told"),
+    [
+        (("outer", {"flops": 1000}), ("aten::mm", "dims"), [1000, 0]),
+        (("aten::mm", "dims"), ("inner", {"flops": 1000}), [48, 0]),
+        (("aten::mm", "dims"), ("inner", {"flops": "many"}), [48, 0]),
+        (("outer", {"flops": "many"}), ("aten::mm", "dims"), [0, 48]),
+        (("outer", {"flops": 1000}), ("inner", {"flops": 7}), [1000, 7]),
+    ],
+)
+def test_operations_count_for_the_outermost_that_tells_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pure: bool, outer: Any, inner: Any, told: list[int]
+) -> None:
+    """Where torch tells shapes; a file in which nothing but arguments tells some is taken as it is."""
+    if pure:
+        monkeypatch.setattr(foreign, "_native", None)
+    path = tmp_path / "torch.json"
+    events = [
+        {"ph": "X", "cat": "cpu_op", "pid": 9, "tid": 7, "ts": at, "dur": 10 - 2 * at, "name": name,
+         "args": {"Input Dims": [[2, 3], [3, 4]]} if args == "dims" else args}
+        for at, (name, args) in enumerate((outer, inner))
+    ]  # fmt: skip
+    path.write_text(json.dumps(events))
+    spans = chrome.load(path)[0].spans
+    assert [flops_told(span) for span in spans] == told
+    assert ("flops" in spans[1].attributes) == (told[1] > 0)
 
 
 @native

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -108,6 +109,32 @@ def test_what_is_around_and_what_devices_did_below_is_what_brute_force_finds(
             for at in range(part.start_ns, part.end_ns)
         }
         assert worked_ns.get(span.span_id, 0) == len(instants)
+
+
+@native
+@pytest.mark.parametrize("seed", range(12))
+def test_both_find_the_same_where_much_lies_below(seed: int) -> None:
+    """Lists of stretches go up whole, behind others, between them and over them, few and many at a time."""
+    chance = random.Random(seed)
+    spans: list[Span] = []
+    near = chance.choice([40, 3_000, 200_000])
+    for number in range(1, 700):
+        parent_id = max(number - chance.choice([1, 1, 3, 40, 200]), 0)
+        device = tuple(
+            DeviceInterval(0, chance.randrange(2), at, at + chance.choice([0, 1, 5, 900]))
+            for at in (chance.randrange(near) for _ in range(chance.choice([0, 0, 1, 2, 60])))
+        )
+        kind = chance.choice([OUTER, OUTER, INNER, Site("mine", "user")])
+        spans.append(Span(kind, number, parent_id, 1, 7, 0, number, 10**6, 0, 0, device=device))
+    if seed % 3 == 0:
+        spans[0].parent_id = 600
+    ours, theirs = both(spans, (0, 10**6))
+    assert ours == theirs
+    worked_ns = device_ns(spans, spans[::3])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_native", None)
+        assert device_ns(spans, spans[::3]) == worked_ns
+    assert len(worked_ns) > 20
 
 
 @pytest.mark.parametrize("pure", [False, True])

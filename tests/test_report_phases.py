@@ -256,6 +256,17 @@ def test_phases_on_other_threads_are_named_and_not_counted() -> None:
     assert "Not counted: 1 call of phases in no step, 20 ms" in text_of(use)
 
 
+def test_of_phases_that_begin_and_end_at_once_the_one_around_is_under_way() -> None:
+    """Also where the inner one was known before, from within a communication, where it is no phase of the step."""
+    outer, inner, reduce = site("outer"), site("inner"), Site("all_reduce", "comm")
+    trace = made((STEP, 0, 100), (reduce, 0, 5), (inner, 1, 4), (outer, 10, 50), (inner, 10, 50))
+    for span, parent_id in zip(trace.spans, (0, 1, 2, 1, 4), strict=True):
+        span.parent_id = parent_id
+    assert [(row.name, row.host.total_ns // MS) for row in view(trace).rows] == [
+        ("step", 100), ("outer", 40), ("others", 60),
+    ]  # fmt: skip
+
+
 def test_rows_and_least_leave_the_largest_in_their_order_and_sum_the_rest() -> None:
     parts = [(site("prepare"), 0, 1), (site("forward"), 1, 9), (site("backward"), 10, 30), (site("post"), 30, 33)]
     trace = made((STEP, 0, 40), *parts)

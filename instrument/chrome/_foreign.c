@@ -16,7 +16,9 @@ static PyObject *text_step, *text_flops;
 
 /* ------------------------------------------------------------------ one event */
 
-enum { PH = 1, CAT = 2, NAME = 4, PID = 8, TID = 16, TS = 32, DUR = 64, ARGS = 128, CORRELATION = 256, DEVICE = 512, STREAM = 1024 };
+enum { PH = 1, CAT = 2, NAME = 4, PID = 8, TID = 16, TS = 32, DUR = 64, ARGS = 128 };
+/* Of the arguments: those that are asked for, and whether there are some that are no attributes. */
+enum { CORRELATION = 256, DEVICE = 512, STREAM = 1024, FLOPS = 2048, OTHERS = 4096 };
 
 /* A number as JSON has it: whole, or as near as a float comes. */
 typedef struct {
@@ -115,6 +117,7 @@ arguments_of(cursor_t *in, event_t *event)
                              : IS(key.text, key.length, "stream")    ? &event->stream
                                                                      : NULL;
             blanks(in);
+            event->has |= (IS(key.text, key.length, "flops") ? FLOPS : 0) | (is_scalar(in) ? 0 : OTHERS);
             if (asked == NULL ? !skip_value(in, 1) : !whole_number(in, asked))
                 return 0;
             if (asked != NULL)
@@ -196,7 +199,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *facts_of, *thread_id_of, *flops_of; /* of the twin */
     PyObject *known, *thread_ids;                 /* what the first two said */
-    PyObject *spans, *counted, *work, *launches, *device_rows;
+    PyObject *spans, *telling, *work, *launches, *device_rows;
     reading_t reading;
     heap_t kept; /* the text of arguments */
     int64_t pid, tid, thread_id; /* the newest lane */
@@ -307,25 +310,28 @@ add_work(Scanner *self, const event_t *event, PyObject *facts, Span *span)
 static int
 add_attributes(Scanner *self, const event_t *event, PyObject *facts, Span *span)
 {
-    PyObject *step = PyTuple_GET_ITEM(facts, 1), *flops = Py_None, *args = NULL, *attributes = NULL;
-    int has_args = event->has & ARGS && event->args.length > 2, counts = PyTuple_GET_ITEM(facts, 4) == Py_True, done = -1;
+    PyObject *step = PyTuple_GET_ITEM(facts, 1), *flops = NULL;
+    int has_args = event->has & ARGS && event->args.length > 2, counts = PyTuple_GET_ITEM(facts, 4) == Py_True, done = 0;
     if (has_args && counts) {
-        args = PyUnicode_DecodeUTF8(event->args.text, (Py_ssize_t)event->args.length, NULL);
+        PyObject *args = PyUnicode_DecodeUTF8(event->args.text, (Py_ssize_t)event->args.length, NULL);
         flops = args == NULL ? NULL : PyObject_CallFunctionObjArgs(self->flops_of, PyTuple_GET_ITEM(facts, 0), args, NULL);
         Py_XDECREF(args);
         if (flops == NULL)
             return -1;
+        if (flops == Py_None)
+            Py_CLEAR(flops);
     }
-    if (step == Py_None && flops == Py_None)
-        return has_args ? keep_attributes(&self->kept, &event->args, span) : 0;
-    attributes = has_args ? attributes_in(event->args.text, event->args.length) : PyDict_New();
-    if (attributes != NULL && (step == Py_None || PyDict_SetItem(attributes, text_step, step) == 0) &&
-        (flops == Py_None ||
-         (PyDict_SetItem(attributes, text_flops, flops) == 0 && PyList_Append(self->counted, (PyObject *)span) == 0)))
-        done = 0;
-    span->attributes = attributes;
-    if (flops != Py_None)
-        Py_DECREF(flops);
+    if (step == Py_None && flops == NULL)
+        done = has_args ? keep_attributes(&self->kept, &event->args, (event->has & OTHERS) != 0, span) : 0;
+    else {
+        span->attributes = has_args ? attributes_in(event->args.text, event->args.length) : PyDict_New();
+        if (span->attributes == NULL || (step != Py_None && PyDict_SetItem(span->attributes, text_step, step) < 0) ||
+            (flops != NULL && PyDict_SetItem(span->attributes, text_flops, flops) < 0))
+            done = -1;
+    }
+    if (done == 0 && (flops != NULL || event->has & FLOPS))
+        done = PyList_Append(self->telling, (PyObject *)span);
+    Py_XDECREF(flops);
     return done;
 }
 
@@ -380,6 +386,7 @@ Scanner_scan(Scanner *self, PyObject *args)
     Py_ssize_t at, first = PyList_GET_SIZE(self->spans);
     if (!PyArg_ParseTuple(args, "Un:scan", &text, &at))
         return NULL;
+    self->kept.used = 0;
     at = take_all(&self->reading, text, at, take_event, self);
     return at < 0 || share_attributes(&self->kept, self->spans, first) < 0 ? NULL : PyLong_FromSsize_t(at);
 }
@@ -388,20 +395,20 @@ static void
 Scanner_dealloc(Scanner *self)
 {
     PyObject *own[] = {self->facts_of, self->thread_id_of, self->flops_of,    self->known,        self->thread_ids, self->spans,
-                       self->counted,  self->work,         self->launches,    self->device_rows, self->reading.text, self->row};
+                       self->telling,  self->work,         self->launches,    self->device_rows, self->reading.text, self->row};
     for (size_t i = 0; i < sizeof own / sizeof *own; i++)
         Py_XDECREF(own[i]);
     PyMem_RawFree(self->kept.items);
     PyObject_Free(self);
 }
 
-/* Scanner(facts_of, thread_id_of, flops_of, spans, counted, work, launches, device_rows) */
+/* Scanner(facts_of, thread_id_of, flops_of, spans, telling, work, launches, device_rows) */
 static PyObject *
 Scanner_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
 {
-    PyObject *facts, *threads, *flops, *spans, *counted, *work, *launches, *rows;
+    PyObject *facts, *threads, *flops, *spans, *telling, *work, *launches, *rows;
     if (!PyArg_ParseTuple(args, "OOOO!O!O!O!O!:Scanner", &facts, &threads, &flops, &PyList_Type, &spans, &PyList_Type,
-                          &counted, &PyList_Type, &work, &PyDict_Type, &launches, &PySet_Type, &rows))
+                          &telling, &PyList_Type, &work, &PyDict_Type, &launches, &PySet_Type, &rows))
         return NULL;
     Scanner *self = PyObject_New(Scanner, type);
     if (self == NULL)
@@ -411,7 +418,7 @@ Scanner_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
     self->thread_id_of = Py_NewRef(threads);
     self->flops_of = Py_NewRef(flops);
     self->spans = Py_NewRef(spans);
-    self->counted = Py_NewRef(counted);
+    self->telling = Py_NewRef(telling);
     self->work = Py_NewRef(work);
     self->launches = Py_NewRef(launches);
     self->device_rows = Py_NewRef(rows);

@@ -13,7 +13,7 @@ class Scanner:
         thread_id_of: Callable[[tuple[Any, ...]], int],
         flops_of: Callable[[Site, str], int | None],
         spans: list[Span],
-        counted: list[Span],
+        telling: list[Span],
         work: list[Any],
         launches: dict[int, Span],
         device_rows: set[tuple[Any, ...]],

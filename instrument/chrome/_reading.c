@@ -96,7 +96,7 @@ skip_attributes(cursor_t *in)
         if (!plain_string(in, &name.text, &name.length) || !take(in, ':'))
             return 0;
         blanks(in);
-        if (in->at >= in->end || *in->at == '[' || *in->at == '{' || *in->at == 'n' || !skip_value(in, 1))
+        if (!is_scalar(in) || !skip_value(in, 1))
             return 0;
     } while (take(in, ','));
     return take(in, '}');
@@ -480,7 +480,7 @@ add_span(Reader *self, event_t *event, int64_t start_ns, int64_t end_ns, int is_
     error = NULL;
     done = PyList_Append(self->spans, (PyObject *)span) < 0 ? -1 : 1;
     if (done > 0 && event->has & ATTRIBUTES && event->attributes.length > 2)
-        done = keep_attributes(&self->kept, &event->attributes, span) < 0 ? -1 : 1;
+        done = keep_attributes(&self->kept, &event->attributes, 0, span) < 0 ? -1 : 1;
     if (done > 0 && lane != NULL && open_on(lane, (open_t){end_ns, span->span_id, span->root_id}) < 0)
         done = -1;
     if (done > 0 && is_open) {
@@ -575,6 +575,7 @@ Reader_scan(Reader *self, PyObject *args)
     Py_ssize_t at, first = PyList_GET_SIZE(self->spans);
     if (!PyArg_ParseTuple(args, "Un:scan", &text, &at))
         return NULL;
+    self->kept.used = 0;
     at = take_all(&self->reading, text, at, take_event, self);
     return at < 0 || share_attributes(&self->kept, self->spans, first) < 0 ? NULL : PyLong_FromSsize_t(at);
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -93,14 +93,15 @@ class Foreign:
         self._launches: dict[int, Span] = {}
         self._allocations = bytearray()
         self._device_rows: set[tuple[Any, ...]] = set()
-        self._counted: list[Span] = []
+        self._telling: list[Span] = []
+        self._counts_flops = False
 
     def scanner(self) -> Scanner | None:
         """What takes plain slices in C. It holds this reader, which therefore does not hold it."""
         if _native is None:
             return None
         asked = self._facts, self._thread_id, self._flops_in
-        into = self.spans, self._counted, self._work, self._launches, self._device_rows
+        into = self.spans, self._telling, self._work, self._launches, self._device_rows
         found: Scanner = _native.Scanner(*asked, *into)
         return found
 
@@ -139,7 +140,9 @@ class Foreign:
         flops = flops_of(facts.site.name, event.get("args") or {}) if facts.counts else None
         if flops is not None:
             span.attributes[FLOPS] = flops
-            self._counted.append(span)
+            self._counts_flops = True
+        if FLOPS in span.attributes:
+            self._telling.append(span)
         if phase == "X":
             span.end_ns = end_of(start_ns, nanoseconds(event["ts"] + checked(event.get("dur"), float, int)))
             self.spans.append(span)
@@ -164,7 +167,9 @@ class Foreign:
 
     def _flops_in(self, site: Site, args: str) -> int | None:
         """The operations that an event's arguments tell, as the text of JSON."""
-        return flops_of(site.name, json.loads(args))
+        flops = flops_of(site.name, json.loads(args))
+        self._counts_flops |= flops is not None
+        return flops
 
     def _add_work(self, facts: _Facts, args: dict[str, Any], row: tuple[Any, ...], span: Span) -> None:
         """Work of a device, or a call of the host that asks for some; both name it by a number."""
@@ -215,8 +220,8 @@ class Foreign:
     def trace(self) -> Trace:
         strays = self._close_marks()
         self._nest()
-        if self._counted:
-            _count_outermost(self.spans, {span.span_id for span in self._counted if flops_told(span)})
+        if self._counts_flops:
+            _count_outermost(self.spans, {span.span_id: flops_told(span) for span in self._telling})
         assign_self_times(self.spans)
         pids = [pid for pid, _ in self._thread_ids]
         host_pids = [row[0] for row in self._thread_ids if row not in self._device_rows]
@@ -288,9 +293,9 @@ class Foreign:
             stack.append(span)
 
 
-def _count_outermost(spans: Sequence[Span], telling: Collection[int]) -> None:
-    """Leave the operations of a product or convolution to the outermost of the operators that tell them, which have
-    these ids.
+def _count_outermost(spans: Sequence[Span], told: Mapping[int, int]) -> None:
+    """Leave the operations of a product or convolution to the outermost of the operators that tell them: so many are
+    told by id, 0 where what is told is no number of them.
 
     Spans come after those that they lie in.
     """
@@ -298,7 +303,7 @@ def _count_outermost(spans: Sequence[Span], telling: Collection[int]) -> None:
     for span in spans:
         if span.parent_id in counted:
             counted.add(span.span_id)
-            if span.span_id in telling:
+            if span.span_id in told:
                 span.attributes = {key: value for key, value in span.attributes.items() if key != FLOPS}
-        elif span.span_id in telling:
+        elif told.get(span.span_id):
             counted.add(span.span_id)

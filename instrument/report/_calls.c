@@ -33,7 +33,7 @@ typedef struct {
 } pair_t;
 
 typedef struct {
-    uint32_t at; /* the number of a span; when it has been laid at a call: of the next one there, NOWHERE for none */
+    uint32_t at; /* the number of a span, then that of a call, NOWHERE for none */
     stretch_t stretch;
 } held_t;
 
@@ -290,8 +290,11 @@ take_device(tree_t *tree, Span *span, uint32_t number, uint32_t own)
     }
     if (tree->call.used == 0)
         return 1;
-    if (own != NOWHERE)
-        return hold(tree, own) < 0 ? -1 : 1;
+    if (own != NOWHERE) {
+        if (hold(tree, own) < 0)
+            goto no_memory;
+        return 1;
+    }
     if (SPOT(number)->wanted) {
         sort_stretches((stretch_t *)tree->call.items, tree->call.used);
         wide_t length = united((stretch_t *)tree->call.items, tree->call.used);
@@ -355,10 +358,19 @@ count_span(tree_t *tree, Span *span)
 
 #define UNKNOWN (NOWHERE - 1)
 
-/* A call that has something at or below it. `first` and `last` are what is held there, `up` the nearest call around it. */
+/* Stretches in order and disjoint, and their length. Those of `borrowed` memory are another's. */
 typedef struct {
-    uint32_t span, up, waiting, first, last; /* `waiting`: how many calls right below it are not over */
-    char has_own, lists, is_done;            /* `lists`: how many of these came up, 2 for more */
+    stretch_t *items;
+    size_t used, room;
+    wide_t length;
+    char borrowed;
+} list_t;
+
+/* A call that has something at or below it; `up` is the nearest call around it. */
+typedef struct {
+    uint32_t span, up, waiting; /* `waiting`: how many calls right below it are not over */
+    char is_done;
+    list_t list; /* what has come up from below, and then all of it; what goes up is gone */
     wide_t length;
 } call_t;
 
@@ -370,11 +382,20 @@ typedef struct {
     const void *with;
     uint32_t *nearest; /* by the number of a span: the nearest call at or around it; UNKNOWN if nobody asked yet */
     uint32_t *call_of; /* by the number of a span */
-    heap_t calls, climbed, ready, scratch;
+    stretch_t *laid;   /* what each call has of its own, one call's behind the other's */
+    size_t *ends;      /* where that of each call ends */
+    heap_t calls, climbed, ready;
 } below_t;
 
 #define CALL(i) (&((call_t *)all->calls.items)[i])
-#define HELD(i) (&((held_t *)held->items)[i])
+
+static void
+list_free(list_t *list)
+{
+    if (!list->borrowed)
+        PyMem_RawFree(list->items);
+    *list = (list_t){0};
+}
 
 static int
 below_make(below_t *all)
@@ -395,10 +416,13 @@ below_free(below_t *all)
 {
     PyMem_RawFree(all->nearest);
     PyMem_RawFree(all->call_of);
+    for (size_t i = 0; i < all->calls.used; i++)
+        list_free(&CALL(i)->list);
+    PyMem_RawFree(all->laid);
+    PyMem_RawFree(all->ends);
     PyMem_RawFree(all->calls.items);
     PyMem_RawFree(all->climbed.items);
     PyMem_RawFree(all->ready.items);
-    PyMem_RawFree(all->scratch.items);
 }
 
 /* Find the nearest call at a span or around it on its line, NOWHERE for none. 0, or -1 without memory. */
@@ -440,7 +464,7 @@ call_at(below_t *all, uint32_t span)
             if (made == NULL)
                 return NOWHERE;
             number = all->call_of[span] = (uint32_t)all->calls.used - 1;
-            *made = (call_t){.span = span, .up = NOWHERE, .first = NOWHERE, .last = NOWHERE};
+            *made = (call_t){.span = span, .up = NOWHERE};
             first = first == NOWHERE ? number : first;
         }
         if (below != NOWHERE) {
@@ -459,48 +483,197 @@ call_at(below_t *all, uint32_t span)
     return first;
 }
 
-/* Put what lies at one call, linked, behind what lies at another. */
-static void
-append_held(heap_t *held, call_t *call, uint32_t first, uint32_t last)
+/* The first of a list that ends no sooner than a time. */
+static size_t
+first_until(const list_t *list, int64_t at)
 {
-    if (first == NOWHERE)
-        return;
-    if (call->first == NOWHERE)
-        call->first = first;
-    else
-        HELD(call->last)->at = first;
-    call->last = last;
+    size_t low = 0, high = list->used;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (list->items[middle].end < at)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
 }
 
-/* Unite what lies at a call, and say how long it is. 0, or -1 without memory. */
+/* Memory of its own for a list, with room for so many more. 0, or -1 without memory. */
 static int
-unite_held(below_t *all, heap_t *held, call_t *call)
+make_room(list_t *list, size_t more)
 {
-    all->scratch.used = 0;
-    for (uint32_t i = call->first; i != NOWHERE; i = HELD(i)->at) {
-        stretch_t *next = heap_next(&all->scratch, sizeof *next);
-        if (next == NULL)
+    if (!list->borrowed && list->room - list->used >= more)
+        return 0;
+    size_t room = list->used + more + list->used / 2;
+    stretch_t *larger = PyMem_RawMalloc(room * sizeof *larger);
+    if (larger == NULL)
+        return -1;
+    if (list->used > 0)
+        memcpy(larger, list->items, list->used * sizeof *larger);
+    if (!list->borrowed)
+        PyMem_RawFree(list->items);
+    list->items = larger;
+    list->room = room;
+    list->borrowed = 0;
+    return 0;
+}
+
+/* Add a stretch to a list of its own memory that has room for it. */
+static void
+add_stretch(list_t *list, stretch_t part)
+{
+    size_t first = first_until(list, part.start), next = first;
+    for (; next < list->used && list->items[next].start <= part.end; next++) {
+        part.start = list->items[next].start < part.start ? list->items[next].start : part.start;
+        part.end = list->items[next].end > part.end ? list->items[next].end : part.end;
+        list->length -= (wide_t)list->items[next].end - list->items[next].start;
+    }
+    if (next != first + 1)
+        memmove(&list->items[first + 1], &list->items[next], (list->used - next) * sizeof part);
+    list->used = list->used - (next - first) + 1;
+    list->items[first] = part;
+    list->length += (wide_t)part.end - part.start;
+}
+
+/* Unite two lists into new memory. 0, or -1 without. */
+static int
+merge(list_t *into, const list_t *other)
+{
+    list_t merged = {PyMem_RawMalloc((into->used + other->used) * sizeof(stretch_t)), 0, into->used + other->used, 0, 0};
+    if (merged.items == NULL)
+        return -1;
+    for (size_t i = 0, j = 0; i < into->used || j < other->used;) {
+        int is_mine = j == other->used || (i < into->used && into->items[i].start <= other->items[j].start);
+        stretch_t part = is_mine ? into->items[i++] : other->items[j++];
+        stretch_t *last = merged.used > 0 ? &merged.items[merged.used - 1] : NULL;
+        if (last == NULL || part.start > last->end)
+            merged.items[merged.used++] = part;
+        else if (part.end > last->end)
+            last->end = part.end;
+    }
+    for (size_t i = 0; i < merged.used; i++)
+        merged.length += (wide_t)merged.items[i].end - merged.items[i].start;
+    list_free(into);
+    *into = merged;
+    return 0;
+}
+
+#define FEW 32 /* of which each finds its place for itself: what lies behind it moves on, at a tenth of a merge's price */
+
+/* Unite a list with another, which is gone then. 0, or -1 without memory. */
+static int
+take_list(list_t *into, list_t *other)
+{
+    if (into->used < other->used) {
+        list_t smaller = *into;
+        *into = *other;
+        *other = smaller;
+    }
+    int is_behind = other->used > 0 && into->items[into->used - 1].end < other->items[0].start;
+    if (other->used <= FEW || is_behind) {
+        if (other->used > 0 && make_room(into, other->used) < 0)
             return -1;
-        *next = HELD(i)->stretch;
-    }
-    stretch_t *parts = (stretch_t *)all->scratch.items;
-    size_t used = 0, count = all->scratch.used;
-    sort_stretches(parts, count);
+        if (is_behind) {
+            memcpy(&into->items[into->used], other->items, other->used * sizeof *other->items);
+            into->used += other->used;
+            into->length += other->length;
+        } else
+            for (size_t i = 0; i < other->used; i++)
+                add_stretch(into, other->items[i]);
+    } else if (merge(into, other) < 0)
+        return -1;
+    list_free(other);
+    return 0;
+}
+
+/* Sort what is held by call. 0, or -1 without memory. */
+static int
+lay(below_t *all, const heap_t *held)
+{
+    const held_t *items = (const held_t *)held->items;
+    size_t total = 0;
+    all->ends = PyMem_RawCalloc(all->calls.used + 2, sizeof *all->ends);
+    all->laid = PyMem_RawMalloc((held->used + 1) * sizeof *all->laid);
+    if (all->ends == NULL || all->laid == NULL)
+        return -1;
+    for (size_t i = 0; i < held->used; i++)
+        if (items[i].at != NOWHERE)
+            all->ends[items[i].at + 1]++;
+    for (size_t i = 0; i <= all->calls.used; i++)
+        total = all->ends[i] += total;
+    for (size_t i = 0; i < held->used; i++)
+        if (items[i].at != NOWHERE)
+            all->laid[all->ends[items[i].at]++] = items[i].stretch;
+    return 0;
+}
+
+/* Unite what a call has of its own, which begins at a place, with what came up. 0, or -1 without memory. */
+static int
+take_own(below_t *all, size_t number, size_t from)
+{
+    list_t own = {&all->laid[from], 0, 0, 0, 1};
+    size_t count = all->ends[number] - from;
+    sort_stretches(own.items, count);
     for (size_t i = 0; i < count; i++)
-        if (used == 0 || parts[i].start > parts[used - 1].end)
-            parts[used++] = parts[i];
-        else if (parts[i].end > parts[used - 1].end)
-            parts[used - 1].end = parts[i].end;
-    call->length = 0;
-    uint32_t at = call->first;
-    for (size_t i = 0; i < used; i++) {
-        call->length += (wide_t)parts[i].end - parts[i].start;
-        HELD(at)->stretch = parts[i];
-        call->last = at;
-        at = HELD(at)->at;
+        if (own.used == 0 || own.items[i].start > own.items[own.used - 1].end)
+            own.items[own.used++] = own.items[i];
+        else if (own.items[i].end > own.items[own.used - 1].end)
+            own.items[own.used - 1].end = own.items[i].end;
+    for (size_t i = 0; i < own.used; i++)
+        own.length += (wide_t)own.items[i].end - own.items[i].start;
+    return take_list(&CALL(number)->list, &own);
+}
+
+/* Find how long it is together at and below each call, of private memory alone. 0, or -1 without memory. */
+static int
+send_up(below_t *all)
+{
+    for (size_t i = 0; i < all->calls.used; i++) {
+        uint32_t *ready = CALL(i)->waiting > 0 ? NULL : heap_next(&all->ready, sizeof *ready);
+        if (CALL(i)->waiting == 0 && ready == NULL)
+            return -1;
+        if (ready != NULL)
+            *ready = (uint32_t)i;
     }
-    if (used > 0)
-        HELD(call->last)->at = NOWHERE;
+    for (size_t done = 0; done < all->ready.used; done++) {
+        uint32_t number = ((uint32_t *)all->ready.items)[done];
+        call_t *call = CALL(number);
+        if (take_own(all, number, number == 0 ? 0 : all->ends[number - 1]) < 0)
+            return -1;
+        call->length = call->list.length;
+        call->is_done = 1;
+        if (call->up == NOWHERE) {
+            list_free(&call->list);
+            continue;
+        }
+        call_t *up = CALL(call->up);
+        if (take_list(&up->list, &call->list) < 0)
+            return -1;
+        if (--up->waiting == 0) {
+            uint32_t *ready = heap_next(&all->ready, sizeof *ready);
+            if (ready == NULL)
+                return -1;
+            *ready = call->up;
+        }
+    }
+    /* What is left lies in one another, where parents run in a circle: each has what all of them have. */
+    for (size_t i = 0; i < all->calls.used; i++) {
+        if (CALL(i)->is_done)
+            continue;
+        uint32_t at = (uint32_t)i;
+        do {
+            if (take_own(all, at, at == 0 ? 0 : all->ends[at - 1]) < 0)
+                return -1;
+            if (at != i && take_list(&CALL(i)->list, &CALL(at)->list) < 0)
+                return -1;
+            at = CALL(at)->up;
+        } while (at != i);
+        do {
+            CALL(at)->length = CALL(i)->list.length;
+            CALL(at)->is_done = 1;
+            at = CALL(at)->up;
+        } while (at != i);
+    }
     return 0;
 }
 
@@ -511,61 +684,20 @@ settle(below_t *all, heap_t *held)
     if (held->used >= UNKNOWN)
         return -1;
     for (size_t i = 0; i < held->used; i++) {
-        uint32_t span, number;
-        if (find_call(all, HELD(i)->at, &span) < 0)
+        held_t *one = &((held_t *)held->items)[i];
+        uint32_t span;
+        if (find_call(all, one->at, &span) < 0)
             return -1;
-        if (span == NOWHERE)
-            continue;
-        if ((number = call_at(all, span)) == NOWHERE)
+        one->at = span == NOWHERE ? NOWHERE : call_at(all, span);
+        if (span != NOWHERE && one->at == NOWHERE)
             return -1;
-        HELD(i)->at = NOWHERE;
-        append_held(held, CALL(number), (uint32_t)i, (uint32_t)i);
-        CALL(number)->has_own = 1;
         give_way(i);
     }
-    for (size_t i = 0; i < all->calls.used; i++) {
-        uint32_t *ready = CALL(i)->waiting > 0 ? NULL : heap_next(&all->ready, sizeof *ready);
-        if (CALL(i)->waiting == 0 && ready == NULL)
-            return -1;
-        if (ready != NULL)
-            *ready = (uint32_t)i;
-    }
-    for (size_t done = 0; done < all->ready.used; done++) {
-        call_t *call = CALL(((uint32_t *)all->ready.items)[done]);
-        /* One list that came from below is united, and its length has come with it. */
-        if ((call->has_own || call->lists > 1) && unite_held(all, held, call) < 0)
-            return -1;
-        call->is_done = 1;
-        if (call->up == NOWHERE)
-            continue;
-        call_t *up = CALL(call->up);
-        append_held(held, up, call->first, call->last);
-        up->length = call->length;
-        up->lists += up->lists < 2;
-        if (--up->waiting == 0) {
-            uint32_t *ready = heap_next(&all->ready, sizeof *ready);
-            if (ready == NULL)
-                return -1;
-            *ready = call->up;
-        }
-        give_way(done);
-    }
-    /* What is left lies in one another, where parents run in a circle: each has what all of them have. */
-    for (size_t i = 0; i < all->calls.used; i++) {
-        call_t *call = CALL(i);
-        if (call->is_done)
-            continue;
-        for (call_t *one = CALL(call->up); one != call; one = CALL(one->up))
-            append_held(held, call, one->first, one->last);
-        if (unite_held(all, held, call) < 0)
-            return -1;
-        for (call_t *one = CALL(call->up); one != call; one = CALL(one->up)) {
-            one->length = call->length;
-            one->is_done = 1;
-        }
-        call->is_done = 1;
-    }
-    return 0;
+    int done;
+    Py_BEGIN_ALLOW_THREADS
+    done = lay(all, held) < 0 ? -1 : send_up(all);
+    Py_END_ALLOW_THREADS
+    return done;
 }
 
 static int
@@ -770,17 +902,27 @@ end:
     return result;
 }
 
-/* Hold the timed intervals of spans. 1, 0 where they are not plain, -1 with an error. */
+/* Hold the timed intervals of spans for the calls at and around them. 1, 0 where they are not plain, -1 with an error. */
 static int
-hold_all(PyObject *own, const table_t *by_id, PyObject *untimed, heap_t *held)
+hold_all(below_t *all, PyObject *untimed, heap_t *held)
 {
     tree_t labels = {.untimed = untimed};
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(own); i++) {
-        const Span *span = (Span *)PyTuple_GET_ITEM(own, i);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(all->own); i++) {
+        const Span *span = (Span *)PyTuple_GET_ITEM(all->own, i);
+        give_way((size_t)i);
         if (span->device == NULL)
             continue;
         if (!PyTuple_CheckExact(span->device))
             return 0;
+        uint32_t number = table_get(all->by_id, span->span_id), call;
+        if (number == NOWHERE)
+            return 0; /* somebody changed an id meanwhile */
+        if (find_call(all, number, &call) < 0) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        if (call == NOWHERE)
+            continue;
         for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(span->device); n++) {
             const Interval *interval = (Interval *)PyTuple_GET_ITEM(span->device, n);
             int timed = is_timed(&labels, (PyObject *)interval);
@@ -793,11 +935,8 @@ hold_all(PyObject *own, const table_t *by_id, PyObject *untimed, heap_t *held)
                 PyErr_NoMemory();
                 return -1;
             }
-            *next = (held_t){table_get(by_id, span->span_id), {interval->start_ns, interval->end_ns}};
-            if (next->at == NOWHERE)
-                return 0; /* somebody changed an id meanwhile */
+            *next = (held_t){call, {interval->start_ns, interval->end_ns}};
         }
-        give_way((size_t)i);
     }
     return 1;
 }
@@ -838,7 +977,7 @@ device_ns(PyObject *Py_UNUSED(module), PyObject *args)
             goto end;
         *table_cell(&asked.ids, id) = (uint32_t)i; /* it has room for all */
     }
-    if (hold_all(asked.own, &by_id, untimed, &held) <= 0)
+    if (hold_all(all, untimed, &held) <= 0)
         goto end;
     if (settle(all, &held) < 0) {
         PyErr_NoMemory();

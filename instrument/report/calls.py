@@ -236,7 +236,9 @@ class _Below:
                 waiting[up] -= 1
                 ready += [up] * (not waiting[up])
         # What is left lies in one another, where parents run in a circle: each has what all of them have.
-        for call in [call for call in ups if call not in found]:
+        for call in ups:
+            if call in found:
+                continue
             circle = dict.fromkeys([call])
             while (up := ups[next(reversed(circle))]) is not None and up not in circle:
                 circle[up] = None

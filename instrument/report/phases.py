@@ -228,9 +228,9 @@ class _Shares:
             first = len(self.phase_of_call)
             own: dict[int, int] = {}
             self._cut(line, line.turns(optimizer), own, first, names)
-            self.phase_of_call.extend(phase for _, _, phase in line.calls)
+            self.phase_of_call.extend(phase for *_, phase in line.calls)
             for place, own_ns in own.items():
-                self.own_ns.setdefault(names[line.calls[place][2]], []).append(own_ns)
+                self.own_ns.setdefault(names[line.calls[place][-1]], []).append(own_ns)
 
     def _cut(
         self,
@@ -253,7 +253,7 @@ class _Shares:
                 own[place] = own.get(place, 0) + piece_end - piece_start
                 pieces.append((piece_start, piece_end, first + place))
                 if is_whole:
-                    name = names[line.calls[place][2]]
+                    name = names[line.calls[place][-1]]
                     timed[name] = timed.get(name, 0) + piece_end - piece_start
                 if until >= end:
                     break

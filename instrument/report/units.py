@@ -77,8 +77,8 @@ def starts_of(steps: Iterable[Span], waits: Sequence[Interval]) -> list[int]:
 Unit = tuple[int, int, bool]
 """Start and end of a step or request, or of the window, and whether it is whole."""
 
-Call = tuple[int, int, int]
-"""Start of a call of a phase, its end with a minus, and the number of the phase: what is around comes first."""
+Call = tuple[int, int, int, int]
+"""Start of a call of a phase, its end with a minus, its id and the number of the phase: what is around comes first."""
 
 
 class UnitLine:
@@ -127,11 +127,11 @@ class UnitLine:
     def turns(self, optimizer: int | None) -> list[tuple[int, int, int]]:
         """Each instant given to one call: start, end and place of the call, in the order of time."""
         calls = self.calls
-        if optimizer is None or all(phase != optimizer for _, _, phase in calls):
+        if optimizer is None or all(phase != optimizer for *_, phase in calls):
             return list(_in_turn(calls, range(len(calls))))
-        taken = list(_in_turn(calls, [place for place, call in enumerate(calls) if call[2] != optimizer]))
+        taken = list(_in_turn(calls, [place for place, call in enumerate(calls) if call[-1] != optimizer]))
         others = [(start, end) for start, end, _ in taken if start < end]
-        for start, end, place in _in_turn(calls, [place for place, call in enumerate(calls) if call[2] == optimizer]):
+        for start, end, place in _in_turn(calls, [place for place, call in enumerate(calls) if call[-1] == optimizer]):
             index = bisect_right(others, start, key=lambda part: part[1])
             stop = bisect_right(others, end, key=lambda part: part[0])
             free = subtract([(start, end)], others[index:stop]) if index < stop and start < end else [(start, end)]
@@ -143,7 +143,7 @@ def _in_turn(calls: Sequence[Call], places: Iterable[int]) -> Iterator[tuple[int
     """Calls in their order, each from where those before it are over. One that lies in another is left out."""
     over_ns: int | None = None
     for place in places:
-        start_ns, minus_end_ns, _ = calls[place]
+        start_ns, minus_end_ns, *_ = calls[place]
         end_ns = -minus_end_ns
         if over_ns is None or start_ns >= over_ns:
             yield start_ns, end_ns, place
@@ -191,11 +191,12 @@ class Units:
         for place, own in enumerate(self.lines):
             own.number = place
         self.names = list({phase: None for phase in phase_of_site.values() if phase})
+        numbers = {phase: number for number, phase in enumerate(self.names)}
         self.beside = [
             min(-minus_end_ns, held[1]) - max(start_ns, held[0])
-            for start_ns, minus_end_ns, _ in self._give_out(
+            for start_ns, minus_end_ns, *_ in self._give_out(
                 chain(loaders, others),
-                {site: self.names.index(phase) for site, phase in phase_of_site.items() if phase},
+                {site: numbers[phase] for site, phase in phase_of_site.items() if phase},
                 {span.span_id for span in around},
             )
             if start_ns < held[1] and -minus_end_ns > held[0]
@@ -211,7 +212,7 @@ class Units:
             if span.parent_id not in around:
                 key = (span.root_id, 0) if by_root else (span.thread_id, span.task_id)
                 line = by_key.get(key) or self.line_of(span)
-                call = span.start_ns, -span.end_ns, numbers[span.site]
+                call = span.start_ns, -span.end_ns, span.span_id, numbers[span.site]
                 (beside if line is None else line.calls).append(call)
         for line in self.lines:
             beside += line.settle()
