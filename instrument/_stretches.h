@@ -88,6 +88,19 @@ sort_stretches(stretch_t *stretches, size_t count)
         }
 }
 
+/* Unite sorted stretches where they lie: how many are left. */
+static inline size_t
+unite(stretch_t *sorted, size_t count)
+{
+    size_t used = 0;
+    for (size_t i = 0; i < count; i++)
+        if (used == 0 || sorted[i].start > sorted[used - 1].end)
+            sorted[used++] = sorted[i];
+        else if (sorted[i].end > sorted[used - 1].end)
+            sorted[used - 1].end = sorted[i].end;
+    return used;
+}
+
 /* Whether nothing of an interval lies in a window. One without length on an edge is in it. */
 static inline int
 lies_outside(int64_t start, int64_t end, int64_t first, int64_t last)

@@ -267,6 +267,17 @@ def test_of_phases_that_begin_and_end_at_once_the_one_around_is_under_way() -> N
     ]  # fmt: skip
 
 
+def test_parents_that_run_in_a_circle_are_in_no_step() -> None:
+    """Of a task without steps, beside tasks that have some: it is asked which step it was begun in."""
+    trace = made((STEP, 0, 50), (STEP, 10, 60), (site("forward"), 5, 20), (site("forward"), 5, 30))
+    for span, (thread_id, task_id, parent_id) in zip(
+        trace.spans, [(1, 1, 0), (1, 2, 0), (9, 3, 4), (9, 3, 3)], strict=True
+    ):
+        span.thread_id, span.task_id, span.parent_id = thread_id, task_id, parent_id
+    found = view(trace)
+    assert (found.beside, found.beside_ns) == (2, 40 * MS)
+
+
 def test_rows_and_least_leave_the_largest_in_their_order_and_sum_the_rest() -> None:
     parts = [(site("prepare"), 0, 1), (site("forward"), 1, 9), (site("backward"), 10, 30), (site("post"), 30, 33)]
     trace = made((STEP, 0, 40), *parts)

@@ -75,6 +75,24 @@ def a_service() -> tuple[Tally, Startup]:
     return tally, Startup(1_000 * MS, 0, imports, firsts)
 
 
+def test_what_loaded_late_counts_where_parents_run_in_a_circle() -> None:
+    """As in a damaged file: it lies in no request, however often one goes around. What lies in one does not count."""
+    mine, tally = Site("mine"), Tally()
+    count(tally, (LOAD,), 10, 10, 10, 10, first_ms=0)
+    spans = [
+        Span(HANDLE, 1, 0, 1, 1, 0, 20 * MS, 30 * MS, 10 * MS, 0),
+        Span(mine, 2, 3, 2, 1, 0, 40 * MS, 90 * MS, 50 * MS, 0),
+        Span(mine, 3, 2, 2, 1, 0, 40 * MS, 90 * MS, 50 * MS, 0),
+        Span(LOAD, 4, 2, 2, 1, 0, 50 * MS, 60 * MS, 10 * MS, 0),
+        Span(LOAD, 5, 3, 2, 1, 0, 70 * MS, 80 * MS, 10 * MS, 0),
+        Span(mine, 6, 1, 1, 1, 0, 22 * MS, 29 * MS, 7 * MS, 0),
+        Span(LOAD, 7, 6, 1, 1, 0, 23 * MS, 28 * MS, 5 * MS, 0),
+    ]
+    trace, facts = Trace(Origin(1, "chat", 0, 0), 0, 100 * MS, spans), Startup(0, firsts=(first(HANDLE, 20, 10),))
+    found = startup(Recording(lambda: tally, lambda: trace, make_startup=lambda: facts), Options())
+    assert {part.name: part.total_ns // MS for part in found.late}["Loading"] == 20
+
+
 def test_the_layout() -> None:
     assert is_golden("startup", text_of(view_of(*a_service())))
 

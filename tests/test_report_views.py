@@ -365,14 +365,17 @@ def traces(draw: st.DrawFn) -> Trace:
              attributes=draw(st.sampled_from(ATTRIBUTES)))
         for kind in KINDS
     ]  # fmt: skip
+    is_damaged = draw(st.booleans())  # parents come later, are missing or run in a circle
+    tasks = draw(st.sampled_from([[0], [0, 1, 2]]))
     for span_id in range(1, draw(st.integers(1, 15))):
-        parent = draw(st.integers(0, span_id - 1))
-        root = spans[parent - 1].root_id if parent else span_id
+        parent = draw(st.integers(0, 15 if is_damaged else span_id - 1))
+        root = spans[parent - 1].root_id if 0 < parent < span_id else span_id
         start = draw(st.integers(0, 10**9))
         end = start + draw(st.integers(0, 10**9))
         made_of = Span(
-            draw(st.sampled_from(sites)), span_id, parent, root, draw(st.integers(1, 2)), 0, start, end, 0, 0
-        )
+            draw(st.sampled_from(sites)), span_id, parent, root, draw(st.integers(1, 2)), draw(st.sampled_from(tasks)),
+            start, end, 0, 0,
+        )  # fmt: skip
         for _ in range(draw(st.integers(0, 2))):
             begin = draw(st.integers(0, 10**9))
             label = draw(st.sampled_from(["exclusive", "stale", "captured", "dropped", "x\n"]))

@@ -231,21 +231,18 @@ merge(list_t *into, const list_t *other)
         return -1;
     for (size_t i = 0, j = 0; i < into->used || j < other->used;) {
         int is_mine = j == other->used || (i < into->used && into->items[i].start <= other->items[j].start);
-        stretch_t part = is_mine ? into->items[i++] : other->items[j++];
-        stretch_t *last = merged.used > 0 ? &merged.items[merged.used - 1] : NULL;
-        if (last == NULL || part.start > last->end)
-            merged.items[merged.used++] = part;
-        else if (part.end > last->end)
-            last->end = part.end;
+        merged.items[i + j] = is_mine ? into->items[i] : other->items[j];
+        i += (size_t)is_mine;
+        j += (size_t)!is_mine;
     }
-    for (size_t i = 0; i < merged.used; i++)
-        merged.length += (wide_t)merged.items[i].end - merged.items[i].start;
+    merged.used = unite(merged.items, merged.room);
+    merged.length = united(merged.items, merged.used);
     list_free(into);
     *into = merged;
     return 0;
 }
 
-#define FEW 32 /* of which each finds its place for itself: what lies behind it moves on, at a tenth of a merge's price */
+#define FEW 32 /* of which each finds its place for itself, and only what lies behind it moves on */
 
 /* Unite a list with another, which is gone then. 0, or -1 without memory. */
 static inline int
@@ -301,13 +298,8 @@ take_own(below_t *all, size_t number, size_t from)
     list_t own = {&all->laid[from], 0, 0, 0, 1};
     size_t count = all->ends[number] - from;
     sort_stretches(own.items, count);
-    for (size_t i = 0; i < count; i++)
-        if (own.used == 0 || own.items[i].start > own.items[own.used - 1].end)
-            own.items[own.used++] = own.items[i];
-        else if (own.items[i].end > own.items[own.used - 1].end)
-            own.items[own.used - 1].end = own.items[i].end;
-    for (size_t i = 0; i < own.used; i++)
-        own.length += (wide_t)own.items[i].end - own.items[i].start;
+    own.used = unite(own.items, count);
+    own.length = united(own.items, own.used);
     return take_list(&CALL(number)->list, &own);
 }
 

@@ -1091,14 +1091,7 @@ united_stretches(PyObject *Py_UNUSED(module), PyObject *parts)
     }
     Py_BEGIN_ALLOW_THREADS
     sort_stretches(all, used);
-    size_t last = 0;
-    for (size_t i = 1; i < used; i++) {
-        if (all[i].start > all[last].end)
-            all[++last] = all[i];
-        else if (all[i].end > all[last].end)
-            all[last].end = all[i].end;
-    }
-    used = used == 0 ? 0 : last + 1;
+    used = unite(all, used);
     Py_END_ALLOW_THREADS
     result = PyBytes_FromStringAndSize((char *)all, (Py_ssize_t)(used * sizeof *all));
 end:

@@ -375,11 +375,17 @@ def _held_after(trace: Trace, request_ns: int) -> dict[str, int]:
     sums = {WORDS[phase]: 0 for phase in PREPARING}
     late = [span for span in trace.spans if span.start_ns >= request_ns and not span.clipped and _phase(span.site)]
     known = {span.span_id: span for span in trace.spans} if late else {}
+    within: dict[int, bool] = {}  # by id, whether a span is, or lies in, a request or what is counted itself
     for span in late:
-        above = known.get(span.parent_id)
-        while above is not None and above.site.kind != "request" and _phase(above.site) is None:
-            above = known.get(above.parent_id)
-        if above is None:
+        way: list[int] = []
+        at = known.get(span.parent_id)
+        while at is not None and at.span_id not in within:  # parents of a damaged file may run in a circle
+            within[at.span_id] = at.site.kind == "request" or _phase(at.site) is not None
+            way += [at.span_id] * (not within[at.span_id])
+            at = at if within[at.span_id] else known.get(at.parent_id)
+        is_within = at is not None and within[at.span_id]
+        within.update(dict.fromkeys(way, is_within))
+        if not is_within:
             sums[WORDS[_phase(span.site) or ""]] += span.total_ns
     return sums
 

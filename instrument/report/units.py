@@ -176,6 +176,7 @@ class Units:
         self.by_key: dict[Key, UnitLine] = {}
         self._parents: dict[int, int] = {}
         self._of_step: dict[int, UnitLine] = {}
+        self._known: dict[int, int] = {}
         self._only: dict[int, UnitLine | None] = {}
         self.skipped = self.before = 0
         if steps:
@@ -222,9 +223,9 @@ class Units:
         by_key = steps_of(steps)
         if len({thread_id for thread_id, _ in by_key}) < len(by_key):  # tasks, which may have steps at the same time
             self._parents = {span.span_id: span.parent_id for span in trace.spans}
-            ids = {step.span_id for own in by_key.values() for step in own}
+            ids, known = {step.span_id for own in by_key.values() for step in own}, dict[int, int]()
             topmost = {
-                key: [step for step in own if not self._above(step, ids) and not _lies_in(step, key, by_key)]
+                key: [step for step in own if not self._above(step, ids, known) and not _lies_in(step, key, by_key)]
                 for key, own in by_key.items()
             }
             by_key = {key: own for key, own in topmost.items() if own}
@@ -260,12 +261,17 @@ class Units:
             step.span_id for own in on_thread.values() for place, step in enumerate(own) if _number(step, place) < count
         }
 
-    def _above(self, span: Span, ids: Collection[int]) -> int:
-        """The nearest span around one whose id is among these, 0 for none."""
-        above = self._parents.get(span.span_id, 0)
-        while above and above not in ids:
-            above = self._parents.get(above, 0)
-        return above
+    def _above(self, span: Span, ids: Collection[int], known: dict[int, int]) -> int:
+        """The nearest span around one whose id is among these, 0 for none. `known` keeps what was found by the way."""
+        way: list[int] = []
+        at = self._parents.get(span.span_id, 0)
+        while at and at not in ids and at not in known:
+            known[at] = 0  # which it stays where parents run in a circle, as in a damaged file
+            way.append(at)
+            at = self._parents.get(at, 0)
+        found = at if at in ids else known.get(at, 0)
+        known.update(dict.fromkeys(way, found))
+        return found
 
     def line_of(self, span: Span) -> UnitLine | None:
         """The line beside which a span ran."""
@@ -276,7 +282,7 @@ class Units:
         # A task that has no steps of its own works for those of its thread, or for the one that it was begun in.
         line = self.by_key.get((span.thread_id, span.task_id)) or self.by_key.get((span.thread_id, 0))
         if line is None:
-            line = self._of_step.get(self._above(span, self._of_step))
+            line = self._of_step.get(self._above(span, self._of_step, self._known))
         return line or self._only.get(span.thread_id)
 
     def number_of(self, span: Span) -> int | None:
