@@ -12,7 +12,8 @@
  *
  * Which chain is current follows PyThreadState.context: every task, callback and copied context has a Context of its
  * own, and a Current object in one context variable. A new context finds there what its maker published: a Published
- * object, the identity of the span that was innermost when the context was copied. Publishing costs a context variable
+ * object, the identity of the span that was innermost when the context was copied, which says whether that is still
+ * open, and if not, which of those above it was the nearest. Publishing costs a context variable
  * write, which is more than the rest of a call, so `publish` is called by what copies a context. Under an event loop
  * contexts are also copied behind our back: there a span that stays open from one step of the loop to the next is
  * published as it begins and ends, and each span is where the loop does not tell of the tasks that it makes.
@@ -76,6 +77,9 @@ static const char *const REASONS[REASON_COUNT] = {
     [SATURATED] = "additions to totals that are as large as they can be",
 };
 
+/* Set in the id of a request that is a root, and in no other: whoever sees a root id knows whether it is a request's. */
+#define REQUEST_BIT 1
+
 #define CHUNKS 60 /* of 64 histogram buckets: up to 2^63 ns, see tally.bucket */
 #define FIRST_BUCKET(chunks) ((uint32_t)__builtin_ctzll(chunks) << 6) /* that of the lowest of chunks, bit by bit */
 
@@ -104,7 +108,6 @@ typedef struct node {
     char is_request;
     char is_copy;
     char is_device; /* whether its site asks for device time */
-    char in_request; /* whether its path passes through one */
     struct node **table; /* by the site's address, linear probing */
     int64_t min_ns; /* what is shorter, and has neither children nor an error, gets no row */
     uint64_t ring_number; /* of the ring that `totals` are of: that of the thread that was here last, or 0 */
@@ -166,6 +169,7 @@ typedef struct frame {
     PyObject *attributes;
     PyObject *pair; /* what times the span on a device, or NULL */
     PyObject *self; /* the Frame object that holds this frame; NULL for a function's */
+    PyObject *published; /* what contexts that were copied under it know it by, or NULL */
     char state;
     char has_rows; /* whether what counts no time against it may name it as its parent */
 } frame_t;
@@ -173,32 +177,38 @@ typedef struct frame {
 typedef struct {
     PyObject_HEAD
     frame_t frame;
-    PyObject *published;
 } Frame;
 
 struct core;
+struct published;
 
 typedef struct current {
     PyObject_HEAD
     frame_t *top;
+    /* What the context was copied under; once that has ended the nearest span above that is open, or NULL. See
+     * `is_outdated`. */
+    struct published *base;
+    uint64_t link_id; /* the span that the context came from, once it has ended, or 0 */
+    PyObject *linked; /* attributes that say so, which the roots here have */
     uint64_t task;
     char eager;   /* whether contexts may be copied behind our back */
     char is_told; /* whether the loop tells of its tasks, so that only what stays open is published all the same */
-    char has_base; /* whether there is what the context was copied under */
     PyObject *context; /* weak reference to the context that this belongs to */
-    PyObject *weak_references;
     struct core *core; /* NULL once the core is gone */
     struct current *previous, *next; /* all of a core's */
-    uint64_t published_id; /* the span that a copy of the context would find now, 0 without one */
-    uint64_t base_id, base_root;
-    node_t *base_node;
-    PyObject *base_request;
-    PyObject *base_owner; /* weak reference to the Current whose chain had the base */
+    uint64_t published_id; /* the span that a copy of the context would find now, 0 for `base` */
+    uint64_t link_root;
+    PyObject *link_remote; /* what its request noted of another tracer, or NULL */
 } Current;
 
-typedef struct {
+/* A span as other contexts know it. One that two contexts publish (a generator's) has two, of which the second has
+ * nothing but its owner and `of`, the first. */
+typedef struct published {
     PyObject_HEAD
     PyObject *owner; /* the Current that published */
+    struct published *of;
+    frame_t *frame; /* NULL once the span has ended */
+    struct published *above; /* then the nearest span above it that had not, or NULL */
     uint64_t span_id, root_id;
     node_t *node;
     PyObject *request;
@@ -254,6 +264,7 @@ typedef struct core {
     PyObject *remote_parent;
     PyObject *remote_key;
     PyObject *task_probe;
+    PyObject *link_of; /* attributes of a root that came from an ended span: (span id, root id, its remote parent) */
     PyObject *tells_of_tasks; /* whether the loop that runs now does */
     PyObject *thread_name;
     node_t root;
@@ -325,6 +336,8 @@ typedef struct stretch {
     PyObject *site;
     Frame *frame;
     frame_t *inner; /* innermost frame of the body while it is suspended; the chain from here to `frame` owns itself */
+    Published *parent; /* of the first step: whoever resumes it later may be another; NULL without one */
+    char has_parent; /* whether that is known */
     char lost; /* its begin could not be recorded */
     int64_t active_ns, resumed_ns, suspended_ns;
 } Stretch;
@@ -582,7 +595,6 @@ new_node(Core *core, node_t *parent, PyObject *site)
     node->is_request = (char)kind_is(site, str_request);
     node->is_copy = (char)kind_is(site, str_copy);
     node->is_device = (char)asks_for_device(site);
-    node->in_request = node->is_request || parent->in_request;
     node->min_ns = min_ns_of(site);
     if (add_child(parent, node) < 0) {
         Py_DECREF(site);
@@ -1357,8 +1369,6 @@ static void
 Current_dealloc(Current *self)
 {
     PyObject_GC_UnTrack(self);
-    if (self->weak_references != NULL)
-        PyObject_ClearWeakRefs((PyObject *)self);
     leave_list(self);
     /* Frames of a context that is gone: scopes that nobody ended. A function that runs holds its Current. */
     frame_t *frame = self->top;
@@ -1370,8 +1380,9 @@ Current_dealloc(Current *self)
         frame = above;
     }
     Py_XDECREF(self->context);
-    Py_XDECREF(self->base_request);
-    Py_XDECREF(self->base_owner);
+    Py_XDECREF(self->base);
+    Py_XDECREF(self->linked);
+    Py_XDECREF(self->link_remote);
     PyObject_GC_Del(self);
 }
 
@@ -1380,7 +1391,8 @@ Current_traverse(Current *self, visitproc visit, void *arg)
 {
     for (frame_t *frame = self->top; frame != NULL; frame = frame->above)
         Py_VISIT(frame->self);
-    Py_VISIT(self->base_request);
+    Py_VISIT(self->base);
+    Py_VISIT(self->linked);
     return 0;
 }
 
@@ -1392,7 +1404,6 @@ static PyTypeObject CurrentType = {
     .tp_doc = "The chain of open spans of one context.",
     .tp_dealloc = (destructor)Current_dealloc,
     .tp_traverse = (traverseproc)Current_traverse,
-    .tp_weaklistoffset = offsetof(Current, weak_references),
 };
 
 static void
@@ -1400,6 +1411,8 @@ Published_dealloc(Published *self)
 {
     PyObject_GC_UnTrack(self);
     Py_XDECREF(self->owner);
+    Py_XDECREF(self->of);
+    Py_XDECREF(self->above);
     Py_XDECREF(self->request);
     PyObject_GC_Del(self);
 }
@@ -1408,6 +1421,8 @@ static int
 Published_traverse(Published *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->owner);
+    Py_VISIT(self->of);
+    Py_VISIT(self->above);
     Py_VISIT(self->request);
     return 0;
 }
@@ -1416,6 +1431,8 @@ static int
 Published_clear(Published *self)
 {
     Py_CLEAR(self->owner);
+    Py_CLEAR(self->of);
+    Py_CLEAR(self->above);
     Py_CLEAR(self->request);
     return 0;
 }
@@ -1476,50 +1493,116 @@ is_here(Current *current, PyThreadState *state)
     return here;
 }
 
-/* The frame that the context was copied under, while it is open; NULL afterwards. Borrowed. */
-static frame_t *
-open_base(Current *current)
+static inline Published *
+first_of(PyObject *published)
 {
-    Current *owner = (Current *)referent(current->base_owner);
-    frame_t *frame = owner != NULL ? owner->top : NULL;
-    while (frame != NULL && frame->span_id != current->base_id)
-        frame = frame->above;
-    Py_XDECREF(owner); /* its chain lives on: the frame is open */
-    return frame != NULL && frame->state != CLOSED ? frame : NULL;
+    Published *self = (Published *)published;
+    return self->of != NULL ? self->of : self;
+}
+
+/* The span, if it is still open, or the nearest above it that is; NULL without one. Borrowed. */
+static Published *
+nearest_open(Published *published)
+{
+    while (published != NULL && published->frame == NULL)
+        published = published->above;
+    return published;
+}
+
+/* The context that was copied came from this span, which has ended. */
+static void
+note_link(Core *core, Current *current, uint64_t span_id, uint64_t root_id, PyObject *request)
+{
+    PyObject *attributes = request == NULL ? NULL : ((Frame *)request)->frame.attributes, *remote = NULL;
+    if (attributes != NULL && PyDict_Check(attributes) &&
+        (remote = PyDict_GetItemWithError(attributes, core->remote_key)) == NULL)
+        PyErr_Clear();
+    PyObject *before = current->linked;
+    current->link_id = span_id;
+    current->link_root = root_id;
+    current->linked = NULL;
+    Py_XSETREF(current->link_remote, Py_XNewRef(remote));
+    Py_XDECREF(before);
+}
+
+/* Leave a base that has ended for the nearest span above it that is open. Runs no code of the host's but finalisers. */
+static void
+leave_ended_base(Core *core, Current *current)
+{
+    Published *base = current->base;
+    if (base == NULL || base->frame != NULL)
+        return;
+    if (current->link_id == 0)
+        note_link(core, current, base->span_id, base->root_id, base->request);
+    Published *open = nearest_open(base);
+    if (open != NULL)
+        open->frame->has_rows = 1; /* or soon will */
+    current->base = (Published *)Py_XNewRef((PyObject *)open);
+    Py_DECREF(base);
+}
+
+/* Whether the parent that a span would have here now must be looked for: what it would be has ended. */
+static inline int
+is_outdated(const Current *current)
+{
+    if (current->top != NULL)
+        return current->top->state == CLOSED;
+    if (current->base != NULL)
+        return current->base->frame == NULL;
+    return current->link_id != 0 && current->linked == NULL;
+}
+
+static void unlink_frame(Current *, frame_t *, frame_t *);
+
+/* Find the parent that spans here have from now on: the nearest that is open. Where none is, they are roots, and say
+ * which span the context came from. -1 with an exception of the host's. */
+static int
+find_parent(Core *core, Current *current)
+{
+    for (int first = 1; current->top != NULL && current->top->state == CLOSED; first = 0) {
+        frame_t *frame = current->top; /* ended by another context */
+        if (first)
+            note_link(core, current, frame->span_id, frame->root_id, frame->request);
+        unlink_frame(current, NULL, frame);
+    }
+    leave_ended_base(core, current);
+    if (current->top != NULL || current->base != NULL || current->link_id == 0 || current->linked != NULL)
+        return 0;
+    uint64_t id = current->link_id;
+    PyObject *ask = Py_NewRef(core->link_of);
+    PyObject *remote = Py_NewRef(current->link_remote != NULL ? current->link_remote : Py_None);
+    PyObject *linked = PyObject_CallFunction(ask, "KKO", id, current->link_root, remote);
+    Py_DECREF(remote);
+    Py_DECREF(ask);
+    if (linked == NULL && forgive() < 0)
+        return -1;
+    if (linked == NULL)
+        current->link_id = 0;
+    else if (current->link_id == id && current->linked == NULL)
+        current->linked = linked;
+    else
+        Py_DECREF(linked);
+    return 0;
 }
 
 /* Take over what the copied-from context had published. */
 static void
-inherit(Current *current, PyObject *value)
+inherit(Core *core, Current *current, PyObject *value)
 {
-    Published *published = NULL;
-    Current *owner = NULL;
-    if (value == NULL)
-        return;
-    if (Py_TYPE(value) == &PublishedType) {
-        published = (Published *)value;
-        owner = (Current *)published->owner;
-        current->base_id = published->span_id;
-        current->base_root = published->root_id;
-        current->base_node = published->node;
-        current->base_request = Py_XNewRef(published->request);
-    } else if (Py_TYPE(value) == &CurrentType) {
+    if (value != NULL && Py_TYPE(value) == &PublishedType) {
+        current->base = (Published *)Py_NewRef((PyObject *)first_of(value));
+    } else if (value != NULL && Py_TYPE(value) == &CurrentType) {
         /* Copied behind our back: what was innermost then is not known; what that context came from is. */
-        owner = (Current *)value;
-        current->base_id = owner->base_id;
-        current->base_root = owner->base_root;
-        current->base_node = owner->base_node;
-        current->base_request = Py_XNewRef(owner->base_request);
+        Current *owner = (Current *)value;
+        current->base = (Published *)Py_XNewRef((PyObject *)owner->base);
+        current->link_id = owner->link_id;
+        current->link_root = owner->link_root;
+        current->link_remote = Py_XNewRef(owner->link_remote);
+        current->linked = Py_XNewRef(owner->linked);
     }
-    current->has_base = current->base_id != 0;
-    if (current->has_base && owner != NULL) {
-        current->base_owner = PyWeakref_NewRef((PyObject *)owner, NULL);
-        if (current->base_owner == NULL)
-            PyErr_Clear();
-        frame_t *base = open_base(current);
-        if (base != NULL)
-            base->has_rows = 1; /* or soon will */
-    }
+    if (current->base != NULL && current->base->frame != NULL)
+        current->base->frame->has_rows = 1; /* or soon will */
+    leave_ended_base(core, current);
 }
 
 /* The context may have changed since this thread's last span: find or make the chain of the one that runs now. */
@@ -1529,7 +1612,13 @@ follow(Core *core, Ring *ring, PyThreadState *state)
     if (ring->current != NULL && ring->current->core != NULL && is_here(ring->current, state)) {
         ring->context = state->context;
         ring->context_version = state->context_ver;
-        return ring->current;
+        Current *same = ring->current;
+        if (!is_outdated(same))
+            return same;
+        Py_INCREF(same);
+        int failed = find_parent(core, same);
+        Py_DECREF(same);
+        return failed < 0 ? NULL : same; /* `settle` looks whether it still is */
     }
     PyObject *value = NULL;
     if (PyContextVar_Get(core->variable, NULL, &value) < 0)
@@ -1556,7 +1645,7 @@ follow(Core *core, Ring *ring, PyThreadState *state)
             current->next->previous = current;
         core->currents = current;
         PyObject_GC_Track(current);
-        inherit(current, value);
+        inherit(core, current, value);
         PyObject *probed = PyObject_CallNoArgs(core->task_probe); /* identity of the task, or -1 under no loop */
         long long task = probed == NULL ? -1 : PyLong_AsLongLong(probed);
         Py_XDECREF(probed);
@@ -1578,7 +1667,6 @@ follow(Core *core, Ring *ring, PyThreadState *state)
                 return NULL;
             }
         }
-        current->published_id = current->base_id;
         if (set_variable(core, (PyObject *)current) < 0 ||
             (current->context = PyWeakref_NewRef(state->context, NULL)) == NULL) {
             Py_DECREF(current);
@@ -1602,7 +1690,8 @@ settle(Core *core, Ring **found)
         Ring *ring = *found;
         Py_INCREF(ring);
         Current *current = follow(core, ring, UNCHECKED_THREAD_STATE());
-        int settled = cached_uid == core->uid && cached_ring == ring && ring->current == current;
+        int settled = current != NULL && cached_uid == core->uid && cached_ring == ring && ring->current == current &&
+                      !is_outdated(current);
         Py_DECREF(ring);
         if (current == NULL || settled)
             return current;
@@ -1614,7 +1703,8 @@ settle(Core *core, Ring **found)
     return NULL;
 }
 
-/* The chain of the context that runs now, where that is the one of this thread's last span. Runs no code. */
+/* The chain of the context that runs now, where that is the one of this thread's last span, and spans in it have the
+ * parent that it says. Runs no code. */
 static inline Current *
 current_at_hand(Core *core, Ring **found)
 {
@@ -1622,7 +1712,9 @@ current_at_hand(Core *core, Ring **found)
         return NULL;
     Ring *ring = *found = cached_ring;
     PyThreadState *state = UNCHECKED_THREAD_STATE();
-    return ring->context == state->context && ring->context_version == state->context_ver ? ring->current : NULL;
+    if (ring->context != state->context || ring->context_version != state->context_ver || ring->current == NULL)
+        return NULL;
+    return is_outdated(ring->current) ? NULL : ring->current;
 }
 
 /* The chain of the context that runs now, and the calling thread's ring. Both are borrowed, and valid until code of the
@@ -1639,44 +1731,53 @@ current_of(Core *core, Ring **found)
 
 static void publish_rest(Core *core, Current *current);
 
+/* Tell who the span of an open frame is, for contexts that a Current's is copied to. NULL without memory, and no
+ * exception. Making it may run a finaliser of the host's that ends or begins scopes. */
+static PyObject *
+new_published(Current *current, frame_t *frame)
+{
+    PyObject *request = Py_XNewRef(frame->request), *holder = Py_XNewRef(frame->self);
+    uint64_t span_id = frame->span_id, root_id = frame->root_id;
+    node_t *node = frame->node;
+    Published *made = PyObject_GC_New(Published, &PublishedType);
+    if (made == NULL) {
+        PyErr_Clear();
+        Py_XDECREF(request);
+        Py_XDECREF(holder);
+        return NULL;
+    }
+    int is_open = frame->state != CLOSED;
+    made->owner = Py_NewRef((PyObject *)current);
+    made->of = frame->published == NULL ? NULL : (Published *)Py_NewRef((PyObject *)first_of(frame->published));
+    made->frame = is_open && made->of == NULL ? frame : NULL;
+    made->above = NULL;
+    made->span_id = span_id;
+    made->root_id = root_id;
+    made->node = node;
+    made->request = request;
+    PyObject_GC_Track(made);
+    if (is_open)
+        Py_XSETREF(frame->published, Py_NewRef((PyObject *)made));
+    Py_XDECREF(holder);
+    return (PyObject *)made;
+}
+
 /* Make a span, or without one what the context was copied under, known to contexts that are copied from now on. Errors
  * are cleared: parentage only. */
 static void
 publish(Core *core, Current *current, frame_t *frame)
 {
-    uint64_t wanted_id = frame != NULL ? frame->span_id : current->base_id;
+    uint64_t wanted_id = frame != NULL ? frame->span_id : 0;
     if (current->published_id == wanted_id)
         return;
-    PyObject *value = frame == NULL ? (PyObject *)current : NULL;
-    Frame *holder = frame != NULL ? (Frame *)frame->self : NULL;
-    if (holder != NULL && holder->published != NULL && ((Published *)holder->published)->owner == (PyObject *)current)
-        value = holder->published;
-    if (value != NULL) {
+    PyObject *value = frame == NULL ? (PyObject *)current : frame->published;
+    if (value != NULL && (frame == NULL || ((Published *)value)->owner == (PyObject *)current)) {
         Py_INCREF(value);
     } else {
-        /* What it says is taken before it is made, for that may run a finaliser that ends or begins scopes. */
         frame_t *top = current->top;
-        PyObject *request = Py_XNewRef(frame->request);
-        uint64_t root_id = frame->root_id;
-        node_t *node = frame->node;
-        Py_XINCREF(holder);
-        Published *published = PyObject_GC_New(Published, &PublishedType);
-        if (published == NULL) {
-            PyErr_Clear();
-            Py_XDECREF(request);
-            Py_XDECREF(holder);
+        value = new_published(current, frame);
+        if (value == NULL)
             return;
-        }
-        published->owner = Py_NewRef((PyObject *)current);
-        published->span_id = wanted_id;
-        published->root_id = root_id;
-        published->node = node;
-        published->request = request;
-        PyObject_GC_Track(published);
-        value = (PyObject *)published;
-        if (holder != NULL && holder->frame.state != CLOSED)
-            Py_XSETREF(holder->published, Py_NewRef(value));
-        Py_XDECREF(holder);
         if (current->top != top) {
             Py_DECREF(value);
             publish_rest(core, current);
@@ -1688,6 +1789,45 @@ publish(Core *core, Current *current, frame_t *frame)
     else
         PyErr_Clear();
     Py_DECREF(value);
+}
+
+/* The span of a frame has ended: take what it was published as, or NULL. */
+static inline PyObject *
+take_published(frame_t *frame)
+{
+    PyObject *published = frame->published;
+    frame->published = NULL;
+    if (published != NULL)
+        first_of(published)->frame = NULL;
+    return published;
+}
+
+/* Contexts that were copied under a span that has ended, and is out of its chain, find the nearest open one instead:
+ * from `above` on, or what the context of its chain was copied under. Takes the reference. */
+static void
+pass_on(Core *core, Current *current, PyObject *published, frame_t *above)
+{
+    Published *ended = first_of(published);
+    if (!current->eager && current->published_id == ended->span_id)
+        publish(core, current, NULL);
+    while (above != NULL && above->state == CLOSED)
+        above = above->above;
+    Current *owner = (Current *)ended->owner;
+    if (ended == (Published *)published && Py_REFCNT(published) == 1) {
+        /* no other context knows it */
+    } else if (above == NULL && owner != NULL) {
+        Py_INCREF(owner);
+        leave_ended_base(core, owner); /* or tasks that start one another would hold all that ever were */
+        Py_XSETREF(ended->above, (Published *)Py_XNewRef((PyObject *)owner->base));
+        Py_DECREF(owner);
+    } else if (above != NULL && above->published != NULL) {
+        Py_XSETREF(ended->above, (Published *)Py_NewRef((PyObject *)first_of(above->published)));
+    } else if (above != NULL && owner == current) {
+        /* Not of the chain of another thread, whose functions may return meanwhile. */
+        PyObject *made = new_published(owner, above);
+        Py_XSETREF(ended->above, (Published *)made);
+    }
+    Py_DECREF(published);
 }
 
 static inline int
@@ -1711,9 +1851,9 @@ publish_rest(Core *core, Current *current)
     frame_t *frame = current->top;
     if (!current->eager)
         return;
-    if (current->is_told && tells_of_tasks(core))
-        while (frame != NULL && frame->self == NULL)
-            frame = frame->above;
+    int only_lasting = current->is_told && tells_of_tasks(core);
+    while (frame != NULL && (frame->state == CLOSED || (only_lasting && frame->self == NULL)))
+        frame = frame->above;
     publish(core, current, frame);
 }
 
@@ -1733,8 +1873,12 @@ publish_here(Core *core)
     else if (value != NULL && Py_TYPE(value) == &PublishedType)
         current = (Current *)Py_NewRef(((Published *)value)->owner);
     Py_XDECREF(value);
-    if (current != NULL && current->core == core && is_here(current, state))
-        publish(core, current, current->top);
+    if (current != NULL && current->core == core && is_here(current, state)) {
+        frame_t *frame = current->top;
+        while (frame != NULL && frame->state == CLOSED)
+            frame = frame->above;
+        publish(core, current, frame);
+    }
     Py_XDECREF(current);
     return 0;
 }
@@ -1756,7 +1900,7 @@ Frame_dealloc(Frame *self)
         Py_XDECREF(self->frame.request);
     Py_XDECREF(self->frame.attributes);
     Py_XDECREF(self->frame.pair);
-    Py_XDECREF(self->published);
+    Py_XDECREF(take_published(&self->frame));
     PyObject_GC_Del(self);
 }
 
@@ -1766,14 +1910,14 @@ Frame_traverse(Frame *self, visitproc visit, void *arg)
     if (self->frame.request != (PyObject *)self)
         Py_VISIT(self->frame.request);
     Py_VISIT(self->frame.attributes);
-    Py_VISIT(self->published);
+    Py_VISIT(self->frame.published);
     return 0;
 }
 
 static int
 Frame_clear(Frame *self)
 {
-    Py_CLEAR(self->published);
+    Py_XDECREF(take_published(&self->frame));
     return 0;
 }
 
@@ -1804,27 +1948,28 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
     node_t *parent;
     frame->above = above;
     frame->span_id = core->next_id;
-    core->next_id = core->next_id == INT64_MAX ? 1 : core->next_id + 1; /* 0 means none; readers have 63 bits */
+    core->next_id = core->next_id >= INT64_MAX - 1 ? 2 : core->next_id + 2; /* 0 means none; readers have 63 bits */
     frame->ring = ring;
     frame->task = current->task;
     frame->children_ns = 0;
     frame->has_rows = 0;
     if (above != NULL) {
-        /* A span under one that has ended is its child, but was not called by it: its path starts anew. */
-        parent = above->state != CLOSED ? above->node : &core->root;
+        parent = above->node;
         frame->parent_id = above->span_id;
         frame->root_id = above->root_id;
         frame->request = Py_XNewRef(above->request);
-    } else if (current->has_base) {
-        parent = open_base(current) != NULL ? current->base_node : &core->root;
-        frame->parent_id = current->base_id;
-        frame->root_id = current->base_root;
-        frame->request = Py_XNewRef(current->base_request);
+    } else if (current->base != NULL) {
+        parent = current->base->node;
+        frame->parent_id = current->base->span_id;
+        frame->root_id = current->base->root_id;
+        frame->request = Py_XNewRef(current->base->request);
     } else {
         parent = &core->root;
         frame->parent_id = 0;
         frame->root_id = frame->span_id;
         frame->request = NULL;
+        if (current->linked != NULL && frame->attributes == NULL)
+            frame->attributes = Py_NewRef(current->linked);
     }
     /* What runs between may have given the place to another instance. */
     if (path != NULL && path->site == site && path->parents[0] == parent) {
@@ -1879,6 +2024,22 @@ note_remote(Core *core, Frame *frame)
     if (PyErr_Occurred())
         note_fault("current OpenTelemetry span");
     return PyErr_Occurred() ? -1 : 0;
+}
+
+/* What a root has to say besides its own attributes of where its context came from; a new reference or NULL, without
+ * an exception. Making a dict may run code of the host's. */
+static PyObject *
+with_link(const Current *current, PyObject *attributes)
+{
+    if (current->top != NULL || current->base != NULL || current->linked == NULL || attributes == NULL)
+        return Py_XNewRef(attributes); /* a root without any takes those of its context */
+    PyObject *linked = Py_NewRef(current->linked);
+    PyObject *both = PyDict_Check(attributes) ? PyDict_Copy(attributes) : NULL;
+    if (both != NULL && PyDict_Update(both, linked) < 0)
+        Py_CLEAR(both);
+    PyErr_Clear(); /* for want of memory */
+    Py_DECREF(linked);
+    return both != NULL ? both : Py_NewRef(attributes);
 }
 
 static int close_frame(Core *core, Frame *self, PyObject *error);
@@ -1969,19 +2130,24 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     memset((char *)self + sizeof(PyObject), 0, sizeof(Frame) - sizeof(PyObject));
     frame_t *frame = &self->frame;
     frame->self = (PyObject *)self;
-    frame->attributes = Py_XNewRef(attributes);
     frame->state = state;
     PyObject_GC_Track(self);
     Ring *ring;
     Current *current = current_of(core, &ring);
+    if (current != NULL && attributes != NULL) {
+        frame->attributes = with_link(current, attributes);
+        if (frame->attributes != attributes)
+            current = current_of(core, &ring);
+    }
     if (current == NULL) {
         Py_DECREF(self);
         return NULL;
     }
     identify(core, ring, current, frame, site, NULL);
     Py_INCREF(ring);
-    if (frame->node->is_request && !is_open_request(frame->request)) {
-        frame->root_id = frame->span_id;
+    int is_request = frame->node == core->overflow ? kind_is(site, str_request) : frame->node->is_request;
+    if (is_request && !is_open_request(frame->request)) {
+        frame->root_id = frame->span_id |= REQUEST_BIT;
         Py_XSETREF(frame->request, (PyObject *)self); /* borrowed: of itself */
         if (core->remote_parent != NULL && core->remote_parent != Py_None) {
             if (note_remote(core, self) < 0) {
@@ -2129,8 +2295,8 @@ static inline void
 count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns)
 {
     frame_t *above = frame->above;
-    if (above == NULL && current->has_base && frame->parent_id == current->base_id)
-        above = open_base(current);
+    if (above == NULL && current->base != NULL && frame->parent_id == current->base->span_id)
+        above = current->base->frame;
     if (above != NULL && above->ring == ring && above->task == frame->task)
         above->children_ns += end_ns - frame->counted_from_ns;
 }
@@ -2200,16 +2366,18 @@ close_frame(Core *core, Frame *self, PyObject *error)
     if (current->top != frame)
         frame->has_rows = 1; /* what was begun inside it goes on */
     count_against_above(current, frame, ring, end_ns);
-    Py_CLEAR(self->published); /* it refers back to the request that this may be */
+    PyObject *published = take_published(frame);
+    frame_t *above = frame->above;
     if (current->top == frame) {
         unlink_frame(current, NULL, frame);
-        while (current->top != NULL && current->top->state == CLOSED)
-            unlink_frame(current, NULL, current->top);
         publish_rest(core, current);
-    } else if (current->top != NULL || current->has_base) {
+        above = current->top;
+    } else if (current->top != NULL || current->base != NULL || current->link_id != 0) {
         if (cross(core, current, frame, end_ns) < 0)
             count(core, FOREIGN);
     }
+    if (published != NULL)
+        pass_on(core, current, published, above);
     PyObject *name = error == NULL || error == Py_None ? NULL : error_name(error);
     store(core, ring, frame, end_ns, -1, name);
     Py_XDECREF(name);
@@ -2237,6 +2405,7 @@ take_frame(void)
     frame->attributes = NULL;
     frame->pair = NULL;
     frame->self = NULL;
+    frame->published = NULL;
     frame->state = OPEN;
     frame->start_ns = frame->counted_from_ns = 0;
     return frame;
@@ -2254,7 +2423,7 @@ release_frame(frame_t *frame)
     free_frame_count++;
 }
 
-/* End a call that raised, was crossed, reset, or is watched for copies of its context. The raised exception stays as it
+/* End a call that raised, was crossed, reset, linked, or is known to other contexts. The raised exception stays as it
  * is. Returns whether the frame is out of every chain: one that is not found in its own must not be used again. */
 static int
 end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_ns)
@@ -2268,13 +2437,18 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
     if (current->top != frame)
         frame->has_rows = 1; /* what was begun inside it goes on */
     count_against_above(current, frame, ring, end_ns);
+    PyObject *published = take_published(frame);
+    frame_t *above = frame->above;
     if (current->top == frame) {
-        current->top = frame->above;
+        current->top = above;
         publish_rest(core, current);
+        above = current->top;
     } else if (cross(core, current, frame, end_ns) < 0) {
         count(core, FOREIGN);
         found = 0;
     }
+    if (published != NULL)
+        pass_on(core, current, published, above);
     if (ring->rows == NULL && (ring = ring_of(core)) == NULL && lose(core) < 0) {
         /* A signal handler raised: in place of what the call raised, as it would have without us. */
         Py_CLEAR(type);
@@ -2294,6 +2468,7 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
         Py_DECREF(ring);
     }
     Py_CLEAR(frame->pair);
+    Py_CLEAR(frame->attributes);
     if (!found) {
         Py_CLEAR(frame->request);
         frame->ring = NULL;
@@ -2348,8 +2523,8 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     __builtin_prefetch(current, 1);
     __builtin_prefetch((char *)current + LINE, 1);
     int64_t end_ns = read_clock(core);
-    int plain = result != NULL && current->top == frame && ring->rows != NULL &&
-                !(current->eager && current->published_id == frame->span_id);
+    int plain = result != NULL && current->top == frame && ring->rows != NULL && frame->published == NULL &&
+                frame->attributes == NULL;
     if (plain) {
         count_against_above(current, frame, ring, end_ns);
         current->top = frame->above;
@@ -2900,6 +3075,7 @@ Stretch_dealloc(Stretch *self)
     }
     drop_inner(self);
     Py_XDECREF(self->frame);
+    Py_XDECREF(self->parent);
     Py_XDECREF(self->core);
     Py_XDECREF(self->site);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -2911,6 +3087,7 @@ Stretch_traverse(Stretch *self, visitproc visit, void *arg)
     Py_VISIT(self->core);
     Py_VISIT(self->site);
     Py_VISIT(self->frame);
+    Py_VISIT(self->parent);
     return 0;
 }
 
@@ -2976,6 +3153,23 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
+/* The span that is current here, as other contexts know it; a new reference, NULL without one. */
+static Published *
+parent_here(Current *current)
+{
+    frame_t *frame = current->top;
+    while (frame != NULL && frame->state == CLOSED)
+        frame = frame->above;
+    if (frame == NULL)
+        return (Published *)Py_XNewRef((PyObject *)current->base);
+    PyObject *published = frame->published != NULL ? Py_NewRef(frame->published) : new_published(current, frame);
+    if (published == NULL)
+        return NULL;
+    Published *first = (Published *)Py_NewRef((PyObject *)first_of(published));
+    Py_DECREF(published);
+    return first;
+}
+
 static PyObject *
 Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
 {
@@ -3003,13 +3197,19 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     current->top = own->above;
     frame_t *caller = own->above;
     own->above = NULL;
-    if (caller == NULL && current->has_base)
-        caller = open_base(current);
+    if (caller == NULL && current->base != NULL)
+        caller = current->base->frame;
     if (caller != NULL)
         caller->has_rows = 1; /* as soon as this has ended */
     if (caller != NULL && caller->ring == ring && caller->task == own->task)
         caller->children_ns += step_ns;
+    Py_INCREF(current);
     publish_rest(core, current);
+    if (!self->has_parent) {
+        self->has_parent = 1;
+        self->parent = parent_here(current);
+    }
+    Py_DECREF(current);
     if (own->pair != NULL && tell_pair(str_pause, &own->pair, 1) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -3023,7 +3223,12 @@ Stretch_finish(Stretch *self, PyObject *error)
     frame_t *frame = &self->frame->frame;
     int64_t end_ns = read_clock(self->core);
     frame->state = CLOSED;
-    Py_CLEAR(self->frame->published);
+    PyObject *published = take_published(frame);
+    if (published != NULL) {
+        Py_XSETREF(first_of(published)->above, (Published *)Py_XNewRef((PyObject *)nearest_open(self->parent)));
+        Py_DECREF(published);
+    }
+    Py_CLEAR(self->parent);
     drop_inner(self);
     Ring *ring = ring_of(self->core);
     if (ring == NULL) {
@@ -3586,7 +3791,6 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    Core *core;
     char all_sampled, busy;
     uint64_t threshold, spans_per_request, held_limit, decided_limit;
     uint64_t held, beyond, too_long;
@@ -3733,8 +3937,8 @@ hold(Shelf *self, root_t *root, const row_t *row, long thread_id)
 static int
 is_found(Shelf *self, const row_t *row, long thread_id)
 {
-    const node_t *node = self->core->nodes[row->node];
-    if (row->span_id == row->root_id && node->is_request)
+    int in_request = row->root_id & REQUEST_BIT;
+    if (row->span_id == row->root_id && in_request)
         return 1;
     root_t *root = known_root(self, row->root_id);
     if (root != NULL && root->state == KEPT) {
@@ -3743,7 +3947,7 @@ is_found(Shelf *self, const row_t *row, long thread_id)
         self->beyond++;
         return 0;
     }
-    if (!node->in_request)
+    if (!in_request)
         return self->all_sampled || scrambled(row->root_id) < self->threshold;
     if (root == NULL || root->state == UNDECIDED)
         hold(self, root, row, thread_id);
@@ -3874,12 +4078,11 @@ Shelf_change(Shelf *self, PyObject *args)
 static PyObject *
 Shelf_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *words[] = {"recorder", "sample", "spans_per_request", "held_rows", "decided_roots", NULL};
-    PyObject *core;
+    static char *words[] = {"sample", "spans_per_request", "held_rows", "decided_roots", NULL};
     double sample;
     unsigned long long spans_per_request, held_rows, decided_roots;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!dKKK:Shelf", words, &CoreType, &core, &sample,
-                                     &spans_per_request, &held_rows, &decided_roots))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "dKKK:Shelf", words, &sample, &spans_per_request, &held_rows,
+                                     &decided_roots))
         return NULL;
     Shelf *self = (Shelf *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -3890,7 +4093,6 @@ Shelf_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
-    self->core = (Core *)Py_NewRef(core);
     shelve_by(self, sample, spans_per_request);
     self->held_limit = held_rows;
     self->decided_limit = decided_roots;
@@ -3904,7 +4106,6 @@ Shelf_dealloc(Shelf *self)
         while (self->lists[state].first != NULL)
             forget_root(self, self->lists[state].first);
     PyMem_Free(self->table);
-    Py_XDECREF(self->core);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -3947,7 +4148,7 @@ Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwar
     if (self == NULL)
         return NULL;
     self->uid = ++last_uid;
-    self->next_id = 1;
+    self->next_id = 2;
     self->node_limit = NODE_LIMIT;
     self->rings = PyList_New(0);
     self->counts = PyDict_New();
@@ -3963,10 +4164,10 @@ Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwar
 static int
 Core_init(Core *self, PyObject *args, PyObject *kwargs)
 {
-    static char *words[] = {"ring_bytes", "overflow", "remote_key", "task_probe", "thread_name", NULL};
+    static char *words[] = {"ring_bytes", "overflow", "remote_key", "link_of", "task_probe", "thread_name", NULL};
     unsigned long long ring_bytes;
-    PyObject *overflow, *remote_key, *task_probe, *thread_name;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KOOOO:Core", words, &ring_bytes, &overflow, &remote_key,
+    PyObject *overflow, *remote_key, *link_of, *task_probe, *thread_name;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KOOOOO:Core", words, &ring_bytes, &overflow, &remote_key, &link_of,
                                      &task_probe, &thread_name))
         return -1;
     if (self->overflow != NULL) {
@@ -3975,6 +4176,7 @@ Core_init(Core *self, PyObject *args, PyObject *kwargs)
     }
     self->row_budget = ring_bytes / sizeof(row_t);
     Py_XSETREF(self->remote_key, Py_NewRef(remote_key));
+    Py_XSETREF(self->link_of, Py_NewRef(link_of));
     Py_XSETREF(self->task_probe, Py_NewRef(task_probe));
     Py_XSETREF(self->thread_name, Py_NewRef(thread_name));
     self->overflow = new_node(self, &self->root, overflow);
@@ -3987,6 +4189,7 @@ Core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->remote_parent);
     Py_VISIT(self->begin_device);
     Py_VISIT(self->remote_key);
+    Py_VISIT(self->link_of);
     Py_VISIT(self->task_probe);
     Py_VISIT(self->tells_of_tasks);
     Py_VISIT(self->thread_name);
@@ -4026,6 +4229,7 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->remote_parent);
     Py_XDECREF(self->begin_device);
     Py_XDECREF(self->remote_key);
+    Py_XDECREF(self->link_of);
     Py_XDECREF(self->task_probe);
     Py_XDECREF(self->tells_of_tasks);
     Py_XDECREF(self->thread_name);
@@ -4095,8 +4299,14 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
         Py_RETURN_NONE;
     }
     frame_t frame;
+    frame.attributes = with_link(current, args[2] == Py_None ? NULL : args[2]);
+    if (frame.attributes != NULL && (current = current_of(self, &ring)) == NULL) {
+        Py_DECREF(frame.attributes);
+        if (lose(self) < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
     identify(self, ring, current, &frame, args[0], NULL);
-    frame.attributes = args[2] == Py_None ? NULL : args[2];
     frame.pair = nargs > 3 && args[3] != Py_None ? Py_NewRef(args[3]) : NULL;
     frame.start_ns = frame.counted_from_ns = start_ns;
     Py_INCREF(ring);
@@ -4105,6 +4315,7 @@ Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
     int failed = frame.pair != NULL ? end_on_device(ring, &frame, end_ns) : 0;
     Py_DECREF(ring);
     Py_XDECREF(frame.request);
+    Py_XDECREF(frame.attributes);
     if (failed)
         return NULL;
     Py_RETURN_NONE;
@@ -4609,8 +4820,8 @@ Core_innermost_manual(Core *self, PyObject *name)
         Py_RETURN_NONE;
     }
     frame_t *frame = current->top;
-    if (frame == NULL && current->has_base)
-        frame = open_base(current);
+    if (frame == NULL && current->base != NULL)
+        frame = current->base->frame;
     for (; frame != NULL; frame = frame->above) {
         if (frame->state != MANUAL || frame->self == NULL)
             continue;
@@ -4636,8 +4847,8 @@ Core_current_id(Core *self, PyObject *Py_UNUSED(none))
     if (current == NULL)
         return forgive() < 0 ? NULL : PyLong_FromLong(0);
     if (current->top != NULL)
-        return PyLong_FromUnsignedLongLong(current->top->state != CLOSED ? current->top->span_id : 0);
-    return PyLong_FromUnsignedLongLong(open_base(current) != NULL ? current->base_id : 0);
+        return PyLong_FromUnsignedLongLong(current->top->span_id);
+    return PyLong_FromUnsignedLongLong(current->base != NULL ? current->base->span_id : 0);
 }
 
 static PyObject *

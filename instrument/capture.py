@@ -12,7 +12,7 @@ from typing import Any
 
 from instrument.profile import Capture, Rate
 from instrument.recorder import Recorder
-from instrument.ring import Row
+from instrument.ring import Row, is_request_root
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
 from instrument.spans import RemoteParent, Site, Span
 
@@ -65,7 +65,7 @@ class Trees:
         ended: list[Held] = []
         for thread_id, rows in self._cursor.read():
             for row in rows:
-                if row[1] == row[3] and self._recorder.site_of(row).kind == "request":
+                if is_request_root(row):
                     ended.append((row, thread_id))
                 else:
                     loose.setdefault(row[3], []).append(self._recorder.span(row, thread_id))
@@ -83,7 +83,7 @@ class Trees:
     def keep_open(self, root_ids: Set[int]) -> None:
         """Keep those of these requests that are open now, whatever their end is like."""
         for _, row in self._recorder.open_rows():
-            if row[1] in root_ids and self._recorder.site_of(row).kind == "request":
+            if row[1] in root_ids and is_request_root(row):
                 self._wanted[row[1]] = None
         while len(self._wanted) > DECIDED_ROOTS:
             self._wanted.popitem(last=False)

@@ -13,6 +13,10 @@ An open span is a *frame*, a list that only this module touches:
     0 node   1 span id   2 parent id   3 root id   4 time of the children ns   5 ring   6 frame above
     7 start ns   8 task   9 counted against the frame above from ns   10 attributes or None   11 state
     12 the chain that the context variable held before, or None   13 what times the span on a device, or None
+    14 the request that it is in: the frame of its tree's root, or None
+    15 the frame that the context held before, where that had ended
+
+The frame above is the nearest one that is open, also above a frame that has ended: so whoever came from that finds it.
 
 A finished span is a *row*: see `instrument.ring`.
 """
@@ -31,7 +35,7 @@ from types import FunctionType
 from typing import Any
 
 from instrument.errors import FAULTS
-from instrument.ring import First, Ring, Rings, Row
+from instrument.ring import REQUEST_BIT, First, Ring, Rings, Row
 from instrument.spans import Site
 from instrument.tally import Node, Totals
 
@@ -91,6 +95,13 @@ class Chain:
         self.thread = threading.get_ident()
 
 
+def _open(frame: Frame | None) -> Frame | None:
+    """The nearest frame that is open, from this one upwards."""
+    if frame is None or frame[11] != CLOSED:
+        return frame
+    return next((above for above in _upwards(frame) if above[11] != CLOSED), None)
+
+
 def _top(place: Chain | Frame | None) -> Frame | None:
     """The innermost frame of a context, of what its variable holds."""
     if place.__class__ is Chain:
@@ -120,7 +131,8 @@ class Core:
     """Rows, totals and open spans of one process.
 
     `ring_bytes` bounds the memory of all rings together. `overflow` is the site that counts what comes after
-    `node_limit` call paths, `remote_key` the key under which a frame's attributes hold what `remote_parent` told.
+    `node_limit` call paths, `remote_key` the key under which a frame's attributes hold what `remote_parent` told, and
+    `link_of` makes the attributes of a root that came from an ended span: its id, its root's and what that one told.
     """
 
     def __init__(
@@ -128,6 +140,7 @@ class Core:
         ring_bytes: int,
         overflow: Site,
         remote_key: Any,
+        link_of: Callable[[int, int, Any], dict[Any, Any]],
         task_probe: Callable[[], int],
         thread_name: Callable[[], str],
     ) -> None:
@@ -138,9 +151,10 @@ class Core:
         self.node_limit = NODE_LIMIT
         self._ring_bytes = ring_bytes
         self._remote_key = remote_key
+        self._link_of = link_of
         self._thread_name = thread_name
         self._current: ContextVar[Chain | Frame | None] = ContextVar("instrument_current", default=None)
-        self._next_id = itertools.count(1).__next__
+        self._next_id = itertools.count(2, 2).__next__
         self._nodes: list[Node] = []
         self._root = Node(-1, Site("(root)"), None)
         self._lock = threading.RLock()
@@ -273,16 +287,11 @@ class Core:
             if place.__class__ is Chain:
                 held = place
         span_id = self._next_id()
-        # A span under one that has ended is its child, but was not called by it: its path starts anew.
-        above = self._root if parent is None or parent[11] == CLOSED else parent[0]
-        node = above.children.get(site) or self._node(above, site)
-        frame: Frame
-        if parent is None:
-            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, attributes, state, held, None]
-        else:
-            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, attributes, state, held, None]
-        if site.kind == "request" and not self._in_request(parent):
-            frame[3] = span_id
+        frame = self._new_frame(site, span_id, parent, ring, task, attributes, state, held)
+        request = frame[14]
+        if site.kind == "request" and (request is None or request[11] == CLOSED):
+            frame[1] = frame[3] = span_id = span_id | REQUEST_BIT
+            frame[14] = frame
             if self.remote_parent is not None:
                 self._note_remote(frame)
         if task or state == MANUAL:
@@ -296,6 +305,33 @@ class Core:
         if (site.device or self.watches_all) and self.begin_device is not None:
             self._begin_on_device(frame)
         return frame
+
+    def _new_frame(
+        self,
+        site: Site,
+        span_id: int,
+        place: Frame | None,
+        ring: Ring,
+        task: int,
+        attributes: dict[Any, Any] | None,
+        state: int,
+        held: Chain | None,
+    ) -> Frame:
+        """A frame below the nearest that is open. Where all have ended it is a root and says what it came from."""
+        ended = place if place is not None and place[11] == CLOSED else None
+        parent = place if ended is None else _open(ended)
+        above = self._root if parent is None else parent[0]
+        node = above.children.get(site) or self._node(above, site)
+        if parent is not None:
+            parent_id, root_id, request = parent[1], parent[3], parent[14]
+            return [
+                node, span_id, parent_id, root_id, 0, ring, parent, 0, task, 0, attributes, state, held, None, request,
+                ended,
+            ]  # fmt: skip
+        if ended is not None:
+            remote = ((ended[14] or ended)[10] or {}).get(self._remote_key)
+            attributes = {**(attributes or {}), **self._link_of(ended[1], ended[3], remote)}
+        return [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, attributes, state, held, None, None, ended]
 
     def _begin_on_device(self, frame: Frame) -> None:
         try:
@@ -318,10 +354,6 @@ class Core:
             pair.end(ring, frame[0].index, frame[1], frame[7], end)
             raise
 
-    def _in_request(self, frame: Frame | None) -> bool:
-        """Whether a request is open above. One that has ended does not adopt what a task of it serves next."""
-        return any(above[11] != CLOSED and above[0].site.kind == "request" for above in _upwards(frame))
-
     def _note_remote(self, frame: Frame) -> None:
         try:
             remote = self.remote_parent() if self.remote_parent is not None else None
@@ -341,17 +373,18 @@ class Core:
         self._suspended.pop(frame[1], None)
         place = self._current.get()
         current = place.top if isinstance(place, Chain) else place
-        above = owner = frame[6]
+        owner = frame[6]
+        above = frame[6] = _open(owner)  # or tasks that start one another would hold a chain of all that ever were
         if current is frame:
-            if above is not None and above[11] == CLOSED:
-                above = next((open_ for open_ in _upwards(above) if open_[11] != CLOSED), None)
             if place.__class__ is Chain and place.base is not frame:
-                place.top = above
+                place.top = frame[15] or above
             else:
-                self._current.set(frame[12] or above)
-            frame[6] = frame[12] = None  # or tasks that start one another would hold a chain of all that ever were
+                self._current.set(frame[12] or frame[15] or above)
+            frame[12] = frame[15] = None
         elif current is not None:
             self._cross(frame, current, end)
+        if frame[14] is frame:
+            frame[14] = None  # the collector alone could free it
         ring = self._ring()
         ring.top = above
         if owner is not None and owner[5] is ring and owner[8] == frame[8]:
@@ -363,18 +396,15 @@ class Core:
     def record(self, site: Site, start_ns: int, attributes: dict[Any, Any] | None, pair: Any = None) -> None:
         """Store a span that has just ended and had no children, for what turns out only afterwards to be worth one."""
         end = _clock()
-        parent = _top(self._current.get())
+        place = _top(self._current.get())
         ring = self._ring()
         task = _task_id()
-        above = self._root if parent is None or parent[11] == CLOSED else parent[0]
-        node = above.children.get(site) or self._node(above, site)
-        span_id = self._next_id()
-        parent_id, root_id = (0, span_id) if parent is None else (parent[1], parent[3])
+        frame = self._new_frame(site, self._next_id(), place, ring, task, attributes, CLOSED, None)
+        frame[7] = frame[9] = start_ns
+        frame[13] = pair
+        parent = frame[6]
         if parent is not None and parent[5] is ring and parent[8] == task:
             parent[4] += end - start_ns
-        frame: Frame = [
-            node, span_id, parent_id, root_id, 0, ring, None, start_ns, task, start_ns, attributes, CLOSED, None, pair,
-        ]  # fmt: skip
         self._store(ring, frame, end, -1, None)
         if pair is not None:
             self._end_on_device(ring, frame, end)
@@ -392,6 +422,7 @@ class Core:
             frame[4] += end - below[9]
         below[9] = end
         below[6] = frame[6]
+        below[15] = frame[15]
         held = below[12]
         if held is None:
             below[12] = frame[12]
@@ -412,8 +443,8 @@ class Core:
 
     def current_id(self) -> int:
         """Identity of the current span, 0 if there is none."""
-        frame = _top(self._current.get())
-        return 0 if frame is None or frame[11] == CLOSED else int(frame[1])
+        frame = _open(_top(self._current.get()))
+        return 0 if frame is None else int(frame[1])
 
     def publish_to(self, context: Context) -> None:
         """Make the current span known to a context that has just been copied from this one."""
@@ -492,13 +523,19 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
             held = place if place.__class__ is Chain else None
         span_id = next_id()
         frame: Frame
+        top = parent
         if parent is None:
             node = core._root.children.get(site) or core._node(core._root, site)
-            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, None, 1, held, None]
-        else:
-            above = parent[0] if parent[11] else core._root
+            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, None, 1, held, None, None, None]
+        elif parent[11]:
+            above = parent[0]
             node = above.children.get(site) or core._node(above, site)
-            frame = [node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, None, 1, held, None]
+            frame = [
+                node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, None, 1, held, None, parent[14], None,
+            ]  # fmt: skip
+        else:
+            frame = core._new_frame(site, span_id, parent, ring, task, None, 1, held)
+            node, parent = frame[0], frame[6]
         # All of it in one `try`: a signal handler may raise after any call.
         try:
             if chain is None:
@@ -515,7 +552,7 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
             if chain is None:
                 set_(place)
             elif chain.top is frame:
-                chain.top = parent
+                chain.top = top
             else:
                 core.close(frame)
                 return result
@@ -526,14 +563,14 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
             raise
         ring.top = parent
         if parent is not None:
-            frame[6] = None
+            frame[6] = parent if parent[11] else _open(parent)
             if parent[5] is ring and parent[8] == task:
                 parent[4] += end - start
         if ring.ended:  # by a reset
             ring = core._ring()
         head = ring.head
         ring.rows[head & ring.mask] = (
-            node.index, span_id, frame[2], frame[3], task, start, end, frame[4], -1, None, None,
+            node.index, span_id, frame[2], frame[3], task, start, end, frame[4], -1, None, frame[10],
         )  # fmt: skip
         ring.head = head = head + 1
         if not head & ring.fold_mask:
@@ -581,8 +618,8 @@ class Stretch:
     """A generator's span: current only while the body runs, its active time against whoever resumed it."""
 
     __slots__ = (
-        "_active_ns", "_caller", "_chain", "_core", "_inner", "_place", "_resumed_ns", "_site", "_suspended_ns",
-        "frame",
+        "_active_ns", "_caller", "_chain", "_core", "_inner", "_parent", "_place", "_resumed_ns", "_site",
+        "_suspended_ns", "frame",
     )  # fmt: skip
 
     def __init__(self, core: Core, site: Site) -> None:
@@ -593,6 +630,7 @@ class Stretch:
         self._chain: Chain | None = None
         self._place: Chain | Frame | None = None
         self._inner: Frame | None = None
+        self._parent: Frame | None = None
         self._active_ns = 0
         self._resumed_ns = 0
         self._suspended_ns = 0
@@ -603,7 +641,9 @@ class Stretch:
         if frame is None:
             self._place = core._current.get()
             frame = self.frame = core.open(self._site)
-            self._caller = frame[6]
+            self._parent = frame[6]
+            self._caller = frame[15] or frame[6]
+            frame[15] = None
             place = core._current.get()
             self._chain = place if isinstance(place, Chain) else None
             core._suspended[frame[1]] = frame
@@ -619,13 +659,14 @@ class Stretch:
         self._inner = None
         if task < 0:
             chain = self._chain = core._chain(place, ring)
-            self._caller = frame[6] = chain.top
+            self._caller = chain.top
             chain.top = inner
             task = 0
         else:
             self._chain = None
-            self._caller = frame[6] = _top(place)
+            self._caller = _top(place)
             core._current.set(inner)
+        frame[6] = _open(self._caller)
         ring.top = inner
         for own in () if inner is frame else _upwards(inner):
             if own is frame:
@@ -653,7 +694,7 @@ class Stretch:
             return  # ended elsewhere
         self._inner = top
         caller, self._caller = self._caller, None
-        frame[6] = None
+        above, frame[6] = frame[6], None
         place, self._place = self._place, None
         chain, self._chain = self._chain, None
         if chain is not None:
@@ -662,8 +703,8 @@ class Stretch:
         if core._current.get() is not place:
             core._current.set(place)
         frame[5].top = caller
-        if caller is not None and caller[5] is frame[5] and caller[8] == frame[8]:
-            caller[4] += step_ns
+        if above is not None and above[5] is frame[5] and above[8] == frame[8]:
+            above[4] += step_ns
         if frame[13] is not None:
             frame[13].pause()
 
@@ -675,6 +716,7 @@ class Stretch:
         core = self._core
         core._suspended.pop(frame[1], None)
         frame[11] = CLOSED
+        frame[6], self._parent = _open(self._parent), None
         self._inner = None
         end, ring = _clock(), core._ring()
         core._store(ring, frame, end, self._active_ns, None if error is None else type(error).__name__)

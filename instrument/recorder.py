@@ -25,7 +25,7 @@ from instrument.paths import NOT_BELOW, CallTree, shaped
 from instrument.ring import Cursor, Row
 from instrument.rows import STREAM, Held, Taken, span_of
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
-from instrument.spans import KINDS, PHASES, AttributeValue, RemoteParent, Site, Span
+from instrument.spans import KINDS, PHASES, AttributeValue, RemoteParent, Site, Span, link_of
 from instrument.tally import OVERFLOW, Tally, Totals
 
 _native = native.find("_recorder")
@@ -396,10 +396,6 @@ class _Recording:
         """The site of a row."""
         return self._paths_with(row).site(row[0])
 
-    def in_request(self, row: Row) -> bool:
-        """Whether the row's call path passes through a request."""
-        return any(site.kind == "request" for site in self._paths_with(row).upwards(row[0]))
-
     def spans(self, start_ns: int = 0, end_ns: int | None = None) -> list[Span]:
         """The spans that the rings still hold and that lie in or reach into the window, open ones clipped at its end.
 
@@ -512,7 +508,7 @@ class PureRecorder(_Recording, pure.Core):
     """
 
     def __init__(self, ring_bytes: int = 64 << 20) -> None:
-        pure.Core.__init__(self, ring_bytes, OVERFLOW, RemoteParent, pure.task_probe, _thread_name)
+        pure.Core.__init__(self, ring_bytes, OVERFLOW, RemoteParent, link_of, pure.task_probe, _thread_name)
         self._begin()
 
     def make_function(self, function: Callable[..., Any], site: Site) -> Any:
@@ -535,7 +531,7 @@ class PureRecorder(_Recording, pure.Core):
         return pure.Stretch(self, site)
 
     def shelf(self, sample: float, spans_per_request: int) -> Any:
-        return Shelf(self, sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
+        return Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
 
     def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
         return PureScope(self, site, attributes)
@@ -601,7 +597,7 @@ else:
         native = True
 
         def __init__(self, ring_bytes: int = 64 << 20) -> None:
-            _native.Core.__init__(self, ring_bytes, OVERFLOW, RemoteParent, pure.task_probe, _thread_name)
+            _native.Core.__init__(self, ring_bytes, OVERFLOW, RemoteParent, link_of, pure.task_probe, _thread_name)
             self._begin()
             self.scope_type = NativeScope
 
@@ -626,7 +622,7 @@ else:
             return _native.Stretch(self, site)
 
         def shelf(self, sample: float, spans_per_request: int) -> Any:
-            return _native.Shelf(self, sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
+            return _native.Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
 
         def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
             if attributes is None:

@@ -21,6 +21,9 @@ from instrument.tally import Node, Totals, bucket, bucket_start
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
 
+REQUEST_BIT = 1
+"""Set in the id of a request that is a root, and in no other: whoever sees a root id knows whether it is a request's."""
+
 First = tuple[int, int]
 """When a first call began, and how long it took on the host."""
 
@@ -211,6 +214,11 @@ class Ring:
         with self.lock:
             self.fold(self.nodes)
             return dict(self.first_calls)
+
+
+def is_request_root(row: Row) -> bool:
+    """Whether a row is of a request that is the root of its tree."""
+    return row[1] == row[3] and bool(row[3] & REQUEST_BIT)
 
 
 def is_too_short(row: Row, min_ns: int) -> bool:

@@ -7,9 +7,9 @@ this is done in C as well (`_recorder.c`), at some tens of nanoseconds a row; he
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from instrument.ring import Row
+from instrument.ring import REQUEST_BIT, Row, is_request_root
 
 if TYPE_CHECKING:
     from instrument.ring import Ring
@@ -26,7 +26,7 @@ TOO_LONG = "spans of requests that stayed open too long"
 
 
 class Shelf:
-    """Used by one thread at a time. `recorder` gives the rings that it sorts.
+    """Used by one thread at a time. What belongs to a request is told by the id of its root.
 
     `sample` is the share of trees without a request that somebody wants to see, `spans_per_request` bounds what one
     request may hold, the root not counted. `held` is how many rows are put aside now, `counts` what was not kept, by
@@ -35,13 +35,11 @@ class Shelf:
 
     def __init__(
         self,
-        recorder: Any,
         sample: float,
         spans_per_request: int,
         held_rows: int,
         decided_roots: int,
     ) -> None:
-        self._recorder = recorder
         self._sample = sample
         self._spans_per_request = spans_per_request
         self._held_rows = held_rows
@@ -66,7 +64,7 @@ class Shelf:
         found = []
         for row in rows:
             root_id = row[3]
-            if row[1] == root_id and self._recorder.site_of(row).kind == "request":
+            if is_request_root(row):
                 found.append(row)
             elif root_id in self._kept:
                 self._kept[root_id] += 1
@@ -74,7 +72,7 @@ class Shelf:
                     found.append(row)
                 else:
                     self.counts[BEYOND] += 1
-            elif self._recorder.in_request(row):
+            elif root_id & REQUEST_BIT:
                 self._hold(row, ring.thread_id)
             elif is_sampled(root_id, self._sample):
                 found.append(row)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import attrgetter, le
 from struct import Struct, error
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from instrument import native
 
@@ -85,11 +85,25 @@ class RemoteParent:
     flags: int = 1
 
 
+LINK = "instrument.link"
+"""The attribute of a root whose task or thread came from a span that had ended: that span's id, and its root's."""
+
+LINK_TRACE_ID = "instrument.link.trace_id"
+"""Beside it, the trace of that root in hexadecimal digits, where another tracer gave it."""
+
+
+def link_of(span_id: int, root_id: int, remote: RemoteParent | None) -> dict[Any, Any]:
+    """The attributes of such a root."""
+    link: dict[Any, Any] = {LINK: (span_id, root_id)}
+    return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}
+
+
 @dataclass(slots=True)
 class Span:
     """One timed execution.
 
-    `parent_id` 0 means a root. `root_id` is the span id of the tree's root. `task_id` 0 means that no task ran it.
+    `parent_id` 0 means a root. It is the nearest span above that was open when this one began, if not the one that its
+    task or thread came from. `root_id` is the span id of the tree's root. `task_id` 0 means that no task ran it.
     `active_ns` differs from the total for generators (time in which the body ran). `self_ns` is what the span spent
     outside the children of its own thread and task. `clipped` marks a span that was open at the window's edge.
     """

@@ -21,7 +21,7 @@ from otlp_spans import ORIGIN, THREADS, expected_attributes, legal, said, span
 from instrument.otlp import packing, senders
 from instrument.otlp.packing import Ids
 from instrument.profile import Otlp
-from instrument.spans import DeviceInterval, RemoteParent, Site, Span
+from instrument.spans import LINK, LINK_TRACE_ID, DeviceInterval, RemoteParent, Site, Span, link_of
 
 
 def decoded(spans: Sequence[Span], ids: Ids) -> list[trace_pb2.Span]:
@@ -164,6 +164,32 @@ def test_what_goes_by_grpc_is_what_goes_by_http(spans: list[Span]) -> None:
     assert [_comparable(m) for m in official.resource_spans[0].scope_spans[0].spans] == [
         _comparable(m) for m in messages
     ]
+
+
+@pytest.mark.parametrize("trace_id", [None, 0xABC << 64])
+def test_a_root_is_linked_to_the_span_that_its_task_came_from_by_http_and_by_grpc(trace_id: int | None) -> None:
+    ids = Ids()
+    link = link_of(5, 3, None if trace_id is None else RemoteParent(trace_id, 9))
+    spans = [span(span_id=8, root_id=8, attributes={"user.rows": 4, **link})]
+    (message,) = decoded(spans, ids)
+    sender = senders.Grpc(Otlp("http://127.0.0.1:1", "grpc"))
+    sender.speak_for({"service.name": "chat"})
+    (official,) = encode_spans(list(sender.encode(spans, ids, ORIGIN, THREADS))).resource_spans[0].scope_spans[0].spans
+    expected = (ids.trace_id(3) if trace_id is None else trace_id).to_bytes(16, "big"), ids.span_id(5).to_bytes(8, "big")
+    for one in (message, official):
+        (found,) = one.links
+        assert (found.trace_id, found.span_id, found.flags) == (*expected, 0x100)
+        assert not one.parent_span_id
+        assert attributes_of(one)["user.rows"] == 4
+        assert not link.keys() & attributes_of(one).keys()
+
+
+@pytest.mark.parametrize("link", ["5", (), (1,), ("x", "y"), (1.5, 2), [None, 3], {"a": 1}])
+def test_an_attribute_that_only_looks_like_a_link_is_none(link: Any) -> None:
+    (message,) = decoded([span(attributes={LINK: link})], Ids())
+    assert not message.links
+    (message,) = decoded([span(attributes={LINK: (1, 2), LINK_TRACE_ID: "no digits"})], Ids())
+    assert not message.links
 
 
 def _comparable(message: trace_pb2.Span) -> tuple[Any, ...]:

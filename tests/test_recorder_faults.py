@@ -573,7 +573,7 @@ def test_what_finalisers_record_after_their_threads_ring_has_gone_is_counted_and
 def test_identities_and_heads_stay_usable_beyond_their_ends(make_recorder: Any) -> None:
     if not make_recorder().native:
         pytest.skip("integers of the twin have no end")
-    next_id = (1 << 63) - 3  # ids stay within 63 bits, for readers whose integers have a sign
+    next_id = (1 << 63) - 4  # ids stay within 63 bits, for readers whose integers have a sign
     recorder = make_recorder(ring_bytes=1)
     function = wrapped(recorder, "f")(lambda: None)
     function()
@@ -597,13 +597,13 @@ def test_identities_and_heads_stay_usable_beyond_their_ends(make_recorder: Any) 
         assert ring.head == head + 90
         rows, last, late = ring.newest(head)
         assert (last, len(rows), late) == (head + 90, ring.capacity, 90 - ring.capacity)
-        assert [row[1] for row in rows] == list(range(1090 - ring.capacity, 1090))
+        assert [row[1] for row in rows] == list(range(1180 - 2 * ring.capacity, 1180, 2))
         assert len(recorder.spans()) == ring.capacity
     for _ in range(20):
         function()
     # Beyond 2^64 rows the head begins anew, and so do the rows that are shown; the tally goes on.
     assert ring.head == 10
-    assert [row[1] for row in ring.newest(0)[0]] == list(range(1100, 1110))
+    assert [row[1] for row in ring.newest(0)[0]] == list(range(1200, 1220, 2))
     assert recorder.tally().calls == 1 + 3 * 90 + 20
 
 
@@ -1154,12 +1154,8 @@ def test_of_a_request_larger_than_the_ring_the_newest_is_kept_and_the_rest_is_co
         assert (root.site.name, root.root_id) == ("request", root.span_id)
         assert {span.root_id for span in spans} == {root.span_id}
         newest = sorted(span.span_id for span in spans if span.site.name == "leaf")
-        assert newest == [
-            root.span_id + 1 + 11 * one + number
-            for one in range(100)
-            for number in range(1, 11)
-            if 11 * one + number >= newest[0] - root.span_id - 1
-        ]
+        leaves = [root.span_id + 1 + 2 * (11 * one + number) for one in range(100) for number in range(1, 11)]
+        assert newest == [span_id for span_id in leaves if span_id >= newest[0]]
         # Its own time is known although most of what it called is not there.
         children_ns = sum(span.total_ns for span in spans if span.parent_id == root.span_id)
         assert root.self_ns < root.total_ns - children_ns

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from instrument.spans import DeviceInterval, Origin, Site, Span
+from instrument.spans import LINK, LINK_TRACE_ID, DeviceInterval, Origin, Site, Span
 
 SCOPE = "instrument"
 """The instrumentation scope of every span."""
@@ -41,6 +41,7 @@ _FILLED = frozenset(
     (
         *("code.file.path", "code.function.name", "code.line.number", "error.type", "thread.id", "thread.name"),
         *(f"instrument.{name}" for name in ("active_ns", "clipped", "instance", "kind", "self_ns", "task_id")),
+        *(LINK, LINK_TRACE_ID),
     )
 )
 
@@ -111,6 +112,20 @@ def identify(spans: Sequence[Span], ids: Ids) -> Iterator[tuple[int, int, int, i
             yield trace_id, own, remote.span_id, flags | IS_REMOTE, span, None
         for interval in span.device:
             yield trace_id, ids.device_span_id(), own, flags, span, interval
+
+
+def link_of(span: Span, ids: Ids) -> tuple[int, int] | None:
+    """Trace id and span id of the ended span that a root's task or thread came from; None where it came from none."""
+    link = span.attributes.get(LINK) if span.attributes else None
+    if not isinstance(link, tuple | list):
+        return None
+    try:
+        span_id, root_id = link
+        told = span.attributes.get(LINK_TRACE_ID)
+        trace_id = ids.trace_id(root_id) if told is None else int(str(told), 16)
+        return (trace_id, ids.span_id(span_id)) if 0 < trace_id < 1 << 128 else None
+    except (TypeError, ValueError):
+        return None  # no recorder said so
 
 
 def attributes_of(span: Span, threads: Mapping[int, str]) -> dict[str, object]:
@@ -219,6 +234,7 @@ def pack(spans: Sequence[Span], ids: Ids, origin: Origin, threads: Mapping[int, 
             _pack_times(0x39, times.start_ns + offset_ns, 0x41, times.end_ns + offset_ns),
             _pack_flags(flags),
             _pack_facts(span, threads) if interval is None else _pack_device_facts(span, interval),
+            _pack_link(link_of(span, ids)) if interval is None else b"",
         )
         yield pack_field(b"\x12", b"".join(body))
 
@@ -255,6 +271,14 @@ def _pack_facts(span: Span, threads: Mapping[int, str]) -> bytes:
     if span.error is not None:
         facts += pack_field(b"\x7a", pack_text(b"\x12", span.error) + b"\x18\x02")
     return facts
+
+
+def _pack_link(link: tuple[int, int] | None) -> bytes:
+    if link is None:
+        return b""
+    trace_id, span_id = link
+    ids = b"\x0a\x10" + trace_id.to_bytes(16, "big") + b"\x12\x08" + span_id.to_bytes(8, "big")
+    return pack_field(b"\x6a", ids + b"\x35" + struct.pack("<I", _HAS_IS_REMOTE))
 
 
 def _pack_device_facts(span: Span, interval: DeviceInterval) -> bytes:

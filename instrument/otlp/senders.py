@@ -323,7 +323,7 @@ class Grpc:
         """Each span and device interval as the SDK's own, with our ids and times."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+        from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
         scope = InstrumentationScope(packing.SCOPE, packing.version(), packing.SCHEMA_URL)
         unset = Status(StatusCode.UNSET)
@@ -335,12 +335,14 @@ class Grpc:
                 attributes = packing.attributes_of(span, threads)
                 kind = SpanKind.SERVER if span.site.kind == "request" else kind
                 status = unset if span.error is None else Status(StatusCode.ERROR, str(packing.plain(span.error)))
+            link = packing.link_of(span, ids) if interval is None else None
             yield ReadableSpan(
                 str(packing.plain(name)),
                 context=SpanContext(trace_id, own, False, w3c_flags),
                 parent=SpanContext(trace_id, parent, bool(flags & packing.IS_REMOTE), w3c_flags) if parent else None,
                 resource=self._resource,
                 attributes=_official(attributes),
+                links=() if link is None else [Link(SpanContext(*link, is_remote=False))],
                 kind=kind,
                 status=status,
                 start_time=origin.realtime_of((interval or span).start_ns),
