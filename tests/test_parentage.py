@@ -1,0 +1,382 @@
+"""Where spans of tasks, threads and copied contexts hang: in the trace, the tally and at the collector alike.
+
+One rule: below the nearest span above that is open when they begin; where none is, they are roots and say what their
+context came from. `test_programs` holds the same for programs at random.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from otlp_spans import ORIGIN
+from trees import tree_of
+
+from instrument.capture import Trees
+from instrument.otlp import packing
+from instrument.profile import Capture
+from instrument.spans import LINK, RemoteParent, Site, Span
+
+
+def wrapped(recorder: Any, name: str, kind: str = "user") -> Callable[[Any], Any]:
+    return lambda function: recorder.wrap(function, Site(name, kind))
+
+
+def spans_by_name(recorder: Any) -> dict[str, Span]:
+    return {span.site.name: span for span in recorder.spans()}
+
+
+def tallied(recorder: Any) -> dict[str, int]:
+    """Calls by path, outermost name first."""
+    found: Counter[str] = Counter()
+    for row in recorder.tally().rows():
+        found[" > ".join(site.name for site in row.path)] += row.totals.calls
+    return dict(found)
+
+
+def trace_of(recorder: Any) -> str:
+    return tree_of(recorder.spans())
+
+
+# -------------------------------------------------------------------- owners without a span of their own
+
+
+def test_what_a_task_starts_between_its_spans_hangs_below_what_the_task_came_from(recorder: Any) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+
+    @wrapped(recorder, "awaited")
+    async def awaited() -> None:
+        leaf()
+
+    async def owner() -> None:
+        await awaited()  # it had a span, and has none now
+        await asyncio.gather(awaited(), asyncio.create_task(awaited()), asyncio.to_thread(leaf))
+        done = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(lambda: done.set_result(leaf()))
+        await done
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(leaf,))
+        thread.start()
+        thread.join()
+
+    @wrapped(recorder, "request", "request")
+    async def request() -> None:
+        await asyncio.create_task(owner())
+
+    asyncio.run(request())
+    expected = {"request": 1, "request > awaited": 3, "request > awaited > leaf": 3, "request > leaf": 3}
+    assert tallied(recorder) == expected
+    spans = recorder.spans()
+    root = next(span for span in spans if span.site.name == "request")
+    assert {span.root_id for span in spans} == {root.span_id}
+    assert sum(span.parent_id == root.span_id for span in spans) == 6
+
+
+def test_what_a_suspended_async_generator_has_started_hangs_below_it(recorder: Any) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+    started: list[asyncio.Task[None]] = []
+
+    async def background() -> None:
+        await asyncio.sleep(0)
+        leaf()
+
+    @wrapped(recorder, "stream")
+    async def stream() -> AsyncIterator[int]:
+        started.append(asyncio.create_task(background()))
+        yield 1
+
+    @wrapped(recorder, "request", "request")
+    async def request() -> None:
+        async for _ in stream():
+            await started[0]
+
+    asyncio.run(request())
+    assert tallied(recorder) == {"request": 1, "request > stream": 1, "request > stream > leaf": 1}
+
+
+def test_a_request_through_two_middlewares_of_starlette_is_one_path(recorder: Any) -> None:
+    applications = pytest.importorskip("starlette.applications")
+    base = pytest.importorskip("starlette.middleware.base")
+    client = pytest.importorskip("starlette.testclient")
+    responses = pytest.importorskip("starlette.responses")
+    routing = pytest.importorskip("starlette.routing")
+
+    class Middleware(base.BaseHTTPMiddleware):  # type: ignore[misc, name-defined]
+        async def dispatch(self, request: Any, call_next: Callable[[Any], Awaitable[Any]]) -> Any:
+            leaf()
+            return await call_next(request)
+
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+    predict = wrapped(recorder, "predict")(lambda: "done")
+
+    async def endpoint(request: Any) -> Any:
+        return responses.PlainTextResponse(predict())
+
+    inner = applications.Starlette(routes=[routing.Route("/", endpoint)])
+    for _ in range(2):
+        inner.add_middleware(Middleware)
+
+    @wrapped(recorder, "http.request", "request")
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await inner(scope, receive, send)
+
+    kept: list[list[Span]] = []
+    trees = Trees(recorder, Capture(sample=0.0, slow_ns=0), 100, kept.append)
+    browser = client.TestClient(app)
+    for _ in range(3):
+        assert browser.get("/").text == "done"
+    trees.take()
+    assert tallied(recorder) == {"http.request": 3, "http.request > leaf": 6, "http.request > predict": 3}
+    names = [sorted(span.site.name for span in spans) for spans in kept]
+    assert names == 3 * [["http.request", "leaf", "leaf", "predict"]]
+
+
+# -------------------------------------------------------------------- tasks that live longer than what started them
+
+
+class Batcher:
+    """A queue and the task that serves it, started by the first who asks: what `@serve.batch` of Ray Serve does."""
+
+    def __init__(self, predict: Callable[[], Awaitable[None]]) -> None:
+        self.predict = predict
+        self.queue: asyncio.Queue[asyncio.Future[None]] | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    async def __call__(self) -> None:
+        if self.queue is None:
+            self.queue = asyncio.Queue()
+            self.task = asyncio.create_task(self.serve(self.queue))
+        done = asyncio.get_running_loop().create_future()
+        self.queue.put_nowait(done)
+        await done
+
+    async def serve(self, queue: asyncio.Queue[asyncio.Future[None]]) -> None:
+        while True:
+            done = await queue.get()
+            await self.predict()
+            done.set_result(None)
+
+
+def serve_batches(recorder: Any, requests: int, around: str | None = None) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+
+    @wrapped(recorder, "batch")
+    async def predict() -> None:
+        await asyncio.sleep(0)
+        leaf()
+
+    async def main() -> None:
+        batcher = Batcher(predict)
+        request = wrapped(recorder, "request", "request")(batcher.__call__)
+        for _ in range(requests):
+            await asyncio.create_task(request())
+        assert batcher.task is not None
+        batcher.task.cancel()
+
+    asyncio.run(main() if around is None else wrapped(recorder, around)(main)())
+
+
+def test_batches_of_a_long_lived_task_are_roots_once_the_request_that_started_it_has_ended(recorder: Any) -> None:
+    kept: list[list[Span]] = []
+    trees = Trees(recorder, Capture(sample=1.0), 100, kept.append)
+    serve_batches(recorder, 5)
+    trees.take()
+    expected = {"request": 5, "request > batch": 1, "request > batch > leaf": 1, "batch": 4, "batch > leaf": 4}
+    assert tallied(recorder) == expected
+    spans = sorted(recorder.spans(), key=lambda span: span.start_ns)
+    first, *_ = (span for span in spans if span.site.name == "request")
+    under, *later = (span for span in spans if span.site.name == "batch")
+    assert (under.parent_id, under.root_id, dict(under.attributes)) == (first.span_id, first.span_id, {})
+    for batch in later:
+        assert (batch.parent_id, batch.root_id) == (0, batch.span_id)
+        assert batch.attributes == {LINK: (first.span_id, first.span_id)}
+    ids = packing.Ids()
+    packed = packing.request_of(b"", [piece for tree in kept for piece in packing.pack(tree, ids, ORIGIN, {})])
+    messages = ExportTraceServiceRequest.FromString(packed).resource_spans[0].scope_spans[0].spans
+    assert len(messages) == len(spans)
+    linked = [message for message in messages if message.links]
+    assert sorted(message.name for message in linked) == 4 * ["batch"]
+    for message in linked:
+        (link,) = message.links
+        assert not message.parent_span_id and message.trace_id != link.trace_id
+        assert int.from_bytes(link.trace_id, "big") == ids.trace_id(first.span_id)
+        assert int.from_bytes(link.span_id, "big") == ids.span_id(first.span_id)
+
+
+def test_batches_of_a_long_lived_task_hang_below_what_is_open_around_the_request_that_started_it(recorder: Any) -> None:
+    serve_batches(recorder, 3, around="main")
+    assert tallied(recorder) == {
+        "main": 1,
+        "main > request": 3,
+        "main > request > batch": 1,
+        "main > request > batch > leaf": 1,
+        "main > batch": 2,
+        "main > batch > leaf": 2,
+    }
+    spans = recorder.spans()
+    main = spans_by_name(recorder)["main"]
+    batches = sorted((span for span in spans if span.site.name == "batch"), key=lambda span: span.start_ns)
+    assert [batch.parent_id == main.span_id for batch in batches] == [False, True, True]
+    assert {batch.root_id for batch in batches[1:]} == {main.span_id}
+
+
+def test_a_link_to_a_request_of_another_tracers_trace_names_that_trace(recorder: Any) -> None:
+    recorder.remote_parent = lambda: RemoteParent(0xABC << 64, 0xDEF)
+    serve_batches(recorder, 2)
+    ids = packing.Ids()
+    batch = max((span for span in recorder.spans() if span.site.name == "batch"), key=lambda span: span.start_ns)
+    first = min((span for span in recorder.spans() if span.site.name == "request"), key=lambda span: span.start_ns)
+    assert packing.link_of(batch, ids) == (0xABC << 64, ids.span_id(first.span_id))
+
+
+@pytest.mark.parametrize("how", ["call", "scope", "coroutine", "generator", "request", "record"])
+def test_every_kind_of_span_says_what_its_context_came_from(recorder: Any, how: str) -> None:
+    def scope() -> None:
+        with recorder.make_scope("late", attributes={"rows": 3}):
+            pass
+
+    async def coroutine() -> None: ...
+
+    def drive() -> None:
+        with pytest.raises(StopIteration):
+            wrapped(recorder, "late")(coroutine)().send(None)
+
+    ways: dict[str, Callable[[], object]] = {
+        "call": wrapped(recorder, "late")(lambda: None),
+        "scope": scope,
+        "coroutine": drive,
+        "generator": lambda: list(wrapped(recorder, "late")(lambda: (yield 1))()),
+        "request": wrapped(recorder, "late", "request")(lambda: None),
+        "record": lambda: recorder.record(Site("late"), recorder.now_ns(), {"rows": 3}),
+    }
+    copies = []
+
+    @wrapped(recorder, "first")
+    def first() -> None:
+        copies.append(contextvars.copy_context())
+
+    first()
+    for _ in range(2):
+        copies[0].run(ways[how])
+    origin = spans_by_name(recorder)["first"]
+    late = [span for span in recorder.spans() if span.site.name == "late"]
+    given = {"rows": 3} if how in ("scope", "record") else {}
+    link = {LINK: (origin.span_id, origin.span_id)}
+    assert [(span.parent_id, dict(span.attributes)) for span in late] == 2 * [(0, {**given, **link})]
+    assert tallied(recorder) == {"first": 1, "late": 2}
+
+
+def test_a_request_that_begins_where_an_ended_one_left_off_is_no_part_of_it(recorder: Any) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+    nested = wrapped(recorder, "nested", "request")(leaf)
+    copies = []
+
+    @wrapped(recorder, "task")
+    async def task(ended: asyncio.Event) -> None:
+        nested()  # within the request, which is open
+        await ended.wait()
+        copies.append(contextvars.copy_context())
+        nested()  # below the task, which is open; the request has ended
+        leaf()
+
+    @wrapped(recorder, "request", "request")
+    async def request(ended: asyncio.Event) -> asyncio.Task[None]:
+        made = asyncio.create_task(task(ended))
+        await asyncio.sleep(0)
+        return made
+
+    async def main() -> None:
+        ended = asyncio.Event()
+        made = await request(ended)
+        ended.set()
+        await made
+
+    asyncio.run(main())
+    assert tallied(recorder) == {
+        "request": 1,
+        "request > task": 1,
+        "request > task > nested": 2,
+        "request > task > nested > leaf": 2,
+        "request > task > leaf": 1,
+    }
+    spans = sorted(recorder.spans(), key=lambda span: span.start_ns)
+    root = next(span for span in spans if span.site.name == "request")
+    inside, after = (span for span in spans if span.site.name == "nested")
+    assert (inside.root_id, after.root_id) == (root.span_id, after.span_id)
+
+
+# -------------------------------------------------------------------- what belongs to a kept request
+
+
+def test_of_slow_requests_the_spans_of_nested_tasks_are_kept(recorder: Any) -> None:
+    predict = wrapped(recorder, "predict")(lambda: None)
+
+    async def outer() -> None:
+        predict()
+        await asyncio.create_task(inner())
+
+    async def inner() -> None:
+        predict()
+
+    @wrapped(recorder, "request", "request")
+    async def request() -> None:
+        await asyncio.create_task(outer())
+        await asyncio.sleep(0.012)
+
+    kept: list[list[Span]] = []
+    trees = Trees(recorder, Capture(sample=0.0, slow_ns=10_000_000), 100, kept.append)
+    for _ in range(5):
+        asyncio.run(request())
+    trees.take()
+    assert [sorted(span.site.name for span in spans) for spans in kept] == 5 * [["predict", "predict", "request"]]
+
+
+def test_a_kept_request_is_whole_when_the_tally_has_no_room_for_its_paths(recorder: Any) -> None:
+    recorder.node_limit = 3  # the overflow line, and two more
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+    other = wrapped(recorder, "other")(leaf)
+    request = wrapped(recorder, "request", "request")(other)
+    kept: list[list[Span]] = []
+    trees = Trees(recorder, Capture(sample=0.0, slow_ns=0), 100, kept.append)
+    leaf()
+    other()
+    request()
+    trees.take()
+    (spans,) = kept
+    assert len(spans) == 3
+    assert {span.root_id for span in spans} == {spans[0].span_id}
+    assert trees.counts() == {"requests": 1, "requests kept": 1}
+
+
+# -------------------------------------------------------------------- memory
+
+
+def test_tasks_that_start_one_another_hold_nothing_of_those_before(recorder: Any) -> None:
+    last: list[asyncio.Task[None]] = []
+
+    @wrapped(recorder, "link")
+    async def link(left: int) -> None:
+        if left:
+            last[:] = [asyncio.create_task(link(left - 1))]
+            if left % 2:  # every other one ends after the next has begun
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+
+    held: list[int] = []
+
+    async def main(length: int) -> None:
+        last[:] = [asyncio.create_task(link(length))]
+        while not last[0].done():
+            await last[0]
+        gc.collect()
+        held.append(sum(type(found).__name__ in ("Published", "Current", "list") for found in gc.get_objects()))
+
+    for length in (10, 10, 500):
+        asyncio.run(main(length))
+    assert held[2] - held[1] < 50
