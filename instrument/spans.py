@@ -78,11 +78,16 @@ class DeviceInterval:
 
 @dataclass(frozen=True, slots=True)
 class RemoteParent:
-    """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts."""
+    """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts.
+
+    `is_local`: it is a span of this process. `in_server_span`: it serves the request already, or lies in one that does.
+    """
 
     trace_id: int
     span_id: int
     flags: int = 1
+    is_local: bool = False
+    in_server_span: bool = False
 
 
 LINK = "instrument.link"

@@ -181,7 +181,9 @@ def spans_of_a_tree(draw: st.DrawFn) -> list[Span]:
                 attributes=draw(st.dictionaries(st.sampled_from(HOSTILE), values, max_size=2)),
                 device=tuple(draw(st.lists(intervals, max_size=3))),
                 clipped=draw(st.booleans()),
-                remote=draw(st.sampled_from([None, RemoteParent(2**127 + 5, 2**63 + 1, 0)])),
+                remote=draw(
+                    st.sampled_from([None, RemoteParent(2**127 + 5, 2**63 + 1, 0), RemoteParent(3, 4, 1, True, True)])
+                ),
             )
         )
     return found

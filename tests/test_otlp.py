@@ -19,6 +19,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,7 +119,8 @@ def test_every_span_of_large_and_small_trees_arrives_exactly(
         found = arrived[ids.span_id(of.span_id)]
         assert found.trace_id == ids.trace_id(of.root_id)
         assert found.parent_id == (ids.span_id(of.parent_id) if of.parent_id else 0)
-        assert (found.name, found.kind) == (of.site.name, "SERVER" if of.site.kind == "request" else "INTERNAL")
+        serves = of.site.kind == "request" and of.span_id == of.root_id
+        assert (found.name, found.kind) == (of.site.name, "SERVER" if serves else "INTERNAL")
         assert (found.start_ns, found.end_ns) == (ORIGIN.realtime_of(of.start_ns), ORIGIN.realtime_of(of.end_ns))
         assert found.attributes == expected_attributes(of)
         assert (found.status, found.scope) == ("UNSET", "instrument")
@@ -198,8 +200,40 @@ def test_the_current_span_of_opentelemetry_is_the_parent() -> None:
     assert current_parent() is None
     with TracerProvider().get_tracer("theirs").start_as_current_span("theirs") as theirs:
         context = theirs.get_span_context()
-        assert current_parent() == RemoteParent(context.trace_id, context.span_id, int(context.trace_flags))
+        assert current_parent() == RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), True)
     assert current_parent() is None
+
+
+def test_never_two_server_spans_for_one_request(collector: Receiver) -> None:
+    """Whatever of OpenTelemetry is current here, the request bears the kind SERVER only where nothing else does."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider, sampling
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
+
+    tracer = TracerProvider().get_tracer("theirs")
+    dropping = TracerProvider(sampler=sampling.ALWAYS_OFF).get_tracer("theirs")
+    seen: dict[str, RemoteParent | None] = {"nothing": current_parent()}
+    caller = NonRecordingSpan(SpanContext(5, 6, is_remote=True, trace_flags=TraceFlags(1)))
+    with trace.use_span(caller):
+        seen["caller"] = current_parent()
+    for kind in SpanKind:
+        with tracer.start_as_current_span("theirs", kind=kind):
+            seen[kind.name.lower()] = current_parent()
+    with tracer.start_as_current_span("theirs", kind=SpanKind.SERVER), tracer.start_as_current_span("middleware"):
+        seen["middleware"] = current_parent()
+    with dropping.start_as_current_span("theirs", kind=SpanKind.SERVER):
+        seen["unsampled"] = current_parent()
+    with exporting(way_to(collector)) as exporter:
+        for number, (name, parent) in enumerate(seen.items(), start=1):
+            spans = tree(2, 10 * number, Site(name, "request"))
+            spans[0].remote = parent
+            exporter.offer(spans)
+        assert exporter.flush(5 * SECOND).complete
+    kinds = Counter((span.name, span.kind) for span in collector.spans())
+    assert sorted(name for name, kind in kinds if kind == "SERVER") == [
+        *("caller", "client", "internal", "nothing", "producer"),
+    ]
+    assert set(kinds.values()) == {1, 2}  # the second span of a tree is a request in a request, and no server either
 
 
 def test_a_service_thread_imports_nothing_of_opentelemetry() -> None:

@@ -76,7 +76,14 @@ intervals = st.builds(
     times,
     st.sampled_from(("exclusive", "overlapped")),
 )
-remotes = st.builds(RemoteParent, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.integers(0, 255))
+remotes = st.builds(
+    RemoteParent,
+    st.integers(1, 2**128 - 1),
+    st.integers(1, 2**64 - 1),
+    st.integers(0, 255),
+    st.booleans(),
+    st.booleans(),
+)
 
 
 @st.composite
@@ -121,12 +128,13 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
         own_id = ids.span_id(of.span_id).to_bytes(8, "big")
         is_root = of.span_id == of.root_id
         parent_id = ids.span_id(of.parent_id) if not is_root else remote.span_id if remote else None
-        from_remote = is_root and remote is not None
+        from_remote = is_root and remote is not None and not remote.is_local
+        serves = of.site.kind == "request" and is_root and not (remote and remote.in_server_span)
         assert message.trace_id == trace_id
         assert message.span_id == own_id
         assert message.parent_span_id == (b"" if parent_id is None else parent_id.to_bytes(8, "big"))
         assert message.name == legal(of.site.name)
-        assert message.kind == (2 if of.site.kind == "request" else 1)
+        assert message.kind == (2 if serves else 1)
         assert message.start_time_unix_nano == ORIGIN.realtime_of(of.start_ns)
         assert message.end_time_unix_nano == ORIGIN.realtime_of(of.end_ns)
         assert message.flags == (0x300 if from_remote else 0x100) | w3c_flags

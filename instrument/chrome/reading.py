@@ -372,4 +372,10 @@ class _Own:
 
 
 def _remote(facts: dict[str, Any]) -> RemoteParent:
-    return RemoteParent(int(facts["trace_id"], 16), int(facts["span_id"], 16), checked(facts["flags"], int))
+    return RemoteParent(
+        int(facts["trace_id"], 16),
+        int(facts["span_id"], 16),
+        checked(facts["flags"], int),
+        checked(facts.get("is_local", False), bool),
+        checked(facts.get("in_server_span", False), bool),
+    )

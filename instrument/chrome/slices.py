@@ -174,7 +174,9 @@ def _more_args(span: Span, total_ns: int) -> str:
         more["clipped"] = True
     if span.remote is not None:
         trace_id, span_id = f"{span.remote.trace_id:032x}", f"{span.remote.span_id:016x}"
-        more["remote"] = {"trace_id": trace_id, "span_id": span_id, "flags": span.remote.flags}
+        remote = more["remote"] = {"trace_id": trace_id, "span_id": span_id, "flags": span.remote.flags}
+        if span.remote.is_local:
+            remote.update(is_local=True, in_server_span=span.remote.in_server_span)
     if span.attributes:
         more["attributes"] = safe(dict(span.attributes))
     return "," + encode(more)[1:-1]

@@ -109,7 +109,7 @@ def identify(spans: Sequence[Span], ids: Ids) -> Iterator[tuple[int, int, int, i
         elif remote is None:
             yield trace_id, own, 0, flags, span, None
         else:
-            yield trace_id, own, remote.span_id, flags | IS_REMOTE, span, None
+            yield trace_id, own, remote.span_id, flags if remote.is_local else flags | IS_REMOTE, span, None
         for interval in span.device:
             yield trace_id, ids.device_span_id(), own, flags, span, interval
 
@@ -126,6 +126,13 @@ def link_of(span: Span, ids: Ids) -> tuple[int, int] | None:
         return (trace_id, ids.span_id(span_id)) if 0 < trace_id < 1 << 128 else None
     except (TypeError, ValueError):
         return None  # no recorder said so
+
+
+def is_server(span: Span) -> bool:
+    """Whether it is the one server span of a request: not below another one of ours or of another tracer here."""
+    if span.site.kind != "request" or span.span_id != span.root_id:
+        return False
+    return span.remote is None or not span.remote.in_server_span
 
 
 def attributes_of(span: Span, threads: Mapping[int, str]) -> dict[str, object]:
@@ -267,7 +274,8 @@ def _pack_facts(span: Span, threads: Mapping[int, str]) -> bytes:
     measured = _span_attributes(span)
     if span.attributes and not static.isdisjoint(measured):
         tail = _pack_tail(span.site, measured)
-    facts = tail + _pack_thread(span.thread_id, threads.get(span.thread_id)) + pack_attributes(measured)
+    kind = _SERVER_KIND if is_server(span) else _INTERNAL_KIND
+    facts = tail + kind + _pack_thread(span.thread_id, threads.get(span.thread_id)) + pack_attributes(measured)
     if span.error is not None:
         facts += pack_field(b"\x7a", pack_text(b"\x12", span.error) + b"\x18\x02")
     return facts
@@ -297,8 +305,7 @@ def _pack_tail(site: Site, without: Iterable[str]) -> bytes:
     facts = _site_attributes(site)
     for key in without:
         facts.pop(key, None)
-    kind = _SERVER_KIND if site.kind == "request" else _INTERNAL_KIND
-    return pack_text(b"\x2a", site.name) + kind + pack_attributes(facts)
+    return pack_text(b"\x2a", site.name) + pack_attributes(facts)
 
 
 @lru_cache(maxsize=1024)

@@ -333,7 +333,7 @@ class Grpc:
                 name, attributes = packing.device_name(span.site), packing.device_attributes(span, interval)
             else:
                 attributes = packing.attributes_of(span, threads)
-                kind = SpanKind.SERVER if span.site.kind == "request" else kind
+                kind = SpanKind.SERVER if packing.is_server(span) else kind
                 status = unset if span.error is None else Status(StatusCode.ERROR, str(packing.plain(span.error)))
             link = packing.link_of(span, ids) if interval is None else None
             yield ReadableSpan(

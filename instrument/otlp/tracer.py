@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import unquote
 
 from instrument.errors import FAULTS
@@ -25,12 +26,25 @@ def current_parent() -> RemoteParent | None:
     if trace is None:
         return None
     try:
-        context = trace.get_current_span().get_span_context()
+        current = trace.get_current_span()
+        context = current.get_span_context()
         if context.is_valid:
-            return RemoteParent(context.trace_id, context.span_id, int(context.trace_flags))
+            is_local = not context.is_remote
+            in_server_span = is_local and _lies_in_server_span(current)
+            return RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), is_local, in_server_span)
     except Exception as fault:  # another tracer's object; the request goes on without it
         FAULTS.note("read of the current OpenTelemetry span", fault)
     return None
+
+
+def _lies_in_server_span(local: Any) -> bool:
+    """Whether a span of this process serves a request, or may lie in one that does.
+
+    Of a span that is not recorded no more is known than that it is there, and of what is around a span only whether
+    there is anything: a request that has two server spans is counted twice, so in doubt there is one.
+    """
+    kind = getattr(getattr(local, "kind", None), "name", "SERVER")
+    return kind in ("SERVER", "CONSUMER") or (kind == "INTERNAL" and getattr(local, "parent", None) is not None)
 
 
 def detected_attributes() -> dict[str, object]:
