@@ -46,6 +46,7 @@
 #define KNOWN_AT_FIRST 16
 #define KNOWN_LIMIT 4096 /* instances of a method's class */
 #define TRIES 4 /* where finalisers of the host's undo what we do */
+#define FIRST_OF_SERVER 500 /* statuses of HTTP from here on are errors */
 #define STACK_MARGIN (64 << 10)
 #define LINE 64 /* bytes that the processor fetches at once */
 #define BUCKETS_WAITING 7
@@ -263,6 +264,7 @@ typedef struct core {
     PyObject *variable;
     PyObject *remote_parent;
     PyObject *remote_key;
+    PyObject *answers; /* exceptions that are a status of HTTP: by module and class the status, or its attribute */
     PyObject *task_probe;
     PyObject *link_of; /* attributes of a root that came from an ended span: (span id, root id, its remote parent) */
     PyObject *tells_of_tasks; /* whether the loop that runs now does */
@@ -356,7 +358,7 @@ static THREAD_LOCAL Ring *cached_ring;
 static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mark: what it keeps now is never freed */
 static frame_t *free_frames;
 static uint32_t free_frame_count;
-static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_name_dunder, *str_make_scope, *str_pass_muted,
+static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_name_dunder, *str_module_dunder, *str_status, *str_make_scope, *str_pass_muted,
     *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_ag_frame, *str_anext, *str_asend, *str_athrow,
     *str_aclose, *str_throw, *str_close;
 
@@ -2339,6 +2341,61 @@ error_name(PyObject *error)
     return name;
 }
 
+/* What a class of a web framework's own says of its status, borrowed; NULL for any other class. */
+static PyObject *
+answer_of(Core *core, PyTypeObject *type)
+{
+    if (!PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE))
+        return NULL;
+    PyObject *module = PyDict_GetItem(type->tp_dict, str_module_dunder);
+    PyObject *known = module != NULL && PyUnicode_CheckExact(module) ? PyDict_GetItem(core->answers, module) : NULL;
+    return known == NULL ? NULL : PyDict_GetItem(known, ((PyHeapTypeObject *)type)->ht_qualname);
+}
+
+/* The status of HTTP by which an exception answers a request, -1 where it is not of a web framework. No exception is
+ * set. Twin of `status_of` in http_status.py. */
+static long
+status_of(Core *core, PyObject *error)
+{
+    PyObject *classes = Py_TYPE(error)->tp_mro, *answer = NULL;
+    for (Py_ssize_t i = 0; answer == NULL && i < PyTuple_GET_SIZE(classes); i++)
+        answer = answer_of(core, (PyTypeObject *)PyTuple_GET_ITEM(classes, i));
+    if (answer == NULL)
+        return -1;
+    PyObject *found = PyLong_Check(answer) ? Py_NewRef(answer) : PyObject_GetAttr(error, answer);
+    if (found != NULL && PyUnicode_Check(found)) {
+        PyObject *digits = PyUnicode_Substring(found, 0, 3);
+        Py_SETREF(found, digits == NULL ? NULL : PyLong_FromUnicodeObject(digits, 10));
+        Py_XDECREF(digits);
+    }
+    long status = found != NULL && PyLong_Check(found) ? PyLong_AsLong(found) : -1;
+    Py_XDECREF(found);
+    if (PyErr_Occurred()) /* a class of the host's makes something else of it */
+        PyErr_Clear();
+    return 100 <= status && status < 1000 ? status : -1;
+}
+
+/* Whether what a span ended with is an answer below 500 and no error; a request bears the answer's status. */
+static int
+is_answer(Core *core, Frame *ended, PyObject *error)
+{
+    if (core->answers == NULL || !PyDict_CheckExact(core->answers) || !PyExceptionInstance_Check(error))
+        return 0;
+    long status = status_of(core, error);
+    if (status >= 0 && ended != NULL && ended->frame.node->is_request) {
+        PyObject *number = PyLong_FromLong(status);
+        PyObject *attributes = ended->frame.attributes ? PyDict_Copy(ended->frame.attributes) : PyDict_New();
+        if (number != NULL && attributes != NULL && PyDict_SetItem(attributes, str_status, number) == 0)
+            Py_XSETREF(ended->frame.attributes, Py_NewRef(attributes));
+        else
+            count(core, NO_DETAILS);
+        PyErr_Clear();
+        Py_XDECREF(attributes);
+        Py_XDECREF(number);
+    }
+    return status >= 0 && status < FIRST_OF_SERVER;
+}
+
 /* -1 with an exception of the host's, else 0: what could not be recorded has been counted. */
 static int
 close_frame(Core *core, Frame *self, PyObject *error)
@@ -2378,7 +2435,7 @@ close_frame(Core *core, Frame *self, PyObject *error)
     }
     if (published != NULL)
         pass_on(core, current, published, above);
-    PyObject *name = error == NULL || error == Py_None ? NULL : error_name(error);
+    PyObject *name = error == NULL || error == Py_None || is_answer(core, self, error) ? NULL : error_name(error);
     store(core, ring, frame, end_ns, -1, name);
     Py_XDECREF(name);
     int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
@@ -2430,7 +2487,8 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
 {
     PyObject *type, *raised, *traceback, *error = NULL;
     PyErr_Fetch(&type, &raised, &traceback);
-    if (type != NULL && (error = PyObject_GetAttr(type, str_name_dunder)) == NULL)
+    if (type != NULL && !(raised != NULL && is_answer(core, NULL, raised)) &&
+        (error = PyObject_GetAttr(type, str_name_dunder)) == NULL)
         PyErr_Clear();
     int found = 1;
     frame->state = CLOSED;
@@ -3237,7 +3295,7 @@ Stretch_finish(Stretch *self, PyObject *error)
         Py_RETURN_NONE;
     }
     Py_INCREF(ring);
-    PyObject *name = error == Py_None ? NULL : error_name(error);
+    PyObject *name = error == Py_None || is_answer(self->core, self->frame, error) ? NULL : error_name(error);
     store(self->core, ring, frame, end_ns, self->active_ns, name);
     Py_XDECREF(name);
     int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
@@ -4190,6 +4248,7 @@ Core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->begin_device);
     Py_VISIT(self->remote_key);
     Py_VISIT(self->link_of);
+    Py_VISIT(self->answers);
     Py_VISIT(self->task_probe);
     Py_VISIT(self->tells_of_tasks);
     Py_VISIT(self->thread_name);
@@ -4230,6 +4289,7 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->begin_device);
     Py_XDECREF(self->remote_key);
     Py_XDECREF(self->link_of);
+    Py_XDECREF(self->answers);
     Py_XDECREF(self->task_probe);
     Py_XDECREF(self->tells_of_tasks);
     Py_XDECREF(self->thread_name);
@@ -5105,6 +5165,7 @@ static PyMemberDef Core_members[] = {
     {"ended_too_short", T_ULONGLONG, offsetof(Core, ended_too_short), READONLY, "the same of `too_short`"},
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
     {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
+    {"answers", T_OBJECT, offsetof(Core, answers), 0, "exceptions that answer a request, as http_status.ANSWERS has them"},
     {"tells_of_tasks", T_OBJECT, offsetof(Core, tells_of_tasks), 0, "says whether a loop calls publish for a task, or None"},
     {"begin_device", T_OBJECT, offsetof(Core, begin_device), 0, "begins to time a span on a device, or None"},
     {"watches_all", T_BOOL, offsetof(Core, watches_all), 0, "whether begin_device is asked for every span"},
@@ -5292,6 +5353,8 @@ execute(PyObject *made)
         {&str_request, "request"},
         {&str_copy, "copy"},
         {&str_name_dunder, "__name__"},
+        {&str_module_dunder, "__module__"},
+        {&str_status, "http.response.status_code"},
         {&str_make_scope, "make_scope"},
         {&str_pass_muted, "pass_muted"},
         {&str_min_ns, "min_ns"},

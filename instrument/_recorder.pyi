@@ -1,6 +1,6 @@
 """Types of the native core. What each does stands beside its twin in `instrument.pure` and `instrument.ring`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Context
 from typing import Any, final
 
@@ -44,6 +44,7 @@ class Core:
     user_sites: dict[str, Site]
     scope_type: type[Scope]
     remote_parent: Callable[[], RemoteParent | None] | None
+    answers: Mapping[str, Mapping[str, str | int]]
     begin_device: Callable[[Site | None, Any, int], Any] | None
     watches_all: bool
     tells_of_tasks: Callable[[], bool] | None

@@ -35,6 +35,7 @@ from types import FunctionType
 from typing import Any
 
 from instrument.errors import FAULTS
+from instrument.http_status import FIRST_OF_SERVER, STATUS, status_of
 from instrument.ring import REQUEST_BIT, First, Ring, Rings, Row
 from instrument.spans import Site
 from instrument.tally import Node, Totals
@@ -389,7 +390,7 @@ class Core:
         ring.top = above
         if owner is not None and owner[5] is ring and owner[8] == frame[8]:
             owner[4] += end - frame[9]
-        self._store(ring, frame, end, -1, None if error is None else type(error).__name__)
+        self._store(ring, frame, end, -1, None if error is None else self._error_of(frame, error))
         if frame[13] is not None:
             self._end_on_device(ring, frame, end)
 
@@ -428,6 +429,14 @@ class Core:
             below[12] = frame[12]
         elif held.top is frame:
             held.top = frame[6]
+
+    @staticmethod
+    def _error_of(frame: Frame, error: BaseException) -> str | None:
+        """The error's name. An exception that is an answer below 500 is none; a request bears the answer's status."""
+        status = status_of(error)
+        if status is not None and frame[0].site.kind == "request":
+            frame[10] = {**(frame[10] or {}), STATUS: status}
+        return type(error).__name__ if status is None or status >= FIRST_OF_SERVER else None
 
     def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
         head = ring.head
@@ -719,7 +728,7 @@ class Stretch:
         frame[6], self._parent = _open(self._parent), None
         self._inner = None
         end, ring = _clock(), core._ring()
-        core._store(ring, frame, end, self._active_ns, None if error is None else type(error).__name__)
+        core._store(ring, frame, end, self._active_ns, None if error is None else core._error_of(frame, error))
         if frame[13] is not None:
             core._end_on_device(ring, frame, end)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import native, pure, wrapping
 from instrument.errors import TargetError
+from instrument.http_status import ANSWERS
 from instrument.lines import CALLS, Lines, Numbers, unpacked
 from instrument.paths import NOT_BELOW, CallTree, shaped
 from instrument.ring import Cursor, Row
@@ -598,6 +599,7 @@ else:
 
         def __init__(self, ring_bytes: int = 64 << 20) -> None:
             _native.Core.__init__(self, ring_bytes, OVERFLOW, RemoteParent, link_of, pure.task_probe, _thread_name)
+            self.answers = ANSWERS
             self._begin()
             self.scope_type = NativeScope
 

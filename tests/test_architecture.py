@@ -15,7 +15,10 @@ import instrument
 ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
-    ["errors", "clock", "compression", "document", "native", "spans", "tally", "paths", "lines", "ring", "rows"],
+    [
+        "errors", "clock", "compression", "http_status", "document", "native", "spans", "tally", "paths", "lines",
+        "ring", "rows",
+    ],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
     [
         "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",

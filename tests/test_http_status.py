@@ -1,0 +1,234 @@
+"""An exception by which a web framework answers a request is a status, and an error of the service from 500 on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from otlp_spans import span as span_of
+
+from instrument.capture import Trees
+from instrument.http_status import ANSWERS, STATUS, status_of
+from instrument.otlp.packing import attributes_of
+from instrument.profile import Capture
+from instrument.spans import Site
+from instrument.wrapping import wrap
+
+REQUEST, WORK = Site("handle", "request"), Site("authorise", "op")
+
+
+def made_up(module: str, name: str, answer: str | int, status: int) -> BaseException:
+    """An exception of a framework that need not be installed, one class below the framework's own."""
+    base = type(name, (Exception,), {"__module__": module, "__qualname__": name})
+    error: BaseException = type("Own", (base,), {"__module__": "service"})()
+    if isinstance(answer, str):
+        setattr(error, answer, status)
+    return error
+
+
+def raised_in_request(recorder: Any, error: BaseException) -> tuple[Any, Any, list[str]]:
+    """The spans of a request and of a function in it that raised this, and what was kept for its error."""
+    kept: list[str] = []
+    trees = Trees(recorder, Capture(sample=0.0, errors=True), 10, lambda spans: kept.append(spans[0].site.name))
+
+    def authorise() -> None:
+        raise error
+
+    inner = wrap(recorder, authorise, WORK)
+
+    def handle() -> None:
+        inner()
+
+    with pytest.raises(type(error)) as caught:
+        wrap(recorder, handle, REQUEST)()
+    assert caught.value is error
+    trees.take()
+    found = {span.site: span for span in recorder.spans()}
+    return found[REQUEST], found[WORK], kept
+
+
+def errors_counted(recorder: Any) -> int:
+    return sum(row.totals.errors for row in recorder.tally().rows())
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "answer"),
+    [(module, name, answer) for module, known in ANSWERS.items() for name, answer in known.items()],
+)
+def test_an_answer_below_500_is_no_error_and_keeps_no_request(
+    recorder: Any, module: str, name: str, answer: str | int
+) -> None:
+    error = made_up(module, name, answer, 404)
+    status = 404 if isinstance(answer, str) else answer
+    request, work, kept = raised_in_request(recorder, error)
+    assert (request.error, work.error, kept) == (None, None, [])
+    assert request.attributes == {STATUS: status}
+    assert work.attributes == {}  # it is the request that is answered
+    assert errors_counted(recorder) == 0
+
+
+@pytest.mark.parametrize("status", [500, 503, 599])
+def test_an_answer_from_500_on_is_an_error_that_bears_its_status(recorder: Any, status: int) -> None:
+    request, work, kept = raised_in_request(
+        recorder, made_up("starlette.exceptions", "HTTPException", "status_code", status)
+    )
+    assert (request.error, work.error, kept) == ("Own", "Own", ["handle"])
+    assert request.attributes == {STATUS: status}
+    assert errors_counted(recorder) == 2
+    assert attributes_of(request, {})[STATUS] == status
+
+
+@pytest.mark.parametrize(
+    ("module", "held", "status"),
+    [
+        ("falcon.http_error", "404 Not Found", 404),
+        ("falcon.http_error", "nothing", None),
+        ("starlette.exceptions", None, None),
+        ("starlette.exceptions", -1, None),
+        ("starlette.exceptions", 2**80, None),
+        ("starlette.exceptions", b"404", None),
+    ],
+)
+def test_a_status_that_is_none_leaves_the_error_what_it_is(
+    recorder: Any, module: str, held: Any, status: int | None
+) -> None:
+    ((name, answer),) = ANSWERS[module].items()
+    error = made_up(module, name, answer, held)
+    assert status_of(error) == status
+    request, _, _ = raised_in_request(recorder, error)
+    assert request.error == (None if status else "Own")
+
+
+def test_a_class_of_the_service_that_only_looks_like_it_is_an_error(recorder: Any) -> None:
+    class HTTPException(Exception):
+        status_code = code = 404
+
+    request, _, kept = raised_in_request(recorder, HTTPException())
+    assert (request.error, request.attributes, kept) == ("HTTPException", {}, ["handle"])
+
+
+def test_an_answer_whose_status_raises_reaches_the_caller_as_it_is(recorder: Any) -> None:
+    base = type(made_up("starlette.exceptions", "HTTPException", "status_code", 404)).__mro__[1]
+
+    class Odd(base):  # type: ignore[misc, valid-type]
+        @property
+        def status_code(self) -> int:
+            raise RuntimeError("not yet")
+
+    request, _, _ = raised_in_request(recorder, Odd())
+    assert request.error == "Odd"
+
+
+def test_every_kind_of_function_and_scope_tells_an_answer_from_an_error(recorder: Any) -> None:
+    error = made_up("werkzeug.exceptions", "HTTPException", "code", 404)
+
+    async def coroutine() -> None:
+        raise error
+
+    def generator() -> Any:
+        yield 1
+        raise error
+
+    async def async_generator() -> AsyncIterator[int]:
+        yield 1
+        raise error
+
+    async def main() -> None:
+        for kind in ("request", "op"):
+            with contextlib.suppress(type(error)):
+                await wrap(recorder, coroutine, Site("coroutine", kind))()
+            with contextlib.suppress(type(error)):
+                async for _ in wrap(recorder, async_generator, Site("async generator", kind))():
+                    pass
+            with contextlib.suppress(type(error)):
+                list(wrap(recorder, generator, Site("generator", kind))())
+            with contextlib.suppress(type(error)), recorder.span_of(Site("scope", kind))():
+                raise error
+
+    asyncio.run(main())
+    spans = recorder.spans()
+    assert len(spans) == 8
+    assert {span.error for span in spans} == {None}
+    assert {(span.site.kind, span.attributes.get(STATUS)) for span in spans} == {("request", 404), ("op", None)}
+
+
+def test_what_a_span_was_given_stays_beside_the_status(recorder: Any) -> None:
+    error = made_up("aiohttp.web_exceptions", "HTTPException", "status_code", 302)
+    given = {"route": "/a"}
+    with contextlib.suppress(type(error)), recorder.span_of(REQUEST, given)():
+        raise error
+    (request,) = recorder.spans()
+    assert (request.attributes, given) == ({"route": "/a", STATUS: 302}, {"route": "/a"})
+
+
+def _starlette() -> BaseException:
+    return importlib.import_module("starlette.exceptions").HTTPException(404)  # type: ignore[no-any-return]
+
+
+def _fastapi() -> BaseException:
+    return importlib.import_module("fastapi").HTTPException(status_code=404)  # type: ignore[no-any-return]
+
+
+def _abort_of_flask() -> BaseException:
+    try:
+        importlib.import_module("flask").abort(404)
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+def _falcon() -> BaseException:
+    return importlib.import_module("falcon").HTTPNotFound()  # type: ignore[no-any-return]
+
+
+MADE_BY: dict[str, Callable[[], BaseException]] = {
+    "starlette": _starlette,
+    "fastapi": _fastapi,
+    "flask": _abort_of_flask,
+    "falcon": _falcon,
+    **{
+        name: lambda module=module, args=args, cls=cls: getattr(importlib.import_module(module), cls)(*args)
+        for name, module, cls, args in (
+            ("aiohttp", "aiohttp.web", "HTTPNotFound", ()),
+            ("bottle", "bottle", "HTTPError", (404,)),
+            ("django", "django.http", "Http404", ()),
+            ("litestar", "litestar.exceptions", "NotFoundException", ()),
+            ("sanic", "sanic.exceptions", "NotFound", ()),
+            ("tornado", "tornado.web", "HTTPError", (404,)),
+            ("werkzeug", "werkzeug.exceptions", "NotFound", ()),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("framework", MADE_BY)
+def test_the_exceptions_of_installed_frameworks_are_known(recorder: Any, framework: str) -> None:
+    pytest.importorskip(framework)
+    if framework == "aiohttp":  # whose exceptions are responses, and want a loop
+
+        async def make() -> BaseException:
+            return MADE_BY[framework]()
+
+        error = asyncio.run(make())
+    else:
+        error = MADE_BY[framework]()
+    request, _, _ = raised_in_request(recorder, error)
+    assert (request.error, request.attributes) == (None, {STATUS: 404})
+
+
+def test_a_cancelled_request_ends_with_an_error_as_before(recorder: Any) -> None:
+    async def wait() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(wrap(recorder, wait, REQUEST)())
+    (request,) = recorder.spans()
+    assert request.error == "CancelledError"
+
+
+def test_the_status_goes_to_the_collector_by_opentelemetrys_name() -> None:
+    assert attributes_of(span_of(REQUEST, attributes={STATUS: 404}), {})["http.response.status_code"] == 404
