@@ -31,15 +31,44 @@ TIMES = st.one_of(
     st.integers(0, 9 * 10**12).map(lambda number: number / 1000), st.sampled_from([0.0005, 0.0015, -0.0, 1e3]),
 )  # fmt: skip
 NAMES = st.sampled_from(
-    ["aten::mm", "f", "caf\u00e9", 'a"b', "", "ProfilerStep#3", "ProfileStep#2[1.5 ms]", "\U0001f600"]
+    ["aten::mm", "f", "caf\u00e9", 'a"b', "", "ProfilerStep#3", "ProfileStep#2[1.5 ms]", "\U0001f600", "memcpy[1.2 us]"]
 )
-CATEGORIES = st.sampled_from(["cpu_op", "kernel", "gpu_memcpy", "cuda_runtime", "gpu_user_annotation", "layer", ""])
+CATEGORIES = st.sampled_from(
+    [
+        "cpu_op",
+        "kernel",
+        "gpu_memcpy",
+        "cuda_runtime",
+        "gpu_user_annotation",
+        "layer",
+        "",
+        "Kernel",
+        "CudaRuntime",
+        "UserDefined",
+        "Forward",
+        "Memset",
+    ]
+)
 VALUES = st.one_of(
     st.integers(-3, 3), st.integers(-(1 << 70), 1 << 70), st.floats(allow_nan=False, allow_infinity=False),
     st.booleans(), st.none(), st.sampled_from(["", "text", "a\\b", "caf\u00e9"]), st.just({"x": [1, {}]}),
     st.lists(st.integers(0, 3), max_size=2),
 )  # fmt: skip
-KEYS = st.sampled_from(["correlation", "device", "stream", "External id", "bytes", "caf\u00e9", "", 'a"b', "shape"])
+KEYS = st.sampled_from(
+    [
+        "correlation",
+        "correlation id",
+        "start_time",
+        "device",
+        "stream",
+        "External id",
+        "bytes",
+        "caf\u00e9",
+        "",
+        'a"b',
+        "shape",
+    ]
+)
 
 
 @st.composite
@@ -50,7 +79,7 @@ def events(draw: st.DrawFn) -> str:
         ("cat", draw(CATEGORIES)),
         ("name", draw(NAMES)),
         ("pid", draw(st.sampled_from([0, 9, 9, 9, "nine"]))),
-        ("tid", draw(st.sampled_from([1, 7, 7, 7, "seven"]))),
+        ("tid", draw(st.sampled_from([1, 7, 7, 7, "seven", "7(Python)"]))),
         ("ts", draw(TIMES)),
         ("dur", draw(st.one_of(st.integers(0, 9), st.floats(0, 1e9), TIMES))),
     ]

@@ -112,12 +112,15 @@ arguments_of(cursor_t *in, event_t *event)
             blanks(in);
             if (!plain_string(in, &key.text, &key.length) || !take(in, ':'))
                 return 0;
-            int64_t *asked = IS(key.text, key.length, "correlation") ? &event->correlation
-                             : IS(key.text, key.length, "device")    ? &event->device
-                             : IS(key.text, key.length, "stream")    ? &event->stream
-                                                                     : NULL;
+            int64_t *asked = IS(key.text, key.length, "correlation")    ? &event->correlation
+                             : IS(key.text, key.length, "correlation id") ? &event->correlation /* Paddle's */
+                             : IS(key.text, key.length, "device")         ? &event->device
+                             : IS(key.text, key.length, "stream")         ? &event->stream
+                                                                          : NULL;
             blanks(in);
             event->has |= (IS(key.text, key.length, "flops") ? FLOPS : 0) | (is_scalar(in) ? 0 : OTHERS);
+            if (asked == &event->correlation && event->has & CORRELATION)
+                return 0; /* under both of its names, or twice */
             if (asked == NULL ? !skip_value(in, 1) : !whole_number(in, asked))
                 return 0;
             if (asked != NULL)

@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instrument import native
+from instrument.chrome import paddle
 from instrument.chrome.flops import flops_of, is_counted
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.chrome.text import LIMIT_SPANS, Json, checked, end_of, nanoseconds
@@ -20,6 +21,7 @@ from instrument.spans import (
     FLOPS,
     HOST,
     KINDS,
+    Allocation,
     Allocations,
     Kernel,
     Origin,
@@ -41,9 +43,10 @@ OPERATOR = "cpu_op"
 
 KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, OPERATOR: "op", "kernel": "op", "gpu_memcpy": "copy"}
 
-# What torch.profiler calls the work of a device, the calls that ask for it, and the type of the host as a device.
+# What torch.profiler calls the work of a device, the calls that ask for it (also as Paddle does), and the type of the
+# host as a device.
 WORK_OF_CATEGORY = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fill"}
-LAUNCHES = re.compile(r"\w+_(?:runtime|driver)")
+LAUNCHES = re.compile(r"\w+_(?:runtime|driver)|CudaRuntime")
 HOST_MEMORY = 0
 
 STEPS = re.compile(r"(ProfilerStep|ProfileStep)#([0-9]{1,18})(?:\[[0-9.]+ \w+\])?")
@@ -83,7 +86,9 @@ class Foreign:
         self.spans: list[Span] = []
         self.marks: dict[tuple[Any, ...], list[tuple[int, Span | None]]] = {}
         self._tasks: dict[tuple[Any, ...], int] = {}
-        self._sites: dict[tuple[str, str], Site] = {}
+        self._sites: dict[tuple[str, str, paddle.Attributes], Site] = {}
+        self._clock_of_paddle = paddle.Clock()
+        self._unsized = 0
         self._names: dict[tuple[Any, ...], str] = {}
         self._thread_ids: dict[tuple[Any, ...], int] = {}
         self._taken: set[Any] = set()
@@ -119,9 +124,11 @@ class Foreign:
 
     def add(self, event: dict[str, Any]) -> None:
         phase = checked(event.get("ph", ""), str)
-        row = tuple(checked(event.get(key), int, str, type(None)) for key in ("pid", "tid"))
+        pid, tid = (checked(event.get(key), int, str, type(None)) for key in ("pid", "tid"))
+        row = pid, paddle.thread_of(tid)
         if phase == "M" and event.get("name") in ("process_name", "thread_name"):
-            self._names[row if event["name"] == "thread_name" else (row[0], None)] = checked(event["args"]["name"], str)
+            name = paddle.thread_name(checked(event["args"]["name"], str))
+            self._names[row if event["name"] == "thread_name" else (pid, None)] = name
         if phase == "i" and event.get("name") == "[memory]":
             self._add_allocation(event, row)
         if phase not in ("X", "B", "E", "b", "e") or (event.get("cat"), row[0]) == WINDOW_OF_TORCH:
@@ -132,9 +139,12 @@ class Foreign:
         if phase in "Ee":
             self.marks.setdefault(key, []).append((start_ns, None))
             return
-        facts = self._facts(event.get("cat") or "", event.get("name", NAMELESS))
+        category = event.get("cat") or ""
+        facts = self._facts(category, event.get("name", NAMELESS))
         span = Span(facts.site, 0, 0, 0, self._thread_id(row), 0, start_ns, start_ns, 0, 0)
-        span.attributes = {k: v for k, v in event.get("args", {}).items() if isinstance(v, (str, int, float))}
+        attributes = {k: v for k, v in event.get("args", {}).items() if isinstance(v, (str, int, float))}
+        exact = self._clock_of_paddle.times(start_ns, attributes) if row[1] is not tid else None
+        span.attributes = attributes
         if facts.step is not None:
             span.attributes["step"] = facts.step
         flops = flops_of(facts.site.name, event.get("args") or {}) if facts.counts else None
@@ -145,6 +155,8 @@ class Foreign:
             self._telling.append(span)
         if phase == "X":
             span.end_ns = end_of(start_ns, nanoseconds(event["ts"] + checked(event.get("dur"), float, int)))
+            if exact is not None:
+                span.start_ns, span.end_ns = exact
             self.spans.append(span)
             self._add_work(facts, event.get("args") or {}, row, span)
             return
@@ -156,11 +168,18 @@ class Foreign:
         """What is known of a slice by its category, "" for none, and its name."""
         kind, text = checked(category, str), NAMELESS if name is None else checked(name, str)
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
-        key = (text, KIND_OF_CATEGORY.get(kind, "user")) if step is None else (step[1], "step")
+        name, attributes, work = text, paddle.Attributes(), WORK_OF_CATEGORY.get(kind)
+        known = None if step is not None else paddle.meaning(kind, text)
+        ours = "step" if step is not None else KIND_OF_CATEGORY.get(kind, "user")
+        if step is not None:
+            name = step[1]
+        elif known is not None:
+            name, (ours, attributes, work) = known
+        key = name, ours, attributes
         return _Facts(
-            site=self._sites.setdefault(key, Site(*key)),
+            site=self._sites.setdefault(key, Site(name, ours, attributes=attributes)),
             step=None if step is None else int(step[2]),
-            work=WORK_OF_CATEGORY.get(kind),
+            work=work,
             launches=LAUNCHES.fullmatch(kind) is not None,
             counts=kind == OPERATOR and is_counted(key[0]),
         )
@@ -173,7 +192,7 @@ class Foreign:
 
     def _add_work(self, facts: _Facts, args: dict[str, Any], row: tuple[Any, ...], span: Span) -> None:
         """Work of a device, or a call of the host that asks for some; both name it by a number."""
-        known = args.get("correlation")
+        known = args.get("correlation", args.get("correlation id"))
         correlation = known if isinstance(known, int) else None
         if facts.work is not None:
             self._device_rows.add(row)
@@ -185,16 +204,15 @@ class Foreign:
             self._launches[correlation] = span
 
     def _add_allocation(self, event: dict[str, Any], row: tuple[Any, ...]) -> None:
-        args = checked(event.get("args"), dict)
-        in_host = args.get("Device Type") == HOST_MEMORY
-        numbers = [checked(args.get(key, 0), int) for key in ("Addr", "Total Allocated", "Total Reserved")]
-        self._allocations += Allocations.ROW.pack(
-            HOST if in_host else max(checked(args.get("Device Id"), int), 0),
-            nanoseconds(event.get("ts")),
-            self._thread_id(row),
-            checked(args.get("Bytes"), int),
-            *numbers,
+        args = event.get("args")
+        is_torchs = isinstance(args, dict) and "Bytes" in args
+        found = (
+            _allocation(event, self._thread_id(row)) if is_torchs else paddle.allocation(event, self._thread_id(row))
         )
+        if found is not None:
+            self._allocations += Allocations.of([found]).rows
+        elif event.get("cat") not in paddle.RESERVING:
+            self._unsized += 1
         if len(self._allocations) > LIMIT_SPANS * Allocations.ROW.size:
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
 
@@ -243,7 +261,8 @@ class Foreign:
         ends = [one.at_ns for one in (*found[:1], *found[-1:])]
         first_ns = min(chain(ends, (span.start_ns for span in self.spans)), default=0)
         last_ns = max(chain(ends, (span.end_ns for span in self.spans)), default=0)
-        losses = {"slice ends without a begin": strays} if strays else {}
+        counted = {"slice ends without a begin": strays, "[memory] events without a size": self._unsized}
+        losses = {what: count for what, count in counted.items() if count}
         trace = Trace(origin, first_ns, last_ns, self.spans, threads, losses)
         if self._work or found:
             trace.kernels, trace.allocations = self._kernels(), found
@@ -291,6 +310,19 @@ class Foreign:
             if stack:
                 span.parent_id, span.root_id = stack[-1].span_id, stack[-1].root_id
             stack.append(span)
+
+
+def _allocation(event: dict[str, Any], thread_id: int) -> Allocation:
+    """What an event of torch.profiler says that was taken or given back."""
+    args = event["args"]
+    in_host = args.get("Device Type") == HOST_MEMORY
+    return Allocation(
+        HOST if in_host else max(checked(args.get("Device Id"), int), 0),
+        nanoseconds(event.get("ts")),
+        thread_id,
+        checked(args.get("Bytes"), int),
+        *(checked(args.get(key, 0), int) for key in ("Addr", "Total Allocated", "Total Reserved")),
+    )
 
 
 def _count_outermost(spans: Sequence[Span], told: Mapping[int, int]) -> None:

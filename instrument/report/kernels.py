@@ -144,7 +144,7 @@ class Kernels:
             return [*lines, "", *_nothing(self)]
         options = self._options
         lines += [
-            "From: torch.profiler, which saw every kernel"
+            "From: a profiler that saw every kernel"
             if self.source == KERNELS
             else "From: pairs of events around instrumented calls; a row is a call's stretch of its stream, no kernel",
             f"Time unit: {options.unit}; sorted by {_sorting(options)}",
@@ -374,8 +374,11 @@ def _seen(trace: Trace, found: _Found) -> list[str]:
     if found.source == STRETCHES:
         return coverage(trace)
     since, until = (number((at_ns - trace.start_ns) / 1e9) for at_ns in found.window)
-    spans = f", beside {len(trace.spans)} spans" if trace.origin.recorder != "other" else ""
-    return [f"Kernels: all that torch.profiler saw from {since} s to {until} s{spans}"]
+    is_ours = trace.origin.recorder != "other"
+    spans = f", beside {len(trace.spans)} spans" if is_ours else ""
+    return [
+        f"Kernels: all that {'torch.profiler' if is_ours else 'its profiler'} saw from {since} s to {until} s{spans}"
+    ]
 
 
 def _nothing(view: Kernels) -> list[str]:

@@ -312,8 +312,9 @@ def _seen(view: Memory) -> list[str]:
     beside = f", beside {view.spans} spans" if view.is_ours else ""
     names = [_cut(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
     names += ["..."] if len(view.threads) > NAMED_THREADS else []
+    whose = "torch.profiler" if view.is_ours else "its profiler"
     return [
-        f"Allocations: all that torch.profiler saw from {since} s to {until} s{beside}",
+        f"Allocations: all that {whose} saw from {since} s to {until} s{beside}",
         *wrapped(f"On: {', '.join(names)} (it sees the thread that it was started on, and autograd's)"),
     ]
 
@@ -376,7 +377,8 @@ def _notes(view: Memory) -> list[str]:
         if NOWHERE in names and not view.spans:
             lines.append(f"{NOWHERE}: nothing was instrumented, or its spans are gone.")
         if any(one.device == HOST for one in view.devices):
-            lines.append("CPU: what torch's own allocator gave since it first was watched, not all of the process.")
+            whose = "torch" if view.is_ours else "the framework"
+            lines.append(f"CPU: what {whose}'s own allocator gave since it first was watched, not all of the process.")
         for one in view.devices:
             if one.earlier_bytes:
                 about = f"{_mib(one.earlier_bytes)} MiB of {_device_name(one.device)}"

@@ -22,10 +22,12 @@ PROFILERS = "instrument.Profiler.step"
 
 
 def phase_of(site: Site) -> str | None:
-    """The phase that spans of a site are, None where they are none."""
+    """The phase that spans of a site are, None where they are none: also one that is declared to be none of a step."""
     if site.kind == LOADER:
         return LOADER
     declared = dict(site.attributes).get("phase")
+    if declared is False:
+        return None
     if isinstance(declared, str) and declared:
         return declared
     return site.name if site.kind == "phase" else None
