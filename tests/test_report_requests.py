@@ -172,7 +172,11 @@ def test_every_part_is_that_of_a_sweep_over_each_nanosecond_and_they_add_up_to_t
         }
         for phase in one.phases:
             had = [times[phase.name] for times in of_each.values() if phase.name in times]
-            assert (phase.requests, phase.summed_ns, phase.mean_ns) == (len(had), sum(had), sum(had) / len(its))
+            assert (phase.requests, phase.summed_ns, phase.mean_ns) == (len(had), sum(had), sum(had) / len(had))
+            assert [phase.p50_ns, phase.p99_ns] == [
+                min(one_ns for one_ns in had if 100 * sum(other <= one_ns for other in had) >= percent * len(had))
+                for percent in (50, 99)
+            ]
             assert phase.ratio == (sum(had) / one.wall_ns if one.wall_ns else None)
         assert one.unknown_mean_ns == one.unknown_ns / len(its)
         assert one.unknown_ratio == (one.unknown_ns / one.wall_ns if one.wall_ns else None)
@@ -291,3 +295,17 @@ def test_without_requests_it_says_how_to_get_some() -> None:
     text = text_of(view_of(trace_of([made(1, CHAT, 50, 150)])))
     assert "Requests: 0; 1 at an edge of the window, not counted below\n" in text
     assert "No request ended within the window." in text
+
+
+def test_a_phase_that_few_requests_have_is_told_as_long_as_it_is_for_these() -> None:
+    """Of ten requests one waited in a queue, for 9 ms: that is its mean, not 0.9 ms."""
+    spans = [made(number + 1, CHAT, 10 * number, 10 * number + 10) for number in range(10)]
+    spans.append(made(20, QUEUE, 0, 9, 1))
+    (chat,) = view_of(trace_of(spans)).endpoints
+    (queue,) = chat.phases
+    assert (queue.requests, queue.mean_ns, queue.p50_ns, queue.p99_ns) == (1, 9 * MS, 9 * MS, 9 * MS)
+    assert (chat.unknown_p50_ns, chat.unknown_mean_ns) == (10 * MS, 9.1 * MS)
+    assert queue.ratio == 0.09
+    text = "\n".join(view_of(trace_of(spans)).lines())
+    assert ["queue", "1", "9", "9", "9", "9.0%"] in [line.split() for line in text.splitlines()]
+    assert "over the requests that had it" in text

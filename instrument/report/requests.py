@@ -62,20 +62,24 @@ YEARS_NS = 200 * 366 * 86_400 * 10**9
 class PhaseTime:
     """One phase: how many requests had time in it, the sum of that time, and its share of the wall of all requests.
 
-    One with `remaining` stands for so many phases that were left out; how many requests had any of them is not told.
+    The mean and the percentiles, exact by nearest rank, are over the requests that had it. One with `remaining` stands
+    for so many phases that were left out; how many requests had any of them is not told, nor what follows from that.
     """
 
     name: str
     requests: int | None
     summed_ns: int
-    mean_ns: float
+    mean_ns: float | None
+    p50_ns: int | None
+    p99_ns: int | None
     ratio: float | None
     remaining: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`.
+    """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`. Of the latter
+    every request has some, perhaps 0.
 
     `errors` ended with an exception. Percentiles are exact, by nearest rank. `ratio` is of the wall of all requests of
     the view. One with `remaining` stands for so many endpoints that were left out.
@@ -95,6 +99,8 @@ class Endpoint:
     phases: tuple[PhaseTime, ...]
     unknown_ns: int
     unknown_mean_ns: float
+    unknown_p50_ns: int
+    unknown_p99_ns: int
     unknown_ratio: float | None
     remaining: int = 0
 
@@ -241,39 +247,40 @@ def _phase_of(site: Site) -> str | None:
 
 @dataclass(slots=True)
 class _Found:
-    """The requests of a name as they come: walls, errors, and by phase the requests that had time in it and the sum."""
+    """The requests of a name as they come: walls, errors, by phase the times of those that had any, and of no phase."""
 
     walls: list[int] = field(default_factory=list)
     errors: int = 0
     phases: dict[str | None, list[int]] = field(default_factory=dict)
-    unknown_ns: int = 0
+    unknown: list[int] = field(default_factory=list)
 
     def add(self, span: Span, times: Mapping[str | None, int], unknown_ns: int) -> None:
         self.walls.append(span.total_ns)
         self.errors += span.error is not None
-        self.unknown_ns += unknown_ns
+        self.unknown.append(unknown_ns)
         for name, time_ns in times.items():
-            phase = self.phases.get(name)
-            if phase is None:
-                self.phases[name] = [1, time_ns]
-            else:
-                phase[0] += 1
-                phase[1] += time_ns
+            self.phases.setdefault(name, []).append(time_ns)
 
     def merge(self, other: _Found) -> None:
         self.walls += other.walls
         self.errors += other.errors
-        self.unknown_ns += other.unknown_ns
-        for name, (count, time_ns) in other.phases.items():
-            phase = self.phases.setdefault(name, [0, 0])
-            phase[0] += count
-            phase[1] += time_ns
+        self.unknown += other.unknown
+        for name, times in other.phases.items():
+            self.phases.setdefault(name, []).extend(times)
+
+
+def _percentiles(times: Sequence[int], *percents: int) -> list[int]:
+    """Of some times in order, by nearest rank."""
+    return [times[-(-percent * len(times) // 100) - 1] for percent in percents]
 
 
 def _endpoint(name: str, found: _Found, all_ns: int, options: Options, remaining: int = 0) -> Endpoint:
     walls = sorted(found.walls)
     count, wall_ns = len(walls), sum(walls)
-    p50_ns, p90_ns, p99_ns = (walls[-(-percent * count // 100) - 1] for percent in (50, 90, 99))
+    p50_ns, p90_ns, p99_ns = _percentiles(walls, 50, 90, 99)
+    unknown = sorted(found.unknown)
+    unknown_ns = sum(unknown)
+    unknown_p50_ns, unknown_p99_ns = _percentiles(unknown, 50, 99)
     return Endpoint(
         name=name,
         requests=count,
@@ -287,24 +294,29 @@ def _endpoint(name: str, found: _Found, all_ns: int, options: Options, remaining
         max_ns=walls[-1],
         ratio=share(wall_ns, all_ns),
         phases=_phases(found, options),
-        unknown_ns=found.unknown_ns,
-        unknown_mean_ns=found.unknown_ns / count,
-        unknown_ratio=share(found.unknown_ns, wall_ns),
+        unknown_ns=unknown_ns,
+        unknown_mean_ns=unknown_ns / count,
+        unknown_p50_ns=unknown_p50_ns,
+        unknown_p99_ns=unknown_p99_ns,
+        unknown_ratio=share(unknown_ns, wall_ns),
         remaining=remaining,
     )
 
 
 def _phases(found: _Found, options: Options) -> tuple[PhaseTime, ...]:
     """In the order of `IN_ORDER`; where there are more than the options leave, those with the most time."""
-    count, wall_ns = len(found.walls), sum(found.walls)
+    wall_ns = sum(found.walls)
 
-    def phase(name: str, requests: int | None, summed_ns: int, remaining: int = 0) -> PhaseTime:
-        return PhaseTime(name, requests, summed_ns, summed_ns / count, share(summed_ns, wall_ns), remaining)
+    def phase(name: str, times: Sequence[int]) -> PhaseTime:
+        summed_ns, (p50_ns, p99_ns) = sum(times), _percentiles(times, 50, 99)
+        mean_ns, ratio = summed_ns / len(times), share(summed_ns, wall_ns)
+        return PhaseTime(name, len(times), summed_ns, mean_ns, p50_ns, p99_ns, ratio)
 
     def rest(others: Sequence[PhaseTime]) -> PhaseTime:
-        return phase("", None, sum(one.summed_ns for one in others), len(others))
+        summed_ns = sum(one.summed_ns for one in others)
+        return PhaseTime("", None, summed_ns, None, None, None, share(summed_ns, wall_ns), len(others))
 
-    all_of_it = [phase(name or "", *times) for name, times in found.phases.items()]
+    all_of_it = [phase(name or "", sorted(times)) for name, times in found.phases.items()]
     all_of_it.sort(key=lambda one: (-one.summed_ns, one.name))
     shown = bounded(all_of_it, options, lambda one: one.summed_ns, rest)
     return tuple(sorted(shown, key=_place))
@@ -344,8 +356,8 @@ def _slow(span: Span, found: _Found, recording: Recording, options: Options) -> 
         trace_id=trace_id,
         collector_span_id=own_id,
         phases=_phases(found, options),
-        unknown_ns=found.unknown_ns,
-        unknown_ratio=share(found.unknown_ns, span.total_ns),
+        unknown_ns=sum(found.unknown),
+        unknown_ratio=share(sum(found.unknown), span.total_ns),
     )
 
 
@@ -362,8 +374,10 @@ def _endpoint_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
     return [*named_table(header, cells, 0), "Of all: of the sum of the walls of all requests."]
 
 
-def _time(time_ns: float, unit: str, room: int = WHOLE_DIGITS) -> str:
+def _time(time_ns: float | None, unit: str, room: int = WHOLE_DIGITS) -> str:
     """Four digits in a unit; ns in full where there is room."""
+    if time_ns is None:
+        return MISSING
     return compact(round(time_ns), room) if unit == "ns" else compact(time_ns / UNITS[unit])
 
 
@@ -375,17 +389,21 @@ def _phase_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
     cells = []
     for one in endpoints:
         whole = "100.0%" if one.wall_ns else MISSING
-        cells.append([_name(one), str(one.requests), _time(one.mean_ns, unit), whole])
+        times = (one.mean_ns, one.p50_ns, one.p99_ns)
+        cells.append([_name(one), str(one.requests), *(_time(time_ns, unit) for time_ns in times), whole])
         for phase in one.phases:
-            mean = _time(phase.mean_ns, unit)
+            times_of_phase = (phase.mean_ns, phase.p50_ns, phase.p99_ns)
+            shown = [_time(time_ns, unit) for time_ns in times_of_phase]
             count = MISSING if phase.requests is None else str(phase.requests)
-            cells.append(["  " + _name(phase), count, mean, tenths(phase.ratio, 1)])
-        unknown = _time(one.unknown_mean_ns, unit), tenths(one.unknown_ratio, 1)
-        cells.append(["  unknown (no phase ran)", MISSING, *unknown])
+            cells.append(["  " + _name(phase), count, *shown, tenths(phase.ratio, 1)])
+        unknown = (one.unknown_mean_ns, one.unknown_p50_ns, one.unknown_p99_ns)
+        shown = [_time(time_ns, unit) for time_ns in unknown]
+        cells.append(["  unknown (no phase ran)", str(one.requests), *shown, tenths(one.unknown_ratio, 1)])
     return [
-        *named_table(["Request, and its phases", "Requests", "Mean", "Of wall"], cells, 10),
+        *named_table(["Request, and its phases", "Requests", "Mean", "p50", "p99", "Of wall"], cells, 10),
         "An instant of a request belongs to the phase that began last of those that ran, on any thread or",
-        "task of the request, so the parts add up to the wall. Mean: over all requests of the endpoint.",
+        "task of the request, so the parts add up to the wall, of which ratios are. Mean, p50 and p99 of a",
+        "phase: over the requests that had it, which Requests counts.",
     ]
 
 
