@@ -43,7 +43,7 @@ def traces(draw: st.DrawFn, sites: list[Site] | None = None) -> Trace:
     spans: list[Span] = []
     for index in range(draw(st.integers(0, 14))):
         parent_id = draw(st.integers(0, index))
-        start = draw(_times)
+        start, length = draw(_times), draw(st.integers(0, 60))
         spans.append(
             Span(
                 site=draw(st.sampled_from(sites or SITES)),
@@ -53,8 +53,8 @@ def traces(draw: st.DrawFn, sites: list[Site] | None = None) -> Trace:
                 thread_id=draw(st.sampled_from([1, 1, 1, 2])),
                 task_id=draw(st.sampled_from([0, 0, 0, 5])),
                 start_ns=start,
-                end_ns=start + draw(st.integers(0, 60)),
-                active_ns=0,
+                end_ns=start + length,
+                active_ns=max(length - draw(st.sampled_from([0, 0, 0, 1])), 0),
                 self_ns=0,
                 device=tuple(draw(st.lists(_intervals, max_size=2))),
             )

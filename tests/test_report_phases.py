@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from golden_views import is_golden, text_of
 from hypothesis import given
 from paddle_golden import GOLDEN, golden_trace
@@ -16,6 +21,7 @@ from instrument.report.units import phase_of, steps_of
 from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording, document
 from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, union
+from instrument.wrapping import wrap
 
 MS = 1_000_000
 DECLARED = {"Net": "forward", "Linear": "forward", "Gradient Backward": "backward", "Optimization Step": "optimizer"}
@@ -94,7 +100,7 @@ def test_the_layout_is_that_of_the_file() -> None:
 def made(*spans: tuple[Site, int, int], **facts: object) -> Trace:
     """A trace of spans of one thread in ms, which end a window of 100 ms."""
     listed = [
-        Span(one, index + 1, 0, index + 1, 1, 0, start * MS, end * MS, 0, 0)
+        Span(one, index + 1, 0, index + 1, 1, 0, start * MS, end * MS, (end - start) * MS, 0)
         for index, (one, start, end) in enumerate(spans)
     ]
     return replace(Trace(Origin(1, "train", 0, 0), 0, 100 * MS, listed, {1: "main"}), **facts)  # type: ignore[arg-type]
@@ -318,7 +324,7 @@ RANDOM = [
 
 
 @given(traces(RANDOM))
-def test_each_instant_counts_once_for_the_phase_that_began_first(trace: Trace) -> None:
+def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(trace: Trace) -> None:
     first, last = trace.held
     use = view(trace)
 
@@ -335,6 +341,15 @@ def test_each_instant_counts_once_for_the_phase_that_began_first(trace: Trace) -
         while up is not None and up.span_id not in key_of_step:
             up = by_id.get(up.parent_id)
         return up.span_id if up is not None and has_tasks else 0
+
+    def stood_still(span: Span) -> bool:
+        return bool(phase_of(span.site)) and span.active_ns < span.total_ns
+
+    def lies_in_one_that_stood_still(span: Span) -> bool:
+        up = by_id.get(span.parent_id)
+        while up is not None and not stood_still(up):
+            up = by_id.get(up.parent_id)
+        return up is not None
 
     def lies_in(step: Span) -> bool:
         around = steps.get((step.thread_id, 0), []) if step.task_id else []
@@ -364,10 +379,25 @@ def test_each_instant_counts_once_for_the_phase_that_began_first(trace: Trace) -
     def line_of(span: Span) -> tuple[int, int]:
         if not steps:
             return (span.root_id if requests else 0), 0
-        its = [key for key in units if key[0] == span.thread_id]
         found = [key for key in (key_of(span), (span.thread_id, 0)) if key in units]
         found += [key_of_step[above(span)]] if above(span) else []
-        return [*found, *(its if len(its) == 1 else []), (-1, -1)][0]
+        return [*found, (-1, -1)][0]
+
+    of_phases = [span for span in trace.spans if phase_of(span.site)]
+    has_tasks |= any(map(stood_still, of_phases))
+    has_tasks |= any(span.task_id and key_of(span) not in steps for span in of_phases)
+
+    def end_of(span: Span) -> int:
+        """Where what is known of it ends: of a generator that stood still, in the step in which it began."""
+        if not steps or not stood_still(span):
+            return span.end_ns
+        return next((end for start, end in units[line_of(span)] if start <= span.start_ns < end), -1)
+
+    def rank(span: Span) -> tuple[int, int, int]:
+        is_aside = bool(steps) and line_of(span) != key_of(span)
+        if is_aside or stood_still(span) or lies_in_one_that_stood_still(span):
+            return 2, span.start_ns, -span.end_ns
+        return phase_of(span.site) == "optimizer", span.start_ns, -span.end_ns
 
     inside = {span.span_id for span in trace.spans if span.site.kind in ("comm", "copy")}
     found = {key: points(parts) & points([trace.held]) for key, parts in units.items()}
@@ -375,10 +405,9 @@ def test_each_instant_counts_once_for_the_phase_that_began_first(trace: Trace) -
     owner: dict[tuple[tuple[int, int], int], Span] = {}
     for key, instants in found.items():
         for at in instants:
-            open_now = [s for s in calls if line_of(s) == key and s.start_ns <= at < s.end_ns]
+            open_now = [s for s in calls if line_of(s) == key and s.start_ns <= at < min(s.end_ns, end_of(s))]
             if open_now:
-                order = [s for s in open_now if phase_of(s.site) != "optimizer"] or open_now
-                owner[key, at] = min(order, key=lambda s: (s.start_ns, -s.end_ns))
+                owner[key, at] = min(open_now, key=rank)
     base = sum(map(len, found.values()))
     if not use.rows:
         assert not owner
@@ -424,3 +453,114 @@ def test_a_stream_that_several_calls_fill_at_once_counts_once() -> None:
     device = {row.name: row.device for row in view(trace).rows}
     assert [device[name].total_ns / MS for name in ("step", "forward", "others")] == [31, 31, 0]  # type: ignore[union-attr]
     assert device["forward"].max_ns == 31 * MS  # type: ignore[union-attr]
+
+
+# -------------------------------------------------------------------- beside other tasks
+
+GENERATE, FORWARD, POST, ENGINE_STEP = (
+    Site("generate", "phase"),
+    Site("run", "op", attributes=(("phase", "forward"),)),
+    Site("sample", "op", attributes=(("phase", "post"),)),
+    Site("engine.step", "step"),
+)
+
+
+def served(recorder: Any, *, in_own_task: bool) -> Phases:
+    """An engine's steps, and a handler that streams what they make: a generator that is open all the while."""
+
+    def busy(us: int) -> None:
+        until_ns = time.perf_counter_ns() + us * 1_000
+        while time.perf_counter_ns() < until_ns:
+            pass
+
+    forward, post = (wrap(recorder, lambda: busy(300), site) for site in (FORWARD, POST))
+
+    async def main() -> None:
+        tokens: asyncio.Queue[int] = asyncio.Queue()
+
+        async def generate() -> AsyncIterator[int]:
+            while (token := await tokens.get()) < 20:
+                yield token
+
+        async def stream() -> None:
+            async for _ in wrap(recorder, generate, GENERATE)():
+                await asyncio.sleep(0)
+
+        async def steps() -> None:
+            for number in range(21):
+                with recorder.span_of(ENGINE_STEP)():
+                    forward()
+                    await asyncio.sleep(0)
+                    post()
+                await tokens.put(number)
+                await asyncio.sleep(0)
+
+        if in_own_task:
+            await asyncio.gather(stream(), steps())
+        else:
+            engine = asyncio.create_task(steps())
+            await stream()
+            await engine
+
+    asyncio.run(main())
+    spans = recorder.spans()
+    first_ns, last_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
+    return phases(Recording.of_trace(Trace(Origin(1, "chat", 0, 0), first_ns, last_ns, spans)), Options())
+
+
+@pytest.mark.parametrize("in_own_task", [True, False])
+def test_a_stream_that_stands_still_beside_takes_nothing_of_the_steps(recorder: Any, in_own_task: bool) -> None:
+    use = served(recorder, in_own_task=in_own_task)
+    assert (use.of, use.timed) == ("step", 21)
+    rows = {row.name: row for row in use.rows}
+    assert rows.keys() == {"step", "forward", "post", "others"}
+    assert (rows["forward"].calls, rows["post"].calls) == (21, 21)
+    assert rows["forward"].host.total_ns + rows["post"].host.total_ns >= 21 * 600_000
+    assert use.beside == 1
+    assert use.beside_ns > rows["step"].host.total_ns / 2
+
+
+def test_a_coroutine_of_another_task_takes_nothing_of_the_steps(recorder: Any) -> None:
+    async def main() -> None:
+        done = asyncio.Event()
+
+        async def waiting() -> None:
+            await done.wait()
+
+        async def steps() -> None:
+            for _ in range(3):
+                with recorder.span_of(ENGINE_STEP)():
+                    wrap(recorder, lambda: None, POST)()
+                    await asyncio.sleep(0)
+            done.set()
+
+        await asyncio.gather(wrap(recorder, waiting, GENERATE)(), steps())
+
+    asyncio.run(main())
+    spans = recorder.spans()
+    ends = [at for span in spans for at in (span.start_ns, span.end_ns)]
+    trace = Trace(Origin(1, "chat", 0, 0), min(ends), max(ends), spans)
+    assert {row.name: row.calls for row in view(trace).rows} == {"step": 3, "post": 3, "others": None}
+
+
+def test_a_generator_in_a_step_has_what_its_body_calls_and_what_nothing_else_has() -> None:
+    """A loop over a generator within a step: what the loop's body does is not the generator's."""
+    spans = [
+        Span(STEP, 1, 0, 1, 1, 0, 0, 50 * MS, 50 * MS, 0),
+        Span(GENERATE, 2, 1, 1, 1, 0, 10 * MS, 80 * MS, 8 * MS, 0),  # it goes on behind the step
+        Span(FORWARD, 3, 2, 1, 1, 0, 12 * MS, 16 * MS, 4 * MS, 0),  # in its body
+        Span(POST, 4, 1, 1, 1, 0, 20 * MS, 40 * MS, 20 * MS, 0),  # in the loop's
+        Span(STEP, 5, 0, 5, 1, 0, 50 * MS, 80 * MS, 30 * MS, 0),
+    ]
+    trace = Trace(Origin(1, "train", 0, 0), 0, 100 * MS, spans)
+    assert totals(trace) == {"step": (2, 80), "generate": (1, 20), "post": (1, 20), "others": (None, 40)}
+
+
+def test_tasks_that_a_step_begins_have_what_its_own_track_leaves() -> None:
+    spans = [
+        Span(STEP, 1, 0, 1, 1, 7, 0, 50 * MS, 50 * MS, 0),
+        Span(FORWARD, 2, 1, 1, 1, 8, 5 * MS, 30 * MS, 25 * MS, 0),
+        Span(POST, 3, 1, 1, 1, 7, 20 * MS, 40 * MS, 20 * MS, 0),
+    ]
+    trace = Trace(Origin(1, "train", 0, 0), 0, 100 * MS, spans)
+    assert totals(trace) == {"step": (1, 50), "forward": (1, 15), "post": (1, 20), "others": (None, 15)}

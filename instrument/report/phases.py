@@ -7,8 +7,11 @@ it is of requests; where no request was either, of the window.
 
 A phase is a span that is declared one (`phase:` in a rule or scope), one of kind `phase` by its name, or a loader. At
 each instant one phase is under way on a thread: of those open, the one that began first, so that what lies in a phase
-belongs to it. An optimizer makes way for what its closure calls. Each instant thus counts once, the rows add up to the
-steps, and `others` is never negative, as it may be with that profiler, which adds up phases that overlap.
+belongs to it. An optimizer makes way for what its closure calls. A step's instants belong to what ran on its own thread
+and task: of tasks that it began, and of generators that stood still meanwhile, it is known that they were open and not
+when they ran, so that they have what is left; those of other tasks have nothing. Each instant thus counts once, the
+rows add up to the steps, and `others` is never negative, as it may be with that profiler, which adds up phases that
+overlap.
 
 Device time is that of what a phase put on streams, copies too. Work of one stream counts once, of several streams for
 each. `others` is what lies on a stream and in no stretch of a phase.

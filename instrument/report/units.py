@@ -79,8 +79,14 @@ def starts_of(steps: Iterable[Span], waits: Sequence[Interval]) -> list[int]:
 Unit = tuple[int, int, bool]
 """Start and end of a step or request, or of the window, and whether it is whole."""
 
-Call = tuple[int, int, int, int]
-"""Start of a call of a phase, its end with a minus, its id and the number of the phase: what is around comes first."""
+Call = tuple[int, int, int, int, int]
+"""Start of a call of a phase, its end with a minus, its id, its rank and the number of the phase: what is around comes
+first."""
+
+OWN, ASIDE, SUSPENDED = range(3)
+"""The rank of a call: one on the track of its unit; one of another track that works for it, or below a generator; and a
+generator that stood still for some of its time. A unit's instants belong to what ran on its own track, since what is
+known of the others is that they were open, and not when they ran."""
 
 
 class UnitLine:
@@ -102,7 +108,10 @@ class UnitLine:
         self.pieces: list[tuple[int, int, int]] = []
 
     def settle(self) -> list[Call]:
-        """Put the calls in order, and leave out and return those that lie between steps, also ones that are skipped."""
+        """Put the calls in order, and leave out and return those that lie between steps, also ones that are skipped.
+
+        Of a generator that stood still no more counts than lies in the step in which it began.
+        """
         self.calls.sort()
         if self._steps is None:
             return []
@@ -110,11 +119,13 @@ class UnitLine:
         within, beside = list[Call](), list[Call]()
         begun, count = 0, len(starts)
         for call in self.calls:
-            start_ns = call[0]
+            start_ns, minus_end_ns, span_id, rank, phase = call
             while begun < count and starts[begun] <= start_ns:
                 begun += 1
             is_within = begun > 0 and start_ns < ends[begun - 1]
-            if is_within or (begun < count and starts[begun] < -call[1]):
+            if is_within and rank == SUSPENDED:
+                within.append((start_ns, max(minus_end_ns, -ends[begun - 1]), span_id, rank, phase))
+            elif is_within or (rank != SUSPENDED and begun < count and starts[begun] < -minus_end_ns):
                 within.append(call)
             else:
                 beside.append(call)
@@ -127,18 +138,27 @@ class UnitLine:
         return Line(self.first_unit, units, array("q", chain.from_iterable(self.pieces)).tobytes())
 
     def turns(self, optimizer: int | None) -> list[tuple[int, int, int]]:
-        """Each instant given to one call: start, end and place of the call, in the order of time."""
+        """Each instant given to one call: start, end and place of the call, in the order of time.
+
+        First come those on the track of the unit, of these an optimizer after the rest, and then all others.
+        """
         calls = self.calls
-        if optimizer is None or all(phase != optimizer for *_, phase in calls):
-            return list(_in_turn(calls, range(len(calls))))
-        taken = list(_in_turn(calls, [place for place, call in enumerate(calls) if call[-1] != optimizer]))
-        others = [(start, end) for start, end, _ in taken if start < end]
-        for start, end, place in _in_turn(calls, [place for place, call in enumerate(calls) if call[-1] == optimizer]):
-            index = bisect_right(others, start, key=lambda part: part[1])
-            stop = bisect_right(others, end, key=lambda part: part[0])
-            free = subtract([(start, end)], others[index:stop]) if index < stop and start < end else [(start, end)]
-            taken.extend((*part, place) for part in free)
-        return sorted(taken)
+        by_turn: tuple[list[int], list[int], list[int]] = [], [], []
+        for place, (*_, rank, phase) in enumerate(calls):
+            by_turn[2 if rank != OWN else 1 if phase == optimizer else 0].append(place)
+        taken = list[tuple[int, int, int]]()
+        for places in filter(None, by_turn):
+            if not taken:
+                taken += _in_turn(calls, places)
+                continue
+            others = [(start, end) for start, end, _ in taken if start < end]
+            for start, end, place in _in_turn(calls, places):
+                index = bisect_right(others, start, key=lambda part: part[1])
+                stop = bisect_right(others, end, key=lambda part: part[0])
+                free = subtract([(start, end)], others[index:stop]) if index < stop and start < end else [(start, end)]
+                taken.extend((*part, place) for part in free)
+            taken.sort()
+        return taken
 
 
 def _in_turn(calls: Sequence[Call], places: Iterable[int]) -> Iterator[tuple[int, int, int]]:
@@ -179,7 +199,6 @@ class Units:
         self._parents: dict[int, int] = {}
         self._of_step: dict[int, UnitLine] = {}
         self._known: dict[int, int] = {}
-        self._only: dict[int, UnitLine | None] = {}
         self.skipped = self.before = 0
         if steps:
             self._find_steps(trace, steps, loaders, skip_first)
@@ -195,10 +214,18 @@ class Units:
             own.number = place
         self.names = list({phase: None for phase in phase_of_site.values() if phase})
         numbers = {phase: number for number, phase in enumerate(self.names)}
+        calls = [*loaders, *others]
+        stood_still = {span.span_id for span in calls if span.active_ns < span.total_ns}
+        is_task_aside = steps and any(
+            span.task_id and (span.thread_id, span.task_id) not in self.by_key for span in calls
+        )
+        if (stood_still or is_task_aside) and not self._parents:
+            self._parents = {span.span_id: span.parent_id for span in trace.spans}
+        self._stood_still = stood_still
         self.beside = [
             min(-minus_end_ns, held[1]) - max(start_ns, held[0])
             for start_ns, minus_end_ns, *_ in self._give_out(
-                chain(loaders, others),
+                calls,
                 {site: numbers[phase] for site, phase in phase_of_site.items() if phase},
                 {span.span_id for span in around},
             )
@@ -211,11 +238,17 @@ class Units:
         What a communication or a copy consists of, the spans `around`, is no phase of the step.
         """
         by_key, by_root, beside = self.by_key, self.of == "request", list[Call]()
+        stood_still, below = self._stood_still, dict[int, int]()
         for span in calls:
             if span.parent_id not in around:
                 key = (span.root_id, 0) if by_root else (span.thread_id, span.task_id)
-                line = by_key.get(key) or self.line_of(span)
-                call = span.start_ns, -span.end_ns, span.span_id, numbers[span.site]
+                own = by_key.get(key)
+                line = own or self.line_of(span)
+                rank = OWN if own is not None or self.of != "step" else ASIDE
+                if stood_still:
+                    rank = SUSPENDED if span.span_id in stood_still else rank
+                    rank = ASIDE if rank == OWN and self._above(span, stood_still, below) else rank
+                call = span.start_ns, -span.end_ns, span.span_id, rank, numbers[span.site]
                 (beside if line is None else line.calls).append(call)
         for line in self.lines:
             beside += line.settle()
@@ -247,9 +280,7 @@ class Units:
             ]
             line = self.by_key[key] = UnitLine(units, count, (starts, [step.end_ns for step in own]))
             count += len(units)
-            self._only[key[0]] = line if key[0] not in self._only else None
-            if self._parents:
-                self._of_step.update((step.span_id, line) for step in own)
+            self._of_step.update((step.span_id, line) for step in own)
 
     @staticmethod
     def _first_of_threads(by_key: Mapping[Key, Sequence[Span]], count: int) -> set[int]:
@@ -283,9 +314,7 @@ class Units:
             return self.by_key[0, 0]
         # A task that has no steps of its own works for those of its thread, or for the one that it was begun in.
         line = self.by_key.get((span.thread_id, span.task_id)) or self.by_key.get((span.thread_id, 0))
-        if line is None:
-            line = self._of_step.get(self._above(span, self._of_step, self._known))
-        return line or self._only.get(span.thread_id)
+        return line or self._of_step.get(self._above(span, self._of_step, self._known))
 
     def number_of(self, span: Span) -> int | None:
         """The number of its line."""
