@@ -39,7 +39,8 @@ class Site:
 
     `name` groups rows (for a layer the class name), `instance` tells apart the sites that share a name (for a
     layer its path in the module tree). `attributes` are the same for every span of the site. A span shorter than
-    `min_ns` that has no children and no error is counted in the tally and not kept.
+    `min_ns` that has no children and no error is counted in the tally and not kept. What `suspends` is a coroutine or
+    an async generator, whose time is also that in which it waited.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Site:
     device: bool = False
     attributes: tuple[tuple[str, AttributeValue], ...] = ()
     min_ns: int = 0
+    suspends: bool = False
 
     @property
     def key(self) -> tuple[str, str, str, str, str, int, str]:

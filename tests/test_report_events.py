@@ -593,7 +593,8 @@ def test_where_nothing_is_declared_as_computation_no_part_of_the_total_is_called
     assert "  (nothing is declared as computation: layers are, and rules with `phase: compute`)\n" in report_of(tally)
     overhead = document(events(of_tally(tally), Options()))["overhead"]
     assert overhead.pop("total_ns") > 0
-    assert set(overhead) == {"computation_ns", "computation_ratio", "framework_ns", "framework_ratio"}
+    parts = ("computation", "waiting", "framework")
+    assert set(overhead) == {f"{part}_{what}" for part in parts for what in ("ns", "ratio")}
     assert set(overhead.values()) == {None}
     count(tally, (op("a"), layer("Block", "0")), 4)
     assert "nothing is declared as computation" not in report_of(tally)
@@ -1192,8 +1193,16 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
     assert view.overhead is not None
     computed_ns = sum(map(device_of, set(map(path_of, outermost)))) if state == "GPU" else sum(map(time_of, outermost))
     computation_ns = computed_ns if outermost else None
-    assert (view.overhead.total_ns, view.overhead.computation_ns) == (base, computation_ns)
-    assert view.overhead.computation_ratio == (None if computation_ns is None or not base else computation_ns / base)
+    is_service = state != "GPU" and any(span.site.kind == "request" for span in trace.spans)
+    split = view.overhead
+    assert (split.total_ns, split.waiting_ns is not None) == (base, is_service)
+    if is_service and computation_ns is not None:
+        assert (split.computation_ns or 0) + (split.waiting_ns or 0) + (split.framework_ns or 0) == base
+        assert min(split.computation_ns or 0, split.waiting_ns or 0, split.framework_ns or 0) >= 0
+        assert (split.computation_ns or 0) <= computation_ns
+    else:
+        assert split.computation_ns == computation_ns
+        assert split.computation_ratio == (None if computation_ns is None or not base else computation_ns / base)
     copied = [s for s in trace.spans if s.site.kind == "copy" and dict(s.site.attributes)["direction"] != "h2h"]
     for one in view.copies:
         way = one.label.removeprefix("GpuMemcpy")

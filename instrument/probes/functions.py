@@ -143,6 +143,7 @@ def site_of(
         device=device,
         attributes=(("phase", phase),) if phase else (),
         min_ns=min_ns,
+        suspends=inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner),
     )
 
 

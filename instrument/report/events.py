@@ -27,6 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from instrument.lines import DEVICE, Lines, Sum, Sums
+from instrument.report.overhead import Overhead
+from instrument.report.overhead import overhead as split_of
 from instrument.report.table import (
     GAP,
     LINE,
@@ -151,36 +153,6 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Overhead:
-    """How the Total time of all threads splits into computation and the rest.
-
-    Computation is that of layers and of phases named `compute` or declared so (`phase: compute`, and forward, backward
-    and optimizer), the topmost of them. Where nothing is, neither part is known.
-    Where it went on beside or beyond the calls around it, it is more than the Total time and the rest is not known.
-    """
-
-    total_ns: int
-    computation_ns: int | None
-
-    @property
-    def computation_ratio(self) -> float | None:
-        """Of the Total time."""
-        return None if self.computation_ns is None else share(self.computation_ns, self.total_ns)
-
-    @property
-    def framework_ns(self) -> int | None:
-        """The Total time that is no computation."""
-        if self.computation_ns is None or self.computation_ns > self.total_ns:
-            return None
-        return self.total_ns - self.computation_ns
-
-    @property
-    def framework_ratio(self) -> float | None:
-        """Of the Total time."""
-        return None if self.framework_ns is None else share(self.framework_ns, self.total_ns)
-
-
-@dataclass(frozen=True, slots=True)
 class CopySum:
     """Every copy between devices and host, at any depth, or those that are known to be asynchronous or synchronous.
 
@@ -247,7 +219,7 @@ def events(recording: Recording, options: Options) -> Events:
     return Events(
         window_ns=recording.window_ns,
         blocks=blocks,
-        overhead=Overhead(total_ns, _computation_ns(lines, options.state)) if of_all else None,
+        overhead=split_of(lines, total_ns, options.state) if of_all else None,
         copies=_copy_sums(lines, total_ns, options.state) if of_all else (),
         probes_ns=probes_ns,
         has_device_time=lines.has(DEVICE),
@@ -363,25 +335,6 @@ def _heading(view: Events, blocks: Sequence[Block]) -> list[str]:
     return [*lines, ""]
 
 
-_COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
-
-
-def _computes(site: Site) -> bool:
-    declared = dict(site.attributes).get("phase") if site.attributes else None
-    return declared in _COMPUTING or (
-        declared is None and (site.kind == "layer" or (site.kind == "phase" and site.name == "compute"))
-    )
-
-
-def _computation_ns(lines: Lines, state: str) -> int | None:
-    """The time of what computes, None where no place is said to."""
-    _, kinds, _, declared = lines.tree.facts()
-    # Most processes have no such site, and then none need be asked.
-    if not declared and "layer" not in kinds and "phase" not in kinds:
-        return None
-    return lines.total(_computes)[TIMES[state]] if any(lines.tree.by_site(_computes)) else None
-
-
 def _copy_sums(lines: Lines, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
     copies: list[tuple[object, Sum]] = []
@@ -415,8 +368,11 @@ def _sections(view: Events) -> list[str]:
         *section_title("Overhead Summary"),
         f"Total time: {in_unit(split.total_ns, unit)}",
         _summary_line("  Computation time", split.total_ns, split.computation_ns, unit),
+        *([] if split.waiting_ns is None else [_summary_line("  Waiting", split.total_ns, split.waiting_ns, unit)]),
         _summary_line("  Framework overhead", split.total_ns, split.framework_ns, unit),
     ]
+    if split.waiting_ns is not None:
+        lines.append("  (waiting: queues, and coroutines that stand still, for I/O or their turn on the event loop)")
     if split.computation_ns is None:
         lines.append("  (nothing is declared as computation: layers are, and rules with `phase: compute`)")
     elif split.framework_ns is None:

@@ -31,6 +31,7 @@ from instrument.lines import (
     WORK,
     Function,
     Functions,
+    Group,
     Lines,
     Numbers,
     functions,
@@ -64,7 +65,8 @@ class SelfRow:
     """One class, op or instance of a function. `time_ns` is self time, `running` adds up the ratios down to this row.
 
     `names` are those of the spans around an instance, inside of its function, and its own last; else the row's own.
-    `where` it runs: `host`, `device` where every place of it has device time, or `both`. A `number` is only of an
+    `where` it runs: `host`, `device` where every place of it has device time, or `both`; `waiting` where all of it is
+    coroutines, whose self time is what they waited, and their own code between two awaits. A `number` is only of an
     instance.
     """
 
@@ -157,7 +159,13 @@ class SelfTimes:
                 f"... (remaining {self.remaining} functions account for {time}; all of it is in the sum above)",
                 "",
             ]
-        if any(row.where != "host" for function in self.functions for row in function.rows):
+        wheres = {row.where for function in self.functions for row in function.rows}
+        if WAITING in wheres:
+            lines += [
+                "On waiting: the self time of coroutines, which stand still for most of it, for I/O, in a queue or",
+                "until it is their turn on the event loop; how much of it they ran between two awaits is not known.",
+            ]
+        if wheres & {"device", "both"}:
             lines.append("On device: the host's part, in which work was launched that the device does on its own time.")
         return lines
 
@@ -258,13 +266,15 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     shown = [number for number in range(1, len(found)) if counts[number] > 1 or len(found) == 2]
     most = len(shown) if options.rows is None else options.rows
     shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
-    table = _Table(of, lines, merged, keys, found, options)
+    table = _Table(of, lines, merged, keys, rows[: len(keys)], found, options)
     left = len(found) - 1 - len(shown)
     left_ns = times[0] - sum(times[number] for number in shown)
     together = [0] if len(found) > 2 else []
     reports = tuple(table.function(number) for number in together + shown)
     return SelfTimes(of, reports, left, left_ns, options.corrected, options)
 
+
+WAITING = "waiting"
 
 OWN_ROW = -1
 """In place of the number of a row: each line is one."""
@@ -283,10 +293,21 @@ class _Table:
     """Makes what is shown of functions, of one line for each path, in the order of first calls."""
 
     def __init__(
-        self, of: str, lines: Lines, merged: Numbers, keys: Numbers, found: Functions, options: Options
+        self,
+        of: str,
+        lines: Lines,
+        merged: Numbers,
+        keys: Numbers,
+        rows: Numbers,
+        found: Functions,
+        options: Options,
     ) -> None:
         self._of, self._lines, self._found, self._options = of, lines, found, options
         self._nodes = merged[::WIDTH]
+        self._rows_of_sites = rows
+        # The rows that have sites of which the self time is none in which they wait.
+        called_sites = {lines.site_of[node] for node in self._nodes}
+        self._running = {rows[site] for site in called_sites if not lines.tree.sites[site].suspends}
         called = lines.tree.by_site(_called)
         # Of each key among these lines, and above them, one site, and how many keys are called the same.
         self._site_of_key = {keys[site]: site for site in lines.sites_around(self._nodes)}
@@ -339,6 +360,12 @@ class _Table:
             remaining=remaining,
         )
 
+    def _where(self, group: Group, node: int) -> str:
+        row = self._rows_of_sites[self._lines.site_of[node]]
+        if self._site(node).suspends and (row == OWN_ROW or row not in self._running):
+            return WAITING
+        return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
+
     def _rows(self, its: Function) -> tuple[tuple[SelfRow, ...], Remaining | None]:
         """The rows in order, as many as are asked for, and what the others add up to if there are any."""
         shown: list[SelfRow] = []
@@ -359,7 +386,7 @@ class _Table:
                     time_ns=group.time_ns,
                     ratio=share(group.time_ns, its.time_ns),
                     running=share(sum_ns, its.time_ns),
-                    where="host" if not group.on_device else "device" if group.on_device == group.lines else "both",
+                    where=self._where(group, node),
                     calls=group.calls,
                     instances=group.lines,
                     number=group.first if self._of == "instances" else None,

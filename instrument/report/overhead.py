@@ -1,0 +1,122 @@
+"""How the Total time of the `events` view splits: into computation and framework, in services also into waiting.
+
+A service waits for most of its time: in queues, for I/O, and for its turn on the event loop. That is no overhead. Of
+the tally a coroutine's self time is what it waited, and its own code between two awaits with it, which nothing tells
+apart: what is more than a trifle there wants a scope or a rule of its own.
+
+The parts of a service add up to the Total time. The time of a call is given to what lies below it, on whatever thread
+or task: to each its own, or where that is more than the call took, since it went on side by side or beyond the call, in
+proportion. What is left is the call's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from instrument.lines import CALLS, Lines
+from instrument.report.table import share
+from instrument.report.tree import TIMES
+from instrument.spans import Site
+
+_COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
+_WAITING = frozenset({"queue", "wait"})
+"""Phases in which work stands in line; a span of any kind that is called so is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """How the Total time of all threads splits into computation and the rest, in a service into waiting, too.
+
+    Computation is that of layers and of phases named `compute` or declared so (`phase: compute`, and forward, backward
+    and optimizer), the topmost of them. Where nothing is, neither it nor the rest is known.
+    Where it went on beside or beyond the calls around it, it is more than the Total time and the rest is not known; in
+    a service, where `waiting_ns` is not None, it counts no more than these took, and the three add up.
+    """
+
+    total_ns: int
+    computation_ns: int | None
+    waiting_ns: int | None = None
+
+    @property
+    def computation_ratio(self) -> float | None:
+        """Of the Total time."""
+        return None if self.computation_ns is None else share(self.computation_ns, self.total_ns)
+
+    @property
+    def waiting_ratio(self) -> float | None:
+        """Of the Total time."""
+        return None if self.waiting_ns is None else share(self.waiting_ns, self.total_ns)
+
+    @property
+    def framework_ns(self) -> int | None:
+        """The Total time that is neither computation nor waiting."""
+        if self.computation_ns is None or self.computation_ns > self.total_ns:
+            return None
+        return self.total_ns - self.computation_ns - (self.waiting_ns or 0)
+
+    @property
+    def framework_ratio(self) -> float | None:
+        """Of the Total time."""
+        return None if self.framework_ns is None else share(self.framework_ns, self.total_ns)
+
+
+def overhead(lines: Lines, total_ns: int, state: str) -> Overhead:
+    """The split of this Total time of a state: in three for a service, which has requests or coroutines."""
+    _, kinds, _, declared = lines.tree.facts()
+    # Most processes have no such site, and then none need be asked.
+    may_compute = bool(declared) or "layer" in kinds or "phase" in kinds
+    is_known = may_compute and any(lines.tree.by_site(_computes))
+    if state == "GPU" or not ("request" in kinds or any(site.suspends for site in lines.tree.sites)):
+        return Overhead(total_ns, lines.total(_computes)[TIMES[state]] if is_known else None)
+    whole_ns, computation_ns, waiting_ns = _parts(lines, state)
+    if whole_ns != total_ns:  # where a row of several paths has calls in some of them alone
+        computation_ns, waiting_ns = (
+            part_ns * total_ns // whole_ns if whole_ns else 0 for part_ns in (computation_ns, waiting_ns)
+        )
+    return Overhead(total_ns, computation_ns if is_known else None, waiting_ns)
+
+
+def _parts(lines: Lines, state: str) -> tuple[int, int, int]:
+    """The time of the topmost calls, and what of it was computation and waiting."""
+    count = len(lines.parents)
+    sums = lines.sums(range(count), count)
+    calls, times = sums.column(CALLS), sums.column(TIMES[state])
+    sites, site_of, parents = lines.tree.sites, lines.site_of, lines.parents
+    # Of what lies right below each node: its time, computation and waiting; last for what is topmost.
+    below = [[0, 0, 0] for _ in range(count + 1)]
+    for node in reversed(range(count)):  # a parent comes before its children
+        of_children_ns, computation_ns, waiting_ns = below[node]
+        if calls[node]:
+            site, time_ns = sites[site_of[node]], times[node]
+            if _computes(site):
+                computation_ns, waiting_ns = time_ns, 0
+            elif _waits(site):
+                computation_ns, waiting_ns = 0, time_ns
+            else:
+                if of_children_ns > time_ns:
+                    computation_ns = computation_ns * time_ns // of_children_ns
+                    waiting_ns = waiting_ns * time_ns // of_children_ns
+                if site.suspends:
+                    waiting_ns += max(time_ns - of_children_ns, 0)
+            of_children_ns = time_ns
+        into = below[parents[node] if parents[node] >= 0 else count]
+        for part, part_ns in enumerate((of_children_ns, computation_ns, waiting_ns)):
+            into[part] += part_ns
+    whole_ns, computation_ns, waiting_ns = below[count]
+    return whole_ns, computation_ns, waiting_ns
+
+
+def _declared(site: Site) -> object:
+    return dict(site.attributes).get("phase") if site.attributes else None
+
+
+def _computes(site: Site) -> bool:
+    declared = _declared(site)
+    return declared in _COMPUTING or (
+        declared is None and (site.kind == "layer" or (site.kind == "phase" and site.name == "compute"))
+    )
+
+
+def _waits(site: Site) -> bool:
+    declared = _declared(site)
+    return declared in _WAITING or (declared is None and site.name in _WAITING)
