@@ -16,7 +16,6 @@ import selectors
 import socket
 import stat
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from instrument.errors import FAULTS
+from instrument.threads import Thread
+from instrument.unpatched import Socket, poll
 
 POLL_S = 0.1
 """How often the file is looked at."""
@@ -60,6 +61,15 @@ class _Caller:
     answer: bytes = b""
 
 
+def _selector() -> selectors.BaseSelector:
+    """By poll(2) itself. Not epoll, whose registrations a forked child would share with its parent."""
+
+    class Selector(selectors.PollSelector):
+        _selector_cls = staticmethod(poll)
+
+    return Selector()
+
+
 class Control:
     """Serves one process from a thread of its own, between `start` and `stop`.
 
@@ -90,13 +100,12 @@ class Control:
         self._begin()
 
     def _begin(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._listener: socket.socket | None = None
+        self._thread: Thread | None = None
+        self._listener: Socket | None = None
         self._path: Path | None = None
         self._inode: tuple[int, int] = (0, 0)
-        self._callers: dict[socket.socket, _Caller] = {}
-        # poll(2) and not epoll, whose registrations a forked child would share with its parent.
-        self._selector = selectors.PollSelector()
+        self._callers: dict[Socket, _Caller] = {}
+        self._selector = _selector()
         self._wake = -1
         self._stopping = False
 
@@ -111,7 +120,7 @@ class Control:
         if self._path is not None or self._watched() is not None:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._selector.register(self._wake, selectors.EVENT_READ)
-            thread = threading.Thread(target=self._run, name="instrument-control", daemon=True)
+            thread = Thread(self._run, "instrument-control", lambda: not self._stopping)
             thread.start()
             self._thread = thread
         return problem
@@ -148,7 +157,7 @@ class Control:
                 f"control.socket: asked to listen in {folder}, found {found}; give a folder of this user that nobody "
                 "else can write to"
             )
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = Socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener = listener
         listener.setblocking(False)
         os.fchmod(listener.fileno(), 0o600)  # before it has a name, and whatever the umask is
@@ -195,7 +204,7 @@ class Control:
             waits = [look_at, *(caller.until for caller in self._callers.values())]
             for key, _ in self._selector.select(max(min(waits) - now, 0.0)):
                 ready = key.fileobj
-                if not isinstance(ready, socket.socket):
+                if not isinstance(ready, Socket):
                     continue  # the word to stop
                 if ready is self._listener:
                     self._accept(ready)
@@ -205,7 +214,7 @@ class Control:
             for connection in [known for known, caller in self._callers.items() if caller.until <= now]:
                 self._drop(connection)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: Socket) -> None:
         try:
             connection, _ = listener.accept()
         except OSError:
@@ -219,7 +228,7 @@ class Control:
         self._callers[connection] = _Caller(time.monotonic() + CALL_S)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: Socket) -> None:
         caller = self._callers[connection]
         try:
             if not caller.answer:
@@ -265,7 +274,7 @@ class Control:
         self._unsettled = True
         return answer
 
-    def _drop(self, connection: socket.socket) -> None:
+    def _drop(self, connection: Socket) -> None:
         self._selector.unregister(connection)
         del self._callers[connection]
         connection.close()
@@ -318,7 +327,7 @@ def _stamp(path: Path | None) -> tuple[int, ...] | None:
     return facts and (facts.st_mtime_ns, facts.st_size, facts.st_ino, facts.st_dev)
 
 
-def _is_trusted(connection: socket.socket) -> bool:
+def _is_trusted(connection: Socket) -> bool:
     """Whether the other end is this user or root; a mode of 0600 alone would leave it to the file system."""
     try:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -344,7 +353,7 @@ def remove_stale(paths: Iterable[Path]) -> list[Path]:
     """Remove the sockets that nobody listens on any more; returns the others."""
     alive = []
     for path in paths:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        with Socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
             caller.setblocking(False)
             try:
                 caller.connect(os.fspath(path))
@@ -367,9 +376,9 @@ def tell(paths: Iterable[Path], profile: str | None, timeout_s: float = ANSWER_S
     request = json.dumps({"reload": profile}).encode() + b"\n"
     answers: dict[Path, Answer | None] = dict.fromkeys(paths)
     unheard = list(answers)
-    waiting: dict[Path, tuple[socket.socket, bytearray]] = {}
+    waiting: dict[Path, tuple[Socket, bytearray]] = {}
     end = time.monotonic() + timeout_s
-    with selectors.PollSelector() as selector:
+    with _selector() as selector:
         while (unheard or waiting) and (left := end - time.monotonic()) > 0:
             for path in list(unheard):
                 try:
@@ -402,8 +411,8 @@ def tell(paths: Iterable[Path], profile: str | None, timeout_s: float = ANSWER_S
     return answers
 
 
-def _call(path: Path, request: bytes) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _call(path: Path, request: bytes) -> Socket:
+    connection = Socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
         connection.connect(os.fspath(path))

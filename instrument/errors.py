@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
+
+from instrument.unpatched import RLock
 
 logger = logging.getLogger("instrument")
 
@@ -55,7 +56,7 @@ class Faults:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finaliser may come in while its thread holds it
+        self._lock = RLock()  # a finaliser may come in while its thread holds it
         self._counts: dict[str, int] = {}
 
     def note(self, place: str, fault: BaseException) -> None:
@@ -82,7 +83,7 @@ class Faults:
 
     def clear(self) -> None:
         """Forget all counts (tests, and a forked child)."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._counts = {}
 
 

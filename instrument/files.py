@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from instrument import chrome
+from instrument.unpatched import poll
 
 _NUMBERED = re.compile(r"\{(?:pid|window)\}")
 
@@ -70,7 +71,7 @@ def write(stream: TextIO, text: str, limit_ns: int) -> None:
         stream.flush()
         return
     stream.flush()
-    writable = select.poll()
+    writable = poll()
     writable.register(stream.fileno(), select.POLLOUT)
     end_ns = time.monotonic_ns() + limit_ns
     data = text.encode(stream.encoding, "backslashreplace")

@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +29,8 @@ from instrument.spans import Span, Trace
 from instrument.step_spans import Step, with_steps
 from instrument.stretch import WINDOWS_THREAD, Stretch
 from instrument.tally import Tally
+from instrument.threads import Thread
+from instrument.unpatched import Lock, RLock, SimpleQueue
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000
@@ -231,7 +232,7 @@ class _ToCollector:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._exporter: otlp.Exporter | None = None
         self._sending_by: Otlp | None = None
         self._threads: Mapping[int, str] = {}
@@ -307,15 +308,16 @@ class Backlog:
 
     def __init__(self, fail: Callable[[str, Exception], None]) -> None:
         self._fail = fail
-        self._changed = threading.Condition()
+        self._lock = RLock()  # a signal handler may end a window, too
+        self._news: SimpleQueue[None] = SimpleQueue()
         self._waiting: deque[tuple[Window, Sequence[Handler]]] = deque()
         self._is_ending = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def add(self, window: Window, handlers: Sequence[Handler]) -> None:
         """Have the handlers run, some 2 us. Where no thread can begin, as the interpreter ends, they run here."""
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name=WINDOWS_THREAD, daemon=True)
+            thread = Thread(self._run, WINDOWS_THREAD, lambda: not self._is_ending)
             try:
                 thread.start()
             except RuntimeError:
@@ -323,13 +325,13 @@ class Backlog:
                 return
             self._thread = thread
         given_up = []
-        with self._changed:
+        with self._lock:
             self._waiting.append((window, handlers))
             rows = sum(waiting.recorded.taken.size for waiting, _ in self._waiting)
             while len(self._waiting) > 1 and (len(self._waiting) > WINDOWS_LIMIT or rows > ROWS_LIMIT):
                 given_up.append(self._waiting.popleft()[0])
                 rows -= given_up[-1].recorded.taken.size
-            self._changed.notify()
+        self._news.put(None)
         self._give_up(given_up, "newer windows came faster than they can be written")
 
     def stop(self, limit_ns: int) -> None:
@@ -337,13 +339,12 @@ class Backlog:
         thread = self._thread
         if thread is None:
             return
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify()
+        self._is_ending = True
+        self._news.put(None)
         try:
             thread.join(limit_ns / 1e9)
         finally:
-            with self._changed:
+            with self._lock:
                 given_up = [window for window, _ in self._waiting]
                 self._waiting.clear()
             self._thread = None
@@ -358,14 +359,15 @@ class Backlog:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                while not self._waiting and not self._is_ending:
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                window, handlers = self._waiting.popleft()
-            self._handle(window, handlers)
-            del window
+            with self._lock:
+                taken = self._waiting.popleft() if self._waiting else None
+            if taken is not None:
+                self._handle(*taken)
+                del taken
+            elif self._is_ending:
+                return
+            else:
+                self._news.get()  # one for each that was added, and one for the end
 
     def _handle(self, window: Window, handlers: Sequence[Handler]) -> None:
         for handler in handlers:

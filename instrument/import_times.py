@@ -20,6 +20,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from instrument.spans import ImportTime
+from instrument.unpatched import Lock
 
 Undo = Callable[[], None]
 
@@ -68,7 +69,7 @@ class ImportTimes:
     def after_fork_in_child(self) -> None:
         """Begin anew: what the parent imported is there already."""
         self._local = _Local()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._packages: dict[str, list[int]] = {}
         self._newest: deque[tuple[int, str, int]] = deque(maxlen=NEWEST)
 

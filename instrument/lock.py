@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from instrument.unpatched import RLock
 
 
 class Lock:
     """A reentrant lock. A signal that comes to its holder can be put off until it lets go."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._postponed = 0
 
     @contextmanager
@@ -35,4 +36,4 @@ class Lock:
         return self._is_mine()
 
     def _is_mine(self) -> bool:
-        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
+        return bool(self._lock._is_owned())

@@ -11,7 +11,6 @@ import atexit
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +45,9 @@ from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Span, Startup
 from instrument.step_spans import Loop, with_steps
 from instrument.stretch import Stretch, held_now
 from instrument.tally import Tally
+from instrument.threads import Thread
 from instrument.ticks import Ticks
+from instrument.unpatched import TIMEOUT_MAX, Event, RLock
 
 PUMP_S = 0.2
 """How often finished spans are looked through; a thread's ring must hold what it records in that time."""
@@ -73,14 +74,14 @@ class Session:
         self._undos: list[Callable[[], None]] = []
         self._last_undos: list[Callable[[], object]] = [lambda: forget(self)]
         self.onlookers: list[Callable[[], object]] = []
-        self._stopping = threading.Event()
+        self._stopping = Event()
         self._stopped = False
         self._forked = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._folder = files.working_folder()
         self._newest_file: Path | None = None
         self._ticks = Ticks(RECORDER)
-        self._reloading = threading.RLock()
+        self._reloading = RLock()
         self._file = generation.file_of(profile, self._folder)
         self._control: Control | None = None
         self._ids: otlp.Ids | None = None
@@ -188,7 +189,8 @@ class Session:
 
     def _start_thread(self) -> None:
         if self._is_looked_after() and self._thread is None:
-            self._thread = threading.Thread(target=self._pump_until_stopped, name="instrument", daemon=True)
+            stopping = self._stopping
+            self._thread = Thread(self._pump_until_stopped, "instrument", lambda: not stopping.is_set())
             self._thread.start()
 
     def _is_read(self) -> bool:
@@ -247,10 +249,10 @@ class Session:
         Returns what was delivered and what was not; None where the profile exports to no collector.
         """
         end = time.monotonic() + timeout_s
-        self._pump(min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        self._pump(min(max(timeout_s, 0.0), TIMEOUT_MAX))
         if self._exporter is None:
             return None
-        return self._exporter.flush(round(max(min(end - time.monotonic(), threading.TIMEOUT_MAX), 0.0) * 1e9))
+        return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
 
     def sends_to(self, endpoint: str) -> bool:
         """Whether the session itself sends what `capture` keeps to that collector."""
@@ -554,7 +556,7 @@ class Session:
             _attempt("end of one who looks on", self.onlookers.pop())
         self._stopping.set()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None:
             thread.join(EXIT_LIMIT_NS / 1e9)
         control, self._control = self._control, None
         if control is not None:
@@ -630,7 +632,7 @@ class Session:
     def _after_fork_in_child(self, whole: bool) -> None:
         """The child records on its own: own rings, ids, threads and files. `whole`: no reload was under way."""
         self._forked = True
-        self._reloading = threading.RLock()
+        self._reloading = RLock()
         self._lock = Lock()
         self.selection.after_fork_in_child()
         if not whole:
@@ -639,7 +641,7 @@ class Session:
             self._undo()
             self._forget(self)
             return
-        self._stopping = threading.Event()
+        self._stopping = Event()
         self._thread = None
         self._newest_file = None
         self._ids = None

@@ -39,6 +39,7 @@ from instrument.http_status import FIRST_OF_SERVER, STATUS, status_of
 from instrument.ring import REQUEST_BIT, First, Ring, Rings, Row
 from instrument.spans import Site
 from instrument.tally import Node, Totals
+from instrument.unpatched import RLock
 
 Frame = list[Any]
 
@@ -158,14 +159,14 @@ class Core:
         self._next_id = itertools.count(2, 2).__next__
         self._nodes: list[Node] = []
         self._root = Node(-1, Site("(root)"), None)
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._overflow = self._new_node(self._root, overflow)
         self._reset(None)
 
     def _reset(self, ring_bytes: int | None) -> None:
         if ring_bytes is not None:
             self._ring_bytes = ring_bytes
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._rings = Rings(self._ring_bytes, self._nodes, self._thread_name)
         self._suspended: dict[int, Frame] = {}
         self.irregular: Counter[str] = Counter()

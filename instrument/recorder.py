@@ -28,6 +28,7 @@ from instrument.rows import STREAM, Held, Taken, span_of
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
 from instrument.spans import KINDS, PHASES, AttributeValue, RemoteParent, Site, Span, link_of
 from instrument.tally import OVERFLOW, Tally, Totals
+from instrument.unpatched import RLock
 
 _native = native.find("_recorder")
 
@@ -113,7 +114,7 @@ class _Recording:
         self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
         self._manual_open = 0
         self._paths = CallTree()
-        self._reading = threading.RLock()
+        self._reading = RLock()
         self.muted: set[Site] = set()
         self._passed: Counter[Site] = Counter()
         self._functions: dict[Site, weakref.WeakSet[Any]] = {}
@@ -495,7 +496,7 @@ class _Recording:
 
     def after_fork_in_child(self) -> None:
         """Start clean in a forked child: own rings, no parents from before the fork."""
-        self._reading = threading.RLock()
+        self._reading = RLock()
         self._paths = CallTree()
         self._shapes_of_nodes = (0, 0, array("i"), ())
         self.reset()

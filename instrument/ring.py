@@ -18,6 +18,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from instrument.tally import Node, Totals, bucket, bucket_start
+from instrument.unpatched import RLock, local
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
 
@@ -63,7 +64,7 @@ class Ring:
         self.thread_id = thread_id
         self.name = name
         self.ended = False
-        self.lock = threading.RLock()
+        self.lock = RLock()
 
     def newest(self, since: int) -> tuple[list[Row], int, int]:
         """Rows from number `since` on, the number after the last of them, and how many were overwritten before.
@@ -265,7 +266,7 @@ class _Mark:
             self.ring.ended = True
 
 
-class _Local(threading.local):
+class _Local(local):
     ring: Ring
     mark: _Mark
 
@@ -285,7 +286,7 @@ class Rings:
         self._budget = max(ring_bytes // ROW_BYTES, SMALLEST_RING)
         self._nodes = nodes
         self._thread_name = thread_name
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._rings: list[Ring] = []
 
     def new(self) -> Ring:

@@ -8,7 +8,6 @@ it was, beside it, and reduces the self time of each step by its part in it.
 from __future__ import annotations
 
 import itertools
-import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from instrument.spans import AttributeValue, Interval, Site, Span, Trace, clip, length, union
+from instrument.unpatched import RLock
 
 STEP = Site("step", "step", "instrument", "Profiler.step")
 """The site of every step; its attribute `step` is the number, `samples` how many it had."""
@@ -47,7 +47,7 @@ class Loop:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal's handler may add one, too
+        self._lock = RLock()  # a signal's handler may add one, too
         self._joined = itertools.count()
         self._orders: dict[object, int] = {}
         self._steps: deque[tuple[int, Step]] = deque(maxlen=STEPS_KEPT)

@@ -34,6 +34,7 @@ from instrument.report.summary import summary
 from instrument.report.view import Options
 from instrument.schema import load
 from instrument.step_spans import STEPS_KEPT, Step
+from instrument.unpatched import Lock, RLock
 from instrument.window import RECORDING, State, States, Windows, state_at
 from instrument.window import schedule as make_states
 
@@ -46,7 +47,7 @@ _ANY_THREAD = 0
 # -------------------------------------------------------------------- the session that Profilers share
 
 _guests: dict[Session, int] = {}
-_guests_lock = threading.RLock()
+_guests_lock = RLock()
 
 
 def join(profile: Profile | str | os.PathLike[str] | None, **asked: str | None) -> Session | None:
@@ -163,7 +164,7 @@ class Profiler:
         self._state = state
         self._tracer_option = tracer_option
         self._timer_only = timer_only
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._is_running = False
         self._is_making = False
         self._is_delivering = False
@@ -173,7 +174,7 @@ class Profiler:
         self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
         self.window: Window | None = None
         self.failures = 0
-        self._failing = threading.Lock()
+        self._failing = Lock()
         self._backlog = Backlog(self._fail)
         self._delivered: list[weakref.ref[Window]] = []
         self._pid = os.getpid()
@@ -206,7 +207,7 @@ class Profiler:
             self.window = None
             self._steps.clear()
             self.failures = 0
-            self._failing = threading.Lock()
+            self._failing = Lock()
             self._backlog = Backlog(self._fail)
             self._delivered = []
             self._pid = os.getpid()

@@ -16,8 +16,8 @@ ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
     [
-        "errors", "clock", "compression", "http_status", "document", "native", "spans", "tally", "paths", "lines",
-        "ring", "rows",
+        "unpatched", "errors", "threads", "termination", "clock", "compression", "http_status", "document", "native",
+        "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello",
     ],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
     [
@@ -29,11 +29,13 @@ FLOORS: list[list[str]] = [
 ]  # fmt: skip
 
 WITHIN = {
+    "errors": {"unpatched"},
+    "threads": {"errors", "unpatched"},
     "spans": {"native"},
     "tally": {"native", "spans"},
     "paths": {"native", "spans"},
     "lines": {"native", "paths", "spans", "tally"},
-    "ring": {"spans", "tally"},
+    "ring": {"spans", "tally", "unpatched"},
     "rows": {"native", "ring", "spans"},
     "recorder": {"pure", "shelf", "wrapping"},
     "device": {"imports", "profile", "recorder"},

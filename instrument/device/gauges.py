@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +15,8 @@ from instrument.device.torch_memory import TorchMemory
 from instrument.errors import FAULTS
 from instrument.profile import AUTO_NS, Device
 from instrument.spans import HOST, Gpu, Sample
+from instrument.threads import Thread
+from instrument.unpatched import Event, Lock, local
 
 EVERY_NS = 10**9
 """How often is read what the profile leaves to us."""
@@ -49,7 +50,7 @@ Row = tuple[int, int, tuple[str, ...], tuple[float | None, ...]]
 Keep = Callable[[Sequence[Sample], Sequence[Gpu]], object]
 
 _running: Gauges | None = None
-_forking = threading.local()
+_forking = local()
 _hooked = False
 
 
@@ -67,10 +68,11 @@ class Gauges:
         self._begin()
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = threading.Lock()
-        self._halt = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._lock = Lock()
+        self._inside = Lock()
+        self._halt = Event()
+        self._thread: Thread | None = None
+        self._is_reading = False
         self._rows: deque[Row] = deque()
         self._shapes: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._overwritten = self._reopened = 0
@@ -99,8 +101,8 @@ class Gauges:
         if self._nvml is None and self._host is None:
             return
         _hook_forks()
-        _running = self
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        _running, self._is_reading = self, True
+        self._thread = Thread(self._run, THREAD_NAME, lambda: self._is_reading)
         self._thread.start()
 
     def stop(self) -> None:
@@ -109,6 +111,7 @@ class Gauges:
         thread, self._thread = self._thread, None
         if thread is None or not thread.is_alive():  # of a parent, and its lock of nobody, in a forked child
             return
+        self._is_reading = False
         self._halt.set()
         thread.join(STOP_S)
         if thread.is_alive():
@@ -128,6 +131,7 @@ class Gauges:
         gpus, host, opened = self._nvml, self._host, False
         sources: dict[str, tuple[Callable[[int, bool], bool], int, int]] = {}
         if gpus is not None:
+            self._guarded(partial(self._close, gpus))  # of a run that died
             opened = self._guarded(partial(self._open, gpus))
             if opened:
                 sources["nvml"] = partial(self._read_gpus, gpus), self._nvml_ns, SHORTEST_NS
@@ -159,6 +163,7 @@ class Gauges:
             self.thread_ns = time.thread_time_ns()
             if ending:
                 break
+        self._is_reading = False
         if gpus is not None:
             self._guarded(partial(self._close, gpus))
         self.thread_ns = time.thread_time_ns()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Container, Iterable
 from struct import Struct
 
 from instrument.spans import DeviceInterval, Span
+from instrument.unpatched import Lock
 
 LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
 """What is known of an interval.
@@ -32,7 +32,7 @@ class Intervals:
     def __init__(self, memory_bytes: int) -> None:
         self._capacity = max(memory_bytes // INTERVAL_BYTES, 64)
         self._memory = bytearray(self._capacity * INTERVAL_BYTES)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.count = 0
 
     @property

@@ -5,7 +5,6 @@ It asks for events instead of waiting for them, disturbs no capture of a graph, 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from instrument.device.streams import Stream
 from instrument.errors import FAULTS
 from instrument.recorder import Recorder
 from instrument.rows import STREAM
+from instrument.threads import Thread
+from instrument.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
@@ -86,14 +87,14 @@ class Resolver:
         """What a pair costs the thread of the service, measured on this device."""
         self.thread_ns = 0
         """Processor time of the resolver's thread."""
-        self._waking = threading.Event()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._waking = Event()
+        self._stopping = Event()
+        self._thread: Thread | None = None
 
     def start(self) -> None:
         """Begin to look, on a thread of its own."""
         if self._thread is None and not self._stopping.is_set():
-            self._thread = threading.Thread(target=self._look_until_stopped, name="instrument-device", daemon=True)
+            self._thread = Thread(self._look_until_stopped, "instrument-device", lambda: not self._stopping.is_set())
             self._thread.start()
 
     def stop(self) -> None:
@@ -197,7 +198,7 @@ class Resolver:
         end_ns = time.monotonic_ns() + STOP_NS
         try:
             while self.look(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_pairs():
-                time.sleep(POLL_S[0])
+                sleep(POLL_S[0])
             self._close()
         except Exception as fault:
             FAULTS.note("device thread", fault)

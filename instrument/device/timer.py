@@ -13,7 +13,6 @@ nothing else costs all of them from there on, and is told.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import ModuleType
@@ -31,6 +30,7 @@ from instrument.device.torch_events import TorchDriver
 from instrument.recorder import RECORDER, Recorder
 from instrument.rows import STREAM
 from instrument.spans import Site, Span
+from instrument.unpatched import Lock
 
 STREAMS_KNOWN = 1024
 
@@ -47,7 +47,7 @@ class Timer:
         self.resolver = Resolver(self, driver, intervals, recorder, now)
         self._now = now
         self._mark = driver.mark
-        self._meeting = threading.Lock()
+        self._meeting = Lock()
         self._contexts = self.resolver.contexts
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Pair | Untimed | None:

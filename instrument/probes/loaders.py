@@ -22,6 +22,7 @@ from instrument.probes.switch import Switch
 from instrument.probes.verdict import Verdict
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
+from instrument.unpatched import Lock
 
 T = TypeVar("T")
 
@@ -186,7 +187,7 @@ Listener = Callable[[int, int, object], object]
 """Is told the native id of a thread, for how many ns it has waited for a loader, and on whose behalf, if known."""
 
 _listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
-_listeners_lock = threading.Lock()
+_listeners_lock = Lock()
 _is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=False)
 
 

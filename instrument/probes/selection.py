@@ -6,7 +6,6 @@ is there already. Each family of rules knows which modules it wants and what to 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site, Span
+from instrument.unpatched import RLock
 
 
 class Probes(Protocol):
@@ -79,7 +79,7 @@ class Selection:
     def __init__(self, profile: Profile, recorder: Recorder = RECORDER) -> None:
         self.profile = profile
         self._recorder = recorder
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._undo_imports: Undo | None = None
         self._families: dict[str, Probes] = {}
         for key in FAMILIES:
@@ -155,7 +155,7 @@ class Selection:
 
     def after_fork_in_child(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
         family = self._families.get("frameworks")
         if isinstance(family, Frameworks):
             family.after_fork_in_child()

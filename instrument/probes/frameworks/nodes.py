@@ -16,7 +16,6 @@ import itertools
 import json
 import shutil
 import tempfile
-import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +33,8 @@ from instrument.probes.verdict import Verdict
 from instrument.profile import FrameworkRule
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site, Span, assign_self_times, length, union
+from instrument.threads import Thread
+from instrument.unpatched import RLock
 
 MODULE = "onnxruntime.capi.onnxruntime_inference_collection"
 RUNS = ("run", "run_with_ort_values", "run_with_iobinding", "run_with_ortvaluevector")
@@ -110,8 +111,8 @@ class Nodes:
         self._ids = itertools.count(_FIRST_ID)
         self._folder: Path | None = None
         self._imported = False
-        self._ending: list[threading.Thread] = []
-        self._lock = threading.RLock()
+        self._ending: list[Thread] = []
+        self._lock = RLock()
         self._undos: list[Undo] = []
         self._end_profiling: Callable[[Any], str] | None = None
 
@@ -152,7 +153,7 @@ class Nodes:
 
     def after_fork_in_child(self) -> None:
         """Forget the parent's profiles, which it goes on to write."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._profiles.clear()
         self._runs.clear()
         self._ending.clear()
@@ -196,7 +197,7 @@ class Nodes:
                     restore()
                 probe._opened(self, prefix, before)
 
-        probe, making = self, threading.RLock()
+        probe, making = self, RLock()
         return wrapper
 
     def _prepare(
@@ -271,7 +272,7 @@ class Nodes:
 
     def _end_soon(self, key: int) -> None:
         """End a profile on a thread of ours: writing it takes 4 ms for a thousand nodes."""
-        thread = threading.Thread(target=self._finish_one, args=(key,), name="instrument-onnxruntime", daemon=True)
+        thread = Thread(lambda: self._finish_one(key), "instrument-onnxruntime")
         try:
             thread.start()
             self._ending.append(thread)

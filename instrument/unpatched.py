@@ -1,0 +1,128 @@
+"""What gevent and eventlet put their own in place of, as the operating system has it: locks, waiting, threads, sockets.
+
+A service may call `gevent.monkey.patch_all()` before our session begins or at any time after that. A thread of ours
+that then waited on a lock of gevent, or asked it which thread it is, would belong to a hub that nobody runs. So
+whatever threads of ours wait on or speak through comes from here: from C modules that are never patched, or taken when
+this module was imported. A lock of ours blocks its whole thread, all greenlets of it; none is held while anything
+of the service runs.
+"""
+
+from __future__ import annotations
+
+import _queue
+import _socket
+import _thread
+import select
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from threading import local as local
+    from types import TracebackType
+
+
+def _original(module: str, name: str) -> Any:
+    """An attribute of an imported module, as it was before gevent or eventlet replaced it."""
+    monkey, patcher = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
+    if monkey is not None and monkey.is_object_patched(module, name):
+        return monkey.get_original(module, name)
+    if patcher is not None and any(patcher.already_patched.values()):
+        return getattr(patcher.original(module), name)
+    return getattr(sys.modules[module], name)
+
+
+Empty = _queue.Empty
+SimpleQueue = _queue.SimpleQueue
+TIMEOUT_MAX = _thread.TIMEOUT_MAX
+
+Lock = _original(_thread.__name__, "allocate_lock")
+RLock = _original(_thread.__name__, "RLock")
+start_new_thread = _original(_thread.__name__, "start_new_thread")
+get_ident = _original(_thread.__name__, "get_ident")
+sleep = _original(time.__name__, "sleep")
+poll = _original(select.__name__, "poll")
+if not TYPE_CHECKING:
+    local = _original(_thread.__name__, "_local")
+
+
+def is_patched() -> bool:
+    """Whether what `threading` starts are no threads of the operating system any more."""
+    return _thread.start_new_thread is not start_new_thread
+
+
+class Event:
+    """As `threading.Event`; `set` never blocks, so that signal handlers may call it."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: deque[Any] = deque()
+
+    def is_set(self) -> bool:
+        """Whether it has been set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Let all go on that wait, now or later."""
+        self._is_set = True
+        while True:
+            try:
+                self._waiters.popleft().release()
+            except IndexError:
+                return
+
+    def clear(self) -> None:
+        """Have those wait that ask from now on."""
+        self._is_set = False
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is set, at most so long; whether it is."""
+        if self._is_set:
+            return True
+        waiter = Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        try:
+            if not self._is_set:  # or `set` came before it could see this waiter
+                waiter.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), TIMEOUT_MAX))
+        finally:
+            try:
+                self._waiters.remove(waiter)
+            except (ValueError, IndexError):
+                pass  # `set` has taken it, or is about to
+        return self._is_set
+
+
+class Socket(_socket.socket):
+    """A socket of the operating system, with what `socket.socket` adds and we use."""
+
+    def accept(self) -> tuple[Socket, Any]:
+        """The next connection and where it comes from."""
+        descriptor, address = self._accept()  # type: ignore[attr-defined]
+        return Socket(fileno=descriptor), address
+
+    def __enter__(self) -> Socket:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(host: str, port: int, timeout_s: float) -> Socket:
+    """A TCP connection, to the first of the host's addresses that takes it. Raises OSError."""
+    failure: OSError = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in _socket.getaddrinfo(host, port, 0, _socket.SOCK_STREAM):
+        sock = None
+        try:
+            sock = Socket(family, kind, protocol)
+            sock.settimeout(timeout_s)
+            sock.connect(address)
+            return sock
+        except OSError as error:
+            failure = error
+            if sock is not None:
+                sock.close()
+    raise failure
