@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import FAULTS, logger
@@ -23,6 +22,8 @@ from instrument.otlp.tracer import (
     suppress_instrumentation,
 )
 from instrument.spans import Origin, Span
+from instrument.threads import Thread
+from instrument.unpatched import TIMEOUT_MAX, Empty, Lock, SimpleQueue
 
 if TYPE_CHECKING:
     from instrument.profile import Otlp
@@ -33,6 +34,12 @@ REQUEST_BYTES = 512 << 10
 """A request's limit before compression: there are receivers that refuse 1 MiB."""
 LEAST_REQUEST_BYTES = 64 << 10
 """What a collector that refuses sizes may bring that limit down to."""
+HALVINGS = 12
+"""So many requests in a row are halved because the collector finds them too large; from one of 4,000 spans that leads
+to single spans. What it refuses then is given up as it is, until it has taken a request again."""
+
+HOLD_LIMIT_S = 300.0
+"""The longest that a collector may have all spans wait by one answer. They wait in the queue, within its bound."""
 
 _BATCH_SPANS = 2_000
 _BATCH_DELAY_S = 1.0
@@ -75,6 +82,7 @@ class _Tree:
     size: int
     left: int
     outcome: int = _EXPORTED
+    number: int = 0  # in the order of being offered
 
 
 class Exporter:
@@ -100,7 +108,7 @@ class Exporter:
 
     def _begin_anew(self) -> None:
         self.ids = Ids()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._inbox: deque[_Tree] = deque()
         self._queue: deque[_Tree] = deque()
         self._queued_spans = 0
@@ -108,10 +116,13 @@ class Exporter:
         self._counts = dict.fromkeys((*_FATES, *(f"{fate}_trees" for fate in _FATES), "requests"), 0)
         self._wake: SimpleQueue[SimpleQueue[bool] | None] = SimpleQueue()
         self._halt: SimpleQueue[None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._stop_at_ns = _NEVER_NS
         self._closed = False
         self._request_bytes = REQUEST_BYTES
+        self._halvings = 0
+        self._is_patient = True
+        self._held_until_ns = 0
         self._resource_key: tuple[object, ...] = ()
         self._reason = ""
         self._failing = False
@@ -127,10 +138,11 @@ class Exporter:
         """
         self._prepare()
         with self._lock:
-            if self._thread is not None:
+            if self._thread is not None and self._thread.is_alive():
                 return
             sender = self._opened()
-            thread = self._thread = threading.Thread(target=self._run, args=(sender,), name=THREAD_NAME, daemon=True)
+            thread = Thread(partial(self._run, sender), THREAD_NAME, partial(self._serves, sender))
+            self._thread, self._is_patient = thread, True
         try:
             thread.start()
         except RuntimeError:  # no more threads, or the interpreter is about to exit
@@ -142,6 +154,10 @@ class Exporter:
             import_module(name)
         if self._detected is None:
             self._detected = detected_attributes()
+
+    def _serves(self, sender: Sender) -> bool:
+        """Whether it is still the sender's thread that delivers: not after `stop`, or once there is another sender."""
+        return self._sender is sender and not self._closed
 
     def _opened(self) -> Sender:
         """With the lock: open anew, whatever `stop` has ended."""
@@ -157,7 +173,7 @@ class Exporter:
         self._prepare()
         with self._lock:
             sender = self._opened()
-            self._thread = threading.current_thread()
+            self._is_patient = False
         before = self.counts()
         try:
             for part in parts:
@@ -171,7 +187,6 @@ class Exporter:
                 self._give_up(f"{type(fault).__name__}: {fault}")
             raise
         finally:
-            self._thread = None
             sender.close()
         return self.flush(0)
 
@@ -199,16 +214,24 @@ class Exporter:
         return size <= QUEUE_SPANS and not self._closed
 
     def flush(self, timeout_ns: int) -> Delivery:
-        """Send what was offered so far, wait for its fate up to the time given, and tell the truth about it."""
+        """Send what was offered so far, wait for its fate up to the time given, and tell the truth about it.
+
+        It does not wait where the collector has asked for more time than that.
+        """
         thread = self._thread
-        settled = not (self.counts()["pending"] or self.metrics.waits())
-        if not settled and thread is not None and thread.is_alive():
+        counts = self.counts()
+        newest = counts["offered_trees"]
+        settled = not (counts["pending"] or self.metrics.waits())
+        held_ns = self._held_until_ns if self._stop_at_ns == _NEVER_NS else 0
+        in_vain = held_ns - time.monotonic_ns() > timeout_ns
+        if not (settled or in_vain) and thread is not None and thread.is_alive():
             reply: SimpleQueue[bool] = SimpleQueue()
             self._wake.put(reply)
             try:
-                settled = reply.get(timeout=min(max(0, timeout_ns) / 1e9, threading.TIMEOUT_MAX))
+                settled = reply.get(timeout=min(max(0, timeout_ns) / 1e9, TIMEOUT_MAX))
             except Empty:
                 pass  # the time is up; the counts say how far it came
+            settled = settled and not self._is_pending(newest)
         counts = self.counts()
         fates = {fate: counts[fate] for fate in _FATES}
         return Delivery(**fates, settled=settled, reason=self._reason)
@@ -252,6 +275,16 @@ class Exporter:
             if held:
                 self._lock.release()
 
+    def _is_pending(self, newest: int) -> bool:
+        """Whether the fate of any of the trees up to this number is unknown, as far as that can be told."""
+        held = self._lock.acquire(timeout=_PATIENCE_S)
+        try:
+            first_waiting = (self._queue[0],) if self._queue else ()
+            return not held or any(tree.number <= newest for tree in (*self._in_flight, *first_waiting))
+        finally:
+            if held:
+                self._lock.release()
+
     def after_fork_in_child(self) -> None:
         """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
         self._sender.forked()
@@ -268,6 +301,7 @@ class Exporter:
             for fate in ("offered", "pending"):
                 counts[fate] += tree.size
                 counts[f"{fate}_trees"] += 1
+            tree.number = counts["offered_trees"]
             if self._closed or tree.size > QUEUE_SPANS:
                 self._settle(tree, tree.size, _DROPPED)
                 continue
@@ -304,8 +338,7 @@ class Exporter:
 
     def _run(self, sender: Sender) -> None:
         """The export thread: every second, or when enough waits or somebody asks, send all that waits."""
-        me = threading.current_thread()
-        while self._thread is me:
+        while self._serves(sender):
             try:
                 reply = self._wake.get(timeout=_BATCH_DELAY_S)
             except Empty:
@@ -313,10 +346,10 @@ class Exporter:
             settled = True
             try:
                 self._send_queue(sender)
-            except Exception as fault:  # the thread has to outlive what it did not expect
+            except BaseException as fault:  # the thread has to outlive what it did not expect
                 settled = False
                 with self._lock:
-                    if self._thread is me:
+                    if self._serves(sender):
                         self._give_up(f"{type(fault).__name__}: {fault}")
                 FAULTS.note("OTLP export", fault)
             try:
@@ -340,7 +373,7 @@ class Exporter:
         owners: list[_Tree] = []
         size = 0
         for _ in range(waiting):
-            tree = self._next_tree()
+            tree = self._next_tree(sender)
             if tree is None:
                 break
             encoded = self._encode(sender, tree, origin, threads)
@@ -357,12 +390,13 @@ class Exporter:
 
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
         """Send the samples that wait, when it is time. What does not get through in a short while is lost."""
-        me, metrics = threading.current_thread(), self.metrics
-        if not (metrics.due(time.monotonic_ns()) or (at_once and metrics.waits())):
+        metrics = self.metrics
+        now_ns = time.monotonic_ns()
+        if now_ns < self._held_until_ns or not (metrics.due(now_ns) or (at_once and metrics.waits())):
             return
         self._renew_resource(sender, self.origin)
         taken = True
-        while taken and metrics.waits() and self._thread is me:
+        while taken and metrics.waits() and self._serves(sender):
             deadline_ns = time.monotonic_ns() + min(self._settings.timeout_ns, PATIENCE_NS)
             series, samples = metrics.take(self.origin)
             if not series:
@@ -370,7 +404,7 @@ class Exporter:
 
             def left_s(deadline_ns: int = deadline_ns) -> float:
                 until_ns = min(deadline_ns, self._stop_at_ns)
-                return (until_ns - time.monotonic_ns()) / 1e9 if self._thread is me else 0.0
+                return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
 
             verdict = sender.send_metrics(series, left_s, self._pause)
             taken = verdict.taken
@@ -384,9 +418,9 @@ class Exporter:
             self._resource_key = key
             suppress_instrumentation()
 
-    def _next_tree(self) -> _Tree | None:
+    def _next_tree(self, sender: Sender) -> _Tree | None:
         with self._lock:
-            if self._thread is not threading.current_thread() or not self._queue:
+            if not (self._serves(sender) and self._queue):
                 return None
             tree = self._queue.popleft()
             self._queued_spans -= tree.size
@@ -418,23 +452,39 @@ class Exporter:
                 self._settle(tree, 0, _EXPORTED)
 
     def _deliver(self, sender: Sender, pieces: list[Any], owners: list[_Tree]) -> None:
-        """Send one request, in halves when the collector finds it too large, and settle its spans."""
-        me = threading.current_thread()
-        deadline_ns = time.monotonic_ns() + self._settings.timeout_ns
+        """Send one request, in halves when the collector finds it too large, and settle its spans.
 
-        def left_s() -> float:
-            """Nothing once another thread has taken over or the exporter has stopped."""
-            return (min(deadline_ns, self._stop_at_ns) - time.monotonic_ns()) / 1e9 if self._thread is me else 0.0
+        Where the collector says when to come again, everything waits for that, and the request is sent once more.
+        """
+        timeout_ns = self._settings.timeout_ns
+        last_ns = time.monotonic_ns() + timeout_ns
+        while True:
+            if not self._hold(sender, last_ns):
+                verdict = Verdict(False, reason=self._reason)
+                break
+            deadline_ns = time.monotonic_ns() + timeout_ns
 
-        verdict = sender.send(pieces, left_s, self._pause)
-        if verdict.too_large and len(pieces) > 1:
+            def left_s(deadline_ns: int = deadline_ns) -> float:
+                """Nothing once another thread has taken over or the exporter has stopped."""
+                until_ns = min(deadline_ns, self._stop_at_ns)
+                return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
+
+            verdict = sender.send(pieces, left_s, self._pause)
+            if not verdict.wait_s:
+                break
+            self._say(verdict)
+            self._held_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
+        if verdict.taken:
+            self._halvings = 0
+        if verdict.too_large and len(pieces) > 1 and self._halvings < HALVINGS:
+            self._halvings += 1
             self._request_bytes = max(LEAST_REQUEST_BYTES, sum(map(sender.size, pieces)) // 2)
             middle = len(pieces) // 2
             self._deliver(sender, pieces[:middle], owners[:middle])
             self._deliver(sender, pieces[middle:], owners[middle:])
             return
         with self._lock:
-            if self._thread is not me:
+            if not self._serves(sender):
                 return
             outcome = _FAILED if not verdict.taken else _REJECTED if verdict.rejected else _EXPORTED
             for tree, spans in Counter(owners).items():
@@ -445,10 +495,22 @@ class Exporter:
             self._counts["requests"] += 1
         self._say(verdict)
 
+    def _hold(self, sender: Sender, deadline_ns: int) -> bool:
+        """Wait where the collector has asked for it, all that is offered meanwhile, too; whether to send then.
+
+        Not where the exporter is to stop before, nor in `send`, whose caller waits until the deadline and no longer.
+        """
+        while (left_ns := self._held_until_ns - time.monotonic_ns()) > 0:
+            end_ns = self._stop_at_ns if self._is_patient else deadline_ns
+            if not self._serves(sender) or self._held_until_ns >= end_ns:
+                return False
+            self._pause(left_ns / 1e9)
+        return True
+
     def _pause(self, seconds: float) -> None:
         """Wait before another try; `stop` cuts it short."""
         try:
-            self._halt.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+            self._halt.get(timeout=min(seconds, TIMEOUT_MAX))
         except Empty:
             pass  # waited in full
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from instrument.otlp.packing import pack_attributes, pack_field, pack_text
 from instrument.spans import HOST, Gpu, Origin, Sample
+from instrument.unpatched import Lock
 
 if TYPE_CHECKING:
     from instrument.otlp.senders import Verdict
@@ -124,7 +124,7 @@ class Metrics:
 
     def after_fork_in_child(self) -> None:
         """Forget what the parent gathered and counted."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._waiting: deque[Sample] = deque()
         self._oldest_ns = 0
         self._gpus: dict[int, Gpu] = {}

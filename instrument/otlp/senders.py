@@ -6,10 +6,8 @@ the export thread uses it, except for `abort` and `forked`.
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from instrument.compression import compressor
 from instrument.errors import ExportError
 from instrument.otlp import packing
+from instrument.otlp.connection import Connection, Timed, TlsConnection
 from instrument.otlp.metrics import PATIENCE_NS, Series, metrics_url, pack_metric
 from instrument.spans import Origin, Span
+from instrument.threads import current_name
 
 if TYPE_CHECKING:
     import logging
-    import ssl
     from http.client import HTTPResponse
 
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
@@ -47,13 +46,14 @@ _PARTIAL_SUCCESS = re.compile(
 class Verdict:
     """What became of one request: whether it was taken, how many of its spans were rejected all the same, and why.
 
-    `refused` says that the collector has no place for such requests at all.
+    `refused` says that the collector has no place for such requests at all, `wait_s` that it takes none for so long.
     """
 
     taken: bool
     rejected: int = 0
     too_large: bool = False
     refused: bool = False
+    wait_s: float = 0.0
     reason: str = ""
 
 
@@ -94,7 +94,7 @@ class Http:
         metrics = urlsplit(metrics_url(settings.endpoint) or settings.endpoint)
         path = metrics.path + (f"?{metrics.query}" if metrics.query else "")
         self._metrics_head = f"POST {path} HTTP/1.1{head}".encode()
-        self._socket: socket.socket | None = None
+        self._connection: Connection | None = None
         self._resource = b""
 
     def speak_for(self, resource: Mapping[str, object]) -> None:
@@ -126,7 +126,7 @@ class Http:
             body = packer.compress(body) + packer.flush()
         back_off_s = _FIRST_BACK_OFF_S
         while True:
-            reused = self._socket is not None
+            reused = self._connection is not None
             wait_s = back_off_s * (0.8 + os.urandom(1)[0] / 640)
             try:
                 response, content = self._post(head, body, left_s)
@@ -140,7 +140,10 @@ class Http:
                 if response.status not in (429, 502, 503, 504):
                     return _judge(response, content, count)
                 reason = f"HTTP {response.status} {response.reason[:100]}"
-                wait_s = max(wait_s, _retry_after_s(response.getheader("Retry-After")))
+                asked_s = _retry_after_s(response.getheader("Retry-After"))
+                if asked_s > 0:
+                    reason = f"{reason}, asks to wait for {asked_s:.0f} s"
+                    return Verdict(False, wait_s=max(asked_s, wait_s), reason=reason)
             if wait_s >= left_s():
                 return Verdict(False, reason=reason)
             pause(wait_s)
@@ -150,13 +153,12 @@ class Http:
         from http.client import HTTPException, HTTPResponse
 
         try:
-            sock = self._socket = self._socket or self._connect(left_s)
-            sock.settimeout(_positive(left_s()))
+            connection = self._connection = self._connection or self._connect(left_s)
             try:
-                sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+                connection.send(b"%b%d\r\n\r\n%b" % (head, len(body), body), left_s)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # a collector that refuses the size closes early; its answer may still be there to read
-            response = HTTPResponse(_Timed(sock, left_s), method="POST")  # type: ignore[arg-type]
+            response = HTTPResponse(Timed(connection, left_s), method="POST")  # type: ignore[arg-type]
             response.begin()
             try:
                 content = response.read(1 << 16)
@@ -169,55 +171,22 @@ class Http:
             self.close()
             raise
 
-    def _connect(self, left_s: Callable[[], float]) -> socket.socket:
-        sock = socket.create_connection(self._address, timeout=_positive(left_s()))
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return _tls_context().wrap_socket(sock, server_hostname=self._address[0]) if self._tls else sock
-        except BaseException:
-            sock.close()
-            raise
+    def _connect(self, left_s: Callable[[], float]) -> Connection:
+        return (TlsConnection if self._tls else Connection)(*self._address, left_s)
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
-        sock, self._socket = self._socket, None
-        if sock is not None:
-            sock.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     forked = close
 
     def abort(self) -> None:
         """From another thread: wake the one that waits in the socket."""
-        sock = self._socket
-        if sock is not None:
-            try:
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # the plain one: TLS's own would drop its state
-            except OSError:
-                pass  # the other side was quicker
-
-
-class _Timed(io.RawIOBase):
-    """Reads a socket within one total time, where the socket's own time-out starts anew with every byte."""
-
-    def __init__(self, sock: socket.socket, left_s: Callable[[], float]) -> None:
-        self._sock = sock
-        self._left_s = left_s
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._sock.settimeout(_positive(self._left_s()))
-        return self._sock.recv_into(buffer)
-
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-
-def _positive(seconds: float) -> float:
-    if seconds <= 0:
-        raise TimeoutError("no answer in time")
-    return seconds
+        connection = self._connection
+        if connection is not None:
+            connection.abort()
 
 
 def _judge(response: HTTPResponse, content: bytes, spans: int) -> Verdict:
@@ -252,21 +221,6 @@ def _retry_after_s(text: str | None) -> float:
         return float(text) if text.strip().isdigit() else parsedate_to_datetime(text).timestamp() - time.time()
     except (TypeError, ValueError, OverflowError):
         return 0.0
-
-
-def _tls_context() -> ssl.SSLContext:
-    """The system's trust, or the certificates that OpenTelemetry's variables name."""
-    import ssl
-
-    def named(setting: str) -> str | None:
-        signal = os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{setting}")
-        return signal or os.environ.get(f"OTEL_EXPORTER_OTLP_{setting}") or None
-
-    context = ssl.create_default_context(cafile=named("CERTIFICATE"))
-    certificate = named("CLIENT_CERTIFICATE")
-    if certificate is not None:
-        context.load_cert_chain(certificate, named("CLIENT_KEY"))
-    return context
 
 
 def require_grpc() -> None:
@@ -450,7 +404,7 @@ def _listen(record: logging.LogRecord) -> bool:
 
     It stays for good, because a request that `stop` gave up may still be logged later.
     """
-    if not str(record.threadName).startswith("instrument-"):
+    if current_name() is None:
         return True
     Grpc.said = record.getMessage()
     return False

@@ -1,0 +1,152 @@
+"""A connection to a collector, plain or by TLS, on a socket of the operating system's own.
+
+TLS works on memory beside the socket (`ssl.SSLObject`): `ssl.SSLSocket` and what `ssl` makes of a context are
+classes of gevent once a service has patched, and neither theirs nor the ones before can be used on a thread of ours.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from instrument.unpatched import connect
+
+if TYPE_CHECKING:
+    import ssl
+
+_CHUNK = 1 << 16
+
+
+class Connection:
+    """A TCP connection that is kept alive. One thread uses it; `abort` may be called from any."""
+
+    def __init__(self, host: str, port: int, left_s: Callable[[], float]) -> None:
+        self._sock = connect(host, port, positive(left_s()))
+        try:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, data: bytes, left_s: Callable[[], float]) -> None:
+        """Send it all. Raises OSError, a TimeoutError among them."""
+        self._sock.settimeout(positive(left_s()))
+        self._sock.sendall(data)
+
+    def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
+        """Fill a buffer with what has come, at least one byte; 0 at the end. Raises OSError."""
+        self._sock.settimeout(positive(left_s()))
+        return self._sock.recv_into(buffer)
+
+    def abort(self) -> None:
+        """From another thread: wake the one that waits."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was quicker
+
+    def close(self) -> None:
+        """Close it, without a word to the other side."""
+        self._sock.close()
+
+
+class TlsConnection(Connection):
+    """The same by TLS."""
+
+    def __init__(self, host: str, port: int, left_s: Callable[[], float]) -> None:
+        import ssl
+
+        super().__init__(host, port, left_s)
+        self._want_read = ssl.SSLWantReadError
+        self._end = ssl.SSLZeroReturnError, ssl.SSLEOFError
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        try:
+            self._tls = context().wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+            self._until_done(self._tls.do_handshake, left_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _until_done(self, step: Callable[[], Any], left_s: Callable[[], float]) -> Any:
+        """Repeat a step of TLS while it wants more from the other side; send what it has for that side."""
+        while True:
+            try:
+                done = step()
+            except self._want_read:
+                self._flush(left_s)
+                data = bytearray(_CHUNK)
+                size = super().receive_into(data, left_s)
+                if size:
+                    self._incoming.write(memoryview(data)[:size])
+                else:
+                    self._incoming.write_eof()
+            else:
+                self._flush(left_s)
+                return done
+
+    def _flush(self, left_s: Callable[[], float]) -> None:
+        if self._outgoing.pending:
+            super().send(self._outgoing.read(), left_s)
+
+    def send(self, data: bytes, left_s: Callable[[], float]) -> None:
+        """Send it all. Raises OSError, a TimeoutError among them."""
+        while data:
+            data = data[self._until_done(partial(self._tls.write, data[:_CHUNK]), left_s) :]
+
+    def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
+        """Fill a buffer with what has come, at least one byte; 0 at the end. Raises OSError."""
+        try:
+            return int(self._until_done(partial(self._tls.read, len(buffer), buffer), left_s))
+        except self._end:
+            return 0
+
+
+class Timed(io.RawIOBase):
+    """Reads a connection within one total time, where a socket's own time-out starts anew with every byte."""
+
+    def __init__(self, connection: Connection, left_s: Callable[[], float]) -> None:
+        self._connection = connection
+        self._left_s = left_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._connection.receive_into(buffer, self._left_s)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+
+def positive(seconds: float) -> float:
+    """The seconds that are left. Raises TimeoutError where none are."""
+    if seconds <= 0:
+        raise TimeoutError("no answer in time")
+    return seconds
+
+
+def context() -> ssl.SSLContext:
+    """The system's trust, or the certificates that OpenTelemetry's variables name."""
+    import ssl
+
+    def named(setting: str) -> str | None:
+        signal = os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{setting}")
+        return signal or os.environ.get(f"OTEL_EXPORTER_OTLP_{setting}") or None
+
+    # The class that `ssl` defines, whatever stands there now under its name. Made for a client, it checks certificates
+    # and names; it is asked for nothing more, for its own properties look up that name.
+    plain = next(one for one in ssl.SSLContext.__mro__ if one.__module__ == "ssl")
+    made: ssl.SSLContext = plain(ssl.PROTOCOL_TLS_CLIENT)
+    trusted = named("CERTIFICATE")
+    if trusted is None:
+        made.load_default_certs()
+    else:
+        made.load_verify_locations(trusted)
+    certificate = named("CLIENT_CERTIFICATE")
+    if certificate is not None:
+        made.load_cert_chain(certificate, named("CLIENT_KEY"))
+    return made
