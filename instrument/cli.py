@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from instrument import __version__, native
+from instrument import __version__, environment, hello, native
 from instrument.control import ANSWER_S, Answer, folder_of, sockets, tell
 from instrument.device import cuda
 from instrument.document import nearest
@@ -233,15 +233,30 @@ def _run(options: argparse.Namespace, host: list[str]) -> int:
         _refuse_what_cannot_work(load(wanted), host)  # a broken profile ends here, not in the service
     if not host[0].startswith("-"):
         _refuse_what_is_no_script(host[0])
-    environ = dict(os.environ)
+    environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(wanted)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
     paths = [str(Path(__file__).parent / "autostart"), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
+    if not OFF:
+        hello.listen(os.getpid())
     _flush(sys.stdout)
     _flush(sys.stderr)
     # Becoming the host, not calling it: its own __main__, exit code, signals and tracebacks.
     os.execve(sys.executable, [sys.executable, *_interpreter_flags(), *host], environ)  # noqa: S606 - no shell wanted
+
+
+def _environment_of_host() -> dict[str, str]:
+    """Our environment; where the `sitecustomize` of another program has begun this interpreter, as it was before that.
+
+    `opentelemetry-instrument instrument run -- service.py`: that one takes itself off PYTHONPATH, and would not
+    instrument the service.
+    """
+    file = getattr(sys.modules.get("sitecustomize"), "__file__", None)
+    folder = os.path.dirname(os.path.abspath(file)) if file else ""  # noqa: PTH100, PTH120 - as it stands on the path
+    before = environment.given()
+    had, has = (folder in one.get("PYTHONPATH", "").split(os.pathsep) for one in (before, os.environ))
+    return before if folder and had and not has else dict(os.environ)
 
 
 def _refuse_what_cannot_work(profile: Profile, host: list[str]) -> None:

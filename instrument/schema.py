@@ -34,6 +34,7 @@ from instrument.document import (
     string,
     whole,
 )
+from instrument.environment import settings
 from instrument.errors import ProfileError
 from instrument.profile import (
     AUTO_NS,
@@ -122,7 +123,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     """
     if len(text) > FILE_BYTES:
         raise _unreadable(name, _TOO_LARGE)
-    document = Document(text, name=name, environ=os.environ if environ is None else environ)
+    document = Document(text, name=name, environ=settings() if environ is None else environ)
     values = document.read(_part("", dict))
     if document.problems:
         raise ProfileError(document.problems)

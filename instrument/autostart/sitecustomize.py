@@ -24,12 +24,11 @@ def _hand_over() -> None:
 
 def _start() -> None:
     try:
-        from instrument import process
-
-        if process.start() is not None:
-            process.stop_on_sigterm()
+        from instrument.autostart import start
     except Exception as error:
         sys.stderr.write(f"instrument: this process is not instrumented: {error}\n")
+    else:
+        start()
 
 
 if os.environ.get("INSTRUMENT_PROFILE"):
