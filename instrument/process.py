@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from instrument import otlp
+from instrument import hello, otlp
 from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, logger
 from instrument.generation import Reload
@@ -27,6 +24,9 @@ from instrument.profile import Profile
 from instrument.profiler import EXIT_LIMIT_NS, Session
 from instrument.recorder import RECORDER
 from instrument.schema import load
+from instrument.termination import Termination
+from instrument.threads import Thread
+from instrument.unpatched import RLock, local, sleep
 
 FORK_WAIT_S = 1.0
 """The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
@@ -34,7 +34,7 @@ FORK_WAIT_S = 1.0
 SWITCHED_OFF = "instrument is off (INSTRUMENT=off)"
 
 _session: Session | None = None
-_session_lock = threading.RLock()
+_session_lock = RLock()
 _fork_hook_registered = False
 _checking = False
 
@@ -56,6 +56,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     global _session, _fork_hook_registered
     if OFF or _checking:
         return None
+    hello.say()
     if profile is None:
         profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
     wanted = profile if isinstance(profile, Profile) else load(profile)
@@ -85,6 +86,11 @@ def stop() -> None:
     session = _session
     if session is not None:
         session.stop()
+
+
+def is_running() -> bool:
+    """Whether a session runs."""
+    return _session is not None
 
 
 def session() -> Session:
@@ -195,37 +201,29 @@ def _nearest_to_import(name: str, error: BaseException) -> str:
 def stop_on_sigterm() -> None:
     """Where SIGTERM would end the process at once, stop the session first; the process then ends by the same signal.
 
-    Only a default disposition is replaced, from the main thread; a handler that the service sets later replaces ours.
-    The session's end takes it back. Bounded by twice `EXIT_LIMIT_NS`.
+    Only the default disposition is replaced, as it is now or whenever the service sets it again; a handler of the
+    service replaces ours. The session's end takes it back. Bounded by twice `EXIT_LIMIT_NS`.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        return
+    session()._last_undos.append(Termination(_end_by).install())
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        running = _session
-        if running is not None and running._lock.postpone(number):
-            return
-        # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
-        # come again.
-        inside = _is_inside(frame)
-        ending = threading.Thread(target=_send_again if inside else stop, args=(number,) if inside else ())
-        ending.name, ending.daemon = "instrument-exit", True
-        try:
-            ending.start()
-            if inside:
-                return
-            ending.join(EXIT_LIMIT_NS / 1e9 * 2)
-        except RuntimeError:
-            pass  # the interpreter is ending, where no thread can begin
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
 
-    def release() -> None:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, handle)
-    session()._last_undos.append(release)
+def _end_by(number: int, frame: FrameType | None) -> bool:
+    """Stop the session for a signal that has come; False where it comes again because that cannot be done now."""
+    running = _session
+    if running is not None and running._lock.postpone(number):
+        return False
+    # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
+    # come again.
+    inside = _is_inside(frame)
+    ending = Thread(functools.partial(_send_again, number) if inside else stop, "instrument-exit")
+    try:
+        ending.start()
+        if inside:
+            return False
+        ending.join(EXIT_LIMIT_NS / 1e9 * 2)
+    except RuntimeError:
+        pass  # the interpreter is ending, where no thread can begin
+    return True
 
 
 def _is_inside(frame: FrameType | None) -> bool:
@@ -238,7 +236,7 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _send_again(number: int) -> None:
-    time.sleep(0.02)
+    sleep(0.02)
     os.kill(os.getpid(), number)
 
 
@@ -249,7 +247,7 @@ def _forget(session: Session) -> None:
             _session = None
 
 
-_forking = threading.local()
+_forking = local()
 
 
 def _before_fork() -> None:
@@ -267,7 +265,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     global _session_lock
-    _session_lock = threading.RLock()
+    _session_lock = RLock()
     held, _forking.session = getattr(_forking, "session", None), None
     FAULTS.clear()
     RECORDER.after_fork_in_child()

@@ -1,0 +1,88 @@
+"""Signals that end a process: where one would do so at once, the session first delivers what it has.
+
+Servers change what a signal does after we have looked. uvicorn's worker for gunicorn resets every signal when it
+begins; uvicorn itself, having shut down, puts back what it found and sends itself the signal once more; services
+do the same at the end of a handler of theirs. So the two functions by which Python's code sets and asks for a
+signal's disposition are replaced while the session lasts: where the default is set, ours is; whoever asks for the
+disposition, or is told the previous one, finds the default. What is reset in C is not noticed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+RESTORED = (signal.SIGINT, signal.SIGHUP)
+"""Where the service puts the default back in place of a handler of its own, these are as SIGTERM. Where it has had
+none, the default stays: that is how a program is ended by Ctrl-C while its main thread runs C."""
+
+
+class Termination:
+    """Calls `end(number, frame)` on the main thread when a signal would have ended the process.
+
+    `end` returns whether it has done what there is to do; the process then ends by the same signal.
+    """
+
+    def __init__(self, end: Callable[[int, FrameType | None], bool]) -> None:
+        self._end = end
+        self._set = signal.signal
+        self._get = signal.getsignal
+        self._handler = self._handle  # one object, to be known again
+        self._is_active = False
+
+    def install(self) -> Callable[[], None]:
+        """Take over SIGTERM where it has the default, now or later. On the main thread alone; returns the way back."""
+        if not _is_main_thread():
+            return lambda: None
+        bare_set, bare_get = self._set, self._get
+
+        @functools.wraps(bare_set)
+        def set_disposition(signalnum: Any, handler: Any) -> Any:
+            before = bare_set(signalnum, self._handler if self._takes(signalnum, handler) else handler)
+            return signal.SIG_DFL if before is self._handler else before
+
+        @functools.wraps(bare_get)
+        def get_disposition(signalnum: Any) -> Any:
+            found = bare_get(signalnum)
+            return signal.SIG_DFL if found is self._handler else found
+
+        def undo() -> None:
+            self._is_active = False
+            # Somebody else may have replaced them after us; ours then only call what they stand for.
+            if signal.signal is set_disposition:
+                signal.signal = bare_set
+            if signal.getsignal is get_disposition:
+                signal.getsignal = bare_get
+            for number in (signal.SIGTERM, *RESTORED) if _is_main_thread() else ():
+                if bare_get(number) is self._handler:
+                    bare_set(number, signal.SIG_DFL)
+
+        self._is_active = True
+        signal.signal, signal.getsignal = set_disposition, get_disposition
+        if bare_get(signal.SIGTERM) == signal.SIG_DFL:
+            bare_set(signal.SIGTERM, self._handler)
+        return undo
+
+    def _takes(self, number: Any, handler: Any) -> bool:
+        """Whether ours is set where this is asked for."""
+        if not (self._is_active and isinstance(handler, int) and handler == signal.SIG_DFL):
+            return False
+        if number in RESTORED:
+            before = self._get(number)
+            return callable(before) and before is not signal.default_int_handler
+        return bool(number == signal.SIGTERM)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._end(number, frame):
+            self._set(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _is_main_thread() -> bool:
+    """Whether the calling thread is the one that handles signals; a greenlet of it is, too."""
+    return threading.get_native_id() == os.getpid()
