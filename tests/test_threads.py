@@ -1,0 +1,240 @@
+"""Threads of ours: they go on whatever the service throws at them, and whatever it puts in the place of `threading`."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from otlp_collectors import collecting, take
+from otlp_spans import ORIGIN, SECOND, THREADS, tree
+
+from instrument.errors import FAULTS
+from instrument.otlp import Exporter
+from instrument.threads import Thread, current_name
+from instrument.unpatched import Event
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float = 60) -> None:
+    end = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def as_in_a_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Call it to have faults of ours counted and logged, and not raised. pytest sets its variable before each phase."""
+    yield lambda: monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    FAULTS.clear()
+
+
+def throw_into(name: str, kind: type[BaseException]) -> None:
+    (ident,) = [thread.ident for thread in threading.enumerate() if thread.name == name]
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), ctypes.py_object(kind)) == 1
+
+
+# -------------------------------------------------------------------- events
+
+
+def test_an_event_lets_all_go_on_that_wait_and_none_when_it_is_cleared() -> None:
+    event, found = Event(), []
+    waiting = [threading.Thread(target=lambda: found.append(event.wait(60))) for _ in range(8)]
+    for thread in waiting:
+        thread.start()
+    event.set()
+    for thread in waiting:
+        thread.join(60)
+    assert found == [True] * 8
+    assert event.wait()
+    event.clear()
+    assert not event.is_set()
+    assert not event.wait(0.001)
+    assert not event.wait(-1)
+
+
+def test_no_wait_misses_a_set_that_comes_just_then() -> None:
+    for _ in range(2_000):
+        event = Event()
+        thread = threading.Thread(target=event.set)
+        thread.start()
+        assert event.wait(60)
+        thread.join()
+
+
+def test_a_signal_handler_may_set_what_its_thread_waits_for() -> None:
+    event = Event()
+    before = signal.signal(signal.SIGALRM, lambda *_: event.set())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert event.wait(60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+# -------------------------------------------------------------------- threads that die
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, MemoryError, None])
+def test_a_thread_that_ends_while_it_is_needed_is_said_once_and_begun_anew(
+    kind: type[BaseException] | None, as_in_a_service: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    as_in_a_service()
+    names: list[str | None] = []
+    is_needed = True
+
+    def run() -> None:
+        names.append(current_name())
+        if kind is not None:
+            raise kind
+
+    thread = Thread(run, "instrument-test", lambda: is_needed)
+    thread.start()
+    wait_until(lambda: len(names) >= 3)
+    assert thread.is_alive()
+    is_needed = False
+    thread.join(60)
+    assert not thread.is_alive()
+    assert set(names) == {"instrument-test"}
+    assert current_name() is None
+    (record,) = caplog.records
+    assert "a fault of instrument itself in the thread instrument-test" in record.getMessage()
+    assert FAULTS.counts()["thread instrument-test"] >= 2
+    assert "instrument-test" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_spans_arrive_though_the_service_throws_system_exit_into_every_thread(
+    as_in_a_service: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    as_in_a_service()
+    with collecting(take) as server:
+        exporter = Exporter(server.settings, ORIGIN, lambda: THREADS)
+        exporter.start()
+        for number in range(3):
+            throw_into("instrument-otlp", SystemExit)
+            wait_until(lambda: sum(FAULTS.counts().values()) > number)  # noqa: B023 - called at once
+            exporter.offer(tree(10, 100 * number))
+            wait_until(lambda: exporter.counts()["pending"] == 0)
+        assert exporter.flush(60 * SECOND).complete
+        assert len(server.taken) == 30
+        exporter.stop(0)
+    assert len(caplog.records) == 1
+
+
+def test_a_flush_says_nothing_is_settled_while_the_thread_that_sends_is_gone() -> None:
+    with collecting(take) as server:
+        exporter = Exporter(server.settings, ORIGIN, lambda: THREADS)
+        exporter.offer(tree(10))  # it has not been started
+        delivery = exporter.flush(0)
+        assert (delivery.settled, delivery.complete, delivery.pending) == (False, False, 10)
+        exporter.start()
+        assert exporter.flush(60 * SECOND).complete
+        exporter.stop(0)
+
+
+def test_a_forked_child_knows_that_threads_are_not_its_own() -> None:
+    halt = Event()
+    thread = Thread(halt.wait, "instrument-test", lambda: False)
+    thread.start()
+    pid = os.fork()
+    if not pid:
+        thread.join()
+        os._exit(int(thread.is_alive()))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert thread.is_alive()
+    halt.set()
+    thread.join(60)
+
+
+# -------------------------------------------------------------------- gevent
+
+SERVICE = """
+import sys, time
+when, profile = sys.argv[1:3]
+import gevent.monkey
+if when == "before":
+    gevent.monkey.patch_all()
+import gevent, instrument
+session = instrument.start(profile)
+if when == "after":
+    gevent.monkey.patch_all()
+import threading, ssl, urllib.request
+context = ssl.create_default_context()
+context.minimum_version = ssl.TLSVersion.TLSv1_2  # recurses for ever where somebody has spoilt `ssl`
+from work import step
+sent = 0
+for _ in range(4):
+    gevent.joinall([gevent.spawn(step, 1) for _ in range(100)])
+    sent += 100
+    end = time.monotonic() + 60
+    while session._exporter.counts()["exported"] < sent and time.monotonic() < end:
+        gevent.sleep(0.05)  # without being asked to
+    assert session._exporter.counts()["exported"] == sent, session._exporter.counts()
+gevent.joinall([gevent.spawn(step, 1) for _ in range(100)])
+delivery = instrument.flush(60)
+assert (delivery.settled, delivery.exported, delivery.pending) == (True, 500, 0), delivery
+instrument.stop()
+import os
+assert len(os.listdir("/proc/self/task")) == 1, os.listdir("/proc/self/task")
+assert [thread.name for thread in threading.enumerate()] == ["MainThread"], threading.enumerate()
+"""
+
+
+def run_gevent(folder: Path, when: str, endpoint: str, protocol: str = "http/protobuf", **environ: str) -> None:
+    (folder / "work.py").write_text("import time\ndef step(x):\n    time.sleep(0.002)\n    return x + 1\n")
+    (folder / "main.py").write_text(SERVICE)
+    (folder / "profile.yaml").write_text(
+        'functions: [{match: "work:step", kind: request}]\n'
+        "control: {watch: true}\ndevice: {host: 100ms}\n"
+        f"export: {{otlp: {{endpoint: '{endpoint}', protocol: {protocol}}}}}\n"
+    )
+    words = [sys.executable, "main.py", when, "profile.yaml"]
+    done = subprocess.run(
+        words, cwd=folder, env={**os.environ, **environ}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+needs_gevent = pytest.mark.skipif(importlib.util.find_spec("gevent") is None, reason="gevent is not installed")
+
+
+@needs_gevent
+@pytest.mark.parametrize("pure", ["", "1"], ids=["native", "pure"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_every_request_of_a_service_patched_by_gevent_reaches_the_collector(
+    tmp_path: Path, when: str, pure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with collecting(take) as server:
+        run_gevent(tmp_path, when, f"http://127.0.0.1:{server.server_port}", INSTRUMENT_PURE=pure)
+    assert server.taken.count("step") == 500
+
+
+@needs_gevent
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_tls_works_on_threads_of_ours_whenever_gevent_replaces_ssl(
+    tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    files = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*make.split(), *files], check=True, capture_output=True)
+    with collecting(take) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        endpoint = f"https://localhost:{server.server_port}"
+        run_gevent(tmp_path, when, endpoint, OTEL_EXPORTER_OTLP_CERTIFICATE=str(certificate))
+    assert server.taken.count("step") == 500
