@@ -40,6 +40,8 @@ def left_behind() -> list[str]:
         found.append("a session runs")
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         found.append("a SIGTERM handler")
+    if "instrument" in f"{signal.signal.__code__.co_filename} {signal.getsignal.__code__.co_filename}":
+        found.append("functions of signal")
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "nn"):
         registered = torch.nn.modules.module._global_module_registration_hooks

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from otlp_collectors import collecting, take
 from trees import outline, tree_of
 
 from instrument import chrome
@@ -438,12 +439,15 @@ def serve(
     host: Sequence[str], use: Callable[[Server], list[Any]], stop: signal.Signals, *, instrumented: bool
 ) -> Ended:
     """Start a server, use it, stop it by a signal to its first process."""
+    return serve_words(command(host, instrumented=instrumented), use, stop)
+
+
+def serve_words(words: Sequence[str], use: Callable[[Server], list[Any]], stop: signal.Signals) -> Ended:
+    """The same of a whole command line."""
     port = _free_port()
-    arguments = [word.format(port=port) for word in host]
+    words = [word.format(port=port) for word in words]
     with Path("out").open("wb") as out, Path("err").open("wb") as err:
-        process = subprocess.Popen(
-            command(arguments, instrumented=instrumented), stdout=out, stderr=err, start_new_session=True
-        )
+        process = subprocess.Popen(words, stdout=out, stderr=err, start_new_session=True)
     server = Server(process, port)
     try:
         server.wait_until_it_listens()
@@ -569,6 +573,145 @@ def test_each_worker_that_uvicorn_spawns_writes_a_trace(folder: Path) -> None:
         """
     )
     assert (len(found), sum(found.values())) == (2, ours.asked)
+
+
+GEVENT_MAIN = """
+from gevent import monkey; monkey.patch_all()
+import sys
+from gevent.pywsgi import WSGIServer
+from shop import app
+
+WSGIServer(("127.0.0.1", int(sys.argv[1])), app, log=None).serve_forever()
+"""
+GUNICORN = ("-m", "gunicorn", "--workers", "2", "--bind", "127.0.0.1:{port}")
+LEAVERS = {
+    "gevent": (["main.py", "{port}"], "gevent", 1),
+    "gunicorn -k gevent": ([*GUNICORN, "-k", "gevent", "shop:app"], "gevent", 2),
+    "gunicorn -k gthread": ([*GUNICORN, "-k", "gthread", "shop:app"], "gunicorn", 2),
+    "gunicorn -k uvicorn.workers.UvicornWorker": (
+        [*GUNICORN, "-k", "uvicorn.workers.UvicornWorker", "shop:asgi"], "uvicorn", 2
+    ),
+    "uvicorn --workers": (
+        # A worker that takes long to begin on a loaded machine is not to be taken for dead.
+        ["-m", "uvicorn", "--workers", "2", "--timeout-worker-healthcheck", "60", "--port", "{port}",
+         "--no-access-log", "shop:asgi"], "uvicorn", 2
+    ),
+}  # fmt: skip
+
+
+@needs("gunicorn")
+@pytest.mark.parametrize(("host", "package", "workers"), LEAVERS.values(), ids=LEAVERS.keys())
+def test_a_worker_that_is_terminated_has_sent_its_spans_and_leaves_its_trace_and_summary(
+    folder: Path, host: list[str], package: str, workers: int
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"could not find {package}")
+    write("shop.py", SHOP)
+    write("main.py", GEVENT_MAIN)
+
+    def use(server: Server) -> list[Any]:
+        if workers > 1:
+            return ask_until_both_workers_have_answered(server)
+        with ThreadPoolExecutor(8) as clients:
+            answers = set(clients.map(lambda _: server.ask("GET", "/apple")[:2], range(40)))
+        server.asked = 40
+        return [sorted(answers), 1]
+
+    with collecting(take) as collector:
+        write(
+            "profile.yaml",
+            f"""
+            service: shop
+            functions: [{{match: "shop:price", kind: request}}]
+            export:
+              chrome: {{path: "traces/{{service}}-{{pid}}-{{window}}.json"}}
+              summary: {{to: stderr}}
+              otlp: {{endpoint: "http://127.0.0.1:{collector.server_port}"}}
+            """,
+        )
+        ours = serve_both(host, use)
+    assert ours.answers == [[(200, "15")], workers]
+    assert collector.taken.count("price") == ours.asked
+    assert sum(len(trace.spans) for trace in traces()) == ours.asked
+    assert sum(re.search(r"\nprice +\d", report) is not None for report in ours.reports) == workers
+
+
+WSGI_MAIN = """
+import sys
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+from opentelemetry import trace
+from shop import app
+
+class Handler(WSGIRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+print(type(trace.get_tracer_provider()).__module__, flush=True)
+make_server("127.0.0.1", int(sys.argv[1]), app, handler_class=Handler).serve_forever()
+"""
+OPENTELEMETRY = Path(sys.executable).with_name("opentelemetry-instrument")
+OURS = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--"]
+ORDERS = {
+    "ours starts opentelemetry-instrument": [*OURS, str(OPENTELEMETRY), sys.executable, "main.py", "{port}"],
+    "opentelemetry-instrument starts ours": [str(OPENTELEMETRY), *OURS, "main.py", "{port}"],
+}
+
+
+@pytest.mark.skipif(not OPENTELEMETRY.exists(), reason="opentelemetry-distro is not installed")
+@pytest.mark.parametrize("words", ORDERS.values(), ids=ORDERS.keys())
+def test_opentelemetry_and_we_start_one_service_in_either_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    write("shop.py", SHOP)
+    write("main.py", WSGI_MAIN)
+    for name in ("TRACES", "METRICS", "LOGS"):
+        monkeypatch.setenv(f"OTEL_{name}_EXPORTER", "none")
+
+    def use(server: Server) -> list[Any]:
+        return [server.ask("GET", path)[:2] for path in ("/fig", "/apple")]
+
+    with collecting(take) as collector:
+        write(
+            "profile.yaml",
+            f"""
+            service: shop
+            functions: [{{match: "shop:price", kind: request}}]
+            export:
+              chrome: {{path: "traces/{{service}}-{{pid}}-{{window}}.json"}}
+              summary: {{to: stderr}}
+              otlp: {{endpoint: "http://127.0.0.1:{collector.server_port}"}}
+            """,
+        )
+        plain = serve_words([str(OPENTELEMETRY), sys.executable, "main.py", "{port}"], use, signal.SIGTERM)
+        ours = serve_words(words, use, signal.SIGTERM)
+    assert plain.out == "opentelemetry.sdk.trace\n"
+    assert (ours.code, ours.out, ours.answers) == (plain.code, plain.out, plain.answers)
+    assert ours.answers == [(200, "9"), (200, "15")]
+    assert but_for_numbers(ours.err) == but_for_numbers(plain.err)
+    assert collector.taken == ["price", "price"]
+    assert only_tree() == "price\nprice"
+    assert len(ours.reports) == 1
+
+
+LAUNCHER = """
+import os, sys
+os.environ["PYTHONPATH"] = os.pathsep.join([os.path.abspath("shadow"), os.environ["PYTHONPATH"]])
+os.execv(sys.executable, [sys.executable, "service.py"])
+"""
+
+
+@pytest.mark.slow
+def test_instrument_run_says_that_another_sitecustomize_keeps_ours_away(folder: Path) -> None:
+    write("shadow/sitecustomize.py", "")
+    write("launcher.py", LAUNCHER)
+    write("service.py", "import os, sys, time\nos.write(1, b'serving')\ntime.sleep(12)\nsys.exit(3)\n")
+    write_profile("")
+    ours = run("launcher.py", instrumented=True)
+    assert (ours.code, ours.out) == (3, "serving")
+    (line,) = [line for line in ours.err.splitlines() if line.startswith("instrument: ")]
+    assert line.startswith("instrument: 10 s after its start no process of this run records anything: ")
+    assert f"{folder / 'shadow' / 'sitecustomize.py'} runs in place of ours" in line
+    assert len(ours.err.replace(ours.reports[0] if ours.reports else "", "").strip().splitlines()) == 1
 
 
 @needs("uvicorn")
