@@ -11,14 +11,19 @@ import re
 import select
 import sys
 import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TextIO
 
-from instrument import chrome
+from instrument import atomic, chrome
 from instrument.unpatched import poll
 
-_NUMBERED = re.compile(r"\{(?:pid|window)\}")
+_NUMBERED = re.compile(r"(\{(?:pid|window)\})")
+STREAMS = ("stderr", "stdout")
+"""Where a report may go that is no file."""
 
 
 def own(template: str, *, is_first: bool) -> str:
@@ -36,29 +41,67 @@ def path_of(template: str, folder: Path, service: str, window: int) -> Path:
     return Path(name) if folder == working_folder() else folder / name
 
 
-def make_room(template: str, folder: Path, service: str, newest: Path, disk_bytes: int) -> int:
-    """Remove the oldest files of a template, of whichever process, until all keep within `disk_bytes`: how many."""
-    parts = [chrome.file_name(part, service=service, pid=0, window=0) for part in _NUMBERED.split(template)]
-    parts[0] = os.path.join(folder, parts[0])  # noqa: PTH118 - keeps the slash where nothing follows it
-    numbered = re.compile(r"\d+".join(map(re.escape, parts)))
-    newest = folder / newest
-    files = []
-    for name in glob.glob("*".join(map(glob.escape, parts))):  # noqa: PTH207 - absolute
-        try:
-            facts = os.stat(name)  # noqa: PTH116
-        except OSError:
-            continue  # another process has just removed it
-        if numbered.fullmatch(name) and Path(name) != newest:
-            files.append((facts.st_mtime_ns, name, facts.st_size))
-    room = disk_bytes - newest.stat().st_size - sum(size for _, _, size in files)
+def make_room(templates: Iterable[str], folder: Path, service: str, kept: Collection[Path], disk_bytes: int) -> int:
+    """Remove the oldest files of these templates, of whichever process, until all keep within `disk_bytes`: how many.
+
+    Those in `kept` stay. The newest file of another process that runs goes only where no other is left to go. What is
+    being written counts too; what processes that are gone left unfinished is removed first.
+    """
+    left = disk_bytes
+    found: dict[str, tuple[bool, int, int]] = {}
+    folders = {path.parent for path in kept}
+    for template in templates:
+        newest: dict[int, tuple[int, str]] = {}
+        for name, pid in _files_of(template, folder, service).items():
+            folders.add(Path(name).parent)
+            try:
+                facts = os.lstat(name)
+            except OSError:
+                continue  # another process has just removed it
+            left -= facts.st_size
+            if Path(name) in kept:
+                continue
+            found[name] = False, facts.st_mtime_ns, facts.st_size
+            if _runs(pid):
+                newest[pid] = max(newest.get(pid, (0, "")), (facts.st_mtime_ns, name))
+        for at_ns, name in newest.values():
+            found[name] = True, at_ns, found[name][2]
+    left -= sum(map(atomic.remove_abandoned, folders))
     removed = 0
-    for _, name, size in sorted(files):
-        if room >= 0:
+    for name, (_, _, size) in sorted(found.items(), key=itemgetter(1)):
+        if left >= 0:
             break
-        Path(name).unlink(missing_ok=True)
-        room += size
-        removed += 1
+        with suppress(OSError):  # another process has removed it, or it is another user's
+            os.unlink(name)  # noqa: PTH108
+            removed += 1
+        left += 0 if os.path.lexists(name) else size
     return removed
+
+
+def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
+    """The files of a template, with and without a process's number in their names: each one's process, 0 if unknown."""
+    found: dict[str, int] = {}
+    for form in {own(template, is_first=first) for first in (True, False)}:
+        pattern, numbered = "", ""
+        for part in _NUMBERED.split(form):
+            if _NUMBERED.fullmatch(part):
+                pattern += "*"
+                of_process = r"(?P=pid)" if "(?P<pid>" in numbered else r"(?P<pid>\d+)"
+                numbered += of_process if part == "{pid}" else r"\d+"
+                continue
+            text = chrome.file_name(part, service=service, pid=0, window=0)
+            text = text if pattern else os.path.join(folder, text)  # noqa: PTH118 - keeps the slash where nothing follows
+            pattern += glob.escape(text)
+            numbered += re.escape(text)
+        for name in glob.glob(pattern):  # noqa: PTH207 - absolute
+            match = re.fullmatch(numbered, name)
+            if match is not None:
+                found.setdefault(name, int(match.groupdict().get("pid", 0)))
+    return found
+
+
+def _runs(pid: int) -> bool:
+    return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
 def write(stream: TextIO, text: str, limit_ns: int) -> None:
@@ -99,20 +142,24 @@ class Place:
         """The file that a template means here."""
         return path_of(own(template, is_first=self.is_first), self.folder, self.service, window)
 
-    def make_room(self, template: str, newest: Path, disk_bytes: int) -> int:
-        """Remove the oldest files of a template until all keep within `disk_bytes`: how many."""
-        return make_room(own(template, is_first=self.is_first), self.folder, self.service, newest, disk_bytes)
+    def make_room(self, templates: Iterable[str], kept: Collection[Path], disk_bytes: int) -> int:
+        """Remove the oldest files of templates, `kept` ones excepted, until all keep within `disk_bytes`: how many."""
+        return make_room(templates, self.folder, self.service, kept, disk_bytes)
 
-    def tell(self, to: str, text: str, limit_ns: int) -> None:
-        """Write a text to `stderr`, `stdout` or a file. Raises `OSError` and `ValueError`; waits `limit_ns` at most."""
-        if to in ("stderr", "stdout"):
+    def tell(self, to: str, text: str, limit_ns: int) -> Path | None:
+        """Write a text to `stderr`, `stdout` or a file, which is returned: whole, for its owner only, as traces are.
+
+        Raises `OSError` and `ValueError`; waits `limit_ns` at most.
+        """
+        if to in STREAMS:
             stream = sys.stderr if to == "stderr" else sys.stdout
             if stream is not None:
                 write(stream, text, limit_ns)
-            return
+            return None
         path = self.path(to)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with atomic.replacing(path) as file:
+            file.write(text.encode(errors="backslashreplace"))
+        return path
 
 
 def working_folder() -> Path:

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from instrument import chrome, files, otlp
+from instrument import atomic, chrome, files, otlp
 from instrument.errors import ExportError, ProfileError, logger
 from instrument.profile import Otlp
 from instrument.profiler import Session
@@ -157,7 +157,7 @@ def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> H
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        files.make_room(_FILE, into, service, path, window.session.profile.limits.disk_bytes)
+        files.make_room((_FILE,), into, service, (path,), window.session.profile.limits.disk_bytes)
 
     return handle
 
@@ -167,21 +167,18 @@ def print_summary(
 ) -> Handler:
     """For `on_trace_ready`: print each window's summary. Options of `Window.summary`.
 
-    `to` is `stdout`, `stderr`, or a file behind whose text each is added. Raises `ValueError` at once for a view or a
-    value that there is not.
+    `to` is `stdout`, `stderr`, or a file of the owner's alone, behind whose text each is added. Raises `ValueError` at
+    once for a view or a value that there is not.
     """
     refuse_unknown(views)
     Options.of({name: value for name, value in options.items() if name != "beside"})
 
     def handle(window: Window) -> None:
         text = f"{str(window).capitalize()}\n{window.summary(views=views, **options)}"
-        if to in ("stdout", "stderr"):
+        if to in files.STREAMS:
             print(text, file=sys.stderr if to == "stderr" else sys.stdout, flush=True)
             return
-        path = Path(to)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            print(text, file=file)
+        atomic.append(Path(to), f"{text}\n")
 
     return handle
 

@@ -165,7 +165,10 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the instrumentation may use at most: memory of the rings, spans of one request, disk of the captures."""
+    """What the instrumentation may use at most: memory of the rings, spans of one request, disk of its files.
+
+    `disk_bytes` is for the trace and summary files that the profile's paths name, of all processes that share them.
+    """
 
     ring_bytes: int = 64 * 2**20
     spans_per_request: int = 10_000

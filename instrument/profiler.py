@@ -80,6 +80,7 @@ class Session:
         self._thread: Thread | None = None
         self._folder = files.working_folder()
         self._newest_file: Path | None = None
+        self._summary_file: Path | None = None
         self._ticks = Ticks(RECORDER)
         self._reloading = RLock()
         self._file = generation.file_of(profile, self._folder)
@@ -611,8 +612,18 @@ class Session:
             self.account.complain(str(error))
             return
         self._newest_file = path
-        removed = place.make_room(wanted.path, path, self.profile.limits.disk_bytes)
-        self.account.lose("trace files removed to stay within limits.disk", removed)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Keep all that sessions of this service have left in files within `limits.disk`."""
+        export = self.profile.export
+        written = [export.chrome.path] if export.chrome is not None else []
+        written += [export.summary.to] if export.summary is not None and export.summary.to not in files.STREAMS else []
+        kept = [path for path in (self._newest_file, self._summary_file) if path is not None]
+        removed = self._place().make_room(
+            written, [self._folder / path for path in kept], self.profile.limits.disk_bytes
+        )
+        self.account.lose("files removed to stay within limits.disk", removed)
 
     def _place(self) -> files.Place:
         return files.Place(self._folder, self.profile.service, is_first=_is_main() and not self._forked)
@@ -623,11 +634,13 @@ class Session:
         if self._newest_file is not None:
             text += f"Chrome trace: {self._newest_file}\n"
         try:
-            self._place().tell(wanted.to, text, EXIT_LIMIT_NS)
+            self._summary_file = self._place().tell(wanted.to, text, EXIT_LIMIT_NS)
         except (OSError, ValueError) as error:
             # A standard error that takes nothing does not take the complaint either.
             message = f"the summary could not be written to {wanted.to}: {error}"
             self.account.complain(message, log=wanted.to != "stderr")
+        if self._summary_file is not None:
+            _attempt("room for the summary", self._make_room)
 
     def _after_fork_in_child(self, whole: bool) -> None:
         """The child records on its own: own rings, ids, threads and files. `whole`: no reload was under way."""
@@ -643,7 +656,7 @@ class Session:
             return
         self._stopping = Event()
         self._thread = None
-        self._newest_file = None
+        self._newest_file = self._summary_file = None
         self._ids = None
         self.account.after_fork_in_child()
         self._ranges.after_fork_in_child()

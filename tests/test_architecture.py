@@ -16,8 +16,8 @@ ROOT = Path(instrument.__file__).parent
 
 FLOORS: list[list[str]] = [
     [
-        "unpatched", "errors", "threads", "termination", "clock", "compression", "http_status", "document", "native",
-        "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello",
+        "unpatched", "errors", "threads", "termination", "atomic", "clock", "compression", "http_status", "document",
+        "native", "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello",
     ],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
     [

@@ -331,7 +331,7 @@ def test_old_trace_files_go_when_the_disk_limit_is_reached(tmp_path: Path) -> No
     losses = instrument.session().losses()
     instrument.stop()
     assert len(list(Path("traces").iterdir())) == 1
-    assert losses["trace files removed to stay within limits.disk"] == 2
+    assert losses["files removed to stay within limits.disk"] == 2
 
 
 def test_trace_files_of_other_processes_count_too_and_what_is_not_ours_stays() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, islice
 from pathlib import Path
 
-from instrument import compression
+from instrument import atomic, compression
 from instrument.chrome.lanes import DEVICE_PIDS, Row
 from instrument.chrome.metadata import Sites, metadata
 from instrument.chrome.slices import BATCH, slices_of
@@ -39,27 +38,18 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
 
     The tally, if given, is saved beside the spans. The file appears complete and with mode 0600 or not at all, and
     replaces an older one; directories above it are made. A process killed while it writes leaves the older file, and
-    a `.trace-*.part` beside it. The text is never in memory as a whole, only an index of the spans.
+    a part as `atomic` names it, which the next process to make room removes. The text is never in memory as a whole,
+    only an index of the spans.
 
     Raises `TraceError` when the file cannot be written.
     """
     target = Path(path)
-    part: str | None = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() and not target.is_file():
-            raise FileExistsError(errno.EEXIST, "something that is no file has this name")
-        descriptor, part = tempfile.mkstemp(prefix=".trace-", suffix=".part", dir=target.parent)
-        with os.fdopen(descriptor, "wb") as file:
+        with atomic.replacing(target) as file:
             file.writelines(_packed(_document(trace, tally), target.suffix == ".gz"))
-        Path(part).replace(target)
-        part = None
     except OSError as problem:
         advice = _ADVICE.get(problem.errno or 0, "give a path that can be written")
         raise TraceError(f"cannot write the trace {target}: {problem.strerror or problem}; {advice}") from problem
-    finally:
-        if part is not None:
-            Path(part).unlink(missing_ok=True)
     return target
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from instrument import chrome
+from instrument import atomic, chrome
 from instrument.errors import ProfileError
 from instrument.profile import STATES, TRACER_OPTIONS
 from instrument.profiler import Session
@@ -77,8 +77,8 @@ def _stop(sorted_key: str | None, timelines: Iterable[_Path | None], report: _Pa
             text = summary(["events"], recording, options)
             print(text, flush=True)
             if report is not None:
-                Path(report).parent.mkdir(parents=True, exist_ok=True)
-                Path(report).write_text(text, encoding="utf-8")
+                with atomic.replacing(Path(report)) as file:
+                    file.write(text.encode(errors="backslashreplace"))
             for path in timelines:
                 if path is not None:
                     chrome.dump(path, trace)

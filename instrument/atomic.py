@@ -1,0 +1,101 @@
+"""Files that appear whole or not at all, for their owner only.
+
+What is written lies in the same folder under a name of its own until it is complete, `.instrument-*.part`, and then
+takes the name that it is for. Its writer holds a lock on it meanwhile, which goes with the process however that ends:
+so anybody can tell what is being written from what was abandoned.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+PREFIX, SUFFIX = ".instrument-", ".part"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the path's name when the block ends; an error in the block leaves nothing.
+
+    Folders above it are made. A symbolic link of that name is replaced, not followed, and what it led to stays as it
+    is. Raises `OSError` for a name that something else than a file has, and for whatever the system refuses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        if not _may_be_replaced(path):
+            raise FileExistsError(errno.EEXIST, "something that is no file has this name")
+    file, part = _part_of(path.parent)
+    try:
+        with file:
+            yield file
+            file.flush()
+            part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """A file may, and a link to one, but none in a folder of the system such as /dev/stdout is."""
+    is_link = stat.S_ISLNK(path.lstat().st_mode)
+    if is_link and path.parent.resolve().is_relative_to("/dev"):
+        return False
+    return path.is_file() or (is_link and not path.exists())
+
+
+def _part_of(folder: Path) -> tuple[BinaryIO, Path]:
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=PREFIX, suffix=SUFFIX, dir=folder)
+        part = Path(name)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            part.lstat()
+            return os.fdopen(descriptor, "wb"), part
+        os.close(descriptor)  # somebody took it for abandoned before it was locked
+
+
+def append(path: Path, text: str) -> None:
+    """Add text to the end of a file, which is made for its owner only; all of it, or none where that is refused.
+
+    Folders above it are made; a symbolic link of that name is refused. Raises `OSError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "ab", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise FileExistsError(errno.EEXIST, "something that is no file has this name")
+        data, before = memoryview(text.encode(errors="backslashreplace")), os.fstat(file.fileno()).st_size
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(before)
+            raise
+
+
+def remove_abandoned(folder: Path) -> int:
+    """Remove what writers that are gone left unfinished in a folder; returns the bytes of what is being written."""
+    held = 0
+    for part in folder.glob(f"{PREFIX}*{SUFFIX}"):
+        with suppress(OSError):  # its writer, or another process that looks, was faster
+            descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                facts = os.fstat(descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    held += facts.st_size
+                else:
+                    part.unlink()
+            finally:
+                os.close(descriptor)
+    return held
