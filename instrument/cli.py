@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from instrument import __version__, environment, hello, native
-from instrument.control import ANSWER_S, Answer, folder_of, sockets, tell
+from instrument.control import WAIT_S, Answer, Request, folder_of, sockets, tell
 from instrument.device import cuda
 from instrument.document import nearest
 from instrument.errors import InstrumentError, ProfileError
@@ -107,19 +107,24 @@ def _parser() -> argparse.ArgumentParser:
         "reload",
         help="tell running processes to go over to a changed profile",
         description="Tells every process that listens (the profile's `control.socket`) and prints what each answers. "
-        "Exit code 0: all follow; 1: a process did not answer in time, or keeps a setting until it is restarted; "
+        "With P, only processes that run that very file follow; others that listen are named and left alone. "
+        "Exit code 0: all follow; 1: a process has not answered in time, or keeps a setting until it is restarted; "
         "2: the profile was refused, or there is nobody to tell.",
     )
     reload.add_argument(
-        "profile", nargs="?", metavar="P", help="the new profile.yaml (default: each its own, read again)"
+        "profile", nargs="?", metavar="P", help="the profile.yaml that has changed (default: each its own)"
     )
-    reload.add_argument("--pid", type=int, metavar="N", help="tell this process alone")
+    reload.add_argument(
+        "--pid", type=int, metavar="N", help="tell this process alone; P may be another file of its service then"
+    )
     reload.add_argument(
         "--socket",
         metavar="PATH",
         help="the socket, or the folder of sockets (default: what P or INSTRUMENT_PROFILE says, else `auto`)",
     )
-    reload.add_argument("--wait", type=_seconds, default=ANSWER_S, metavar="S", help="for the answers (default: 0.2)")
+    reload.add_argument(
+        "--wait", type=_seconds, default=WAIT_S, metavar="S", help=f"the longest, for the answers (default: {WAIT_S:g})"
+    )
     reload.set_defaults(verb=_reload, takes_host=False)
 
     report = verbs.add_parser("report", help="print the summary of a saved Chrome trace")
@@ -491,10 +496,23 @@ def _reload(options: argparse.Namespace, host: list[str]) -> int:
     paths = [where] if where.is_socket() else sockets(where)
     if options.pid is not None:
         paths = [path for path in paths if path.stem == str(options.pid)]
-    new = str(Path(options.profile).absolute()) if options.profile else None
-    answers = tell(paths, new, options.wait)
+    request = Request()
+    if options.profile:
+        # What the file does not say itself may be said otherwise to a process; a variable here tells which is meant.
+        service = profile.service if profile.origins.get("service") == "OTEL_SERVICE_NAME" else None
+        request = Request(str(Path(options.profile).absolute()), service, switch=options.pid is not None)
+    answers = tell(paths, request, options.wait, lambda slow: _say_who_is_slow(slow, options.wait))
+    others = {path: str(answer["other"]) for path, answer in answers.items() if answer and answer.get("other")}
+    for path, other in others.items():
+        hint = "" if request.switch else f"; --pid {path.stem} gives it another file of its service"
+        print(f"{path.stem}: left alone: {other}{hint}")
+        del answers[path]
     if not answers:
         asked = "a process" if options.pid is None else f"process {options.pid}"
+        if others:
+            raise InstrumentError(
+                f"reload: asked for {asked} that runs {options.profile}, found only others in {where}, named above"
+            )
         raise InstrumentError(
             f"reload: asked for {asked} that listens in {where}, found none; the running profile needs "
             "`control: {socket: ...}`, and --socket names its folder"
@@ -503,15 +521,24 @@ def _reload(options: argparse.Namespace, host: list[str]) -> int:
         print(f"{path.stem}: {_told(answer, options.wait)}")
     silent = [path.stem for path, answer in answers.items() if answer is None]
     if silent:
-        print(f"instrument: reload: no answer within {options.wait:g} s from {', '.join(silent)}", file=sys.stderr)
+        names = ", ".join(silent)
+        print(
+            f"instrument: reload: no answer yet after {options.wait:g} s from {names}; --wait S gives more time",
+            file=sys.stderr,
+        )
     if any(answer and answer.get("error") for answer in answers.values()):
         return 2
     return 1 if silent or any(answer and answer.get("refused") for answer in answers.values()) else 0
 
 
+def _say_who_is_slow(paths: Sequence[Path], wait_s: float) -> None:
+    names = ", ".join(path.stem for path in paths)
+    print(f"instrument: reload: no answer yet from {names}; waiting up to {wait_s:g} s", file=sys.stderr)
+
+
 def _told(answer: Answer | None, waited_s: float) -> str:
     if answer is None:
-        return f"no answer within {waited_s:g} s"
+        return f"no answer yet after {waited_s:g} s; it goes over when it comes to read what was asked"
     state = f"generation {answer.get('generation')} ({answer.get('digest')})"
     if answer.get("error"):
         return f"{state} stays in force: {answer['error']}"

@@ -3,7 +3,9 @@
 Only where the profile opts in. One daemon thread serves both; watching costs it one `os.stat` each `POLL_S`, listening
 nothing until somebody calls. Each process listens on `<folder>/<pid>.sock`, mode 0600, in a folder that nobody else can
 write to, and only its own user and root are answered. One request a connection, a line of JSON, and a line back:
-``{"reload": "/path/of/profile.yaml"}``, or null for the file that the process has. Bytes, time and number of
+``{"reload": "/path/of/profile.yaml"}``, or null for the file that the process has. Sockets of all services of a user
+lie in one folder: a process takes no notice of a file that is not its own, unless the caller means it by name
+(``"switch": true``), nor of one that is meant for another service (``"service": "..."``). Bytes, time and number of
 connections are bounded, so that no caller can hold the thread up or make it grow.
 """
 
@@ -17,7 +19,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +43,48 @@ CALL_S = 1.0
 """The longest request, the most connections at a time (the oldest goes for a new one), and how long each may take."""
 
 ANSWER_S = 0.2
-"""How long a process has to answer before it is named as one that did not."""
+"""How long a process has to answer before it is named as one that has not done so yet."""
+
+WAIT_S = 5.0
+"""How long a caller waits for those."""
+
+AGAIN_S = 0.05
+"""How long after a process hung up, or had no room for another caller, it is asked again."""
 
 Answer = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asks for: to read the profile at `path`, or the process's own file again (None).
+
+    Where `service` is given, only a process of that service is meant; `switch` allows another file than its own.
+    """
+
+    path: str | None = None
+    service: str | None = None
+    switch: bool = False
+
+    def line(self) -> bytes:
+        """As it goes over the socket."""
+        more = {name: value for name, value in (("service", self.service), ("switch", self.switch)) if value}
+        return json.dumps({"reload": self.path, **more}).encode() + b"\n"
+
+    @classmethod
+    def parsed(cls, line: bytes) -> Request | None:
+        """The request of a line, None where it is none."""
+        try:
+            asked = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(asked, dict) or "reload" not in asked or asked.keys() - {"reload", "service", "switch"}:
+            return None
+        path, service, switch = asked["reload"], asked.get("service"), asked.get("switch", False)
+        if not isinstance(path, str | None) or not isinstance(service, str | None) or not isinstance(switch, bool):
+            return None
+        return cls(path, service, switch)
+
+
 _SOCKET_NAME = re.compile(r"[0-9]+\.sock")
 
 
@@ -73,16 +114,17 @@ def _selector() -> selectors.BaseSelector:
 class Control:
     """Serves one process from a thread of its own, between `start` and `stop`.
 
-    `reload(path)` does what a caller or a changed file asks for and tells what became of it, with `error` where it was
-    refused; None is the file at hand, which `watched()` names (None: there is nothing to watch). `settle()` is called
-    after a reload until it returns False. `complain(message)` is told of a file that stays unusable.
+    `reload(request)` does what a caller or a changed file asks for and tells what became of it, with `error` where it
+    was refused, and `other` where another process was meant. `watched()` names the file at hand (None: there is nothing
+    to watch). `settle()` is called after a reload until it returns False. `complain(message)` is told of a file that
+    stays unusable.
     """
 
     def __init__(
         self,
         folder: Path | None,
         watched: Callable[[], Path | None],
-        reload: Callable[[str | None], Answer],
+        reload: Callable[[Request], Answer],
         settle: Callable[[], bool],
         complain: Callable[[str], object],
     ) -> None:
@@ -254,23 +296,16 @@ class Control:
             self._drop(connection)
 
     def _answer(self, line: bytes) -> Answer:
-        try:
-            asked = json.loads(line)
-        except (ValueError, RecursionError):
-            asked = None
-        if (
-            not isinstance(asked, dict)
-            or list(asked) != ["reload"]
-            or not isinstance(asked["reload"], (str, type(None)))
-        ):
+        request = Request.parsed(line)
+        if request is None:
             return {"error": 'found no request; allowed: {"reload": "/path/of/profile.yaml"} or {"reload": null}'}
-        answer = self._ask(asked["reload"])
+        answer = self._ask(request)
         if answer.get("error"):
             self._complain(str(answer["error"]))
         return answer
 
-    def _ask(self, path: str | None) -> Answer:
-        answer = self._reload(path)
+    def _ask(self, request: Request) -> Answer:
+        answer = self._reload(request)
         self._unsettled = True
         return answer
 
@@ -302,7 +337,7 @@ class Control:
             self._follow(stamp)
 
     def _follow(self, stamp: tuple[int, ...] | None) -> None:
-        error = str(self._ask(None).get("error", ""))
+        error = str(self._ask(Request()).get("error", ""))
         if _stamp(self._watched()) != stamp:  # it was being written: neither a success nor an error counts
             self._changed, self._seen = None, (-1,)
             return
@@ -368,44 +403,55 @@ def remove_stale(paths: Iterable[Path]) -> list[Path]:
     return alive
 
 
-def tell(paths: Iterable[Path], profile: str | None, timeout_s: float = ANSWER_S) -> dict[Path, Answer | None]:
-    """Ask every process behind these sockets to reload, all at once; None stands for one that did not answer in time.
+def tell(
+    paths: Iterable[Path],
+    request: Request,
+    timeout_s: float = WAIT_S,
+    slow: Callable[[Sequence[Path]], object] = lambda paths: None,
+) -> dict[Path, Answer | None]:
+    """Ask every process behind these sockets, all at once; None stands for one that did not answer in time.
 
-    A socket that nobody listens on any more is removed and not in the answer.
+    One that hangs up without an answer is asked again within the time. `slow(paths)` is told once, after `ANSWER_S`, of
+    those that have not answered yet. A socket that nobody listens on any more is removed and not in the answer.
     """
-    request = json.dumps({"reload": profile}).encode() + b"\n"
+    line = request.line()
     answers: dict[Path, Answer | None] = dict.fromkeys(paths)
-    unheard = list(answers)
+    start = time.monotonic()
+    to_ask = dict.fromkeys(answers, start)
     waiting: dict[Path, tuple[Socket, bytearray]] = {}
-    end = time.monotonic() + timeout_s
+    told = False
     with _selector() as selector:
-        while (unheard or waiting) and (left := end - time.monotonic()) > 0:
-            for path in list(unheard):
+        while (to_ask or waiting) and (now := time.monotonic()) < start + timeout_s:
+            if not told and now >= start + ANSWER_S:
+                told = True
+                slow([*to_ask, *waiting])
+            for path in [path for path, at in to_ask.items() if at <= now]:
+                del to_ask[path]
                 try:
-                    connection = _call(path, request)
-                except BlockingIOError:
-                    continue  # its queue is full: once more in a moment
+                    connection = _call(path, line)
                 except (ConnectionRefusedError, FileNotFoundError):
                     path.unlink(missing_ok=True)
                     del answers[path]
-                except OSError:
-                    pass
+                except OSError:  # such as a queue that is full
+                    to_ask[path] = now + AGAIN_S
                 else:
                     waiting[path] = connection, bytearray()
                     selector.register(connection, selectors.EVENT_READ, path)
-                unheard.remove(path)
-            for key, _ in selector.select(min(left, 0.01) if unheard else left):
-                connection, received = waiting[key.data]
+            until = min([start + timeout_s, *to_ask.values(), *([] if told else [start + ANSWER_S])])
+            for key, _ in selector.select(max(until - time.monotonic(), 0.0)):
+                path, (connection, received) = key.data, waiting[key.data]
                 try:
                     data = connection.recv(65_536)
                 except OSError:
                     data = b""
                 received += data
                 if not data:
-                    answers[key.data] = _parsed(received)
+                    answers[path] = _parsed(received)
                     selector.unregister(connection)
                     connection.close()
-                    del waiting[key.data]
+                    del waiting[path]
+                    if answers[path] is None:
+                        to_ask[path] = time.monotonic() + AGAIN_S
         for connection, _ in waiting.values():
             connection.close()
     return answers

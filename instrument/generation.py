@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument import files
+from instrument.control import Request
 from instrument.errors import StateError
 from instrument.probes.selection import Selection
 from instrument.profile import Profile
@@ -76,6 +77,30 @@ def read(asked: Profile | str | os.PathLike[str] | None, file: Path | None) -> t
         return asked, file_of(asked, folder)
     path = folder / (asked or file or "")
     return load(path), path
+
+
+def other_than(request: Request, now: Profile, file: Path | None) -> str:
+    """Which process this is, where a request is not meant for it; "" where it is. Raises `ProfileError`.
+
+    Meant is one whose own file it is or, if the caller switches it to another, one of that profile's service.
+    """
+    service, path = request.service, request.path
+    if path is not None and not (file is not None and _is_same(Path(path), file)):
+        if not request.switch:
+            return _known_as(now)
+        service = load(path).service
+    return "" if service in (None, now.service) else _known_as(now)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one that is gone just now, as where a file is being replaced
+        return one.resolve() == other.resolve()
+
+
+def _known_as(profile: Profile) -> str:
+    return f"it runs the service {profile.service} with {profile.source}"
 
 
 def taken_on(wanted: Profile, now: Profile) -> Profile:

@@ -20,7 +20,7 @@ from typing import Any
 
 from instrument import chrome, clock, files, generation, otlp
 from instrument.account import Account
-from instrument.control import Control, folder_of
+from instrument.control import Control, Request, folder_of
 from instrument.device.cuda import CudaDriver
 from instrument.device.gauges import Gauges
 from instrument.device.nvtx import Ranges
@@ -343,12 +343,16 @@ class Session:
         """Note why a profile was not taken on, until one is."""
         self.account.refuse(f"the profile of generation {self.generation} stays in force: {error}")
 
-    def _told(self, path: str | None) -> Mapping[str, Any]:
+    def _told(self, request: Request) -> Mapping[str, Any]:
         """What a caller of the control socket, or a changed file, asks for; the answer as JSON takes it."""
+        path = request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": self.profile.service}
         try:
             if path is not None and Path(path).exists() and not Path(path).is_file():
                 raise ProfileError([f"{path}: found no regular file; give the path of a profile"])
+            other = generation.other_than(request, self.profile, self._file)
+            if other:
+                return {**facts, "generation": self.generation, "digest": self._digest, "other": other}
             done = self._reload(path)
         except (InstrumentError, ValueError) as error:
             return {**facts, "generation": self.generation, "digest": self._digest, "error": str(error)}

@@ -66,7 +66,7 @@ def followed_ms(ways: str, workers: int) -> list[float]:
         new.rename(file)
         start_ns = time.monotonic_ns()
         if "socket" in ways:
-            control.tell(control.sockets(Path("sockets")), None, 10)
+            control.tell(control.sockets(Path("sockets")), control.Request(), 10)
         while any(struct.unpack_from("q", told, slot * 16)[0] <= number for slot in range(workers)):
             time.sleep(0.001)
             if time.monotonic_ns() - start_ns > 20 * 10**9:
