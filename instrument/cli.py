@@ -391,7 +391,7 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
         targets.setdefault(facts.pop("rule"), []).append(facts)
     return {
         "format": 1,
-        "profile": {"source": profile.source, "service": profile.service, "digest": profile.digest},
+        "profile": {"source": profile.source, "service": _service_told(profile), "digest": profile.digest},
         "settings": [
             {"setting": name, "value": value, "from": origin} for name, value, origin in _settings_of(profile)
         ],
@@ -409,7 +409,7 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
 
 
 def _print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> None:
-    print(f"profile {profile.source}: service {profile.service}, digest {profile.digest}")
+    print(f"profile {profile.source}: service {_service_told(profile)}, digest {profile.digest}")
     for name, value, origin in _settings_of(profile):
         print(f"  {name} = {'not set' if value is None else value} (from {origin})")
     print(f"{_twins_line()}, Python {platform.python_version()}")
@@ -477,6 +477,10 @@ def _never_imported(verdict: Verdict, profile: Profile) -> bool:
     return verdict.state == "waiting" and any(rule.text == verdict.rule for rule in profile.functions)
 
 
+def _service_told(profile: Profile) -> str:
+    return profile.told.get("service", profile.service)
+
+
 def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
     """Each setting that a variable can give, where it is on: its value, and who gave it. Headers by name alone."""
     found = []
@@ -484,6 +488,8 @@ def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
         value = setting(profile, name)
         if name.endswith(".headers"):
             value = [header for header, _ in value or ()]
+        elif value is not None:
+            value = profile.told.get(name, value)
         if value is not None or origin != "default":
             found.append((name, value, origin))
     return found

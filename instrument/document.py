@@ -6,6 +6,7 @@ and the reading goes on beside it. So `Document.read` finds every problem of a t
 
 Aliases are expanded, merge keys merged, and ``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` replaced as in
 OpenTelemetry's configuration files: in values only, never in keys, and what a variable holds is never structure.
+What one holds may be a secret: nothing that is shown has it, but for OpenTelemetry's own variables.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class _Refused(Exception):  # noqa: N818 - it is no error of the caller's: the p
 class Document:
     """One YAML text: what it is called, the variables that it may name, and the problems found so far.
 
-    `faults` counts the problems, and each broken node that was tried; `origins` is for readers that take values from
-    variables: by path, where the value came from.
+    `faults` counts the problems, and each broken node that was tried. `origins` and `told` are for readers that take
+    values from variables: by path, where the value came from, and how it is shown where that is not as it is.
     """
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
@@ -41,6 +42,7 @@ class Document:
         self.name = name
         self.environ = environ
         self.origins: dict[str, str] = {}
+        self.told: dict[str, str] = {}
         self.faults = 0
         self.noted: list[tuple[int, int, str]] = []
 
@@ -70,6 +72,7 @@ class Node:
 
     `kind` is null, bool, int, float, date, text, list, mapping, or broken (its problems are noted). A scalar's `text`
     is as written, references replaced; `plain` says that it stood without quotes, `variable` which one it consists of.
+    `written` is the text with the references still in it where a variable is set that may hold a secret, else "".
     `items` are a list's values; `pairs` a mapping's keys and values by name.
     """
 
@@ -81,15 +84,22 @@ class Node:
     text: str = ""
     plain: bool = False
     variable: str = ""
+    written: str = ""
     items: tuple[Node, ...] = ()
     pairs: Mapping[str, tuple[Node, Node]] = field(default_factory=dict)
 
     @property
     def shown(self) -> str:
         """The value as messages show it."""
-        words = {"null": "nothing", "list": "a list", "mapping": "a mapping", "text": repr(clip(self.text))}
+        text = clip(self.written or self.text)
+        words = {"null": "nothing", "list": "a list", "mapping": "a mapping", "text": repr(text)}
         names = {"bool": "boolean", "date": "date"}
-        return words.get(self.kind) or f"the {names.get(self.kind, 'number')} {clip(self.text)}"
+        return words.get(self.kind) or f"the {names.get(self.kind, 'number')} {text}"
+
+    @property
+    def told(self) -> str:
+        """A scalar's text as it may be shown wherever its value is."""
+        return without_secrets(self.written or self.text)
 
     @property
     def is_off(self) -> bool:
@@ -106,7 +116,7 @@ class Node:
         """Note one problem: what is allowed here, what was found (else the value), and what was perhaps meant."""
         document, where = self.document, self.where
         where = clip(where or "profile") if where.isprintable() else ascii(clip(where))
-        meant = f"; did you mean '{near}'?" if near else ""
+        meant = f"; did you mean '{clip(near)}'?" if near and not self.written else ""
         message = f"{where}: found {found or self.shown}; allowed: {allowed}{meant}"
         document.noted.append((self.line, self.column, f"{document.name}:{self.line}:{self.column}: {message}"))
         document.faults += 1
@@ -134,11 +144,18 @@ Read = Callable[[Node], Any]
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
-def clip(text: str) -> str:
-    """Text fit for a message: short, and without the credentials of a URL."""
+def without_secrets(text: str) -> str:
+    """Text without the credentials and the query of a URL, if it is one or was meant to be."""
     before, at, after = text.rpartition("@")
     if at and "//" in before:
         text = f"{before.partition('//')[0]}//***@{after}"
+    path, question, query = text.partition("?")
+    return f"{path}?***" if question and ("/" in path or "=" in query) else text
+
+
+def clip(text: str) -> str:
+    """Text fit for a message: short, and without secrets."""
+    text = without_secrets(text)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -276,6 +293,7 @@ class _Tree:
     def scalar(self, source: Any, kind: str, at: Node) -> Node:
         plain = source.style is None
         text, variable = source.value, ""
+        written = _REFERENCE.sub(self.shown, text) if any(map(self.is_secret, _REFERENCE.finditer(text))) else ""
         for reference in _REFERENCE.finditer(text):
             if broken := reference["broken"]:
                 forms = "${VAR}, ${env:VAR}, ${VAR:-default}, and $$ for a dollar sign"
@@ -288,12 +306,21 @@ class _Tree:
                 kind = self.kind(self.resolve(type(source), text, (True, False)))
         else:
             text = _REFERENCE.sub(self.value, text)
-        return replace(at, kind=kind, text=text, plain=plain, variable=variable)
+        return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written)
 
     def value(self, reference: re.Match[str]) -> str:
         if reference["escape"]:
             return "$"
         return self.document.environ.get(reference["name"]) or reference["default"] or ""
+
+    def is_secret(self, reference: re.Match[str]) -> bool:
+        """Whether what a reference stands for is not to be shown: what the file says itself is, and what OTEL_* say."""
+        name = reference["name"] or ""
+        is_open = name.startswith("OTEL_") and not name.endswith("_HEADERS")
+        return bool(self.document.environ.get(name)) and not is_open
+
+    def shown(self, reference: re.Match[str]) -> str:
+        return reference[0] if self.is_secret(reference) else self.value(reference)
 
 
 # ---------------------------------------------------------------- readers of plain values

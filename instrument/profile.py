@@ -258,8 +258,8 @@ class Profile:
     `startup`, for the time of imports and what loads and compiles models.
 
     `source` is the file's path, or the name that `loads` was given. `origins` tells, for each setting that a variable
-    can give, where its value came from: ``profile``, the variable's name, or ``default``. Two profiles are equal when
-    they ask for the same, wherever they were written.
+    can give, where its value came from: ``profile``, the variable's name, or ``default``; `told` how it is shown, where
+    its value may hold a secret. Two profiles are equal when they ask for the same, wherever they were written.
     """
 
     service: str = "unknown_service"
@@ -283,6 +283,7 @@ class Profile:
     export: Export = field(default_factory=Export)
     source: str = field(default="<profile>", compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    told: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def digest(self) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from instrument.device.host import memory_bytes
 from instrument.document import (
     Document,
     Node,
@@ -127,7 +128,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     values = document.read(_part("", dict))
     if document.problems:
         raise ProfileError(document.problems)
-    profile = Profile(**values, source=name, origins=document.origins)
+    profile = Profile(**values, source=name, origins=document.origins, told=document.told)
     schedule = profile.schedule
     if schedule is None or schedule.step is None:
         return profile
@@ -174,6 +175,19 @@ def _duration(example: str, least: str = "") -> Read:
 
 def _size(example: str, least: str = "") -> Read:
     return quantity(SIZE_UNITS, example, least)
+
+
+_read_ring = _size("64MiB", least="64KiB")
+
+
+def _ring(node: Node) -> int:
+    """The size of the rings, which this machine must have: they are written round and round, so all of it is used."""
+    size_bytes: int = _read_ring(node)
+    memory = memory_bytes()
+    if memory is not None and size_bytes > memory:
+        gib = max(memory / 2**30, 0.01)
+        node.refuse(f"at most the memory that this machine has for the process, {gib:.2f} GiB")
+    return size_bytes
 
 
 _read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
@@ -321,6 +335,8 @@ def _fields(node: Node, section: str) -> dict[str, Any]:
                 source, read, value = _variable(node, path)
             if path in VARIABLES:
                 node.document.origins[path] = source
+                if value is not None and value.told != value.text:
+                    node.document.told[path] = value.told
             if value:
                 values[key.field] = value.attempt(read)
             elif key.required:
@@ -350,7 +366,7 @@ def _function_rule(node: Node) -> FunctionRule:
     if "kind" not in values and "phase" in values:
         values["kind"] = "phase"
     values.update(values.pop("where", {}))
-    return FunctionRule(match, exclude, line=node.line, text=", ".join(written), **values)
+    return FunctionRule(match, exclude, line=node.line, text=", ".join(_texts_told(node, "match")), **values)
 
 
 def _argument(node: Node) -> Argument:
@@ -365,8 +381,14 @@ def _layer_rule(node: Node) -> LayerRule:
     if not match and not types:
         found = "only patterns with '!' and no type" if written else "neither match nor type"
         node.refuse("a match, a type, or both", found=found)
-    text = ", ".join(written + (f"type {' '.join(types)}",) * bool(types))
+    text = ", ".join(_texts_told(node, "match") + [f"type {' '.join(_texts_told(node, 'type'))}"] * bool(types))
     return LayerRule(match, exclude, line=node.line, text=text, **values)
+
+
+def _texts_told(node: Node, key: str) -> list[str]:
+    """One text of a rule or several, as messages call the rule by them, each once."""
+    _, found = node.pairs.get(key, (node, node))
+    return list(dict.fromkeys(text.told for text in found.items or (found,) if text.kind == "text"))
 
 
 def _sides(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -414,7 +436,7 @@ def _schedule(node: Node) -> Schedule:
         return Schedule(**_fields(node, "schedule"))
     steps = each(whole(0), "a list")(node)
     if len(steps) != 2 or steps[0] >= steps[1]:
-        found = f"[{', '.join(map(str, steps[:5]))}{', ...' * (len(steps) > 5)}]"
+        found = f"[{', '.join(item.told for item in node.items[:5])}{', ...' * (len(steps) > 5)}]"
         node.refuse("[start, end] with 0 <= start < end, or a mapping", found=found)
     return Schedule(record=steps[1] - steps[0], skip_first=steps[0], repeat=1)
 
@@ -528,7 +550,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "before": Key("before_ns", _duration("2s")),
     },
     "limits": {
-        "ring": Key("ring_bytes", _size("64MiB", least="64KiB")),
+        "ring": Key("ring_bytes", _ring),
         "spans_per_request": Key("spans_per_request", whole(1)),
         "disk": Key("disk_bytes", _size("1GiB")),
     },

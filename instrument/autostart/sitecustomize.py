@@ -26,7 +26,9 @@ def _start() -> None:
     try:
         from instrument.autostart import start
     except Exception as error:
-        sys.stderr.write(f"instrument: this process is not instrumented: {error}\n")
+        why = str(error) or type(error).__name__
+        sys.stderr.write(f"instrument: this process is not instrumented: {why}
+")
     else:
         start()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -92,22 +93,50 @@ def cores() -> float:
     return min([allowed, *_limits()])
 
 
-def _limits() -> list[float]:
-    """Cores that control groups allow: of version 2 every group above the process limits it, too."""
+def memory_bytes() -> int | None:
+    """How much memory the process may use: that of the machine, or what its control groups leave it; None if unknown."""
+    try:
+        machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (AttributeError, OSError, ValueError):  # not on every system
+        machine = []
+    limits = [
+        limit
+        for controllers, group in _groups()
+        if controllers in ("", "memory")
+        for limit in _memory_of(group / ("memory.max" if controllers == "" else "memory.limit_in_bytes"))
+    ]
+    return min([*machine, *limits], default=None)
+
+
+def _memory_of(file: Path) -> list[int]:
+    try:
+        return [int(file.read_text("ascii"))]
+    except (OSError, ValueError):  # as for cores
+        return []
+
+
+def _groups() -> Iterator[tuple[str, Path]]:
+    """The control groups that the process is in, those above them included: the controller, "" in version 2."""
     try:
         lines = (PROC / "self/cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
-        return []
-    limits = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         folders = [Path(path), *Path(path).parents] if path.startswith("/") else [Path("/")]
-        for folder in folders:
-            here = CONTROL_GROUPS / ("cpu" if controllers else "") / folder.relative_to("/")
-            if controllers == "":
-                limits += _quota(here / "cpu.max")
-            elif "cpu" in controllers.split(","):
-                limits += _quota(here / "cpu.cfs_quota_us", here / "cpu.cfs_period_us")
+        for controller in controllers.split(","):
+            # Of version 1 all that share a hierarchy are links to one folder.
+            yield from ((controller, CONTROL_GROUPS / controller / folder.relative_to("/")) for folder in folders)
+
+
+def _limits() -> list[float]:
+    """Cores that control groups allow: of version 2 every group above the process limits it, too."""
+    limits = []
+    for controller, group in _groups():
+        if controller == "":
+            limits += _quota(group / "cpu.max")
+        elif controller == "cpu":
+            limits += _quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
     return limits
 
 

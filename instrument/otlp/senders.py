@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.compression import compressor
+from instrument.document import without_secrets
 from instrument.errors import ExportError
 from instrument.otlp import packing
 from instrument.otlp.connection import Connection, Timed, TlsConnection
@@ -78,9 +79,10 @@ class Http:
             self._tls = url.scheme == "https"
             self._address = (url.hostname or "", url.port or (443 if self._tls else 80))
         except ValueError as fault:
-            raise ExportError(f"asked to export spans to {settings.endpoint!r}: {fault}") from fault
+            raise ExportError(f"asked to export spans to {without_secrets(settings.endpoint)!r}: {fault}") from fault
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ExportError(f"asked to export spans to {settings.endpoint!r}, which is no http:// or https:// URL")
+            shown = without_secrets(settings.endpoint)
+            raise ExportError(f"asked to export spans to {shown!r}, which is no http:// or https:// URL")
         path = (url.path or "/") + (f"?{url.query}" if url.query else "")
         lines = [f"Host: {url.netloc.rpartition('@')[2]}"]
         lines += [f"{name}: {value}" for name, value in settings.headers]
@@ -196,7 +198,7 @@ def _judge(response: HTTPResponse, content: bytes, spans: int) -> Verdict:
     reason = f"HTTP {response.status} {response.reason[:100]}"
     location = response.getheader("Location")
     if location:
-        reason += f", redirected to {location[:200]}"
+        reason += f", redirected to {without_secrets(location)[:200]}"
     refused = response.status in _REFUSED
     return Verdict(False, too_large=response.status == 413, refused=refused, reason=reason)
 
