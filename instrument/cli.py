@@ -27,12 +27,13 @@ from instrument.control import WAIT_S, Answer, Request, folder_of, sockets, tell
 from instrument.device import cuda
 from instrument.document import nearest
 from instrument.errors import InstrumentError, ProfileError
+from instrument.memory_limit import within_memory
 from instrument.probes.scopes import OFF
 from instrument.probes.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
 from instrument.probes.verdict import STATES as STATES_OF_TARGETS
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS, Profile
 from instrument.report.view import THREADS, UNITS
-from instrument.schema import load, setting
+from instrument.schema import SIZE_UNITS, load, setting
 
 ATTACHED_SHOWN = 20
 """The most targets of a rule that `check` shows line by line where all is well."""
@@ -155,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--unit", choices=tuple(UNITS), default="ms", help="of times in text (default: ms)")
     report.add_argument("--json", action="store_true", help="the same numbers as one JSON document, times in ns")
+    report.add_argument(
+        "--memory",
+        type=_size_bytes,
+        metavar="SIZE",
+        help="the most to use, such as 2GiB (default: 500MB, and more for files that are large themselves)",
+    )
     report.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
     report.set_defaults(verb=_report, takes_host=False)
     return parser
@@ -177,6 +184,13 @@ def _time_ns(text: str) -> int:
     if not found:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of ns, us, ms, s, such as 50us")
     return round(float(found[1]) * UNITS[found[2]])
+
+
+def _size_bytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([A-Za-z]+)", text)
+    if not found or found[2] not in SIZE_UNITS:
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of {' '.join(SIZE_UNITS)}")
+    return round(float(found[1]) * SIZE_UNITS[found[2]])
 
 
 def _views(text: str) -> list[str]:
@@ -568,6 +582,12 @@ def _without_collector() -> Iterator[None]:
 
 @_without_collector()
 def _report(options: argparse.Namespace, host: list[str]) -> int:
+    files = [options.trace, *filter(None, [options.beside])]
+    with within_memory(files, options.memory):
+        return _reported(options)
+
+
+def _reported(options: argparse.Namespace) -> int:
     from instrument import chrome
     from instrument.report.summary import summary, summary_document
     from instrument.report.view import Options, Recording

@@ -17,7 +17,7 @@ ROOT = Path(instrument.__file__).parent
 FLOORS: list[list[str]] = [
     [
         "unpatched", "errors", "threads", "termination", "atomic", "clock", "compression", "http_status", "document",
-        "native", "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello",
+        "native", "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello", "memory_limit",
     ],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
     [
@@ -31,6 +31,7 @@ FLOORS: list[list[str]] = [
 WITHIN = {
     "errors": {"unpatched"},
     "threads": {"errors", "unpatched"},
+    "memory_limit": {"errors"},
     "spans": {"native"},
     "tally": {"native", "spans"},
     "paths": {"native", "spans"},

@@ -459,6 +459,16 @@ def test_bad_input_is_one_clear_error_exit_code_2_and_no_traceback(
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == before
 
 
+def test_check_and_run_refuse_a_ring_that_no_machine_has_memory_for(folder: Path) -> None:
+    (folder / "large.yaml").write_text("limits: {ring: 100TB}")
+    says = "large.yaml:1:16: limits.ring: found '100TB'; allowed: at most the memory that this machine has"
+    for verb in (["check", "large.yaml"], ["run", "--profile", "large.yaml", "--", "-c", "pass"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "instrument", *verb], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, says in done.stderr) == (2, True)
+
+
 def test_report_prints_the_table_of_a_saved_trace(folder: Path) -> None:
     write(folder / "main.py", "from work import step\nfor i in range(5): step(i)\n")
     run("run", "--profile", "profile.yaml", "--", "main.py")

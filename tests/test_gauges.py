@@ -868,3 +868,23 @@ def test_a_real_gpu_reads_as_nvidia_smi_does() -> None:
         assert newest["temperature", gpu.device] == pytest.approx(float(temperature), abs=25)
         assert newest["power", gpu.device] == pytest.approx(float(power), rel=1, abs=100)
         assert 0 <= (newest["utilization", gpu.device] or 0) <= 100
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "limit"),
+    [
+        ("0::/a/b", {"a/memory.max": "4096000\n", "a/b/memory.max": "max\n"}, 4096000),
+        ("4:memory:/a\n7:cpu:/a", {"memory/a/memory.limit_in_bytes": "8192000\n"}, 8192000),
+        ("0::/a", {"a/memory.max": f"{1 << 62}\n"}, None),
+        ("", {}, None),
+    ],
+)
+def test_memory_is_what_the_machine_or_the_control_groups_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, files: dict[str, str], limit: int | None
+) -> None:
+    made_proc(tmp_path, monkeypatch, "", cgroup=group)
+    for name, text in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(text)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert host_room.memory_bytes() == (limit or machine)

@@ -438,9 +438,7 @@ class TestReferences:
         assert profile.capture == Capture(0.5, 0, True)
         assert profile.limits.spans_per_request == 7
 
-    @pytest.mark.parametrize(
-        "written", ['"${NUMBER}"', "${NUMBER}${NUMBER}", "${NAME}"]
-    )
+    @pytest.mark.parametrize("written", ['"${NUMBER}"', "${NUMBER}${NUMBER}", "${NAME}"])
     def test_a_quoted_or_embedded_reference_stays_text(self, written: str) -> None:
         message = problem(f"limits:\n  spans_per_request: {written}", self.ENVIRON)
         found = written.strip('"')

@@ -14,7 +14,8 @@ def start() -> None:
         if process.start() is not None:
             process.stop_on_sigterm()
     except Exception as error:
-        sys.stderr.write(f"instrument: this process is not instrumented: {error}\n")
+        why = str(error) or type(error).__name__
+        sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")
 
 
 def start_beside_opentelemetry() -> None:

@@ -117,6 +117,11 @@ class Foreign:
         self._count_more(len(self.spans) - before)
         return taken
 
+    @property
+    def taken(self) -> int:
+        """How many events have said something, those of allocations in bytes."""
+        return self._count + len(self._allocations)
+
     def _count_more(self, slices: int) -> None:
         self._count += slices
         if self._count > LIMIT_SPANS:

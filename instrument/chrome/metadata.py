@@ -14,6 +14,7 @@ from instrument.chrome import allocations
 from instrument.chrome.text import INT64, checked, clean, encode, index, is_number, safe, whole
 from instrument.spans import (
     GAUGES,
+    KINDS,
     WORK,
     Allocations,
     Cost,
@@ -325,6 +326,8 @@ class Metadata:
 def _site(facts: dict[str, Any]) -> Site:
     pairs = tuple((checked(key, str), attribute(value)) for key, value in facts.get("attributes", ()))
     site: Site = made(Site, facts, attributes=pairs)
+    if site.kind not in KINDS:
+        raise ValueError(f"a place in it is of the kind {site.kind!r:.40}, which there is not; it is damaged")
     return site
 
 

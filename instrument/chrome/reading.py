@@ -26,6 +26,16 @@ _native_spans = native.find("_spans")
 LIMIT_BYTES = 2 << 30
 """Most bytes of text that `load` reads unless told otherwise; browsers give up far below."""
 
+LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
+"""Most times its size that a packed file unpacks to, beyond so many bytes. Traces pack to a tenth, at times a
+thirtieth: their times do not repeat."""
+
+LIMIT_KEYS = 1000
+"""More keys beside the events, or in that of ours, are in no trace."""
+
+LIMIT_VOID, VOID_BESIDE = 1_000_000, 4
+"""Most events that say nothing of a trace, beyond so many for each that does: flows and the like."""
+
 LIMIT_BACKWARD = 1000
 """More parents that start after their children are in no program's trace; what they ask for has no end."""
 
@@ -94,10 +104,28 @@ def _load(source: Path, limit_bytes: int) -> tuple[Trace, Tally | None]:
     with source.open("rb") as file:
         gzipped = file.read(2) == b"\x1f\x8b"
     with compression.opened(source) if gzipped else source.open("rb") as file:
-        text = Json(file.read, limit_bytes)
+        packed_bytes = facts.st_size if gzipped else None
+        text = Json(file.read if packed_bytes is None else _unpacking(file.read, packed_bytes), limit_bytes)
         if not gzipped:
             text.refuse_beyond_limit(facts.st_size)
         return _content(text)
+
+
+def _unpacking(read: Callable[[int], bytes], packed_bytes: int) -> Callable[[int], bytes]:
+    """Reads what was packed, and refuses what only a file made to fill the memory unpacks to."""
+    left = max(LIMIT_UNPACKED * packed_bytes, LEAST_UNPACKED)
+
+    def unpack(size: int) -> bytes:
+        nonlocal left
+        block = read(size)
+        left -= len(block)
+        if left < 0:
+            raise ValueError(
+                f"it unpacks to more than {LIMIT_UNPACKED} times its size; if you trust it, unpack it first"
+            )
+        return block
+
+    return unpack
 
 
 def _content(text: Json) -> tuple[Trace, Tally | None]:
@@ -110,9 +138,15 @@ def _content(text: Json) -> tuple[Trace, Tally | None]:
             return own.scan(text)
         return scanner is not None and foreign.scan(text, scanner)
 
+    void = 0
     for key, value in _members(text, scan):
         if key is None:
-            (own or foreign).add(value)
+            reader = own or foreign
+            before = reader.taken
+            reader.add(value)
+            void += reader.taken == before
+            if void > LIMIT_VOID + VOID_BESIDE * before:
+                raise ValueError("most of its events say nothing of any call; give a Chrome trace in JSON")
         elif key == "instrument" and isinstance(value, dict) and "format" in value:
             if foreign.spans or foreign.marks:
                 raise ValueError("its key 'instrument' comes after its events; put its keys in order (`jq -S .`)")
@@ -134,8 +168,9 @@ def _members(text: Json, scan: Callable[[Json], bool]) -> Iterator[tuple[str | N
     if text.take("{[") == "[":
         yield from _elements(text, scan)
     else:
-        end, has_events = text.take("}") if text.peek() == "}" else ",", False
+        end, has_events, keys = text.take("}") if text.peek() == "}" else ",", False, 0
         while end == ",":
+            keys = _counted_key(keys)
             key = checked(text.value(), str)
             text.take(":")
             if key == "traceEvents":
@@ -155,10 +190,10 @@ def _facts(text: Json) -> dict[str, Any]:
     """An object value by value; of ours the allocations are taken one by one, as `Allocations.rows`."""
     text.take("{")
     facts: dict[str, Any] = {}
-    held = 0
+    held = keys = 0
     end = text.take("}") if text.peek() == "}" else ","
     while end == ",":
-        before = text.passed
+        before, keys = text.passed, _counted_key(keys)
         key = checked(text.value(), str)
         text.take(":")
         if key == "allocations" and "format" in facts and text.peek() == "[":
@@ -170,6 +205,12 @@ def _facts(text: Json) -> dict[str, Any]:
             raise ValueError("its key 'instrument' is longer than in any trace; give a Chrome trace in JSON")
         end = text.take(",}")
     return facts
+
+
+def _counted_key(keys: int) -> int:
+    if keys == LIMIT_KEYS:
+        raise ValueError(f"it has more than {LIMIT_KEYS} keys beside its events; give a Chrome trace in JSON")
+    return keys + 1
 
 
 def _elements(text: Json, scan: Callable[[Json], bool]) -> Iterator[tuple[None, dict[str, Any]]]:
@@ -263,6 +304,11 @@ class _Own:
             return False
         self._refuse_beyond_limit()
         return True
+
+    @property
+    def taken(self) -> int:
+        """How many events have said something."""
+        return len(self._spans) + len(self._samples)
 
     def _refuse_beyond_limit(self) -> None:
         if len(self._spans) > LIMIT_SPANS:

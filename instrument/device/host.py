@@ -94,7 +94,7 @@ def cores() -> float:
 
 
 def memory_bytes() -> int | None:
-    """How much memory the process may use: that of the machine, or what its control groups leave it; None if unknown."""
+    """How much memory the process may use: the machine's, or what its control groups leave it; None if unknown."""
     try:
         machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, OSError, ValueError):  # not on every system

@@ -1,0 +1,51 @@
+"""A bound for the memory that reading a file may take, set by the system itself, whatever asks for the memory."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from instrument.errors import InstrumentError
+
+LEAST_BYTES = 500_000_000
+"""What `report` may use of any file, all of the process counted."""
+
+SHARE_OF_DATA = 0.9
+"""What part of it the system's limit is for, which does not count libraries and stacks."""
+
+PACKED_NEEDS, PLAIN_NEEDS = 20, 3
+"""How many times its size a trace file may need where that is more: a span has 21 bytes packed, 200 plain, and 400
+while views are made of it."""
+
+
+@contextmanager
+def within_memory(files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
+    """Bound what the process may use in all: to what is asked for, or else by the sizes of the trace files.
+
+    Raises `InstrumentError` where they take more: they are made to do so, or very large.
+    """
+    bound = asked_bytes or max(LEAST_BYTES, sum(map(_need_bytes, map(Path, files))))
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
+    known = [limit for limit in (before, most) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([int(bound * SHARE_OF_DATA), *known]), most))
+    try:
+        yield
+    except MemoryError:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))  # what is told now needs some, too
+        raise InstrumentError(
+            f"report: {' with '.join(files)} takes more than {bound / 1e6:.0f} MB of memory; if you trust it, give "
+            "more with --memory, such as --memory 4GiB"
+        ) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+
+
+def _need_bytes(file: Path) -> int:
+    try:
+        with file.open("rb") as opened:
+            is_packed = opened.read(2) == b"\x1f\x8b"
+        return file.stat().st_size * (PACKED_NEEDS if is_packed else PLAIN_NEEDS)
+    except OSError:
+        return 0  # reading it will say what is wrong
