@@ -162,25 +162,38 @@ class Totals:
         return own
 
     def percentile(self, fraction: float) -> int | None:
-        """The elapsed time in ns below which `fraction` of the calls lie, within 0.78 %; None without calls.
-
-        Nearest rank over the log-bucketed histogram, kept inside the exact minimum and maximum.
-        """
+        """The percentile of the calls' elapsed times in ns, as `percentiles` says; None without calls."""
         return percentiles(self.histogram, (fraction,), self.calls, self.min_ns, self.max_ns)[0]
 
 
 def percentiles(
     histogram: Mapping[int, int], fractions: Sequence[float], calls: int, min_ns: int, max_ns: int
 ) -> list[int | None]:
-    """As `Totals.percentile`, for several fractions."""
+    """p50, p90, p99 and the like, of every table: the times in ns below which those fractions of the calls lie.
+
+    Nearest rank over the log-bucketed histogram: the middle of the bucket in which the call of that rank lies, kept
+    inside the exact minimum and maximum. So a percentile is within 0.78 % of the exact one by nearest rank. None
+    without calls.
+    """
     buckets = sorted(histogram)
     seen = list(itertools.accumulate(map(histogram.__getitem__, buckets)))
     found: list[int | None] = []
     for fraction in fractions:
-        at = bisect.bisect_left(seen, max(1, math.ceil(fraction * calls)))
+        at = bisect.bisect_left(seen, _rank(fraction, calls))
         within = bucket_middle(buckets[at]) if at < len(buckets) else max_ns
         found.append(min(max(within, min_ns), max_ns) if calls else None)
     return found
+
+
+def percentiles_of(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
+    """The `percentiles` of times that are at hand, at least one, in order; without a histogram of them."""
+    at = (bucket_middle(bucket(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
+    return [min(max(within, values[0]), values[-1]) for within in at]
+
+
+def _rank(fraction: float, calls: int) -> int:
+    """The rank, from 1, of the call at a fraction; a product that is whole but for the noise of floats is whole."""
+    return max(1, math.ceil(round(fraction * calls, 6)))
 
 
 class Node:

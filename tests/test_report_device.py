@@ -101,7 +101,7 @@ def test_the_report_of_a_service_on_one_device() -> None:
         stale       1          19
         Place on the host's clock: known within 3 to 15 us
         By name     Calls     Sum       Mean      p50       p99       Busy      Of busy
-        Linear      2         23        11.5      4         19        23        60.5%
+        Linear      2         23        11.5      4.014     19        23        60.5%
         decode      1         16        16        16        16        16        42.1%
         memcpy h2d  1         6         6         6         6         6         15.8%
         By request   Requests  Wall  Own         Others         Starved

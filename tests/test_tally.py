@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument.spans import Site, Span
-from instrument.tally import PACKED, Tally, Totals, bucket, bucket_middle
+from instrument.tally import PACKED, Tally, Totals, bucket, bucket_middle, percentiles, percentiles_of
 
 SITES = [Site("a"), Site("b", instance="0"), Site("b", instance="1"), Site("copy", "copy")]
 
@@ -165,3 +166,14 @@ def test_packed_histograms_add_up_to_those_of_unpacked_totals(histograms: list[d
 def test_totals_have_no_attributes_that_there_are_not() -> None:
     with pytest.raises(AttributeError, match="no attribute 'callz'"):
         _ = Totals().callz  # type: ignore[attr-defined]
+
+
+@given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=300))
+def test_there_is_one_definition_of_percentiles_whether_times_or_a_histogram_are_at_hand(times: list[int]) -> None:
+    times.sort()
+    fractions = (0.5, 0.9, 0.99)
+    of_histogram = percentiles(Counter(map(bucket, times)), fractions, len(times), times[0], times[-1])
+    assert of_histogram == percentiles_of(times, fractions)
+    for fraction, found in zip(fractions, percentiles_of(times, fractions), strict=True):
+        exact = times[math.ceil(Fraction(str(fraction)) * len(times)) - 1]
+        assert abs(found - exact) <= exact / 128

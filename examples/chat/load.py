@@ -6,6 +6,7 @@ The requests are the same on every run, so their answers can be saved and compar
 import argparse
 import asyncio
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -113,7 +114,9 @@ def _ending(body: str) -> tuple[int, str]:
 
 
 def _quantile_ms(ordered_s: list[float], share: float) -> str:
-    return f"{ordered_s[int(share * (len(ordered_s) - 1))] * 1e3:.1f}" if ordered_s else "-"
+    """By nearest rank, as the tables of `instrument` do."""
+    rank = max(1, math.ceil(round(share * len(ordered_s), 6)))
+    return f"{ordered_s[rank - 1] * 1e3:.1f}" if ordered_s else "-"
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from instrument.report.stretches import UNTIMED
 from instrument.report.table import (
     MISSING,
     bounded,
+    compact,
     in_unit,
     named_table,
     number,
@@ -33,7 +34,7 @@ from instrument.report.utilisation import (
     Unanswered,
     utilisation,
 )
-from instrument.report.view import Options, Recording
+from instrument.report.view import UNITS, Options, Recording
 from instrument.spans import Trace
 
 REASONS = {
@@ -252,11 +253,14 @@ def _name_lines(one: DeviceUse, unit: str) -> list[str]:
 
 def _name_cells(use: NameUse, unit: str, *, with_kind: bool) -> list[str]:
     name = f"{use.name} ({use.kind})" if with_kind else use.name
-    times = use.summed_ns, use.mean_ns, use.p50_ns, use.p99_ns, use.busy_ns
+    percentiles = (None if time_ns is None else time_ns / UNITS[unit] for time_ns in (use.p50_ns, use.p99_ns))
     return [
         f"(remaining {use.remaining})" if use.remaining else name,
         str(use.calls),
-        *(in_unit(time_ns, unit) for time_ns in times),
+        in_unit(use.summed_ns, unit),
+        in_unit(use.mean_ns, unit),
+        *map(compact, percentiles),  # as many digits as they are good for
+        in_unit(use.busy_ns, unit),
         tenths(use.busy_ratio, 1),
     ]
 

@@ -38,6 +38,7 @@ from instrument.report.table import (
 from instrument.report.utilisation import EndpointUse, requests_within, utilisation
 from instrument.report.view import UNITS, Options, Recording, SortKey
 from instrument.spans import Site, Span
+from instrument.tally import percentiles_of
 
 QUEUE = "queue"
 COPIES = {"h2d": "copy in", "d2h": "copy out"}
@@ -81,7 +82,7 @@ class Endpoint:
     """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`. Of the latter
     every request has some, perhaps 0.
 
-    `errors` ended with an exception. Percentiles are exact, by nearest rank. `ratio` is of the wall of all requests of
+    `errors` ended with an exception. Percentiles are those of `tally.percentiles`. `ratio` is of the wall of all requests of
     the view. One with `remaining` stands for so many endpoints that were left out.
     """
 
@@ -269,18 +270,13 @@ class _Found:
             self.phases.setdefault(name, []).extend(times)
 
 
-def _percentiles(times: Sequence[int], *percents: int) -> list[int]:
-    """Of some times in order, by nearest rank."""
-    return [times[-(-percent * len(times) // 100) - 1] for percent in percents]
-
-
 def _endpoint(name: str, found: _Found, all_ns: int, options: Options, remaining: int = 0) -> Endpoint:
     walls = sorted(found.walls)
     count, wall_ns = len(walls), sum(walls)
-    p50_ns, p90_ns, p99_ns = _percentiles(walls, 50, 90, 99)
+    p50_ns, p90_ns, p99_ns = percentiles_of(walls, (0.5, 0.9, 0.99))
     unknown = sorted(found.unknown)
     unknown_ns = sum(unknown)
-    unknown_p50_ns, unknown_p99_ns = _percentiles(unknown, 50, 99)
+    unknown_p50_ns, unknown_p99_ns = percentiles_of(unknown, (0.5, 0.99))
     return Endpoint(
         name=name,
         requests=count,
@@ -308,7 +304,7 @@ def _phases(found: _Found, options: Options) -> tuple[PhaseTime, ...]:
     wall_ns = sum(found.walls)
 
     def phase(name: str, times: Sequence[int]) -> PhaseTime:
-        summed_ns, (p50_ns, p99_ns) = sum(times), _percentiles(times, 50, 99)
+        summed_ns, (p50_ns, p99_ns) = sum(times), percentiles_of(times, (0.5, 0.99))
         mean_ns, ratio = summed_ns / len(times), share(summed_ns, wall_ns)
         return PhaseTime(name, len(times), summed_ns, mean_ns, p50_ns, p99_ns, ratio)
 

@@ -28,6 +28,7 @@ from instrument.report.stretches import (
 )
 from instrument.report.table import share
 from instrument.spans import Interval, Span, Trace, clip
+from instrument.tally import percentiles_of
 
 NO_EVENTS = "no events"
 """Why a span that asked for device time has none, where no interval says it."""
@@ -59,7 +60,7 @@ class NameUse:
 
     `calls` are those with device time. `summed_ns` is the sum over calls of the union of a call's intervals, `busy_ns`
     the union over all calls, and `busy_ratio` its share of the time in which the device was busy, where an outer call
-    holds those below it; p50 and p99 are exact, by nearest rank. One with `remaining` stands for so many names
+    holds those below it; p50 and p99 are those of `tally.percentiles`. One with `remaining` stands for so many names
     that were left out; it has sums alone.
     """
 
@@ -396,8 +397,7 @@ def _label_uses(groups: Iterable[Group]) -> tuple[LabelUse, ...]:
 
 def _name_use(name: str, kind: str, stretches: Iterable[bytes], calls: Iterable[bytes], device_busy_ns: int) -> NameUse:
     lengths = sorted(array("q", b"".join(calls)))
-    ranks = [-(-percent * len(lengths) // 100) - 1 for percent in (50, 99)]
-    p50_ns, p99_ns = (lengths[rank] for rank in ranks)
+    p50_ns, p99_ns = percentiles_of(lengths, (0.5, 0.99))
     busy_ns = length_ns(united(stretches))
     return NameUse(name, kind, len(lengths), sum(lengths), busy_ns, p50_ns, p99_ns, share(busy_ns, device_busy_ns))
 
