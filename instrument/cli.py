@@ -33,7 +33,7 @@ from instrument.probes.verdict import CHECK_FOLDER, Verdict, over_processes, rep
 from instrument.probes.verdict import STATES as STATES_OF_TARGETS
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS, Profile
 from instrument.report.view import THREADS, UNITS
-from instrument.schema import SIZE_UNITS, load, setting
+from instrument.schema import BESIDE, SIZE_UNITS, load, setting
 
 ATTACHED_SHOWN = 20
 """The most targets of a rule that `check` shows line by line where all is well."""
@@ -506,6 +506,11 @@ def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
             value = profile.told.get(name, value)
         if value is not None or origin != "default":
             found.append((name, value, origin))
+    for variable, name in BESIDE.items() if profile.export.otlp is not None else ():
+        if text := os.environ.get(variable):
+            # Of attributes by name alone, as of headers.
+            names = [part.partition("=")[0].strip() for part in text.split(",")]
+            found.append((name, ", ".join(filter(None, names)), variable))
     return found
 
 

@@ -213,13 +213,20 @@ class Chrome:
 
 @dataclass(frozen=True, slots=True)
 class Otlp:
-    """Spans to an OpenTelemetry collector; `endpoint` is the final URL, `headers` stay out of the repr."""
+    """Spans to an OpenTelemetry collector; `endpoint` is the final URL, `headers` stay out of the repr.
+
+    `certificate` is a file of those that the collector is trusted by, `client_certificate` and `client_key` are those
+    by which it trusts us; all in PEM, and only for https.
+    """
 
     endpoint: str = "http://localhost:4318/v1/traces"
     protocol: str = "http/protobuf"
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     timeout_ns: int = 10 * 10**9
     compression: str = "gzip"
+    certificate: str | None = None
+    client_certificate: str | None = None
+    client_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,6 +276,14 @@ def _url(node: Node) -> str:
     return text
 
 
+def _file(node: Node) -> str:
+    """The path of a file that is there and may be read."""
+    path = string(node)
+    if not os.access(path, os.R_OK) or not Path(path).is_file():
+        node.refuse("the path of a file that is there and that this process may read")
+    return path
+
+
 def _seconds(node: Node) -> int:
     """A timeout variable in seconds, as OpenTelemetry's Python SDK takes it, in nanoseconds."""
     if not _DECIMAL.fullmatch(node.text) or not 0.001 <= float(node.text) < 2**33:
@@ -451,6 +459,9 @@ def _otlp(node: Node) -> Otlp | None:
     endpoint = values.pop("endpoint", "http://localhost:4318" if http else "http://localhost:4317")
     if not endpoint:
         return None
+    if values.get("client_key") and not values.get("client_certificate"):
+        where = replace(node, where=node.path("client_key"))
+        where.refuse("a key with its client_certificate", found="a key alone")
     # A profile that only hands on the base variable means what the variable means: its path is a prefix.
     handed_on = origin == "profile" and node.pairs["endpoint"][1].variable == _BASE_VARIABLE
     if http and origin != "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT":
@@ -578,6 +589,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "headers": Key("headers", _headers),
         "timeout": Key("timeout_ns", _duration("10s", least="1ms")),
         "compression": Key("compression", one_of(*COMPRESSIONS)),
+        "certificate": Key("certificate", _file),
+        "client_certificate": Key("client_certificate", _file),
+        "client_key": Key("client_key", _file),
     },
     "export.summary": {
         "to": Key("to", _summary_target),
@@ -605,8 +619,20 @@ VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "export.otlp.headers": _otlp_variables("HEADERS", _header_list),
     "export.otlp.timeout": _otlp_variables("TIMEOUT", _seconds),
     "export.otlp.compression": _otlp_variables("COMPRESSION", one_of(*COMPRESSIONS)),
+    "export.otlp.certificate": _otlp_variables("CERTIFICATE", _file),
+    "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", _file),
+    "export.otlp.client_key": _otlp_variables("CLIENT_KEY", _file),
 }
 """The variables that give a setting which the profile leaves out, the first that is set and not empty."""
+
+
+BESIDE: Mapping[str, str] = {
+    "OTEL_RESOURCE_ATTRIBUTES": "resource attributes",
+    "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "resource detectors",
+    "OTEL_METRICS_EXPORTER": "metrics exporter",
+}
+"""The other variables of OpenTelemetry that what is sent to a collector follows, and what they say. `none` for the last
+means that no gauges are sent. These and `VARIABLES` are all of its variables that are honoured."""
 
 
 def setting(profile: Profile, path: str) -> Any:

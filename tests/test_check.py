@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import instrument
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import STATES, Verdict, over_processes
-from instrument.schema import loads
+from instrument.schema import BESIDE, VARIABLES, loads
 
 SERVICE = """
 import itertools
@@ -186,6 +187,42 @@ def test_the_document_has_this_shape() -> None:
     assert plain["rules"][0]["targets"] == [
         {"state": "attached", "target": "checked:busy", "why": "", "calls": None},
     ]
+
+
+def test_every_variable_of_opentelemetry_that_counts_is_shown_with_what_it_says(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.yaml"
+    profile.write_text("export: {otlp: {}}")
+    file = tmp_path / "trust.pem"
+    file.write_text("")
+    says = {
+        "SERVICE_NAME": "shop", "EXPORTER_OTLP_TRACES_ENDPOINT": "https://h:1/v1/traces", "EXPORTER_OTLP_TIMEOUT": "2",
+        "EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "EXPORTER_OTLP_HEADERS": "a=b",
+        "EXPORTER_OTLP_COMPRESSION": "none", "EXPORTER_OTLP_CERTIFICATE": str(file),
+        "EXPORTER_OTLP_TRACES_CLIENT_CERTIFICATE": str(file), "EXPORTER_OTLP_CLIENT_KEY": str(file),
+        "RESOURCE_ATTRIBUTES": "env=secret,team=x", "EXPERIMENTAL_RESOURCE_DETECTORS": "process",
+        "METRICS_EXPORTER": "none",
+    }  # fmt: skip
+    environ = {**os.environ, **{f"OTEL_{name}": text for name, text in says.items()}}
+    command = [sys.executable, "-m", "instrument", "check", str(profile)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    for name in says:
+        assert f"(from OTEL_{name})" in done.stdout
+    assert "resource attributes = env, team (from OTEL_RESOURCE_ATTRIBUTES)" in done.stdout
+    environ["OTEL_EXPORTER_OTLP_CERTIFICATE"] = "/nowhere/trust.pem"
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "export.otlp.certificate (from OTEL_EXPORTER_OTLP_CERTIFICATE): found '/nowhere/trust.pem'" in done.stderr
+
+
+def test_no_variable_of_opentelemetry_is_read_that_is_not_in_the_list() -> None:
+    known = set(BESIDE).union(*({name for name, _ in names} for names in VARIABLES.values()))
+    root = Path(instrument.__file__).parent
+    read = {
+        name
+        for path in root.rglob("*.py")
+        for name in re.findall(r"""["'](OTEL_[A-Z_]*[A-Z])["']""", path.read_text("utf-8"))
+    }
+    assert read <= known
 
 
 def test_it_says_which_recorder_is_in_use_and_why() -> None:

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -727,9 +728,7 @@ def test_grpc_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
-def test_https_trusts_what_opentelemetrys_variable_names_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_https_trusts_what_the_settings_name_and_nothing_else(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
     alternative = ["-addext", "subjectAltName=DNS:localhost"]
@@ -744,7 +743,7 @@ def test_https_trusts_what_opentelemetrys_variable_names_and_nothing_else(
             exporter.offer(tree(1))
             distrusted = exporter.flush(3 * SECOND)
             assert (distrusted.failed, "CERTIFICATE_VERIFY_FAILED" in distrusted.reason) == (1, True)
-            monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(certificate))
+        with exporting(replace(settings, certificate=str(certificate))) as exporter:
             exporter.offer(tree(2, 10))
             assert exporter.flush(3 * SECOND).exported == 2
 

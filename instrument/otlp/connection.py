@@ -55,9 +55,9 @@ class Connection:
 
 
 class TlsConnection(Connection):
-    """The same by TLS."""
+    """The same by TLS. `context` is what `ssl` wraps a connection by."""
 
-    def __init__(self, host: str, port: int, left_s: Callable[[], float]) -> None:
+    def __init__(self, host: str, port: int, left_s: Callable[[], float], context: ssl.SSLContext) -> None:
         import ssl
 
         super().__init__(host, port, left_s)
@@ -65,7 +65,7 @@ class TlsConnection(Connection):
         self._end = ssl.SSLZeroReturnError, ssl.SSLEOFError
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         try:
-            self._tls = context().wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+            self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
             self._until_done(self._tls.do_handshake, left_s)
         except BaseException:
             self.close()
@@ -129,24 +129,18 @@ def positive(seconds: float) -> float:
     return seconds
 
 
-def context() -> ssl.SSLContext:
-    """The system's trust, or the certificates that OpenTelemetry's variables name."""
+def context(trusted: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext:
+    """The system's trust or that of the certificates in a file, and who we are to the collector: files' paths."""
     import ssl
-
-    def named(setting: str) -> str | None:
-        signal = os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{setting}")
-        return signal or os.environ.get(f"OTEL_EXPORTER_OTLP_{setting}") or None
 
     # The class that `ssl` defines, whatever stands there now under its name. Made for a client, it checks certificates
     # and names; it is asked for nothing more, for its own properties look up that name.
     plain = next(one for one in ssl.SSLContext.__mro__ if one.__module__ == "ssl")
     made: ssl.SSLContext = plain(ssl.PROTOCOL_TLS_CLIENT)
-    trusted = named("CERTIFICATE")
     if trusted is None:
         made.load_default_certs()
     else:
         made.load_verify_locations(trusted)
-    certificate = named("CLIENT_CERTIFICATE")
     if certificate is not None:
-        made.load_cert_chain(certificate, named("CLIENT_KEY"))
+        made.load_cert_chain(certificate, key)
     return made

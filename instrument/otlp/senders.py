@@ -11,13 +11,14 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.compression import compressor
 from instrument.document import without_secrets
 from instrument.errors import ExportError
 from instrument.otlp import packing
-from instrument.otlp.connection import Connection, Timed, TlsConnection
+from instrument.otlp.connection import Connection, Timed, TlsConnection, context
 from instrument.otlp.metrics import PATIENCE_NS, Series, metrics_url, pack_metric
 from instrument.spans import Origin, Span
 from instrument.threads import current_name
@@ -74,6 +75,7 @@ class Http:
     def __init__(self, settings: Otlp) -> None:
         from urllib.parse import urlsplit
 
+        self._settings = settings
         try:
             url = urlsplit(settings.endpoint)
             self._tls = url.scheme == "https"
@@ -174,7 +176,11 @@ class Http:
             raise
 
     def _connect(self, left_s: Callable[[], float]) -> Connection:
-        return (TlsConnection if self._tls else Connection)(*self._address, left_s)
+        if not self._tls:
+            return Connection(*self._address, left_s)
+        settings = self._settings
+        trusted = context(settings.certificate, settings.client_certificate, settings.client_key)
+        return TlsConnection(*self._address, left_s, trusted)
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
@@ -375,14 +381,19 @@ class Grpc:
         import logging
         from importlib import import_module
 
-        compression = import_module("grpc").Compression
+        grpc, settings = import_module("grpc"), self._settings
+        key = settings.client_key or settings.client_certificate  # one file may hold both
+        trust = (settings.certificate, key, settings.client_certificate)
+        compression = grpc.Compression
         filters = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters
         if _listen not in filters:
             filters.insert(0, _listen)  # before the exporter's own, which hides what was said in the last 20 s
         return {
-            "endpoint": self._settings.endpoint,
-            "headers": tuple((name.lower(), value) for name, value in self._settings.headers),
-            "compression": compression.Gzip if self._settings.compression == "gzip" else compression.NoCompression,
+            "endpoint": settings.endpoint,
+            "insecure": not settings.endpoint.startswith("https:"),
+            "credentials": grpc.ssl_channel_credentials(*(file and Path(file).read_bytes() for file in trust)),
+            "headers": tuple((name.lower(), value) for name, value in settings.headers),
+            "compression": compression.Gzip if settings.compression == "gzip" else compression.NoCompression,
         }
 
     def close(self) -> None:

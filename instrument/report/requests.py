@@ -82,8 +82,8 @@ class Endpoint:
     """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`. Of the latter
     every request has some, perhaps 0.
 
-    `errors` ended with an exception. Percentiles are those of `tally.percentiles`. `ratio` is of the wall of all requests of
-    the view. One with `remaining` stands for so many endpoints that were left out.
+    `errors` ended with an exception. Percentiles are those of `tally.percentiles`. `ratio` is of the wall of all
+    requests of the view. One with `remaining` stands for so many endpoints that were left out.
     """
 
     name: str
