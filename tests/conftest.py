@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from instrument.errors import FAULTS
 from instrument.imports import Finder
@@ -18,6 +19,16 @@ from instrument.recorder import RECORDER, PureRecorder, Recorder
 from instrument.schema import loads
 
 pytest_plugins = ["driver"]
+
+# How long an example takes, and how long it takes to make one, says how busy the machine is. `clean_process` holds
+# between tests; between the examples of one test, each test sees to that itself.
+settings.register_profile(
+    "instrument",
+    settings(),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("instrument")
 
 FRAMEWORK_ENTRIES = [
     ("onnxruntime", "InferenceSession", "run"),

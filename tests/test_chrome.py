@@ -17,7 +17,7 @@ from typing import Any
 
 import chrome_rules
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instrument import chrome
@@ -189,7 +189,6 @@ def spans_of_a_tree(draw: st.DrawFn) -> list[Span]:
     return found
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(spans_of_a_tree(), st.sampled_from(["trace.json", "trace.json.gz"]))
 def test_every_trace_comes_back_and_shows_whole(tmp_path: Path, spans: list[Span], name: str) -> None:
     original = trace(
@@ -227,7 +226,6 @@ samples = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(st.lists(samples, max_size=20, unique_by=lambda s: (s.name, s.device, s.at_ns)), spans_of_a_tree())
 def test_every_sample_comes_back_and_shows_unless_it_is_no_number(
     tmp_path: Path, read: list[Sample], spans: list[Span]
@@ -296,7 +294,6 @@ def test_a_counter_that_is_damaged_is_refused(tmp_path: Path, event: str) -> Non
         chrome.load(path)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(spans_of_a_tree())
 def test_every_arrow_is_drawn_or_counted(tmp_path: Path, spans: list[Span]) -> None:
     found = dumped(tmp_path, *spans)
@@ -308,7 +305,6 @@ def test_every_arrow_is_drawn_or_counted(tmp_path: Path, spans: list[Span]) -> N
 
 
 @pytest.mark.skipif(slices._native is None, reason="no native writer in use")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(spans_of_a_tree(), st.sampled_from([0, 60]), st.sampled_from([7, 4096]), st.integers(0, 3))
 def test_both_twins_write_the_same_bytes(tmp_path: Path, spans: list[Span], more: int, batch: int, twice: int) -> None:
     spans += [span(100 + i, i // 3, 40 - i % 4, root_id=100 + i % 5, task_id=i % 7) for i in range(more)]
@@ -536,7 +532,6 @@ def test_an_event_names_its_parent_and_tree_only_where_it_does_not_lie_in_the_pa
     }  # fmt: skip
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(spans_of_a_tree())
 def test_a_file_of_format_3_named_every_parent(tmp_path: Path, spans: list[Span]) -> None:
     path = chrome.dump(tmp_path / "trace.json", trace(*spans))
@@ -552,7 +547,6 @@ def test_a_file_of_format_3_named_every_parent(tmp_path: Path, spans: list[Span]
 
 
 @pytest.mark.skipif(reading._native is None, reason="no native reader in use")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(spans_of_a_tree())
 def test_both_twins_read_the_same_spans(tmp_path: Path, spans: list[Span]) -> None:
     path = chrome.dump(tmp_path / "trace.json", trace(*spans))
@@ -931,7 +925,7 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(item, (*way, key))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_file_with_any_value_replaced_loads_or_is_a_trace_error(tmp_path: Path, data: st.DataObject) -> None:
     found: Any = json.loads(data.draw(st.sampled_from([own(tally=TALLY, task=1, remote=None, cost=None), FOREIGN])))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument import chrome
@@ -52,7 +52,6 @@ NUMBERS = st.integers(-INT64, INT64 - 1)
 ANY = st.builds(Allocation, *[NUMBERS] * 7)
 
 
-@settings(deadline=None)
 @given(st.lists(ANY, max_size=8), st.integers(-9, 9), st.integers(-9, 9), st.sampled_from([1, 2, -1, -3]))
 def test_packed_allocations_are_a_sequence_as_a_list_of_them_is(
     found: list[Allocation], first: int, last: int, step: int
@@ -92,7 +91,6 @@ def test_packed_allocations_say_what_they_are_and_what_they_are_not() -> None:
 # ---------------------------------------------------------------- there and back
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.builds(Allocation, NUMBERS, st.integers(-(1 << 62), 1 << 62), *[NUMBERS] * 5)), st.booleans())
 def test_every_allocation_comes_back(tmp_path: Path, found: list[Allocation], packed: bool) -> None:
     path = chrome.dump(tmp_path / "trace.json", trace_of(Allocations.of(found) if packed else found))
@@ -144,6 +142,7 @@ def test_numbers_of_other_producers_are_read_as_json_means_them(tmp_path: Path) 
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_million_would_take_little_memory_to_write_and_56_bytes_each_to_read(tmp_path: Path) -> None:
     count = 20_000
     found = Allocations.of([Allocation(0, at, 1, at % 999, at << 9, at) for at in range(count)])
@@ -266,7 +265,6 @@ def test_allocations_may_be_more_text_than_any_one_value_but_all_else_may_not(
             chrome.load(path)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from(["[0,1,2,3,4,5,6]", "[7,-8,9,0,1,2]", " [ 1 ,2,3,4,5,6, 7 ]", "[1,2]", "x", "]", "9" * 19]),

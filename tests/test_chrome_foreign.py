@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fuzz_traces import facts
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument import chrome
@@ -108,7 +108,6 @@ def outcome(path: Path) -> tuple[str, Any]:
 
 
 @native
-@settings(deadline=None)
 @given(st.lists(events(), max_size=8))
 def test_both_read_the_same_whatever_events_there_are(
     tmp_path_factory: pytest.TempPathFactory, found: list[str]
@@ -122,7 +121,6 @@ def test_both_read_the_same_whatever_events_there_are(
 
 
 @native
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 2)), max_size=40))
 def test_both_make_the_same_trees(tmp_path_factory: pytest.TempPathFactory, slices: list[tuple[int, int, int]]) -> None:
     """Slices that hold, touch and cross one another."""
@@ -136,7 +134,6 @@ def test_both_make_the_same_trees(tmp_path_factory: pytest.TempPathFactory, slic
 
 
 @pytest.mark.parametrize("pure", [False, True])
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 2)), max_size=40))
 def test_a_slice_lies_in_the_last_begun_of_those_that_hold_it(
     tmp_path: Path, pure: bool, slices: list[tuple[int, int, int]]

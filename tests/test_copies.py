@@ -16,6 +16,7 @@ from instrument.profile import DIRECTIONS, CopyRule  # noqa: E402
 from instrument.recorder import Recorder  # noqa: E402
 
 
+@pytest.mark.slow
 def test_copies_of_torch_on_a_device_made_in_python() -> None:
     tests = Path(__file__).with_name("copies_of_torch.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]

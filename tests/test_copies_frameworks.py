@@ -94,6 +94,7 @@ def test_numpy_copies_from_host_to_host_into_a_given_array() -> None:
     assert run("numpy", program) == "h2h 128 numpy.copyto\nh2h 64 numpy.copyto"
 
 
+@pytest.mark.slow
 def test_numpy_that_numba_and_torch_compile_is_left_as_it_is() -> None:
     need("numba", "torch")
     program = """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from driver import FakeDriver, value
 from fake_torch_cuda import fake_torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instrument.device.anchors import ANCHORS_KEPT
@@ -641,7 +641,7 @@ def timelines(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("kind", [HOLDING, LETTING_GO, TORCH])
 @given(steps=timelines())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 def test_any_timeline_equals_a_sweep(
     fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: str, steps: list[tuple[str, int, int]]
 ) -> None:
@@ -697,6 +697,7 @@ def test_any_timeline_equals_a_sweep(
     assert fake_driver.synchronised() == 0
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_spans_leave_nothing_behind(bench: Bench) -> None:
     """Ten million of them: `python tests/bench/device.py --spans 10000000`."""
     streams = [bench.stream() for _ in range(4)]

@@ -200,6 +200,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(
         engine.stop()
 
 
+@pytest.mark.slow
 def test_answers_under_concurrency_are_byte_for_byte_those_given_one_at_a_time(url: str) -> None:
     requests = [make_request(number) for number in range(60)]
     one_at_a_time = [answer(url, fields) for fields in requests]
@@ -274,6 +275,7 @@ def test_a_signal_lets_open_requests_finish_and_ends_the_server(stop: signal.Sig
     assert (server.returncode, out, err) == (code, "", "")
 
 
+@pytest.mark.slow
 def test_the_demo_runs_server_and_load_and_ends_well(tmp_path: Path) -> None:
     weights, answers = tmp_path / "weights.pt", tmp_path / "answers.json"
     made = subprocess.run(

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from driver import FakeDriver, environment, value
 from fake_torch_cuda import fake_torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 cuda = pytest.importorskip("cuda.bindings.driver")
@@ -432,7 +432,7 @@ def test_elapsed_time_is_counted_by_the_clock_of_the_device(fake_driver: FakeDri
     assert elapsed_ns(begin, recorded(on)) == pytest.approx(1_000_100_000, abs=100)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50)
 @given(
     drift_ppm=st.integers(-200, 200),
     offset_ns=st.integers(-(10**12), 10**15),

@@ -100,6 +100,7 @@ make_pipeline(StandardScaler(), LinearRegression()).fit([[0.0], [1.0]], [0, 1]).
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_framework_is_met_when_the_host_imports_it(framework: str) -> None:
     if importlib.util.find_spec(framework) is None:

@@ -201,6 +201,7 @@ def test_undo_restores_the_very_same_methods(recorder: Recorder, select: Callabl
     assert recorder.spans() == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("KERAS_TWIN" in os.environ, reason="this is the other one")
 @pytest.mark.skipif(importlib.util.find_spec(OTHER) is None, reason=f"needs {OTHER}")
 def test_all_of_this_holds_with_the_other_backend() -> None:

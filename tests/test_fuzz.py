@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_damaged_files_load_or_are_refused_by_both_twins_alike() -> None:
+
+@pytest.mark.parametrize("inputs", [1_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_damaged_files_load_or_are_refused_by_both_twins_alike(inputs: int) -> None:
     # A process of its own, because its memory is measured.
-    command = [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fuzz_traces.py")), "20000"]
+    command = [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fuzz_traces.py")), str(inputs)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert "traces: 20000 inputs" in done.stdout
+    assert f"traces: {inputs} inputs" in done.stdout

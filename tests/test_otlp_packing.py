@@ -116,7 +116,7 @@ def trees(draw: st.DrawFn) -> list[Span]:
 
 
 @given(trees())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span]) -> None:
     ids = Ids()
     messages = iter(decoded(spans, ids))
@@ -159,7 +159,7 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
 
 
 @given(trees())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_goes_by_grpc_is_what_goes_by_http(spans: list[Span]) -> None:
     by_http, by_grpc = Ids(), Ids()
     by_grpc._seed, by_grpc._trace_seeds = by_http._seed, by_http._trace_seeds
@@ -330,7 +330,6 @@ def test_two_processes_share_no_ids() -> None:
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.text(max_size=200))
-@settings(deadline=None)
 def test_a_partial_success_is_read_as_the_official_message_wrote_it(rejected: int, message: str) -> None:
     partial = ExportTracePartialSuccess(rejected_spans=rejected, error_message=message)
     answer = ExportTraceServiceResponse(partial_success=partial).SerializeToString()
@@ -338,7 +337,6 @@ def test_a_partial_success_is_read_as_the_official_message_wrote_it(rejected: in
 
 
 @given(st.binary(max_size=40))
-@settings(deadline=None)
 def test_an_answer_that_is_no_message_breaks_nothing(answer: bytes) -> None:
     rejected, message = senders.partial_success(answer)
     assert rejected >= 0

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import outline, tree
 
@@ -1239,7 +1239,7 @@ def test_a_span_shorter_than_its_site_asks_is_counted_and_not_kept(recorder: Any
     assert recorder.losses() == {}
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**7), st.integers(0, 10**7)), max_size=8), st.data())
 def test_device_time_that_comes_later_counts_as_if_it_had_been_known(
     make_recorder: Any, times: list[tuple[int, int, int]], data: st.DataObject

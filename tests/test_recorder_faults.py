@@ -143,6 +143,7 @@ def test_greenlets_that_share_a_context_cross_and_that_is_counted(recorder: Any)
     assert shared.run(recorder.current_id) == recorder.current_id() == 0
 
 
+@pytest.mark.slow
 def test_greenlets_given_up_in_the_middle_of_a_call_end_their_spans(recorder: Any) -> None:
     greenlet = pytest.importorskip("greenlet")
     hub = greenlet.getcurrent()
@@ -236,6 +237,7 @@ NO_MEMORY = """
 """
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("malloc", ["", "debug"])
 def test_no_allocation_that_fails_reaches_the_host_and_what_is_lost_is_counted(malloc: str) -> None:

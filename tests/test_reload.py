@@ -245,6 +245,7 @@ def test_copies_follow_rules_and_keep_the_counts_of_those_that_stay(recorder: An
     assert (copies.rules, copies.hits) == (rules[1:], [7])
 
 
+@pytest.mark.slow
 def test_no_call_fails_and_none_loses_its_place_while_threads_call_and_profiles_change() -> None:
     module = work()
     session = begin('functions: [{match: "reloaded:handle", kind: request}, {match: "reloaded:first"}]')
@@ -287,6 +288,7 @@ def test_no_call_fails_and_none_loses_its_place_while_threads_call_and_profiles_
     assert RECORDER.current_id() == 0
 
 
+@pytest.mark.slow
 def test_of_reloads_on_several_threads_one_is_whole_in_the_end() -> None:
     module = work()
     session = begin("")
@@ -743,6 +745,7 @@ def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait_s", [20.0, 0.0], ids=["whole", "cut short"])
 def test_children_forked_in_the_middle_of_reloads_are_whole_and_follow_by_themselves(
     wait_s: float, monkeypatch: pytest.MonkeyPatch

@@ -137,6 +137,7 @@ def test_both_find_the_same_where_much_lies_below(seed: int) -> None:
     assert len(worked_ns) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pure", [False, True])
 def test_what_lies_deep_is_held_once(monkeypatch: pytest.MonkeyPatch, pure: bool) -> None:
     """For each call around it, it would be gigabytes of a file of some MB."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from golden_views import is_golden, text_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kineto import Kineto
 from paddle_golden import GOLDEN, golden_trace
@@ -322,7 +322,6 @@ any_changes = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(
     any_spans(), st.lists(any_changes, max_size=60), st.integers(0, 60), st.sampled_from(["native", "other"]),
     st.sampled_from(STATES), st.booleans(), st.booleans(),

@@ -6,7 +6,7 @@ import random
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_report_kernels import span, trace_of
 
@@ -75,7 +75,6 @@ def by_force(trace: Trace, thread_id: int, at_ns: int) -> int:
     return number if others <= set(around) else SEVERAL
 
 
-@settings(deadline=None)
 @given(any_spans(), any_points, st.sampled_from(["native", "other"]), st.sampled_from([0, 5, 1 << 62, -(1 << 63)]))
 def test_both_find_the_same_whatever_there_is(
     spans: list[Span], points: list[tuple[int, int]], recorder: str, base_ns: int

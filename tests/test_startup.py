@@ -33,6 +33,7 @@ def recorded(selection: Selection) -> list[str]:
     return [one.site.name for one in sorted(spans, key=lambda one: one.start_ns)]
 
 
+@pytest.mark.slow
 def test_loading_a_model_records_each_step_of_it(select: Callable[[str], Selection], tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -50,6 +51,7 @@ def test_loading_a_model_records_each_step_of_it(select: Callable[[str], Selecti
     assert (torch.load, torch.nn.Module.load_state_dict) == before
 
 
+@pytest.mark.slow
 def test_what_torch_compiles_is_a_span_of_the_call_that_waits_for_it(
     select: Callable[[str], Selection], recorder: Any
 ) -> None:

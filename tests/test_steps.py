@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import instrument
@@ -304,7 +304,6 @@ def windows_by_hand(wanted: Schedule, ended: int, begun_in_last: bool) -> list[t
     return found
 
 
-@settings(deadline=None)
 @given(
     st.builds(Schedule, record=st.integers(1, 4), closed=COUNT, ready=COUNT, skip_first=COUNT, repeat=COUNT),
     st.integers(0, 25),
@@ -338,7 +337,6 @@ def shared_session() -> Iterator[None]:
     yield
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["record", "closed", "ready", "repeat", "skip_first"]),
@@ -365,7 +363,6 @@ def test_any_argument_of_a_schedule_that_is_no_such_number_is_named(asked: dict[
 OPEN_CLOSE_STEP = st.lists(st.sampled_from(["open", "close first", "close last", "step"]), max_size=40)
 
 
-@settings(deadline=None)
 @given(OPEN_CLOSE_STEP, st.integers(1, 3), st.integers(0, 2))
 def test_ranges_that_cross_each_other_and_steps_are_in_every_window_that_they_reach_into(
     deeds: list[str], record: int, closed: int

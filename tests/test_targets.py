@@ -722,6 +722,7 @@ def test_profiled_above_what_other_decorators_made(recording: Recorder) -> None:
     assert names == ["size", "weights", "cached", "cached", "encode", "session", "size"]
 
 
+@pytest.mark.slow
 def test_attaching_and_undoing_while_threads_call_changes_no_result(
     shapes: ModuleType, select: Callable[..., Selection]
 ) -> None:

@@ -62,6 +62,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_every_view_of_a_training_loop_with_workers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP)
     command = [sys.executable, "-m", "instrument", "run", "--profile", str(CONFIG), "--", "train.py"]
@@ -106,6 +107,7 @@ def test_every_view_of_a_training_loop_with_workers(tmp_path: Path) -> None:
     assert set(VIEWS) >= {"phases", "distribution"}
 
 
+@pytest.mark.slow
 def test_the_whole_run_is_in_the_trace_file_and_reports_from_it_have_the_same_phases(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP.replace("told)", "lambda window: window.export('window.json.gz'))"))
     command = [sys.executable, "-m", "instrument", "run", "--profile", str(CONFIG), "--", "train.py"]
