@@ -128,7 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     reload.set_defaults(verb=_reload, takes_host=False)
 
-    report = verbs.add_parser("report", help="print the summary of a saved Chrome trace")
+    report = verbs.add_parser(
+        "report",
+        help="print the summary of a saved Chrome trace",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="views:\n" + "\n".join(f"  {view:<12}  {shows}" for view, shows in VIEWS.items()),
+    )
     report.add_argument("trace", metavar="FILE", help=".json or .json.gz, ours or another profiler's")
     report.add_argument(
         "--with",
@@ -141,12 +146,12 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         type=_views,
         metavar="V[,V]",
-        help=f"which reports, in this order: {', '.join(VIEWS)} (default: events)",
+        help="which reports, in this order (default: brief, or events where --tracer-option or --threads is given)",
     )
-    report.add_argument("--tracer-option", choices=TRACER_OPTIONS, default="Default")
+    report.add_argument("--tracer-option", choices=TRACER_OPTIONS, help="default: Default")
     report.add_argument("--state", choices=STATES, default="All")
     report.add_argument("--sorted-by", choices=SORT_KEYS, default="default")
-    report.add_argument("--threads", choices=THREADS, default="both")
+    report.add_argument("--threads", choices=THREADS, help="tables of all, of each, or both (default: both)")
     report.add_argument("--rows", type=_count, metavar="N", help="the N heaviest rows of each table (default: all)")
     report.add_argument(
         "--least", type=_time_ns, default=0, metavar="T", help="leave out rows with less time, such as 50us"
@@ -594,25 +599,25 @@ def _report(options: argparse.Namespace, host: list[str]) -> int:
 
 def _reported(options: argparse.Namespace) -> int:
     from instrument import chrome
-    from instrument.report.summary import summary, summary_document
+    from instrument.report.summary import summary, summary_document, views_for
     from instrument.report.view import Options, Recording
 
     trace, make_tally = chrome.read(options.trace)
     if options.beside:
         trace = chrome.join(trace, chrome.read(options.beside)[0])
-    views = options.view or ("events",)
     recording = Recording.of_trace(trace, make_tally)
-    asked = Options(
-        tracer_option=options.tracer_option,
-        state=options.state,
-        sorted_by=options.sorted_by,
-        rows=options.rows,
-        threads=options.threads,
-        corrected=options.corrected,
-        least_ns=options.least,
-        skip_first=options.skip_first,
-        unit=options.unit,
-    )
+    given = {
+        "tracer_option": options.tracer_option,
+        "state": options.state,
+        "sorted_by": options.sorted_by,
+        "rows": options.rows,
+        "threads": options.threads,
+        "corrected": options.corrected,
+        "least_ns": options.least,
+        "skip_first": options.skip_first,
+        "unit": options.unit,
+    }
+    views, asked = options.view or views_for(given), Options.of(given)
     if options.json:
         json.dump(summary_document(views, recording, asked), sys.stdout, indent=2)
         sys.stdout.write("\n")

@@ -19,10 +19,28 @@ DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p", "h2h")
 DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
 COPY_FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
 FRAMEWORKS: tuple[str, ...] = ("onnxruntime", "keras", "jax", "transformers", "sentence_transformers", "sklearn")
-VIEWS: tuple[str, ...] = (
-    "overview", "events", "phases", "operators", "kernels", "device", "copies", "memory", "distribution", "user",
-    "requests", "classes", "ops", "instances", "startup", "benchmark", "cost",
-)  # fmt: skip
+VIEWS: Mapping[str, str] = {
+    "brief": "one screen: requests or steps with their parts, where the time went, the device, the cost",
+    "overview": "how much of the time anything of each kind ran, as unions of time",
+    "events": "calls by path with sums, least, most, p50 and p99; what was computation; --tracer-option says how deep",
+    "phases": "what steps, or requests, consist of, each instant counted once",
+    "operators": "operators and layers by name, on host and device, with what is right below them; FLOPs",
+    "kernels": "kernels by name, from a trace of torch.profiler (--with)",
+    "device": "what each GPU did: busy, starved, idle; streams; what the gauges of process and GPUs read",
+    "copies": "by direction and call: bytes, times, GB/s, pageable or pinned, sync or async",
+    "memory": "peaks and when; with a trace of torch.profiler (--with) which places hold how much",
+    "distribution": "communication beside computation, on the host and on each device",
+    "user": "scopes of the service's own, by name",
+    "requests": "by endpoint: count, errors, percentiles, what the time went to; the slowest requests",
+    "classes": "self times by class, in parts that add up to 100 %",
+    "ops": "self times by function or layer",
+    "instances": "self times by place in the tree of calls",
+    "startup": "the way to the first request: imports, loading, compiling, first calls",
+    "benchmark": "steps of a loop: reader cost, batch cost, how many a second",
+    "cost": "what the instrumentation cost, by probe and thread; what was lost and what was not observed",
+}
+"""The reports that there are, and what each shows."""
+
 TIME_UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 """In ns: what times in text may be in."""
 
@@ -237,7 +255,7 @@ class Summary:
     """
 
     to: str = "stderr"
-    views: tuple[str, ...] = ("events",)
+    views: tuple[str, ...] = ("brief",)
     sorted_by: str = "default"
     rows: int | None = None
     least_ns: int = 0

@@ -38,7 +38,7 @@ from instrument.probes.verdict import CHECK_FOLDER, Verdict, report_to_check
 from instrument.profile import Profile, Summary
 from instrument.reader import Reader
 from instrument.recorder import RECORDER
-from instrument.report.summary import made, summary
+from instrument.report.summary import made, summary, views_for
 from instrument.report.view import HeldSpans, Options, Recording, View
 from instrument.schema import loads
 from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Span, Startup, Trace
@@ -509,6 +509,7 @@ class Session:
     ) -> str:
         """The views, in the order asked, of everything since the start; what is left out comes from the profile.
 
+        Where neither names any, it is `brief`, one screen, or with `tracer_option` or `threads` given `events`.
         `options` are those of `instrument.report.view.Options`. Views that are made from the tally are exact for all
         calls; those of spans are of the ones that the rings still hold, and say from when on these are complete.
         Those of the tally, and that of costs, with threads merged and some tens of `rows`, take up to some 15 ms of
@@ -519,16 +520,19 @@ class Session:
         shapes in it. Raises `ValueError` for a view or a value that there is not, and `TraceError` for a file that is
         not of this process and time.
         """
-        return summary(self._views(views), self.recording(beside), self._options(options))
+        return summary(self._views(views, options), self.recording(beside), self._options(options))
 
     def views(
         self, views: Sequence[str] | None = None, *, beside: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
         """The numbers of the same views, by name, as objects. Options and errors as for `summary`."""
-        return made(self._views(views), self.recording(beside), self._options(options))
+        return made(self._views(views, options), self.recording(beside), self._options(options))
 
-    def _views(self, asked: Sequence[str] | None) -> Sequence[str]:
-        return (self.profile.export.summary or Summary()).views if asked is None else asked
+    def _views(self, asked: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
+        if asked is not None:
+            return asked
+        of_profile = (self.profile.export.summary or Summary()).views
+        return views_for(options) if of_profile == Summary().views else of_profile
 
     def _options(self, asked: Mapping[str, Any]) -> Options:
         wanted = self.profile.export.summary or Summary()

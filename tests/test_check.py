@@ -132,7 +132,7 @@ def test_a_command_runs_as_it_would_and_its_processes_tell_what_was_called() -> 
         "checked:**: checked:Engine.rest": "attached",
         "json.tool:main": "waiting",
     }
-    assert "Profiling Report" in Path("s.txt").read_text()
+    assert "Summary of " in Path("s.txt").read_text()
     assert check("p.yaml", "--strict", "--", "main.py").returncode == 1
 
 

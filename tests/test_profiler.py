@@ -166,7 +166,7 @@ def test_the_summary_goes_where_the_profile_says(capsys: pytest.CaptureFixture[s
         instrument.stop()
     captured = capsys.readouterr()
     for text in (captured.err, captured.out, Path("summary.txt").read_text()):
-        assert "Profiling Report" in text
+        assert "Summary of " in text
         assert "request" in text
 
 
@@ -200,9 +200,10 @@ def test_what_was_not_observed_is_named_in_the_summary_and_in_the_trace(tmp_path
 def test_every_report_states_its_own_cost_and_the_recorder() -> None:
     begin()
     request(10)
-    text = instrument.summary()
-    assert "Cost of the instrumentation" in text
-    assert f"{'native' if RECORDER.native else 'pure'} recorder" in text
+    for views, said in (["brief"], "Cost: "), (["events"], "Cost of the instrumentation: "):
+        text = instrument.summary(views=views)
+        assert said in text
+        assert f"{'native' if RECORDER.native else 'pure'} recorder" in text
 
 
 def test_the_cost_counts_the_threads_that_look_through_spans() -> None:
@@ -225,7 +226,7 @@ def test_the_cost_has_a_second_end_for_calls_whose_memory_other_work_has_taken_o
     cost = instrument.session().cost()
     assert cost.cold_call_ns >= cost.per_call_ns
     assert cost.most_ns == round(cost.calls * cost.cold_call_ns)
-    told = " ".join(instrument.summary().split())
+    told = " ".join(instrument.summary(views=["events"]).split())
     assert ("as far as other work uses the processor's caches between the calls" in told) == (
         cost.most_ns > cost.total_ns
     )
@@ -250,8 +251,8 @@ def test_a_corrected_summary_shows_self_times_without_the_cost_of_the_probes(tmp
     after = {row.path[-1].name: row.totals.self_ns for row in session.tally().corrected().rows()}
     assert 0 <= after["parent"] < before["parent"]
     assert after["child"] == before["child"]
-    assert "Self" not in instrument.summary()
-    text = session.summary(corrected=True)
+    assert "Self" not in instrument.summary(views=["events"])
+    text = session.summary(views=["events"], corrected=True)
     instrument.stop()
     assert "less what their probes cost" in text
     (path,) = tmp_path.glob("traces/*.json")
@@ -492,7 +493,7 @@ def test_the_summary_at_exit_takes_the_options_of_one_on_call() -> None:
     request(2)
     instrument.stop()
     said = Path("out/said.txt").read_text("utf-8")
-    assert "Time unit: us" in said
+    assert "Mean, us" in said
     assert "(remaining 1)" in said
 
 

@@ -37,7 +37,7 @@ from instrument import chrome
 from instrument.spans import Span, Trace
 
 ROOT = Path(__file__).parent.parent
-REPORT = re.compile(r"\n-{20,}> +Profiling Report +<-{20,}\n.*?\nChrome trace: [^\n]+\n", re.DOTALL)
+REPORT = re.compile(r"\n-{20,}> *Summary of \S+ *<-{20,}\n.*?\nChrome trace: [^\n]+\n", re.DOTALL)
 EXPORT = """
 export:
   chrome: {path: "traces/{service}-{pid}-{window}.json"}
@@ -308,6 +308,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @needs("torch", "transformers")
 def test_what_transformers_computes_is_the_same_bit_for_bit_and_seen_by_our_profile_for_it(
     folder: Path, model: str
@@ -357,6 +358,7 @@ def _with_instance(span: Span) -> str:
     return f"{span.site.name} {span.site.kind} {span.site.instance}".rstrip()
 
 
+@pytest.mark.slow
 @needs("torch", "sentence_transformers")
 def test_a_sentence_encoder_gives_the_same_embeddings_bit_for_bit(folder: Path, model: str) -> None:
     write_profile(
@@ -784,6 +786,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @needs("litserve")
 def test_litserve_is_seen_in_the_process_that_talks_and_in_the_one_that_computes(folder: Path) -> None:
     write("shop_api.py", LITSERVE_API)

@@ -121,12 +121,22 @@ class Device:
             lines += self.gauges.lines()
         if not self.devices:
             complete = self.coverage.complete or self.asked > 0 or not self.is_ours
-            lines += [*none_held("span with device time", _nothing(self), complete=complete), ""]
+            lines += [*none_held("span with device time", self.why_none(), complete=complete), ""]
         for one in self.devices:
             lines += _device_lines(one, self)
         lines += _unanswered_lines(self)
         notes = _notes(self)
         return [*lines, *notes, *([""] if notes else [])]
+
+    def why_none(self) -> str:
+        """Why there is no device time at all, a sentence."""
+        why = "no span asked for it; give its rule `device: true` in the profile"
+        if self.asked:
+            parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in self.reasons.items())
+            why = f"{self.asked} span{'s' * (self.asked > 1)} asked for it and got none ({parts})"
+        elif not self.is_ours:
+            why = "kernels in a trace of another profiler are spans of their own, as in the events view"
+        return f"No device time was recorded: {why}."
 
 
 def device(recording: Recording, options: Options) -> Device:
@@ -174,16 +184,6 @@ def other_endpoints(rest: Sequence[EndpointUse]) -> EndpointUse:
 
 def _other_unanswered(rest: Sequence[Unanswered]) -> Unanswered:
     return Unanswered("", "", "", sum(one.spans for one in rest), remaining=len(rest))
-
-
-def _nothing(view: Device) -> str:
-    why = "no span asked for it; give its rule `device: true` in the profile"
-    if view.asked:
-        parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in view.reasons.items())
-        why = f"{view.asked} span{'s' * (view.asked > 1)} asked for it and got none ({parts})"
-    elif not view.is_ours:
-        why = "kernels in a trace of another profiler are spans of their own, as in the events view"
-    return f"No device time was recorded: {why}."
 
 
 def _device_lines(one: DeviceUse, view: Device) -> list[str]:

@@ -192,7 +192,7 @@ class SelfTimes:
         header = [_SINGULAR[self.of].capitalize(), "Time%", "Sum%", "Time", "Per call", "On", "Calls", last]
         cells = [
             [
-                _path_text(row.names),
+                path_text(row.names),
                 tenths(row.ratio, 1),
                 tenths(row.running, 1),
                 in_unit(row.time_ns, unit),
@@ -214,7 +214,7 @@ class SelfTimes:
         return [*lines, ""]
 
 
-def _path_text(names: Sequence[str]) -> str:
+def path_text(names: Sequence[str]) -> str:
     """The names of a path, of a name that follows itself how often it does."""
     if all(map(ne, names, names[1:])):
         return " > ".join(names)

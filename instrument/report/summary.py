@@ -8,6 +8,7 @@ from typing import Any
 from instrument.document import nearest
 from instrument.profile import VIEWS
 from instrument.report.benchmark import benchmark
+from instrument.report.brief import brief
 from instrument.report.copies import copies
 from instrument.report.cost import cost
 from instrument.report.device import device
@@ -26,6 +27,7 @@ from instrument.report.user import user
 from instrument.report.view import Options, Recording, View, document
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
+    "brief": brief,
     "overview": overview,
     "events": events,
     "phases": phases,
@@ -45,6 +47,14 @@ VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
     "cost": cost,
 }
 """What makes each view of `VIEWS`."""
+
+OF_TABLES = ("tracer_option", "threads")
+"""Options that mean nothing to the view `brief`."""
+
+
+def views_for(asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is shown where no view is named: one screen, or the tables that an option means something to."""
+    return ("events",) if any(asked.get(option) is not None for option in OF_TABLES) else ("brief",)
 
 
 def refuse_unknown(views: Sequence[str]) -> None:
@@ -67,12 +77,12 @@ def made(views: Sequence[str], recording: Recording, options: Options) -> dict[s
 def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
     """The views as one text, in the order asked, each once, and what the instrumentation cost and could not see.
 
-    Of this the view `cost` has more, and stands for it.
+    Of this the view `brief` has the most important part and `cost` has more; each stands for it.
 
     Raises `ValueError` for a view that there is not.
     """
     parts = [view.lines() for view in made(views, recording, options).values()]
-    if "cost" not in views:
+    if not {"brief", "cost"}.intersection(views):
         parts.append(_about(recording))
     return "\n".join("\n".join(lines).rstrip("\n") + "\n" for lines in parts if lines)
 
