@@ -757,6 +757,53 @@ def test_the_server_of_the_standard_library_is_main_and_its_threads_are_seen(
     assert Counter(only_tree().splitlines()) == {"connection": 3, "  copyfileobj": 1}  # one only looked who listens
 
 
+FASTAPI_SHOP = """
+from fastapi import APIRouter, Depends, FastAPI, HTTPException
+from pydantic import BaseModel
+
+class Price(BaseModel):
+    price: int
+
+def factor() -> int:
+    return 3
+
+async def price(item: str, by: int = Depends(factor)) -> Price:
+    if item == "stone":
+        raise HTTPException(404, "no price")
+    return Price(price=by * len(item))
+
+def on_a_thread(item: str, by: int = Depends(factor)) -> Price:
+    return Price(price=by * len(item))
+
+app, included = FastAPI(), APIRouter()
+for router in (app, included):
+    router.get("/price/{item}")(price)
+    router.get("/thread/{item}")(on_a_thread)
+app.include_router(included, prefix="/included")
+"""
+
+
+@needs("fastapi", "uvicorn")
+def test_every_route_of_fastapi_is_a_request_with_its_parts_by_our_profile_for_it(folder: Path) -> None:
+    write("shop.py", FASTAPI_SHOP)
+    write("profile.yaml", (ROOT / "configs" / "fastapi.yaml").read_text())
+
+    def use(server: Server) -> list[Any]:
+        paths = [f"{prefix}/{way}/fig" for prefix in ("", "/included") for way in ("price", "thread")]
+        return [server.ask("GET", path)[:2] for path in [*paths, "/price/stone", "/nothing"]]
+
+    host = ["-m", "uvicorn", "--port", "{port}", "--lifespan", "off", "shop:app"]
+    ours = serve_both(host, use, signal.SIGINT)
+    assert [status for status, _ in ours.answers] == [200, 200, 200, 200, 404, 404]
+    (trace,) = traces()
+    kinds = {span.site.name: span.site.kind for span in trace.spans}
+    assert kinds == {"http.request": "request", "prepare": "phase", "endpoint": "phase", "post": "phase"}
+    served = [span for span in trace.spans if span.site.kind == "request"]
+    assert len(served) == 5  # what no route matches has none
+    for request, parts in ((one, {s.site.name for s in trace.spans if s.parent_id == one.span_id}) for one in served):
+        assert parts == {"prepare", "endpoint", *(() if request is served[-1] else ("post",))}
+
+
 LITSERVE_API = """
 import litserve
 from fastapi import HTTPException
