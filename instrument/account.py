@@ -156,6 +156,7 @@ class Account:
         if uncalled:
             notes.append(f"{uncalled} targets were never called" if uncalled > 1 else "1 target was never called")
         notes.extend(f"{what}: {count} times" for what, count in self.recorder.counts().items())
+        notes.extend(f"{place}: not read: {count} times" for place, count in FAULTS.counts_of_rules().items())
         notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
         if self.selection.late:
             notes.append(

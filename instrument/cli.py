@@ -27,6 +27,7 @@ from instrument.control import WAIT_S, Answer, Request, folder_of, sockets, tell
 from instrument.device import cuda
 from instrument.document import nearest
 from instrument.errors import InstrumentError, ProfileError
+from instrument.main_module import MAINS
 from instrument.memory_limit import within_memory
 from instrument.probes.scopes import OFF
 from instrument.probes.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
@@ -493,7 +494,10 @@ def _why_no_gpu(profile: Profile) -> str:
 
 def _never_imported(verdict: Verdict, profile: Profile) -> bool:
     """A function rule whose module nothing imported, though check imported all that was named."""
-    return verdict.state == "waiting" and any(rule.text == verdict.rule for rule in profile.functions)
+    rules = [rule for rule in profile.functions if rule.text == verdict.rule]
+    return verdict.state == "waiting" and any(
+        text.partition(":")[0] not in MAINS for rule in rules for text in rule.match
+    )
 
 
 def _service_told(profile: Profile) -> str:

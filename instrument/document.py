@@ -102,6 +102,11 @@ class Node:
         return without_secrets(self.written or self.text)
 
     @property
+    def place(self) -> str:
+        """Where it stands: the document's name, the line and the column."""
+        return f"{self.document.name}:{self.line}:{self.column}"
+
+    @property
     def is_off(self) -> bool:
         """Whether the value is the word `off`, which YAML 1.1 reads as the boolean false unless it is quoted."""
         if self.kind == "bool":
@@ -118,7 +123,7 @@ class Node:
         where = clip(where or "profile") if where.isprintable() else ascii(clip(where))
         meant = f"; did you mean '{clip(near)}'?" if near and not self.written else ""
         message = f"{where}: found {found or self.shown}; allowed: {allowed}{meant}"
-        document.noted.append((self.line, self.column, f"{document.name}:{self.line}:{self.column}: {message}"))
+        document.noted.append((self.line, self.column, f"{self.place}: {message}"))
         document.faults += 1
 
     def refuse(self, allowed: str, *, found: str = "", near: str = "") -> NoReturn:

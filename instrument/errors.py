@@ -58,6 +58,7 @@ class Faults:
     def __init__(self) -> None:
         self._lock = RLock()  # a finaliser may come in while its thread holds it
         self._counts: dict[str, int] = {}
+        self._of_rules: dict[str, int] = {}
 
     def note(self, place: str, fault: BaseException) -> None:
         """Count one fault at `place` (a short noun phrase such as ``"import hook"``)."""
@@ -76,15 +77,34 @@ class Faults:
             except Exception:
                 pass  # a log handler of the service that raises; the fault stands in the summary
 
+    def note_of_rule(self, place: str, words: str) -> None:
+        """Count what a rule of the profile asks for and cannot be had; `place` is the rule's. Never raises.
+
+        No fault of ours: the log gets one line at the first of each place, without a traceback.
+        """
+        with self._lock:
+            count = self._of_rules[place] = self._of_rules.get(place, 0) + 1
+        if count == 1:
+            try:
+                logger.warning("%s: %s; it is left out, later ones are only counted", place, words)
+            except Exception:
+                pass  # a log handler of the service that raises; the summary has the count
+
     def counts(self) -> Mapping[str, int]:
         """How many faults each place has had so far."""
         with self._lock:
             return dict(self._counts)
 
+    def counts_of_rules(self) -> Mapping[str, int]:
+        """How often each rule could not have what it asks for, by its place."""
+        with self._lock:
+            return dict(self._of_rules)
+
     def clear(self) -> None:
         """Forget all counts (tests, and a forked child)."""
         self._lock = RLock()
         self._counts = {}
+        self._of_rules = {}
 
 
 FAULTS = Faults()

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from instrument.errors import FAULTS
@@ -20,11 +20,17 @@ Undo = Callable[[], None]
 class _Loader:
     """Stands in for a module's loader until the module's code runs, then steps out of its spec again."""
 
-    def __init__(self, loader: Any, finder: Finder) -> None:
+    def __init__(self, spec: Any, loader: Any, finder: Finder) -> None:
+        self._spec = spec
         self._loader = loader
         self._finder = finder
 
     def __getattr__(self, name: str) -> Any:
+        if name == "get_code":
+            # Who asks runs the code without us, and the spec may become that of `__main__`.
+            if self._spec.loader is self:
+                self._spec.loader = self._loader
+            self._finder.asked_for_code(sys._getframe(1))
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -53,9 +59,15 @@ class _Loader:
 class Finder:
     """First on `sys.meta_path`; asks the others and wraps the loader of the modules that are wanted."""
 
-    def __init__(self, wants: Callable[[str], bool], imported: Callable[[ModuleType], object]) -> None:
+    def __init__(
+        self,
+        wants: Callable[[str], bool],
+        imported: Callable[[ModuleType], object],
+        asked_for_code: Callable[[], object] = lambda: None,
+    ) -> None:
         self._wants = wants
         self._imported = imported
+        self._asked_for_code = asked_for_code
         self._busy = threading.local()
         self.listens = True
 
@@ -64,13 +76,18 @@ class Finder:
         if self.listens:
             self._imported(module)
 
+    def asked_for_code(self, asker: FrameType) -> None:
+        """Somebody wants a module's code; `runpy`, which is `python -m`, will run it at once."""
+        if self.listens and asker.f_globals.get("__name__") == "runpy":
+            self._asked_for_code()
+
     def watch(self, spec: Any) -> None:
         """Stand in for the loader of a spec until its module's code has run."""
         lazy = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
         if lazy is not None and isinstance(spec.loader, lazy):
-            spec.loader.loader = _Loader(spec.loader.loader, self)
+            spec.loader.loader = _Loader(spec.loader, spec.loader.loader, self)
         elif hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader, self)
+            spec.loader = _Loader(spec, spec.loader, self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -104,12 +121,17 @@ class Finder:
             sys.meta_path[:] = [self, *order]  # at once: another thread may be reading
 
 
-def install(wants: Callable[[str], bool], imported: Callable[[ModuleType], object]) -> Undo:
+def install(
+    wants: Callable[[str], bool],
+    imported: Callable[[ModuleType], object],
+    asked_for_code: Callable[[], object] = lambda: None,
+) -> Undo:
     """Call `imported(module)` after each import of a module for which `wants(name)` is true.
 
-    Both run on the importing thread, under that module's import lock. Returns the way back.
+    Both run on the importing thread, under that module's import lock. `asked_for_code()` is called when `runpy` is
+    about to run such a module, as for `python -m`. Returns the way back.
     """
-    finder = Finder(wants, imported)
+    finder = Finder(wants, imported, asked_for_code)
     sys.meta_path.insert(0, finder)
     for name, module in list(sys.modules.items()):
         if is_asleep(module) and wants(name):

@@ -17,6 +17,7 @@ from instrument import hello, otlp
 from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, logger
 from instrument.generation import Reload
+from instrument.main_module import MAINS
 from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
@@ -155,8 +156,8 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
             raise StateError("check was asked while a session runs; call instrument.stop() first")
         _checking = True
         selection = Selection(profile)
-        undo = selection.attach()
-        named = {text.partition(":")[0] for rule in profile.functions for text in rule.match}
+        undo = selection.attach(main=False)  # that is `instrument check` itself
+        named = {text.partition(":")[0] for rule in profile.functions for text in rule.match} - set(MAINS)
         problems = []
         try:
             for name in [*modules, *sorted(name for name in named if "*" not in name and name not in modules)]:

@@ -74,9 +74,9 @@ class FunctionRule:
     `name` replaces the function's own name, its fields {module}, {qualname}, {class} and {function} filled in;
     `device` asks for device time too. `phase` says what part of the work it is, and where a file gives no kind makes it
     `phase`. Of calls shorter than `min_ns` only the tally knows. `attributes` name what is recorded of the
-    arguments. `text` is how messages call the rule, and `line` (from 1) is where it stands; the line is not compared,
-    so a rule that only moved is the same rule. `counted` is that of the function that `schedule.step` names: another
-    rule may have it, but one of kind `op` records it as `step`.
+    arguments. `text` is how messages call the rule, `line` (from 1) is where it stands, `place` the file's name, line
+    and column; neither place is compared, so a rule that only moved is the same rule. `counted` is that of the function
+    that `schedule.step` names: another rule may have it, but one of kind `op` records it as `step`.
     """
 
     match: tuple[str, ...]
@@ -89,6 +89,7 @@ class FunctionRule:
     attributes: tuple[Argument, ...] = ()
     counted: bool = False
     line: int = field(default=0, compare=False)
+    place: str = field(default="", compare=False)
     text: str = ""
 
 

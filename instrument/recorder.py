@@ -6,6 +6,7 @@ in Python (`pure.py`). Both have the same classes and behave the same; `Recorder
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import sys
 import threading
@@ -123,6 +124,10 @@ class _Recording:
         self._shapes_noted = 0
         # How often a shape had been noted, how many nodes there were; the number of each one's shape, and their names.
         self._shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]] = (0, 0, array("i"), ())
+
+    def __reduce__(self) -> str:
+        """By name: a wrapper that is copied into another process, closure and all, is that one's recorder's."""
+        return "RECORDER"
 
     # ---------------------------------------------------------------- functions and scopes
 
@@ -690,3 +695,28 @@ def _caller() -> tuple[str, str, str, int]:
 
 RECORDER = Recorder()
 """The recorder of this process."""
+
+
+def _wrapped_again(function: Callable[..., Any], site: Site | None) -> Any:
+    return function if site is None else RECORDER.wrap(function, site)
+
+
+def _pickled(made: Any) -> str | tuple[Any, ...]:
+    """By name, as functions are; by value where a pickler that takes functions so does not find this one by name.
+
+    Such picklers (cloudpickle, dill, and the copies of them in Ray and joblib) know functions by their type, which the
+    native one's is not.
+    """
+    name = sys._getframe(1).f_globals.get("__name__")
+    module = getattr(made, "__module__", None)
+    qualname: str = made.__qualname__
+    if not isinstance(name, str) or not {"cloudpickle", "dill"}.intersection(name.split(".")):
+        return qualname
+    found: Any = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return qualname if found is made else (_wrapped_again, (made.__wrapped__, vars(made).get("__instrument__")))
+
+
+if _native is not None:
+    copyreg.pickle(_native.Function, _pickled)

@@ -374,7 +374,8 @@ def _function_rule(node: Node) -> FunctionRule:
     if "kind" not in values and "phase" in values:
         values["kind"] = "phase"
     values.update(values.pop("where", {}))
-    return FunctionRule(match, exclude, line=node.line, text=", ".join(_texts_told(node, "match")), **values)
+    told = ", ".join(_texts_told(node, "match"))
+    return FunctionRule(match, exclude, line=node.line, place=node.place, text=told, **values)
 
 
 def _argument(node: Node) -> Argument:

@@ -19,7 +19,7 @@ FLOORS: list[list[str]] = [
         "unpatched", "errors", "threads", "termination", "atomic", "clock", "compression", "http_status", "document",
         "native", "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello", "memory_limit",
     ],
-    ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "import_times", "device"],
+    ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "main_module", "import_times", "device"],
     [
         "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
         "report", "stretch", "lock", "ticks",

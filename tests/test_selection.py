@@ -218,15 +218,17 @@ def test_a_reloaded_module_is_attached_again(
     assert tree(recorder) == "encode"
 
 
-def test_a_module_that_runs_as_main_is_named_as_out_of_reach(
+def test_a_module_that_runs_as_main_is_named_as_out_of_reach_where_nobody_saw_it_run(
     select: Callable[[str], Selection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from importlib.machinery import ModuleSpec
 
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("service.main", None))
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", ModuleSpec("service.main", None))
     selection = select('functions: [{match: "service.main:handle"}]')
+    monkeypatch.setattr(main, "handle", lambda: 1, raising=False)
     (verdict,) = selection.verdicts()
-    assert (verdict.state, "runs as __main__" in verdict.why) == ("unreachable", True)
+    assert (verdict.state, "service.main runs as __main__" in verdict.why) == ("unreachable", True)
 
 
 def test_layers_and_copies_wait_for_torch_and_say_what_became_of_them(

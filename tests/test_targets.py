@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import importlib
@@ -623,20 +624,48 @@ def test_no_code_of_an_argument_runs_that_no_rule_asks_for(
     assert [span.attributes for span in recorder.spans()] == [{"prompt.type": f"{__name__}.Hostile"}]
 
 
-def test_an_argument_that_cannot_be_read_is_a_fault_of_ours_and_the_call_goes_on(
+def test_a_path_below_a_mapping_means_its_key_and_else_its_attribute(
+    shapes: ModuleType, selected: Callable[[str], Selection], recorder: Recorder
+) -> None:
+    starlette = pytest.importorskip("starlette.requests")
+    selected(
+        """match: "targets.shapes:served", attributes: [
+        {argument: prompt.path, record: value}, {argument: prompt.state.user, record: value},
+        {argument: request.method, record: value}, {argument: request.headers, record: type}]"""
+    )
+    scope = {"type": "http", "path": "/chat", "state": types.SimpleNamespace(user="u"), "headers": [], "method": "GET"}
+    counted: Any = collections.defaultdict(list, path="/d", state=collections.UserDict(user=7))
+    shapes.served(scope, starlette.Request(scope))
+    shapes.served(counted, None)
+    first, second = sorted(recorder.spans(), key=lambda span: span.span_id)
+    assert first.attributes == {
+        "prompt.path": "/chat", "prompt.state.user": "u", "request.method": "GET", "request.headers.type": "list"
+    }  # fmt: skip
+    assert second.attributes == {"prompt.path": "/d", "prompt.state.user": 7}
+    assert sorted(counted) == ["path", "state"]  # to ask a defaultdict for a key that it has not makes one
+    FAULTS.clear()
+
+
+def test_an_argument_that_cannot_be_read_is_named_with_the_place_of_its_rule_and_the_call_goes_on(
     shapes: ModuleType,
     selected: Callable[[str], Selection],
     recorder: Recorder,
-    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     selected(f'match: "targets.shapes:served", {ATTRIBUTES}')
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
     hostile = Hostile()
-    assert shapes.served(hostile, None) == (hostile, 0.5)
-    assert FAULTS.counts() == {"attribute prompt.size of a rule": 1, "attribute user of a rule": 1}
+    for _ in range(2):
+        assert shapes.served(hostile, {"secret": 1}) == (hostile, 0.5)
+    place = "<profile>:1:13: attribute"
+    assert FAULTS.counts() == {}
+    assert FAULTS.counts_of_rules() == {f"{place} prompt": 2, f"{place} request.user": 2}
     FAULTS.clear()
-    (span,) = recorder.spans()
-    assert span.attributes == {"prompt.type": f"{__name__}.Hostile", "temperature": 0.5}
+    first, second = caplog.records
+    assert first.getMessage().startswith(f"{place} prompt: asked for that of a Hostile, found ")
+    assert second.getMessage().startswith(f"{place} request.user: asked for 'user' of a dict, found AttributeError; it")
+    assert (first.exc_info, second.exc_info) == (None, None)
+    for span in recorder.spans():
+        assert span.attributes == {"prompt.type": f"{__name__}.Hostile", "temperature": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from types import (
 from typing import Any, TypeVar, overload
 
 from instrument.errors import FAULTS, TargetError
+from instrument.main_module import names_of
 from instrument.probes import holders
 from instrument.probes.holders import isinstance_of, namespace, own_names, type_attribute, type_namespace
 from instrument.probes.scopes import OFF
@@ -152,12 +153,16 @@ def _qualname(function: Any) -> str:
     return qualname.rpartition("<locals>.")[2]
 
 
-def find(module: ModuleType, match: str) -> Iterator[Target | Unreachable]:
-    """What the qualname part of a pattern names in a module that has been imported. Runs no code of the module."""
+def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Unreachable]:
+    """What the qualname part of a pattern names in a module that has been imported. Runs no code of the module.
+
+    `name` is what the labels call the module, its own name where it is left out.
+    """
     wanted = match.partition(":")[2]
-    label = f"{module.__name__}:{wanted}"
+    name = name or module.__name__
+    label = f"{name}:{wanted}"
     if "*" in wanted:
-        yield from _walk(module, module, "", wanted, set())
+        yield from _walk(module, module, "", wanted, set(), called=name)
         return
     owner: Any = module
     *path, last = wanted.split(".")
@@ -178,11 +183,12 @@ def find(module: ModuleType, match: str) -> Iterator[Target | Unreachable]:
             why = "the module makes names when they are asked for (__getattr__); name the module that defines it"
             yield Unreachable(label, why)
     elif isinstance_of(found, type):
-        methods = list(_walk(module, found, wanted + ".", wanted + ".*", {id(found)}, methods_of=found.__module__))
+        home = found.__module__
+        methods = list(_walk(module, found, wanted + ".", wanted + ".*", {id(found)}, methods_of=home, called=name))
         yield from methods or [Unreachable(label, "the class has no public method made in Python")]
     else:
         is_own = isinstance_of(owner, type) or last in (own_names(owner) or ())
-        yield from _targets(module, owner if is_own else type(owner), last, found, label)
+        yield from _targets(module.__name__, owner if is_own else type(owner), last, found, label)
 
 
 def _raw(owner: Any, attribute: str) -> Any:
@@ -196,9 +202,19 @@ def _raw(owner: Any, attribute: str) -> Any:
 
 
 def _walk(
-    module: ModuleType, owner: Any, prefix: str, wanted: str, seen: set[int], *, methods_of: str | None = None
+    module: ModuleType,
+    owner: Any,
+    prefix: str,
+    wanted: str,
+    seen: set[int],
+    *,
+    called: str,
+    methods_of: str | None = None,
 ) -> Iterator[Target | Unreachable]:
-    """What a pattern finds below an owner; with `methods_of` the public methods of a class of that module alone."""
+    """What a pattern finds below an owner; with `methods_of` the public methods of a class of that module alone.
+
+    Labels call the module `called`.
+    """
     home = methods_of or module.__name__
     names = namespace(owner) if isinstance_of(owner, ModuleType) else type_namespace(owner)
     for attribute, raw in list(names.items()):
@@ -206,7 +222,7 @@ def _walk(
         if isinstance_of(raw, type):
             if raw.__module__ == home and id(raw) not in seen and methods_of is None:
                 seen.add(id(raw))
-                yield from _walk(module, raw, name + ".", wanted, seen)
+                yield from _walk(module, raw, name + ".", wanted, seen, called=called)
             continue
         if not matches(wanted, name) or (methods_of is not None and not _is_public(attribute)):
             continue
@@ -214,7 +230,7 @@ def _walk(
             continue
         if isinstance_of(raw, (property, functools.cached_property, functools.partial, functools.partialmethod)):
             continue
-        for thing in _targets(module, owner, attribute, raw, f"{module.__name__}:{name}", explicit=False):
+        for thing in _targets(module.__name__, owner, attribute, raw, f"{called}:{name}", explicit=False):
             if isinstance(thing, Target) and getattr(thing.function, "__module__", None) == home:
                 yield thing
 
@@ -246,32 +262,32 @@ def _is_function(thing: Any) -> bool:
 
 
 def _targets(
-    module: ModuleType, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
+    home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
-    """The functions in what an attribute holds."""
-    qualname = label.partition(":")[2]
+    """The functions in what an attribute holds that lies in the module `home`."""
+    module, _, qualname = label.partition(":")
     parts = list(parts_of(raw))
     for suffix, function in parts:
         if isinstance(owner, type) and type(function) is BuiltinFunctionType and raw is function:
             yield Unreachable(label + suffix, "it is a method made in C")
         else:
-            yield Target(owner, attribute, raw, function, module.__name__, qualname + suffix)
+            yield Target(owner, attribute, raw, function, module, qualname + suffix)
     if parts or not explicit:
         return
     if isinstance_of(raw, _MADE_IN_C) or (isinstance(owner, type) and isinstance_of(raw, BuiltinFunctionType)):
         yield Unreachable(label, "it is a method made in C")
         return
-    inside = _inside(raw, module.__name__, qualname)
+    inside = _inside(raw, home, qualname)
     if inside is not None:
         note = f"inside a {type(raw).__module__}.{type(raw).__name__}"
-        yield Target(owner, attribute, None, inside, module.__name__, qualname, note)
+        yield Target(owner, attribute, None, inside, module, qualname, note)
         return
     kind = next((base for base in type(raw).__mro__ if "__call__" in type_namespace(base)), None)
     call = None if kind is None else type_namespace(kind)["__call__"]
-    own = module.__name__.partition(".")[0]
+    own = home.partition(".")[0]
     if kind is not None and call is not None and _is_function(call) and kind.__module__.partition(".")[0] == own:
         note = f"as {kind.__name__}.__call__, for all objects of that class"
-        yield Target(kind, "__call__", call, call, module.__name__, qualname, note)
+        yield Target(kind, "__call__", call, call, module, qualname, note)
         return
     yield Unreachable(label, f"it is a {type(raw).__name__}, not a function")
 
@@ -521,5 +537,7 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
 
 def unmatched(wanted: str, modules: Iterable[ModuleType]) -> list[str]:
     """Labels of all functions in the modules that a rule could have meant, to name the nearest."""
-    found = (thing for module in modules for thing in _walk(module, module, "", "**", set()))
+    found = (
+        thing for module in modules for thing in _walk(module, module, "", "**", set(), called=names_of(module)[-1])
+    )
     return [thing.label for thing in found if isinstance(thing, Target)]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import logging
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from instrument.errors import FAULTS
+from instrument.main_module import MAINS, is_main, names_of
 from instrument.probes import arguments, functions, holders
 from instrument.probes.functions import Probe, Target, Unreachable, matches
 from instrument.probes.verdict import Verdict
@@ -49,8 +49,8 @@ class Functions:
         """
         before = {label: verdict for found in self._found.values() for label, verdict in found.items() if verdict.site}
         self._take_on(rules)
-        modules = [module for module in modules if self.wants(module.__name__)]
-        self._modules = {module.__name__: module for module in modules}
+        modules = [module for module in modules if any(map(self.wants, names_of(module)))]
+        self._modules = {names_of(module)[-1]: module for module in modules}
         owners: dict[str, int] = {}
         for module in modules:
             for index, label in sorted(self._selected(module), key=lambda found: found[0]):
@@ -92,7 +92,7 @@ class Functions:
 
     def imported(self, module: ModuleType) -> bool:
         """Attach what the rules name in a module. Whether there was anything that others may hold, too."""
-        self._modules[module.__name__] = module
+        self._modules[names_of(module)[-1]] = module
         attachable = list(self._attachable(module))
         shared = [target for _, target in attachable if functions.is_held_elsewhere(target)]
         # Looked for before the probes are made, which hold the functions, too.
@@ -146,8 +146,8 @@ class Functions:
             (index, thing.label): thing
             for index, rule in enumerate(self.rules)
             for text in rule.match
-            if matches(text.partition(":")[0], module.__name__)
-            for thing in functions.find(module, text)
+            for name in _called_by(text, module)
+            for thing in functions.find(module, text, name)
             if not any(_excludes(text, thing.label) for text in rule.exclude)
         }
 
@@ -191,7 +191,10 @@ class Functions:
             phase=rule.phase,
             min_ns=rule.min_ns,
         )
-        attributes, missing = arguments.reader(target.function, rule.attributes) if rule.attributes else (None, [])
+        place = rule.place or rule.text
+        attributes, missing = (
+            arguments.reader(target.function, rule.attributes, place) if rule.attributes else (None, [])
+        )
         try:
             probe = Probe(target, site, self._recorder, attributes)
             probe.set()
@@ -228,16 +231,26 @@ class Functions:
         return verdicts
 
     def _missed(self, rule: FunctionRule) -> Verdict:
-        names = [text.partition(":")[0] for text in rule.match]
-        there = [module for name, module in self._modules.items() if any(matches(text, name) for text in names)]
+        names = list(dict.fromkeys(text.partition(":")[0] for text in rule.match))
+        there = [module for module in self._modules.values() if any(_called_by(text, module) for text in rule.match)]
+        if not there and set(names) <= set(MAINS):
+            why = "__main__ is the program that runs; instrument check P -- script.py runs one"
+            return Verdict(rule.text, "waiting", why=why)
         if not there:
-            main = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", None)
-            if main in names:
-                why = f"{main} runs as __main__, whose functions no import hook can see; use @profiled there"
-                return Verdict(rule.text, "unreachable", why=why)
             return Verdict(rule.text, "waiting", why=f"{' and '.join(names)} not imported")
+        if main := next((module for module in there if is_main(module) and self._defined_unseen(rule, module)), None):
+            own = names_of(main)[0]
+            why = "__main__" if own == "__main__" else f"{own} runs as __main__, and"
+            why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
+            why += "@profiled, or put it into a module of its own"
+            return Verdict(rule.text, "unreachable", why=why)
         nearest = self._nearest(rule.match, there)
         return Verdict(rule.text, "nothing", why="matched no function" + (f"; nearest is {nearest}" if nearest else ""))
+
+    def _defined_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
+        """Whether a module has by now what the rule names, without having told of it."""
+        found = (thing for text in rule.match for thing in functions.find(module, text))
+        return any(isinstance(thing, Target) for thing in found)
 
     @staticmethod
     def _nearest(wanted: Iterable[str], modules: Sequence[ModuleType]) -> str | None:
@@ -252,6 +265,11 @@ class Functions:
 def _serves(rule: FunctionRule, other: FunctionRule) -> bool:
     """Whether two rules make the very same probe of a target."""
     return replace(rule, match=other.match, exclude=other.exclude, text=other.text) == other
+
+
+def _called_by(text: str, module: ModuleType) -> tuple[str, ...]:
+    """The name by which a pattern means a module; nothing if it does not."""
+    return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
 
 
 def _excludes(text: str, label: str) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
-from instrument import imports
+from instrument import imports, main_module
+from instrument.main_module import names_of
 from instrument.probes.comm import Comm
 from instrument.probes.copies import Copies
 from instrument.probes.frameworks import Frameworks
@@ -81,6 +82,7 @@ class Selection:
         self._recorder = recorder
         self._lock = RLock()
         self._undo_imports: Undo | None = None
+        self._watch: main_module.Watch | None = None
         self._families: dict[str, Probes] = {}
         for key in FAMILIES:
             if rules := _rules(profile, key):
@@ -97,13 +99,20 @@ class Selection:
         family = self._families.get("layers")
         return family if isinstance(family, Layers) else None
 
-    def attach(self) -> Undo:
-        """Attach to what is imported, watch for the rest; returns the way back."""
-        loaded = [module for name, module in loaded_modules() if self.wants(name)]
-        self._undo_imports = imports.install(self.wants, self.imported)
+    def attach(self, *, main: bool = True) -> Undo:
+        """Attach to what is imported, watch for the rest; returns the way back.
+
+        Without `main` the module that runs as `__main__` is left alone.
+        """
+        loaded = [module for _, module in loaded_modules() if any(map(self.wants, names_of(module)))]
+        watch = main_module.Watch(self.wants, self.imported)
+        self._undo_imports = imports.install(self.wants, self.imported, watch.expect if main else lambda: None)
         for module in loaded:
-            if not imports.is_asleep(module) and self.imported(module):
-                self.late.append(module.__name__)
+            if (main or not main_module.is_main(module)) and not imports.is_asleep(module) and self.imported(module):
+                self.late.append(names_of(module)[0])
+        if main:
+            self._watch = watch
+            watch.begin()
         return self.undo
 
     def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
@@ -126,12 +135,12 @@ class Selection:
                     family = self._made(key, rules)
                     self._families[key] = family
                     for module in loaded:
-                        if family.wants(module.__name__):
+                        if _is_wanted(family, module):
                             family.imported(module)
             self.profile = profile
             # Modules whose import had begun when nobody wanted them: no hook will tell of their end.
             self._unfinished = [
-                module for module in loaded if _is_being_imported(module) and self.wants(module.__name__)
+                module for module in loaded if _is_being_imported(module) and any(map(self.wants, names_of(module)))
             ]
             after = self._probed()
         attached = [name for name, probe in after.items() if before.get(name) != probe]
@@ -146,7 +155,7 @@ class Selection:
             for module in waiting:
                 if _is_being_imported(module):
                     self._unfinished.append(module)
-                elif self.wants(module.__name__):
+                elif any(map(self.wants, names_of(module))):
                     self.imported(module)
             return bool(self._unfinished)
 
@@ -166,6 +175,8 @@ class Selection:
             if self._undo_imports is not None:
                 self._undo_imports()
                 self._undo_imports = None
+            if self._watch is not None:
+                self._watch.end()
             self._unfinished.clear()
             for family in reversed(self._families.values()):
                 family.undo()
@@ -179,7 +190,7 @@ class Selection:
         copied = False
         with self._lock:
             for family in list(self._families.values()):
-                if family.wants(module.__name__):
+                if _is_wanted(family, module):
                     copied = family.imported(module) or copied
         return copied
 
@@ -213,6 +224,10 @@ class Selection:
         family = self._families.get("frameworks")
         with self._lock:
             return family.nodes_within(spans) if isinstance(family, Frameworks) else []
+
+
+def _is_wanted(family: Probes, module: ModuleType) -> bool:
+    return any(map(family.wants, names_of(module)))
 
 
 def _rules(profile: Profile, key: str) -> tuple[Any, ...]:

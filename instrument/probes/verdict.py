@@ -96,8 +96,11 @@ def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterabl
         "verdicts": [_with_nearest_module(verdict, profile).facts() for verdict in verdicts],
     }
     path = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
-    path.write_text(json.dumps(facts), encoding="utf-8")
-    path.rename(path.with_suffix(".json"))
+    try:
+        path.write_text(json.dumps(facts), encoding="utf-8")
+        path.rename(path.with_suffix(".json"))
+    except FileNotFoundError:
+        pass  # the command has ended before this process, a server of multiprocessing's, and nobody asks any more
 
 
 def reports_to_check(folder: str) -> list[dict[str, Any]]:
