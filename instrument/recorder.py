@@ -131,9 +131,15 @@ class _Recording:
 
     # ---------------------------------------------------------------- functions and scopes
 
-    def wrap(self, function: Function, site: Site, attributes: wrapping.Attributes | None = None) -> Function:
+    def wrap(
+        self,
+        function: Function,
+        site: Site,
+        attributes: wrapping.Attributes | None = None,
+        passes: wrapping.Passes | None = None,
+    ) -> Function:
         """The function with a span around each call; see `instrument.wrapping`."""
-        return wrapping.wrap(self, function, site, attributes)
+        return wrapping.wrap(self, function, site, attributes, passes)
 
     def retire(self, function: Any) -> None:
         """Let what `wrap` has made behave as the bare function from now on, whoever still holds it."""

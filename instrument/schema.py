@@ -217,8 +217,8 @@ def _with_fields(text: str) -> str:
 
 _SEGMENT = r"(?:\*\*?|\*?\w+(?:\*\w+)*\*?)"
 _LAYER_SEGMENT = _SEGMENT.replace(r"\w", r"[\w-]")
-FUNCTION_SYNTAX = rf"!?{_SEGMENT}(?:\.{_SEGMENT})*:{_SEGMENT}(?:\.{_SEGMENT})*"
 NAME_SYNTAX = r"\w+(?:\.\w+)*:\w+(?:\.\w+)*"
+FUNCTION_SYNTAX = rf"!?{_SEGMENT}(?:\.{_SEGMENT})*:{_SEGMENT}(?:\.{_SEGMENT})*|{NAME_SYNTAX}\+"
 LAYER_SYNTAX = rf"!?{_LAYER_SEGMENT}(?:\.{_LAYER_SEGMENT})*"
 ARGUMENT_SYNTAX = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 CLASS_SYNTAX = r"[^\W\d]\w*"
@@ -231,7 +231,11 @@ HEADER_NAME_SYNTAX = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 HEADER_VALUE_SYNTAX = r"[\t -~]*"
 
 _WILDCARDS = "no empty segment; * stands for any part of a segment, ** alone for any number of segments"
-_function_pattern = spelled(FUNCTION_SYNTAX, f"module:qualname with one ':' and {_WILDCARDS}", _with_colon)
+_function_pattern = spelled(
+    FUNCTION_SYNTAX,
+    f"module:qualname with one ':' and {_WILDCARDS}; + after the name of a method for its overrides in subclasses, too",
+    _with_colon,
+)
 _function_name = spelled(NAME_SYNTAX, "module:qualname of one function, such as train:step", _with_colon)
 _layer_pattern = spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
 _class_name = spelled(

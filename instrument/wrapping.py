@@ -25,25 +25,36 @@ Attributes = Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, Any]]
 """Gives the attributes of a call's span from its arguments; never raises."""
 
 
-def wrap(recorder: Any, function: Function, site: Site, attributes: Attributes | None = None) -> Function:
+Passes = Callable[[tuple[Any, ...]], bool]
+"""Says of a call, by its positional arguments, whether it goes to the bare function; never raises."""
+
+
+def wrap(
+    recorder: Any, function: Function, site: Site, attributes: Attributes | None = None, passes: Passes | None = None
+) -> Function:
     """The function with a span of the recorder around each call.
 
     The result is of the same kind (`inspect.iscoroutinefunction` and the like agree), has the same signature, name,
     doc and attributes, and carries its site as `__instrument__`. `attributes` is asked before each call of a function
-    or coroutine, whose span then carries them, and takes a plain function off the fast path.
+    or coroutine, whose span then carries them, and takes a plain function off the fast path; so does `passes`, which
+    is asked first.
     """
     made: Any
     if inspect.isasyncgenfunction(function):
-        made = recorder.make_async_generator(function, site)
+        made = (
+            recorder.make_async_generator(function, site)
+            if passes is None
+            else _make(_ASYNC_GENERATOR, recorder, function, site, None, passes)
+        )
         recorder.note_shape(site, "generator")
     elif inspect.iscoroutinefunction(function):
-        made = _make(_COROUTINE, recorder, function, site, attributes)
+        made = _make(_COROUTINE, recorder, function, site, attributes, passes)
         recorder.note_shape(site, "coroutine")
     elif inspect.isgeneratorfunction(function):
-        made = _make(_GENERATOR, recorder, function, site, None)
+        made = _make(_GENERATOR, recorder, function, site, None, passes)
         recorder.note_shape(site, "generator")
-    elif site.kind == "request" or attributes is not None:
-        made = _make(_OPENING, recorder, function, site, attributes)
+    elif site.kind == "request" or attributes is not None or passes is not None:
+        made = _make(_OPENING, recorder, function, site, attributes, passes)
         recorder.note_shape(site, "wrapper")
     else:
         made = recorder.make_function(function, site)
@@ -88,11 +99,11 @@ class _Retired:
 # function, which resolve the names in its annotations; the bodies need none.
 
 _OPENING = """
-def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
+def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes):
     {i}span = {i}recorder.span_of({i}site)
 
     def wrapper({parameters}):
-        if not {i}recorder.on:
+        if not {i}recorder.on{or_passes}:
             return {i}function({arguments})
         # Not `open` and `close`: a signal handler may raise between a call and the `try` after it.
         with {i}span() if {i}attributes is None else {i}recorder.span_of(
@@ -104,11 +115,11 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
 """
 
 _COROUTINE = """
-def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
+def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes):
     {i}span = {i}recorder.span_of({i}site)
 
     async def wrapper({parameters}):
-        if not {i}recorder.on:
+        if not {i}recorder.on{or_passes}:
             {i}coroutine = {i}function({arguments})
             {forget}
             return await {i}coroutine
@@ -123,11 +134,12 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
 """
 
 _GENERATOR = """
-def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
+def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes):
     def wrapper({parameters}):
+        {i}passed = not {i}recorder.on{or_passes}
         {i}generator = {i}function({arguments})
         {forget}
-        if not {i}recorder.on:
+        if {i}passed:
             return (yield from {i}generator)
         {i}stretch = {i}recorder.stretch({i}site)
         {i}resume, {i}suspend, {i}send = {i}stretch.resume, {i}stretch.suspend, {i}generator.send
@@ -164,11 +176,12 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
 """
 
 _ASYNC_GENERATOR = """
-def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle):
+def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes):
     async def wrapper({parameters}):
+        {i}passed = not {i}recorder.on{or_passes}
         {i}generator = {i}function({arguments})
         {forget}
-        {i}stretch = {i}recorder.stretch({i}site) if {i}recorder.on else {i}idle
+        {i}stretch = {i}idle if {i}passed else {i}recorder.stretch({i}site)
         {i}value = {i}thrown = None
         try:
             while True:
@@ -222,12 +235,20 @@ def async_generator(recorder: Any, function: Callable[..., Any], site: Site) -> 
     return _make(_ASYNC_GENERATOR, recorder, function, site, None)
 
 
-def _make(template: str, recorder: Any, function: Callable[..., Any], site: Site, attributes: Attributes | None) -> Any:
+def _make(
+    template: str,
+    recorder: Any,
+    function: Callable[..., Any],
+    site: Site,
+    attributes: Attributes | None,
+    passes: Passes | None = None,
+) -> Any:
     """A wrapper after a template, with the parameters, the defaults and the globals of the function."""
     code = getattr(function, "__code__", None)
     is_plain = isinstance(function, FunctionType) and isinstance(code, CodeType)
     shape = _parameters(code) if is_plain else _ANY  # type: ignore[arg-type]
-    made = _template(template, shape)(function, recorder, site, attributes, _NO_STRETCH)
+    make = _template(template, shape, may_pass=passes is not None)
+    made = make(function, recorder, site, attributes, _NO_STRETCH, passes)
     if not is_plain:
         return made
     wrapper = FunctionType(
@@ -281,13 +302,14 @@ def _parameters(code: CodeType) -> _Shape:
 
 
 @functools.lru_cache(maxsize=1024)
-def _template(template: str, shape: _Shape) -> Callable[..., Any]:
-    """The function that makes wrappers of this shape."""
+def _template(template: str, shape: _Shape, *, may_pass: bool) -> Callable[..., Any]:
+    """The function that makes wrappers of this shape, which ask whether a call passes if it `may_pass`."""
     ours = "instrument_"
     while any(name.startswith(ours) for name in shape.names):
         ours += "_"
     forget = "del " + ", ".join(shape.names) if shape.names else "pass"
-    source = template.format(i=ours, forget=forget, **shape._asdict())
+    or_passes = f" or {ours}passes(({shape.positional}))" if may_pass else ""
+    source = template.format(i=ours, forget=forget, or_passes=or_passes, **shape._asdict())
     made: dict[str, Any] = {}
     exec(compile(source, "<instrument>", "exec", dont_inherit=True), made)  # noqa: S102 - names alone are filled in
     return made[f"{ours}make"]  # type: ignore[no-any-return]

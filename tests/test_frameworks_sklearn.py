@@ -21,7 +21,7 @@ from sklearn.preprocessing import StandardScaler  # noqa: E402
 
 from instrument.errors import FAULTS  # noqa: E402
 from instrument.probes.frameworks.sklearn import METHODS  # noqa: E402
-from instrument.probes.layers import subclasses  # noqa: E402
+from instrument.probes.lineages import subclasses  # noqa: E402
 from instrument.probes.selection import Selection  # noqa: E402
 from instrument.recorder import Recorder  # noqa: E402
 

@@ -3,7 +3,8 @@
 A rule names `module:qualname`, where `*` stays within a segment and `**` crosses dots. What a pattern with a
 wildcard finds must have been defined in the module itself, so that `text:*` does not reach into what `text` imports;
 a name without wildcards is taken wherever it comes from. Of the names that Python itself calls a wildcard finds
-`__init__` and `__call__`; a pattern that begins with two underscores, such as `Engine.__*`, finds them all.
+`__init__` and `__call__`; a pattern that begins with two underscores, such as `Engine.__*`, finds them all. A name
+without wildcards that ends in `+` means a method and its overrides in subclasses, wherever those are defined.
 
 A function is recorded inside what a decorator of the standard library, wrapt or a framework has made of it: a property
 is still a property whose getter records, a context manager's body records as the generator that it is. A wildcard
@@ -39,7 +40,7 @@ from instrument.probes.holders import isinstance_of, namespace, own_names, type_
 from instrument.probes.scopes import OFF
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import KINDS, PHASES, Site
-from instrument.wrapping import Attributes
+from instrument.wrapping import Attributes, Passes
 
 Undo = Callable[[], None]
 T = TypeVar("T")
@@ -55,6 +56,9 @@ _CONTEXT_MANAGERS = tuple(
 """Code of the functions that make a context manager from a generator function."""
 
 _FIELD = compile_pattern(r"\{(module|qualname|class|function)\}")
+
+SUBCLASSES = "+"
+"""What a pattern ends in that means a method's overrides in subclasses, too."""
 
 INSIDE = 200
 """So many objects that a decorator has put around a function are looked at to find it."""
@@ -158,7 +162,7 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
 
     `name` is what the labels call the module, its own name where it is left out.
     """
-    wanted = match.partition(":")[2]
+    wanted = match.partition(":")[2].removesuffix(SUBCLASSES)
     name = name or module.__name__
     label = f"{name}:{wanted}"
     if "*" in wanted:
@@ -261,6 +265,17 @@ def _is_function(thing: Any) -> bool:
     return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or _records(thing)
 
 
+def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
+    """The functions in a method that a class defines."""
+    home: str = type_attribute(cls, "__module__")
+    yield from _targets(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
+
+
+def override_label(cls: type[Any], attribute: str) -> str:
+    """How a rule would name a method of a class."""
+    return f"{type_attribute(cls, '__module__')}:{type.__dict__['__qualname__'].__get__(cls)}.{attribute}"
+
+
 def _targets(
     home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
@@ -351,11 +366,16 @@ class Probe:
     __slots__ = ("_place", "site", "target", "wrapped")
 
     def __init__(
-        self, target: Target, site: Site, recorder: Recorder = RECORDER, attributes: Attributes | None = None
+        self,
+        target: Target,
+        site: Site,
+        recorder: Recorder = RECORDER,
+        attributes: Attributes | None = None,
+        passes: Passes | None = None,
     ) -> None:
         self.target = target
         self.site = site
-        self.wrapped: Any = recorder.wrap(target.function, site, attributes)
+        self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes)
         self._place: Place | None = None
 
     def set(self) -> None:

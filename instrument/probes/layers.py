@@ -23,6 +23,7 @@ from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, matches, replace, undo_all
+from instrument.probes.lineages import subclasses
 from instrument.probes.regions import DYNAMO, WRAPPING, Regions, Selected, known_as, selects
 from instrument.probes.verdict import Verdict
 from instrument.profile import LayerRule
@@ -406,15 +407,3 @@ def _compiling_test(torch: Any) -> Callable[[], bool]:
     compiler = getattr(torch, "compiler", None)
     found = getattr(compiler, "is_compiling", None)
     return found if found is not None else lambda: False
-
-
-def subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    """Every class below `cls`, each once."""
-    seen: set[type[Any]] = set()
-    waiting = [cls]
-    while waiting:
-        for below in type.__subclasses__(waiting.pop()):
-            if below not in seen:
-                seen.add(below)
-                waiting.append(below)
-                yield below

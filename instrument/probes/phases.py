@@ -20,7 +20,7 @@ from typing import Any
 from instrument.errors import FAULTS
 from instrument.probes.compilers import evaluator, run_as_they_are
 from instrument.probes.functions import replace
-from instrument.probes.layers import subclasses
+from instrument.probes.lineages import subclasses
 from instrument.probes.switch import Switch
 from instrument.probes.verdict import Verdict
 from instrument.recorder import RECORDER, Recorder

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -17,10 +18,12 @@ from instrument.errors import FAULTS
 from instrument.main_module import MAINS, is_main, names_of
 from instrument.probes import arguments, functions, holders
 from instrument.probes.functions import Probe, Target, Unreachable, matches
-from instrument.probes.verdict import Verdict
+from instrument.probes.lineages import Lineage, is_reached, subclasses
+from instrument.probes.verdict import RECORDING, Verdict
 from instrument.profile import FunctionRule
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
+from instrument.wrapping import Passes
 
 logger = logging.getLogger("instrument")
 
@@ -33,12 +36,15 @@ class Functions:
         self._probes: dict[Probe, FunctionRule] = {}
         self._olds, self._made = holders.Kept(), holders.Kept()  # the host's containers, and what stands for each
         self._modules: dict[str, ModuleType] = {}
+        self._lineages: dict[tuple[int, str], Lineage] = {}  # by identity of the class, and attribute
+        self._lock = threading.RLock()  # classes are defined on threads of the host
         self._take_on(rules)
 
     def _take_on(self, rules: Sequence[FunctionRule]) -> None:
         self.rules: tuple[FunctionRule, ...] = tuple(rules)
         self._found: dict[int, dict[str, Verdict]] = {i: {} for i in range(len(self.rules))}
         self._taken: dict[str, int] = {}
+        self._wanting: dict[tuple[int, str], set[int]] = {}  # the rules that want each lineage
         self._counted = {label for rule in self.rules if rule.counted for label in rule.match}
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
 
@@ -47,8 +53,13 @@ class Functions:
 
         `modules` are those that are imported now.
         """
+        with self._lock:
+            self._change(rules, modules)
+
+    def _change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
         before = {label: verdict for found in self._found.values() for label, verdict in found.items() if verdict.site}
         self._take_on(rules)
+        before_lineages, self._lineages = self._lineages, {}
         modules = [module for module in modules if any(map(self.wants, names_of(module)))]
         self._modules = {names_of(module)[-1]: module for module in modules}
         owners: dict[str, int] = {}
@@ -64,6 +75,7 @@ class Functions:
                 owner is None
                 or not _serves(rule, self.rules[owner])
                 or probe.site.kind != self._kind(label, self.rules[owner])
+                or self._is_in_lineage(probe, before_lineages) != self._is_in_lineage(probe, self._lineages)
             ):
                 gone.append(probe)
                 continue
@@ -74,8 +86,17 @@ class Functions:
         # In this order, for a fork in between: the child must know of every probe that is there.
         self._take_off(gone, restore=not stay)
         self._probes = stay
+        for key, lineage in before_lineages.items():
+            if key in self._lineages:
+                self._lineages[key] = lineage
+            else:
+                lineage.end()
         for module in modules:
             self.imported(module)
+
+    @staticmethod
+    def _is_in_lineage(probe: Probe, lineages: Mapping[tuple[int, str], Lineage]) -> bool:
+        return any(lineage.holds(probe.target.owner, probe.target.attribute) for lineage in lineages.values())
 
     def probed(self) -> Mapping[str, Any]:
         """What carries a probe: labels, with the site that each records as."""
@@ -92,8 +113,12 @@ class Functions:
 
     def imported(self, module: ModuleType) -> bool:
         """Attach what the rules name in a module. Whether there was anything that others may hold, too."""
+        with self._lock:
+            return self._imported(module)
+
+    def _imported(self, module: ModuleType) -> bool:
         self._modules[names_of(module)[-1]] = module
-        attachable = list(self._attachable(module))
+        attachable = list(self._attachable(self._selected(module)))
         shared = [target for _, target in attachable if functions.is_held_elsewhere(target)]
         # Looked for before the probes are made, which hold the functions, too.
         ours = (part for probe in self._probes for part in probe.parts) if shared else ()
@@ -114,8 +139,16 @@ class Functions:
 
         What cannot be taken out of where it is behaves as the bare function from now on, and is named in the log.
         """
-        probes, self._probes = list(self._probes), {}
-        self._take_off(probes, restore=True)
+        with self._lock:
+            lineages, self._lineages = self._lineages, {}
+            for lineage in lineages.values():
+                lineage.end()
+            probes, self._probes = list(self._probes), {}
+            self._take_off(probes, restore=True)
+
+    def after_fork_in_child(self) -> None:
+        """Replace a lock that another thread of the parent may have held."""
+        self._lock = threading.RLock()
 
     def _take_off(self, probes: Sequence[Probe], *, restore: bool) -> None:
         """Take these off; where no other is left, `restore` the host's own containers, too."""
@@ -141,20 +174,55 @@ class Functions:
             self._made.clear()
 
     def _selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
-        """What the rules name in a module, by index of the rule and label."""
-        return {
-            (index, thing.label): thing
-            for index, rule in enumerate(self.rules)
-            for text in rule.match
-            for name in _called_by(text, module)
-            for thing in functions.find(module, text, name)
-            if not any(_excludes(text, thing.label) for text in rule.exclude)
-        }
+        """What the rules name in a module, and below its classes, by index of the rule and label."""
+        selected: dict[tuple[int, str], Target | Unreachable] = {}
+        for index, rule in enumerate(self.rules):
+            for text in rule.match:
+                for name in _called_by(text, module):
+                    found = list(functions.find(module, text, name))
+                    if text.endswith(functions.SUBCLASSES):
+                        found += [thing for one in found for thing in self._overrides(index, one)]
+                    selected.update(((index, thing.label), thing) for thing in found if not _is_excluded(rule, thing))
+        return selected
 
-    def _attachable(self, module: ModuleType) -> Iterator[tuple[int, Target]]:
+    def _overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
+        """What overrides a method in subclasses. The lineage of the method is made where it is new."""
+        if not isinstance(thing, Target) or not holders.isinstance_of(thing.owner, type):
+            return
+        key = (id(thing.owner), thing.attribute)
+        if key not in self._lineages:
+            lineage = self._lineages[key] = Lineage(thing.owner, thing.attribute, self._subclassed)
+            for target in [probe.target for probe in self._probes]:
+                if lineage.holds(target.owner, target.attribute):
+                    lineage.join(target.owner)
+        self._wanting.setdefault(key, set()).add(index)
+        for cls in self._lineages[key].overrides():
+            yield from functions.override(cls, thing.attribute)
+
+    def _subclassed(self, cls: type[Any]) -> None:
+        """A class has been defined below one whose overrides a rule wants, or is found to have been."""
+        with self._lock:
+            found = {
+                (index, thing.label): thing
+                for index, rule in enumerate(self.rules)
+                for attribute in self._wanted_below(index, cls)
+                for thing in functions.override(cls, attribute)
+                if not _is_excluded(rule, thing)
+            }
+            for index, target in list(self._attachable(found)):
+                self._attach(index, target)
+
+    def _wanted_below(self, index: int, cls: type[Any]) -> Iterator[str]:
+        """The methods that a class defines itself and that a rule wants there, as overrides of what it names."""
+        for key, lineage in self._lineages.items():
+            is_below = cls is not lineage.base and lineage.holds(cls, lineage.attribute)
+            if is_below and index in self._wanting.get(key, ()) and lineage.attribute in holders.type_namespace(cls):
+                yield lineage.attribute
+
+    def _attachable(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
         """The targets that are to get a probe now, with the rule that each belongs to; what became of the others."""
         labels: dict[tuple[int, int], str] = {}
-        for (index, label), thing in self._selected(module).items():
+        for (index, label), thing in selected.items():
             if isinstance(thing, Unreachable):
                 self._tell(index, "unreachable", label, thing.why)
                 continue
@@ -196,7 +264,7 @@ class Functions:
             arguments.reader(target.function, rule.attributes, place) if rule.attributes else (None, [])
         )
         try:
-            probe = Probe(target, site, self._recorder, attributes)
+            probe = Probe(target, site, self._recorder, attributes, self._passes(target))
             probe.set()
         except Exception as error:  # a metaclass or module of the host that lets nothing be set
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
@@ -209,6 +277,15 @@ class Functions:
         state = "partly" if missing else "attached"
         self._found[index][target.label] = Verdict(rule.text, state, target.label, why, site)
         return probe
+
+    def _passes(self, target: Target) -> Passes | None:
+        """What tells the calls that another probe of the same lineage records, where the target is of one."""
+        for lineage in self._lineages.values():
+            if lineage.holds(target.owner, target.attribute):
+                if target.owner is lineage.base:
+                    lineage.watch()
+                return lineage.join(target.owner)
+        return None
 
     def _kind(self, label: str, rule: FunctionRule) -> str:
         return "step" if rule.kind == "op" and label in self._counted else rule.kind
@@ -224,11 +301,37 @@ class Functions:
 
     def verdicts(self) -> list[Verdict]:
         """What became of every rule up to now, in the order of the profile."""
-        verdicts: list[Verdict] = []
-        for index, rule in enumerate(self.rules):
-            found = list(self._found[index].values())
-            verdicts.extend(found or [self._missed(rule)])
-        return verdicts
+        with self._lock:
+            for lineage in list(self._lineages.values()):
+                for cls in list(lineage.overrides()):
+                    self._subclassed(cls)  # one whose base does not tell of it
+            verdicts: list[Verdict] = []
+            for index, rule in enumerate(self.rules):
+                found = [self._with_overrides(index, verdict) for verdict in self._found[index].values()]
+                verdicts.extend(found or [self._missed(rule)])
+            return verdicts
+
+    def _with_overrides(self, index: int, verdict: Verdict) -> Verdict:
+        """With what overrides the method in subclasses and carries no probe, where a rule names the one method."""
+        rule = self.rules[index]
+        probe = next((probe for probe in self._probes if probe.target.label == verdict.target), None)
+        if verdict.state not in RECORDING or probe is None or probe.target.label not in rule.match:
+            return verdict
+        owner, attribute = probe.target.owner, probe.target.attribute
+        if not holders.isinstance_of(owner, type) or attribute in ("__init__", "__init_subclass__"):
+            return verdict
+        labels = [
+            functions.override_label(cls, attribute)
+            for cls in subclasses(owner)
+            if attribute in holders.type_namespace(cls) and not is_reached(cls, attribute)
+        ]
+        missed = [label for label in sorted(labels) if not any(_excludes(text, label) for text in rule.exclude)]
+        if not missed:
+            return verdict
+        shown = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
+        why = f"not seen: {shown}, which overrid{'es' if len(missed) == 1 else 'e'} it; "
+        why += f"{verdict.target}{functions.SUBCLASSES} takes subclasses, too"
+        return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
     def _missed(self, rule: FunctionRule) -> Verdict:
         names = list(dict.fromkeys(text.partition(":")[0] for text in rule.match))
@@ -270,6 +373,10 @@ def _serves(rule: FunctionRule, other: FunctionRule) -> bool:
 def _called_by(text: str, module: ModuleType) -> tuple[str, ...]:
     """The name by which a pattern means a module; nothing if it does not."""
     return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
+
+
+def _is_excluded(rule: FunctionRule, thing: Target | Unreachable) -> bool:
+    return any(_excludes(text, thing.label) for text in rule.exclude)
 
 
 def _excludes(text: str, label: str) -> bool:

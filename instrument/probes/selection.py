@@ -165,9 +165,9 @@ class Selection:
     def after_fork_in_child(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
         self._lock = RLock()
-        family = self._families.get("frameworks")
-        if isinstance(family, Frameworks):
-            family.after_fork_in_child()
+        for family in self._families.values():
+            if isinstance(family, (Frameworks, Functions)):
+                family.after_fork_in_child()
 
     def undo(self) -> None:
         """Take every probe off, last first."""

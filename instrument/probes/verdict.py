@@ -20,7 +20,7 @@ CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
 
 STATES: Mapping[str, str] = {
     "attached": "it records",
-    "partly": "it records, but a copy of the function as it was has escaped: calls through that are not seen",
+    "partly": "it records, but not all calls: a copy of the function has escaped, or a subclass overrides it",
     "uncalled": "it would record, but nothing has called it",
     "compiled": "it lies inside a region that torch.compile has compiled, where no probe is left",
     "waiting": "nothing to attach to yet: its module is not imported, or no layer that it selects has run",

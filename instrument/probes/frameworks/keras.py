@@ -18,7 +18,8 @@ from instrument.errors import FAULTS
 from instrument.probes.frameworks.entries import Entries, Entry, Facts, compiling_test, missing, taken
 from instrument.probes.functions import Undo, replace, undo_all
 from instrument.probes.holders import namespace
-from instrument.probes.layers import Layers, Paths, subclasses
+from instrument.probes.layers import Layers, Paths
+from instrument.probes.lineages import subclasses
 from instrument.probes.verdict import Verdict
 from instrument.profile import FrameworkRule
 from instrument.recorder import RECORDER, Recorder

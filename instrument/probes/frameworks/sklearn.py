@@ -18,7 +18,7 @@ from instrument.errors import FAULTS
 from instrument.probes.frameworks.entries import missing
 from instrument.probes.functions import Undo, replace, undo_all
 from instrument.probes.holders import namespace
-from instrument.probes.layers import subclasses
+from instrument.probes.lineages import subclasses
 from instrument.probes.verdict import Verdict
 from instrument.profile import FrameworkRule
 from instrument.recorder import RECORDER, Recorder
