@@ -250,7 +250,7 @@ def test_layers_and_copies_wait_for_torch_and_say_what_became_of_them(
         texts.setdefault(verdict.rule, []).append(str(verdict))
     linear, liner, path, copies = list(texts.values())[:4]
     assert "attached" in linear[0]
-    assert liner == ["type Liner: nothing (no class of that name is defined: Liner; nearest is Linear)"]
+    assert liner == ["type Liner: waiting (no class of that name is defined yet: Liner; nearest is Linear)"]
     # Other tests may have left models behind, whose paths are known.
     assert len(path) == 1
     assert "no layer that it selects has run" in path[0] or "no layer sits at such a path" in path[0]

@@ -14,6 +14,7 @@ passes over properties and partial objects, which their users take for data; a n
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import inspect
@@ -167,15 +168,29 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
     label = f"{name}:{wanted}"
     if "*" in wanted:
         yield from _walk(module, module, "", wanted, set(), called=name)
+        first = wanted.partition(".")[0]
+        holder = namespace(module).get(first)
+        held = None if "*" in first else _class_inside(holder, module.__name__, first)
+        if held is not None:
+            yield from _noted(_walk(module, held, first + ".", wanted, {id(held)}, called=name), holder)
         return
     owner: Any = module
+    holder = None
     *path, last = wanted.split(".")
-    for segment in path:
+    for index, segment in enumerate(path):
         if type(owner) is FunctionType:
             break
         owner = _raw(owner, segment)
         if owner is None:
             return
+        held = _class_inside(owner, module.__name__, ".".join(path[: index + 1]))
+        if held is not None and type_attribute(held, [*path, last][index + 1]) is not None:
+            owner, holder = held, owner
+    yield from _noted(_find_in(module, owner, last, wanted, label), holder)
+
+
+def _find_in(module: ModuleType, owner: Any, last: str, wanted: str, label: str) -> Iterator[Target | Unreachable]:
+    """What the last name of `wanted` means in an owner, to which the others have led."""
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
@@ -186,13 +201,32 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
         if owner is module and "__getattr__" in namespace(module):
             why = "the module makes names when they are asked for (__getattr__); name the module that defines it"
             yield Unreachable(label, why)
+        return
+    held = _class_inside(found, module.__name__, wanted)
+    if held is not None:
+        yield from _noted(_find_class(module, held, wanted, label), found)
     elif isinstance_of(found, type):
-        home = found.__module__
-        methods = list(_walk(module, found, wanted + ".", wanted + ".*", {id(found)}, methods_of=home, called=name))
-        yield from methods or [Unreachable(label, "the class has no public method made in Python")]
+        yield from _find_class(module, found, wanted, label)
     else:
         is_own = isinstance_of(owner, type) or last in (own_names(owner) or ())
         yield from _targets(module.__name__, owner if is_own else type(owner), last, found, label)
+
+
+def _find_class(module: ModuleType, found: type[Any], wanted: str, label: str) -> Iterator[Target | Unreachable]:
+    """The public methods of a class."""
+    home, called = type_attribute(found, "__module__"), label.partition(":")[0]
+    below = _walk(module, found, wanted + ".", wanted + ".*", {id(found)}, methods_of=home, called=called)
+    yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
+
+
+def _noted(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
+    """The same, with a word on the object of a decorator that holds their class, if there is one."""
+    for thing in things:
+        if holder is None or isinstance(thing, Unreachable):
+            yield thing
+        else:
+            note = f"inside a {type(holder).__module__}.{type(holder).__name__}"
+            yield dataclasses.replace(thing, note="; ".join(filter(None, [note, thing.note])))
 
 
 def _raw(owner: Any, attribute: str) -> Any:
@@ -337,8 +371,16 @@ def parts_of(raw: Any) -> Iterator[tuple[str, Any]]:
         yield "", function
 
 
-def _inside(raw: Any, module: str, qualname: str) -> FunctionType | None:
-    """The function of that very name inside what a decorator of a framework has made of it (a command, a task)."""
+def _class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
+    """The class of that very name inside what a decorator of a framework has made of it (a deployment, an actor)."""
+    if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
+        return None
+    found: type[Any] | None = _inside(raw, module, qualname, type)
+    return found
+
+
+def _inside(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> Any:
+    """The function, or class, of that very name inside what a decorator of a framework has made of it."""
     seen, near = {id(raw)}, holders.Kept([raw])
     for thing in near:
         for part in gc.get_referents(thing):
@@ -346,11 +388,14 @@ def _inside(raw: Any, module: str, qualname: str) -> FunctionType | None:
                 continue
             seen.add(id(part))
             if type(part) is FunctionType:
-                if (part.__module__, part.__qualname__) == (module, qualname):
+                if kind is FunctionType and (part.__module__, part.__qualname__) == (module, qualname):
                     return part
             elif isinstance_of(part, type):
-                if type_attribute(part, "__module__") == module:
-                    near.append(part)  # a class that was made for the function
+                if type_attribute(part, "__module__") != module:
+                    continue
+                if kind is type and type.__dict__["__qualname__"].__get__(part) == qualname:
+                    return part
+                near.append(part)  # a class that was made for the function
             elif not (isinstance_of(part, (ModuleType, CodeType, str)) or _is_globals(part)):
                 near.append(part)
     return None

@@ -389,8 +389,9 @@ class Layers:
     def _missed(self, rule: LayerRule, known: Sequence[str]) -> Verdict:
         unknown = [name for name in rule.types if name not in known]
         if rule.types and len(unknown) == len(rule.types):
-            why = f"no class of that name is defined: {', '.join(unknown)}"
-            return Verdict(rule.text, "nothing", why=why + _nearest(unknown[0], known))
+            # A package that is not imported yet may define it.
+            why = f"no class of that name is defined yet: {', '.join(unknown)}"
+            return Verdict(rule.text, "waiting", why=why + _nearest(unknown[0], known))
         why = "no layer that it selects has run"
         paths = self._paths.known()
         if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
