@@ -162,7 +162,7 @@ class Account:
             notes.append(
                 "started after the import of "
                 + ", ".join(self.selection.late)
-                + ": what had been bound elsewhere was found and replaced; what could not be is named with its rule"
+                + ": what other modules had taken from there records, too; what cannot is named with its rule"
             )
         if self.timing is not None:
             notes.extend(self.timing.notes())

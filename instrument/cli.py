@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         + "; ".join(f"{state}: {meaning}" for state, meaning in STATES_OF_TARGETS.items())
         + ". Exit code 2: a bad profile, or a rule that matches nothing.",
     )
-    check.add_argument("profile", metavar="P")
+    check.add_argument(
+        "profile", metavar="P", nargs="?", help="profile.yaml (default: the variable INSTRUMENT_PROFILE)"
+    )
     check.add_argument("modules", nargs="*", metavar="module", help="modules to import besides those the rules name")
     check.add_argument(
         "--json", action="store_true", help="one JSON document; the command's output goes to stderr then"
@@ -344,24 +346,33 @@ def _interpreter_flags() -> list[str]:
 def _check(options: argparse.Namespace, host: list[str]) -> int:
     if options.modules and host:
         raise InstrumentError("check: modules are imported where there is no command; leave one of both out")
-    profile = load(options.profile)
+    wanted = options.profile or os.environ.get("INSTRUMENT_PROFILE")
+    if not wanted:
+        raise ProfileError(
+            ["instrument check: no profile; give one, as in `instrument check profile.yaml`, or set INSTRUMENT_PROFILE"]
+        )
+    profile = load(wanted)
+    problems: list[str] = []
     command: dict[str, Any] | None = None
     if host:
-        verdicts, command = _verdicts_of(options.profile, host, to_stderr=options.json)
+        verdicts, command = _verdicts_of(wanted, host, to_stderr=options.json)
     else:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
         from instrument import process
 
-        verdicts = process.check(profile, options.modules)
+        verdicts, problems = process.check(profile, options.modules)
     if options.json:
         print(json.dumps(_document(profile, verdicts, command), indent=2))
     else:
         _print_verdicts(profile, verdicts, command)
-    missed = [v for v in verdicts if v.state == "nothing" or (not host and _never_imported(v, profile))]
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    missed = [v for v in verdicts if v.state == "not found" or (not host and _never_imported(v, profile))]
     for verdict in missed:
         hint = "; name modules of it to import: instrument check P module ..." if verdict.state == "waiting" else ""
-        print(f"{profile.source}: {verdict}{hint}", file=sys.stderr)
-    if missed:
+        if not (problems and "fails to import" in verdict.why):
+            print(f"{profile.source}: {verdict}{hint}", file=sys.stderr)
+    if missed or problems:
         return 2
     doubtful = {"partly", "unreachable", "compiled", *(("waiting", "uncalled") if host else ())}
     return 1 if options.strict and any(verdict.state in doubtful for verdict in verdicts) else 0

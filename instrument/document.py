@@ -205,6 +205,7 @@ def _root(document: Document) -> Node:
         found = ", ".join(part for part in (error.context, error.problem) if part)
         line = text.splitlines()[at.line - 1 : at.line]
         hint = " (inside [] and {} a ${...} needs quotes)" if "${" in "".join(line) else ""
+        hint = " (a pattern that begins with ! needs quotes)" if _EXCLUDING.search("".join(line)) else hint
         at.refuse(f"one document of valid YAML{hint}", found=f"broken YAML ({found})")
     node = _Tree(document, loader.resolve).node(root, "") if root else None
     return Node(document, "", 1, 1, "mapping") if node is None or node.kind == "null" else node
@@ -223,6 +224,9 @@ def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
 
 
 _TAG = "tag:yaml.org,2002:"
+_PATTERN = re.compile(r"![^!].*")
+_EXCLUDING = re.compile(r"(?:^|[\[,:-])\s*![^\s\"']")
+"""Where a plain value begins with an exclamation mark, by which YAML means a tag."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
 _SHAPES = {
     "scalar": ("null", "bool", "int", "float", "text", "date"),
@@ -254,7 +258,9 @@ class _Tree:
             at.refuse("aliases to other values", found="an alias to a value that it is part of")
         kind = self.kind(source.tag)
         if kind not in _SHAPES[source.id]:
-            at.note("values without tags", found=f"the tag {clip(source.tag)!r}")
+            near = f'"{clip(source.tag)}"' if _PATTERN.fullmatch(source.tag) else ""
+            hint = "; a pattern that begins with ! needs quotes" if near else ""
+            at.note(f"values without tags{hint}", found=f"the tag {clip(source.tag)!r}", near=near)
             return at
         self.open.append(id(source))
         try:
@@ -374,6 +380,9 @@ def whole(least: int) -> Read:
     return read
 
 
+SMALL = 1024
+"""The least number without a unit that is taken for one of bytes where a unit is suggested."""
+
 _QUANTITY = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = re.compile(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
 
@@ -395,14 +404,16 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
     bound = f", from {least}" if least else ""
     allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
     floor = _amount(least, units) or 0
-    unit = "B" if "B" in units else example.lstrip("0123456789")
+    unit = example.lstrip("0123456789")
 
     def meant(text: str) -> str:
         parts = _MEASURED.fullmatch(text)
         if not parts:
             return ""
-        near = parts[1] + (nearest(parts[2], units, 0.5) if parts[2] else unit)
-        return near if _amount(near, units) and near != text else ""
+        # A bare number that is large is one of bytes, a small one has the unit of the example.
+        bare = "B" if "B" in units and parts[1].isdecimal() and int(parts[1]) >= SMALL else unit
+        near = parts[1] + (nearest(parts[2], units, 0.5) if parts[2] else bare)
+        return near if near != text and max(floor, 1) <= (_amount(near, units) or 0) < 2**63 else ""
 
     def read(node: Node) -> int:
         bare_zero = node.kind == "int" and node.text == "0"

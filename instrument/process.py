@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from instrument import hello, otlp
 from instrument.document import nearest
-from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, logger
+from instrument.errors import FAULTS, InstrumentError, StateError, logger
 from instrument.generation import Reload
 from instrument.main_module import MAINS
 from instrument.probes.scopes import OFF
@@ -102,7 +103,23 @@ def session() -> Session:
 
 
 def summary(**options: Any) -> str:
-    """The text report of the running session, or a sentence saying that all is off. Options of `Session.summary`."""
+    """The text report of everything since the session's start, or a sentence saying that all is off.
+
+    What is left out comes from the profile. Options:
+
+    - `views`: which reports, in this order: overview, events, phases, operators, kernels, device, copies, memory,
+      distribution, user, requests, classes, ops, instances, startup, benchmark, cost
+    - `beside`: a trace file of `torch.profiler`, recorded meanwhile, for kernels, allocations and FLOPs
+    - `tracer_option`: Default, OpDetail or AllOpDetail; `state`: CPU, GPU or All
+    - `sorted_by`: default, calls, total, max, min, ave, or one of the last four with cpu_ or gpu_ before it, also
+      cpu_total, gpu_total
+    - `rows`: the most rows of each table, None for all; `least_ns`: leaves out rows with less time, in ns
+    - `threads`: merged, apart or both; `unit`: of times, s, ms, us or ns
+    - `corrected`: self times less what the probes below a span cost; `skip_first`: iterations left out of means
+
+    Raises `StateError` where no session runs, `ValueError` for a view or value that there is not, `TypeError` for an
+    option that there is not, and `TraceError` for a file that is not of this process and time.
+    """
     if OFF:
         return f"{SWITCHED_OFF}\n"
     return session().summary(**options)
@@ -145,10 +162,11 @@ def disable() -> None:
     RECORDER.on = False
 
 
-def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
+def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
     """Import the modules, those that the rules name in full, and their frameworks, and tell what each rule reaches.
 
-    Nothing is recorded and every change is undone. Raises `ProfileError` naming every module that fails to import.
+    Also returns, in words with the profile's name, each module that fails to import; rules that wait for one say so.
+    Nothing is recorded and every change is undone. Raises `StateError` while a session runs.
     """
     global _checking
     with _session_lock:
@@ -158,18 +176,17 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
         selection = Selection(profile)
         undo = selection.attach(main=False)  # that is `instrument check` itself
         named = {text.partition(":")[0] for rule in profile.functions for text in rule.match} - set(MAINS)
-        problems = []
+        failed: dict[str, str] = {}
         try:
             for name in [*modules, *sorted(name for name in named if "*" not in name and name not in modules)]:
                 try:
                     __import__(name)
                 except (Exception, SystemExit) as error:
-                    found = f"{type(error).__name__}: {error}{_nearest_to_import(name, error)}"
-                    problems.append(f"{profile.source}: module {name} fails to import: {found}")
+                    failed[name] = f"{type(error).__name__}: {error}{_nearest_to_import(name, error)}"
             uses_torch = "auto" in (profile.loaders, profile.phases, profile.comm)
             frameworks = {"torch"} if profile.layers or profile.copies or uses_torch else set()
             frameworks.update(rule.name for rule in profile.frameworks if not rule.auto)
-            for name in () if problems else sorted(frameworks):
+            for name in sorted(frameworks):
                 try:
                     __import__(name)
                 except ImportError:
@@ -178,9 +195,18 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> list[Verdict]:
         finally:
             undo()
             _checking = False
-    if problems:
-        raise ProfileError(problems)
-    return verdicts
+    patterns = {rule.text: rule.match for rule in profile.functions}
+    verdicts = [_with_failed_import(verdict, patterns.get(verdict.rule, ()), failed) for verdict in verdicts]
+    problems = [f"{profile.source}: module {name} fails to import: {found}" for name, found in failed.items()]
+    return verdicts, problems
+
+
+def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mapping[str, str]) -> Verdict:
+    """What became of a rule, with the reason where it waits for a module that fails to import."""
+    named = [name for name in dict.fromkeys(text.partition(":")[0] for text in patterns) if name in failed]
+    if verdict.state != "waiting" or not named:
+        return verdict
+    return replace(verdict, why="; ".join(f"{name} fails to import: {failed[name]}" for name in named))
 
 
 def _nearest_to_import(name: str, error: BaseException) -> str:

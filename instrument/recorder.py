@@ -6,7 +6,6 @@ in Python (`pure.py`). Both have the same classes and behave the same; `Recorder
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import sys
 import threading
@@ -176,8 +175,8 @@ class _Recording:
         """A scope by name. Raises `TargetError` for a name, kind, phase or stream that cannot be one."""
         if not isinstance(name, str) or not name:
             raise TargetError(f"a scope needs a name that says what it times; found {name!r}")
-        if phase is not None and phase not in PHASES:
-            raise TargetError(f"scope {name!r}: found phase {phase!r}; allowed: {', '.join(PHASES)}")
+        if phase is not None and (not isinstance(phase, str) or not phase):
+            raise TargetError(f"scope {name!r}: found phase {phase!r}; allowed: a name, such as {', '.join(PHASES)}")
         if kind is None:
             kind = "phase" if phase else "user"
         elif kind not in KINDS:
@@ -701,28 +700,3 @@ def _caller() -> tuple[str, str, str, int]:
 
 RECORDER = Recorder()
 """The recorder of this process."""
-
-
-def _wrapped_again(function: Callable[..., Any], site: Site | None) -> Any:
-    return function if site is None else RECORDER.wrap(function, site)
-
-
-def _pickled(made: Any) -> str | tuple[Any, ...]:
-    """By name, as functions are; by value where a pickler that takes functions so does not find this one by name.
-
-    Such picklers (cloudpickle, dill, and the copies of them in Ray and joblib) know functions by their type, which the
-    native one's is not.
-    """
-    name = sys._getframe(1).f_globals.get("__name__")
-    module = getattr(made, "__module__", None)
-    qualname: str = made.__qualname__
-    if not isinstance(name, str) or not {"cloudpickle", "dill"}.intersection(name.split(".")):
-        return qualname
-    found: Any = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return qualname if found is made else (_wrapped_again, (made.__wrapped__, vars(made).get("__instrument__")))
-
-
-if _native is not None:
-    copyreg.pickle(_native.Function, _pickled)

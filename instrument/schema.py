@@ -68,7 +68,7 @@ from instrument.profile import (
     Schedule,
     Summary,
 )
-from instrument.spans import KINDS, PHASES
+from instrument.spans import KINDS
 
 DURATION_UNITS: Mapping[str, int] = {
     "ns": 1, "us": 1_000, "ms": 1_000_000, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9,
@@ -522,7 +522,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "match": Key("match", one_or_more(_function_pattern), required="module:qualname, or a list of such patterns"),
         "name": Key("name", string),
         "kind": Key("kind", one_of(*KINDS)),
-        "phase": Key("phase", one_of(*PHASES)),
+        "phase": Key("phase", string),
         "device": Key("device", flag),
         "where": Key("where", _part("functions.where", dict)),
         "attributes": Key("attributes", one_or_more(_argument)),

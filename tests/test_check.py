@@ -324,7 +324,7 @@ def test_notes_say_in_one_line_how_many_targets_were_never_called(monkeypatch: p
         ([("r", "attached", "t", 2), ("r", "attached", "t", 3)], [("attached", "t", 5)]),
         ([("r", "partly", "t", 0), ("r", "attached", "t", 3)], [("partly", "t", 3)]),
         ([("r", "waiting", "", None), ("r", "attached", "t", 1)], [("attached", "t", 1)]),
-        ([("r", "waiting", "", None), ("r", "nothing", "", None)], [("nothing", "", None)]),
+        ([("r", "waiting", "", None), ("r", "not found", "", None)], [("not found", "", None)]),
         ([("r", "waiting", "", None), ("q", "attached", "t", 1)], [("waiting", "", None), ("attached", "t", 1)]),
     ],
 )
@@ -363,3 +363,33 @@ def test_a_path_rule_with_a_typo_names_the_nearest_path(recorder: Any) -> None:
     finally:
         selection.undo()
     assert verdict.why == "no layer sits at such a path; nearest is encoder.layers.0"
+
+
+def test_a_module_that_fails_to_import_hides_none_of_the_others() -> None:
+    write("broken.py", "import absent_module")
+    write("p.yaml", 'functions: [{match: "broken:f"}, {match: "checked:busy"}, {match: "checked:bsuy"}]')
+    done = check("p.yaml")
+    assert done.returncode == 2
+    assert states(done.stdout) == {"broken:f": "waiting", "checked:busy": "attached", "checked:bsuy": "not found"}
+    assert "broken:f: waiting (broken fails to import: ModuleNotFoundError: No module named 'absent_m" in done.stdout
+    assert done.stderr.startswith("p.yaml: module broken fails to import: ModuleNotFoundError")
+    assert done.stderr.count("fails to import") == 1
+
+
+def test_check_takes_the_profile_of_the_environment_and_without_one_says_what_to_give() -> None:
+    write("p.yaml", 'functions: [{match: "checked:busy"}]')
+    assert states(check(INSTRUMENT_PROFILE="p.yaml").stdout) == {"checked:busy": "attached"}
+    done = check()
+    assert done.returncode == 2
+    assert "no profile; give one, as in `instrument check profile.yaml`, or set INSTRUMENT_PROFILE" in done.stderr
+
+
+def test_help_on_the_summary_lists_every_option() -> None:
+    from dataclasses import fields
+
+    from instrument.profile import VIEWS
+    from instrument.report.view import Options
+
+    listed = instrument.summary.__doc__ or ""
+    assert [field.name for field in fields(Options) if f"`{field.name}`" not in listed] == []
+    assert [view for view in VIEWS if view not in listed] == []

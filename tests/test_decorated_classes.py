@@ -114,7 +114,7 @@ def test_a_holder_with_slots_is_seen_through_and_a_name_that_is_not_there_is_tol
     selection = select('functions: [{match: "deployed:Small.run"}, {match: "deployed:Small.absent"}]')
     service().Small.bind().run(1)
     assert tree(recorder) == "Small.run"
-    assert [verdict.state for verdict in selection.verdicts()] == ["attached", "nothing"]
+    assert [verdict.state for verdict in selection.verdicts()] == ["attached", "not found"]
 
 
 def test_a_layer_class_of_a_package_that_is_not_imported_is_waited_for(tmp_path: Path) -> None:

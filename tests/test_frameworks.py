@@ -128,7 +128,7 @@ def test_a_framework_that_was_asked_for_by_name_and_not_imported_is_named(
 
 def test_check_imports_the_frameworks_that_are_asked_for_by_name() -> None:
     pytest.importorskip("sklearn")
-    verdicts = check(loads("frameworks: [sklearn]", environ={}))
+    verdicts, _ = check(loads("frameworks: [sklearn]", environ={}))
     assert [str(verdict) for verdict in verdicts] == ["sklearn: waiting (no estimator has run)"]
 
 

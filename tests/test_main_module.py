@@ -254,6 +254,7 @@ print(handle(1), asyncio.run(wait(1)), list(items(1)), asyncio.run(collect(strea
 """
 
 
+@pytest.mark.skipif(not RECORDER.native, reason="wrappers of the recorder in Python hold what no pickler takes")
 def test_functions_that_are_pickled_by_value_go_to_another_process_as_they_would() -> None:
     pytest.importorskip("cloudpickle")
     write("value.py", BY_VALUE)

@@ -346,8 +346,7 @@ class TestFunctionRules:
     @pytest.mark.parametrize(
         ("rule", "problem"),
         [
-            ("phase: computing", "functions[0].phase: found 'computing'; allowed: prepare, infer_shape, compute, post, "
-             "forward, backward, optimizer, load, compile; did you mean 'compute'?"),
+            ("phase: [queue]", "functions[0].phase: found a list; allowed: text"),
             ("where: {min_duration: 50}", "where.min_duration: found the number 50; allowed: a number with a unit"),
             ("where: {min: 5us}", "functions[0].where: found the unknown key 'min'; allowed: min_duration"),
             ("attributes: {record: size}", "functions[0].attributes.argument: found nothing; allowed: a parameter"),
@@ -1182,3 +1181,46 @@ class TestTheSchemaAndTheLoaderAgree:
         assert VALIDATOR.is_valid(profile)
         (message,) = refusals(json.dumps(profile))
         assert BEYOND_THE_SCHEMA.search(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("limits: {ring: 64}", "64MiB"),
+        ("limits: {ring: 67108864}", "67108864B"),
+        ("limits: {ring: 1KB}", ""),  # less than a ring may have
+        ("limits: {ring: 100KB}", "100kB"),
+        ("limits: {disk: 1KB}", "1kB"),
+        ("limits: {disk: 2}", "2GiB"),
+        ("copies: [{min_bytes: 4}]", "4KiB"),
+        ("copies: [{min_bytes: 4096}]", "4096B"),
+        ("capture: {slow: 250}", "250ms"),
+    ],
+)
+def test_a_suggested_quantity_is_one_that_is_accepted_in_its_place(text: str, meant: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        read(text)
+    message = str(caught.value)
+    assert message.partition("did you mean ")[2] == (f"'{meant}'?" if meant else ""), message
+    if meant:
+        read(text.replace(text.split(": ")[-1].strip("}]"), meant))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "functions: [{match: [a:b, !a:c]}]",
+        "functions:\n- match:\n  - a:b\n  - !a:c\n",
+        "functions:\n- match:\n  - a:b\n  - !a:_*\n",
+        "functions: [{match: !a.*:c}]",
+        "layers: [{match: !a}]",
+    ],
+)
+def test_an_exclamation_mark_without_quotes_is_told_to_need_them(text: str) -> None:
+    with pytest.raises(ProfileError, match="a pattern that begins with ! needs quotes"):
+        read(text)
+
+
+def test_any_name_may_be_a_phase() -> None:
+    (rule,) = read("functions: [{match: 'a:b', phase: queue}]").functions
+    assert (rule.kind, rule.phase) == ("phase", "queue")

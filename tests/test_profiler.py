@@ -633,13 +633,18 @@ def test_check_imports_what_the_rules_name_and_undoes_everything(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "checked_ok.py").write_text("def f(): return 1")
     (tmp_path / "checked_bad.py").write_text("raise RuntimeError('at import')")
-    verdicts = check(loads('functions: [{match: "checked_ok:f"}, {match: "checked_ok:g"}]'))
-    assert [verdict.state for verdict in verdicts] == ["attached", "nothing"]
+    verdicts, problems = check(loads('functions: [{match: "checked_ok:f"}, {match: "checked_ok:g"}]'))
+    assert problems == []
+    assert [verdict.state for verdict in verdicts] == ["attached", "not found"]
     assert not hasattr(sys.modules["checked_ok"].f, "__instrument__")
-    with pytest.raises(ProfileError, match="checked_bad fails to import: RuntimeError: at import"):
-        check(loads('functions: [{match: "checked_bad:f"}]'))
-    with pytest.raises(ProfileError, match="checked_missing fails to import"):
-        check(loads(""), ["checked_missing"])
+    verdicts, (problem,) = check(loads('functions: [{match: "checked_bad:f"}, {match: "checked_ok:f"}]'))
+    assert problem == "<profile>: module checked_bad fails to import: RuntimeError: at import"
+    assert [(verdict.state, verdict.why) for verdict in verdicts] == [
+        ("waiting", "checked_bad fails to import: RuntimeError: at import"),
+        ("attached", ""),
+    ]
+    _, (problem,) = check(loads(""), ["checked_missing"])
+    assert "checked_missing fails to import" in problem
 
 
 def test_check_of_a_service_that_starts_a_session_itself_starts_none(
@@ -649,7 +654,7 @@ def test_check_of_a_service_that_starts_a_session_itself_starts_none(
 
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "checked_start.py").write_text("import instrument\nstarted = instrument.start()\ndef f(): return 1")
-    (verdict,) = check(loads('functions: [{match: "checked_start:f"}]'))
+    (verdict,), _ = check(loads('functions: [{match: "checked_start:f"}]'))
     assert (verdict.state, sys.modules["checked_start"].started) == ("attached", None)
     with pytest.raises(StateError, match="no session runs"):
         instrument.session()

@@ -166,7 +166,7 @@ CASES = [
     Case("number", lambda m: m.number, 5, state="unreachable", why="it is a int, not a function"),
     Case("Text.upper", lambda m: m.Text("a").upper(), "A", state="unreachable", why="it is a method made in C"),
     Case("Engine.root", lambda m: m.Engine().root(4.0), 2.0, state="unreachable", why="it is a method made in C"),
-    Case("missing", lambda m: None, None, state="nothing", why="matched no function"),
+    Case("missing", lambda m: None, None, state="not found", why="matched no function"),
 ]
 
 

@@ -561,14 +561,14 @@ def profiled(name: Any = None, *, kind: str | None = None, device: bool = False,
     Works on functions, coroutines, generators, async generators, methods; above or below `classmethod`,
     `staticmethod`, `property`, `cached_property`, `lru_cache`, `singledispatchmethod` and `contextmanager`; and on a
     class, where it takes the public methods. Without a name the qualified name is used. `kind` is one of
-    `instrument.spans.KINDS`, else `op`; `phase`, one of `instrument.spans.PHASES`, says what part of the work it is
-    and makes the kind `phase`. Returns the very same object when `INSTRUMENT=off`. Raises `TargetError` for anything
-    else.
+    `instrument.spans.KINDS`, else `op`; `phase`, one of `instrument.spans.PHASES` or a name of your own, says what
+    part of the work it is and makes the kind `phase`. Returns the very same object when `INSTRUMENT=off`. Raises
+    `TargetError` for anything else.
     """
     if kind is not None and kind not in KINDS:
         raise TargetError(f"profiled: found kind {kind!r}; allowed: {', '.join(KINDS)}")
-    if phase is not None and phase not in PHASES:
-        raise TargetError(f"profiled: found phase {phase!r}; allowed: {', '.join(PHASES)}")
+    if phase is not None and (not isinstance(phase, str) or not phase):
+        raise TargetError(f"profiled: found phase {phase!r}; allowed: a name, such as {', '.join(PHASES)}")
     if name is None or isinstance(name, str):
         return lambda target: _profile(target, name, kind, device, phase)
     return _profile(name, None, kind, device, phase)

@@ -37,7 +37,7 @@ class Functions:
         self._olds, self._made = holders.Kept(), holders.Kept()  # the host's containers, and what stands for each
         self._modules: dict[str, ModuleType] = {}
         self._lineages: dict[tuple[int, str], Lineage] = {}  # by identity of the class, and attribute
-        self._lock = threading.RLock()  # classes are defined on threads of the host
+        self._lock = RLock()  # classes are defined on threads of the host
         self._take_on(rules)
 
     def _take_on(self, rules: Sequence[FunctionRule]) -> None:
@@ -148,7 +148,7 @@ class Functions:
 
     def after_fork_in_child(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     def _take_off(self, probes: Sequence[Probe], *, restore: bool) -> None:
         """Take these off; where no other is left, `restore` the host's own containers, too."""
@@ -348,7 +348,9 @@ class Functions:
             why += "@profiled, or put it into a module of its own"
             return Verdict(rule.text, "unreachable", why=why)
         nearest = self._nearest(rule.match, there)
-        return Verdict(rule.text, "nothing", why="matched no function" + (f"; nearest is {nearest}" if nearest else ""))
+        return Verdict(
+            rule.text, "not found", why="matched no function" + (f"; nearest is {nearest}" if nearest else "")
+        )
 
     def _defined_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
         """Whether a module has by now what the rule names, without having told of it."""

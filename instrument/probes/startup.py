@@ -101,7 +101,7 @@ class Startup:
 
     def verdicts(self) -> list[Verdict]:
         """What records. What the host has not imported is not missed: nobody has all of these frameworks."""
-        found = [verdict for verdict in self._functions.verdicts() if verdict.state not in ("waiting", "nothing")]
+        found = [verdict for verdict in self._functions.verdicts() if verdict.state not in ("waiting", "not found")]
         if self._dynamo is not None:
             found.append(self._dynamo)
         # Without their sites, for nobody has to call all of them.

@@ -25,14 +25,14 @@ STATES: Mapping[str, str] = {
     "compiled": "it lies inside a region that torch.compile has compiled, where no probe is left",
     "waiting": "nothing to attach to yet: its module is not imported, or no layer that it selects has run",
     "unreachable": "it is there and cannot be observed",
-    "nothing": "what should hold it is there and holds nothing of that name",
+    "not found": "its module is imported and has nothing of that name",
 }
 """Every state, and what it means."""
 
 RECORDING = ("attached", "partly", "uncalled")
 """The states of a target that carries a probe."""
 
-_TELLING = ("partly", "attached", "compiled", "uncalled", "unreachable", "nothing", "waiting")
+_TELLING = ("partly", "attached", "compiled", "uncalled", "unreachable", "not found", "waiting")
 """States by how much they tell about a whole of several processes: one that saw more knows better."""
 
 

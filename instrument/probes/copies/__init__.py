@@ -142,6 +142,6 @@ class Copies:
             return Verdict(rule.text, "waiting", why="; ".join(reasons))
         names = list(dict.fromkeys(room.FRAMEWORK for room in rooms))
         if not names:
-            return Verdict(rule.text, "nothing", why=f"{', '.join(rule.frameworks)} makes no such copies")
+            return Verdict(rule.text, "not found", why=f"{', '.join(rule.frameworks)} makes no such copies")
         shown = names[0] if len(names) == 1 else f"none of {', '.join(names)}"
         return Verdict(rule.text, "waiting", why=f"{shown} {'not ' if len(names) == 1 else ''}imported")
