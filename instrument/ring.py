@@ -23,7 +23,7 @@ from instrument.unpatched import RLock, local
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
 
 REQUEST_BIT = 1
-"""Set in the id of a request that is a root, and in no other: whoever sees a root id knows whether it is a request's."""
+"""Set in the id of a request that is a root, and in no other: a root id tells whether it is a request's."""
 
 First = tuple[int, int]
 """When a first call began, and how long it took on the host."""

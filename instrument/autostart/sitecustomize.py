@@ -27,8 +27,7 @@ def _start() -> None:
         from instrument.autostart import start
     except Exception as error:
         why = str(error) or type(error).__name__
-        sys.stderr.write(f"instrument: this process is not instrumented: {why}
-")
+        sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")
     else:
         start()
 

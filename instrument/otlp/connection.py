@@ -7,7 +7,6 @@ classes of gevent once a service has patched, and neither theirs nor the ones be
 from __future__ import annotations
 
 import io
-import os
 import socket
 from collections.abc import Callable
 from functools import partial

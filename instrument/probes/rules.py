@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -23,6 +22,7 @@ from instrument.probes.verdict import RECORDING, Verdict
 from instrument.profile import FunctionRule
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
+from instrument.unpatched import RLock
 from instrument.wrapping import Passes
 
 logger = logging.getLogger("instrument")
