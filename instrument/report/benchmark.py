@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from instrument.report.device import Coverage, none_held
@@ -22,6 +23,9 @@ from instrument.report.units import starts_of
 from instrument.report.view import UNITS, Options, Recording
 from instrument.spans import Interval, Span, Trace, length, union
 from instrument.tally import Totals, bucket
+
+FIRST_KEPT = 1000
+"""The most first steps that may be left out of a running loop's benchmark afterwards; they take 0.1 MB."""
 
 SKIPPED_STEPS = 10
 """How many first steps the benchmark of a `Profiler` leaves out, as `paddle.profiler` does."""
@@ -103,8 +107,8 @@ class Loops:
 def benchmark(recording: Recording, options: Options) -> Loops:
     """The view: of all steps of a `Profiler` that runs, else from the spans that are held.
 
-    `skip_first` leaves out the first steps of each loop, by the number that a step bears or else by their begin; a
-    `Profiler` that runs has decided that itself (`SKIPPED_STEPS`).
+    `skip_first` leaves out the first steps of each loop, by the number that a step bears or else by their begin; where
+    they were counted as they went by, whoever has them counted leaves them out.
     """
     if recording.benchmark is not None:
         return counted(recording.benchmark, options)
@@ -122,7 +126,8 @@ def counted(steps: Benchmark, options: Options) -> Loops:
 class Benchmark:
     """Counts the steps of a loop as they go by, in constant memory. `cut` counts what is no whole step.
 
-    `batch` and `reader` hold times in ns, `reader` of each step that was timed, 0 where it waited for nothing.
+    One that `keeps` the first `FIRST_KEPT` steps can tell later what it would have counted with another `skip`. `batch`
+    and `reader` hold times in ns, `reader` of each step that was timed, 0 where it waited for nothing.
     """
 
     skip: int = SKIPPED_STEPS
@@ -130,6 +135,9 @@ class Benchmark:
     cut: int = 0
     batch: Totals = field(default_factory=Totals)
     reader: Totals = field(default_factory=Totals)
+    keeps: bool = False
+    _firsts: list[tuple[int, int, float | None]] = field(default_factory=list)
+    _later: Benchmark | None = None
     _samples: float = 0.0
     _with_samples: int = 0
     _least_rate: float = math.inf
@@ -137,6 +145,8 @@ class Benchmark:
 
     def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
         """One step has ended; what it read is part of what it took."""
+        if self.keeps:
+            self._keep(batch_ns, reader_ns, num_samples)
         if self.skipped < self.skip:
             self.skipped += 1
             return
@@ -149,6 +159,22 @@ class Benchmark:
             self._samples += samples
             self._with_samples += 1
             self._least_rate, self._most_rate = min(self._least_rate, rate), max(self._most_rate, rate)
+
+    def _keep(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
+        if len(self._firsts) < FIRST_KEPT:
+            self._firsts.append((batch_ns, reader_ns, num_samples))
+            return
+        if self._later is None:
+            self._later = Benchmark(skip=0)
+        self._later.add(batch_ns, reader_ns, num_samples)
+
+    def skipping(self, skip: int) -> Benchmark:
+        """The same of all steps but the first `skip`, at most `FIRST_KEPT` of them; of one that keeps them."""
+        found = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
+        found.skip = min(skip, FIRST_KEPT)
+        for first in self._firsts:
+            found.add(*first)
+        return found
 
     def loop(self, name: str = "steps", lasted_ns: int = 0) -> Loop:
         """What was counted up to now; the steps took `lasted_ns` on the clock, by default one after the other."""
