@@ -314,6 +314,15 @@ FLOPS = "flops"
 """The attribute of a span that says how many of these it did itself, those of spans below it left out."""
 
 
+OPERATORS = "torch.profiler"
+"""The module of the site of an operator of torch's that torch.profiler told of: no code was instrumented there."""
+
+
+def is_operator(site: Site) -> bool:
+    """Whether spans of the site are operators that torch.profiler told of."""
+    return site.module == OPERATORS and site.kind == "op"
+
+
 def flops_told(span: Span) -> int:
     """How many floating-point operations a span says that it did, 0 where it says none, or more than 64 bits hold."""
     count = span.attributes.get(FLOPS)

@@ -24,7 +24,7 @@ and the GPU Time 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from instrument.lines import DEVICE, Lines, Sum, Sums
 from instrument.report.overhead import Overhead
@@ -46,7 +46,7 @@ from instrument.report.table import (
 )
 from instrument.report.tree import ROOT, TIMES, NameTree, Selection
 from instrument.report.view import UNITS, Options, Recording
-from instrument.spans import Site
+from instrument.spans import Site, is_operator
 from instrument.tally import percentiles
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
@@ -67,6 +67,9 @@ ORDERS = {
     "gpu_ave": "average device time in descending order",
 }
 """Of maxima and minima of host or device time alone the tally knows nothing; those of both together are the nearest."""
+
+WIDE = 160
+"""Columns of fluid's table."""
 
 NAME_LIMIT = 64
 """Columns of a name, indent and thread tag included; fluid's longest names fit."""
@@ -180,6 +183,12 @@ class Events:
     probes_ns: int | None
     has_device_time: bool
     _options: Options
+    _columns: int = LINE
+    """Columns of a line. Names that need more are shortened."""
+
+    def wide(self) -> Events:
+        """The same in lines as long as fluid's, or as names of functions and phases need that are not shortened."""
+        return replace(self, _columns=WIDE)
 
     def lines(self) -> list[str]:
         """The report as text: the one of all threads merged, and then the one with all blocks of threads."""
@@ -404,12 +413,13 @@ def _event_summary(view: Events, blocks: Sequence[Block]) -> list[str]:
     corrected = view.probes_ns is not None
     lines = [*legend, *([""] if legend else []), *section_title("Event Summary")]
     header += ["Self"] if corrected else []
-    lines += [*_tree_table(header, rows, lambda row, digits: _cells(row, unit, digits, corrected=corrected)), ""]
+    made = _tree_table(header, rows, lambda row, digits: _cells(row, unit, digits, corrected=corrected), view._columns)
+    lines += [*made, ""]
     timed = _with_device_time(rows)
     if view._options.state == "All" and timed:
         header = ["Event", "Total", "CPU Time (Ratio)", "GPU Time (Ratio)"]
         lines += section_title("Host and Device Time")
-        lines += _tree_table(header, timed, lambda row, digits: _part_cells(row, unit, digits))
+        lines += _tree_table(header, timed, lambda row, digits: _part_cells(row, unit, digits), view._columns)
         lines += [
             "",
             "Ratio: of the row's Total, in which time that host and device shared counts once; the two may",
@@ -434,17 +444,20 @@ Digits = tuple[int, int]
 
 
 def _tree_table(
-    header: Sequence[str], rows: Sequence[tuple[Block, EventRow]], cells_of: Callable[[EventRow, Digits], list[str]]
+    header: Sequence[str],
+    rows: Sequence[tuple[Block, EventRow]],
+    cells_of: Callable[[EventRow, Digits], list[str]],
+    line: int,
 ) -> list[str]:
     """A table whose first column holds the names, indented by their depth, in what the numbers leave of a line."""
     names = _names(rows, NAME_LIMIT)
     wanted = max(map(columns, names), default=0)
     for digits in DIGITS:
         cells = [cells_of(row, digits) for _, row in rows[:SAMPLE]]
-        room = _room(header, cells)
+        room = _room(header, cells, line)
         if room >= wanted or digits == DIGITS[-1]:
             cells += [cells_of(row, digits) for _, row in rows[SAMPLE:]]
-            room = _room(header, cells)
+            room = _room(header, cells, line)
         if room >= wanted:
             break
     if room < wanted:
@@ -456,10 +469,10 @@ def _names(rows: Sequence[tuple[Block, EventRow]], room: int) -> list[str]:
     return [_name_cell(row, "" if block.number is None else f"thread{block.number}::", room) for block, row in rows]
 
 
-def _room(header: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
-    """Columns that the cells leave to a name."""
+def _room(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
+    """Columns that the cells leave to a name in a line."""
     widths = [max(columns(cell) + GAP for cell in column) for column in zip(header[1:], *cells, strict=True)]
-    return LINE - sum(widths) - GAP
+    return line - sum(widths) - GAP
 
 
 def _cells(row: EventRow, unit: str, digits: Digits, *, corrected: bool) -> list[str]:

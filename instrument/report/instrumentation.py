@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from instrument.report.table import number, percent, safe, section_title, wrapped
 from instrument.spans import Cost
 
+COST = "Cost of "
+"""How a note begins that says what something cost, and not that something was not observed."""
+
 
 def instrumentation(
     cost: Cost | None, losses: Mapping[str, int], notes: Iterable[str], window_ns: int | None, recorder: str
@@ -14,7 +17,7 @@ def instrumentation(
     """The section, empty where there is nothing to say. `window_ns` stands in where the cost does not know its own."""
     lines = [] if cost is None else [_cost_line(cost, window_ns, recorder)]
     lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in losses.items() if count]
-    lines += [f"Not observed: {safe(note)}" for note in notes]
+    lines += [safe(note) if note.startswith(COST) else f"Not observed: {safe(note)}" for note in notes]
     text = [part for line in lines for part in wrapped(line)]
     return [*section_title("Instrumentation"), *text, ""] if lines else []
 

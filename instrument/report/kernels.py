@@ -383,7 +383,10 @@ def _seen(trace: Trace, found: _Found) -> list[str]:
 
 def _nothing(view: Kernels) -> list[str]:
     if view.source == KERNELS:
-        return ["torch.profiler saw no kernel: it was not asked for ProfilerActivity.CUDA, or nothing ran."]
+        return [
+            "torch.profiler saw no kernel: torch finds no GPU here, nothing ran on one, or torch.profiler was not",
+            "asked for ProfilerActivity.CUDA.",
+        ]
     return [
         "No device time was recorded, and torch.profiler was not beside. Ask for device time (`device:",
         "true` in a rule), or save a trace of torch.profiler and give both files:",

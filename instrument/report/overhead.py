@@ -11,12 +11,13 @@ proportion. What is left is the call's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from instrument.lines import CALLS, Lines
 from instrument.report.table import share
 from instrument.report.tree import TIMES
-from instrument.spans import Site
+from instrument.spans import Site, is_operator
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 _WAITING = frozenset({"queue", "wait"})
@@ -28,7 +29,8 @@ class Overhead:
     """How the Total time of all threads splits into computation and the rest, in a service into waiting, too.
 
     Computation is that of layers and of phases named `compute` or declared so (`phase: compute`, and forward, backward
-    and optimizer), the topmost of them. Where nothing is, neither it nor the rest is known.
+    and optimizer), the topmost of them. Where torch.profiler told of torch's operators it is theirs, in place of what
+    layers and a training step's phases took around them. Where nothing is, neither it nor the rest is known.
     Where it went on beside or beyond the calls around it, it is more than the Total time and the rest is not known; in
     a service, where `waiting_ns` is not None, it counts no more than these took, and the three add up.
     """
@@ -65,10 +67,12 @@ def overhead(lines: Lines, total_ns: int, state: str) -> Overhead:
     _, kinds, _, declared = lines.tree.facts()
     # Most processes have no such site, and then none need be asked.
     may_compute = bool(declared) or "layer" in kinds or "phase" in kinds
-    is_known = may_compute and any(lines.tree.by_site(_computes))
+    has_operators = "op" in kinds and any(lines.tree.by_site(is_operator))
+    computes = _operates if has_operators else _computes
+    is_known = has_operators or (may_compute and any(lines.tree.by_site(computes)))
     if state == "GPU" or not ("request" in kinds or any(site.suspends for site in lines.tree.sites)):
-        return Overhead(total_ns, lines.total(_computes)[TIMES[state]] if is_known else None)
-    whole_ns, computation_ns, waiting_ns = _parts(lines, state)
+        return Overhead(total_ns, lines.total(computes)[TIMES[state]] if is_known else None)
+    whole_ns, computation_ns, waiting_ns = _parts(lines, state, computes)
     if whole_ns != total_ns:  # where a row of several paths has calls in some of them alone
         computation_ns, waiting_ns = (
             part_ns * total_ns // whole_ns if whole_ns else 0 for part_ns in (computation_ns, waiting_ns)
@@ -76,7 +80,7 @@ def overhead(lines: Lines, total_ns: int, state: str) -> Overhead:
     return Overhead(total_ns, computation_ns if is_known else None, waiting_ns)
 
 
-def _parts(lines: Lines, state: str) -> tuple[int, int, int]:
+def _parts(lines: Lines, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
     """The time of the topmost calls, and what of it was computation and waiting."""
     count = len(lines.parents)
     sums = lines.sums(range(count), count)
@@ -88,7 +92,7 @@ def _parts(lines: Lines, state: str) -> tuple[int, int, int]:
         of_children_ns, computation_ns, waiting_ns = below[node]
         if calls[node]:
             site, time_ns = sites[site_of[node]], times[node]
-            if _computes(site):
+            if computes(site):
                 computation_ns, waiting_ns = time_ns, 0
             elif _waits(site):
                 computation_ns, waiting_ns = 0, time_ns
@@ -115,6 +119,10 @@ def _computes(site: Site) -> bool:
     return declared in _COMPUTING or (
         declared is None and (site.kind == "layer" or (site.kind == "phase" and site.name == "compute"))
     )
+
+
+def _operates(site: Site) -> bool:
+    return is_operator(site) or (_declared(site) or (site.name if site.kind == "phase" else None)) == "compute"
 
 
 def _waits(site: Site) -> bool:

@@ -51,7 +51,7 @@ from instrument.report.table import (
     title,
 )
 from instrument.report.view import Options, Recording, SortKey
-from instrument.spans import Site
+from instrument.spans import Site, is_operator
 
 WORKING = ("op", "layer", "comm", "copy")
 """Kinds of span that are work, in place of Theano's thunks."""
@@ -245,7 +245,12 @@ def instances(recording: Recording, options: Options) -> SelfTimes:
 
 
 def class_of(site: Site) -> str:
-    """The type of a layer, the class of a method, the name of a copy or loader, else the kind in brackets."""
+    """The type of a layer, the class of a method, the name of a copy or loader, else the kind in brackets.
+
+    That of an operator of torch is its namespace, such as `aten`.
+    """
+    if is_operator(site) and "::" in site.name:
+        return site.name.partition("::")[0]
     owner = site.qualname.rpartition(".")[0]
     if site.kind in WITH_CLASS and owner and not owner.endswith("<locals>"):
         return f"{site.module}.{owner}" if site.module else owner
