@@ -31,8 +31,9 @@ _UNSENT = ("failed", "rejected", "dropped")
 class Account:
     """Keeps the books of a session: asks its parts, and takes down what the session itself has to say.
 
-    `timing` and `exporter` are None where no device is timed and nothing is sent. `refused` is why parts of the newest
-    profile were not taken on, `thread_ns` the processor time of the session's own thread so far.
+    `timing` and `exporter` are None where no device is timed and nothing is sent. `tells_waiting` is whether rules that
+    have met nothing yet are noted: those that somebody wrote. `refused` is why parts of the newest profile were not
+    taken on, `thread_ns` the processor time of the session's own thread so far.
     """
 
     recorder: Recorder
@@ -45,6 +46,7 @@ class Account:
     imports: ImportTimes
     timing: Timing | None
     exporter: otlp.Exporter | None
+    tells_waiting: bool = True
     refused: tuple[str, ...] = ()
     thread_ns: int = 0
     _losses: Counter[str] = field(default_factory=Counter)
@@ -151,7 +153,8 @@ class Account:
         Without those on sites that are or were muted, where a table says it.
         """
         verdicts = self.verdicts()
-        notes = [str(verdict) for verdict in verdicts if verdict.state not in ("attached", "uncalled")]
+        untold = ("attached", "uncalled") if self.tells_waiting else ("attached", "uncalled", "waiting")
+        notes = [str(verdict) for verdict in verdicts if verdict.state not in untold]
         uncalled = sum(verdict.state == "uncalled" for verdict in verdicts)
         if uncalled:
             notes.append(f"{uncalled} targets were never called" if uncalled > 1 else "1 target was never called")

@@ -25,11 +25,12 @@ from instrument.profiler import Session
 from instrument.report.summary import made, refuse_unknown, summary
 from instrument.report.view import Options, Recording, View
 from instrument.schema import loads
-from instrument.spans import Span, Trace
+from instrument.spans import Sample, Span, Trace
 from instrument.step_spans import Step, with_steps
 from instrument.stretch import WINDOWS_THREAD, Stretch
 from instrument.tally import Tally
 from instrument.threads import Thread
+from instrument.torch_profiler import Seen
 from instrument.unpatched import Lock, RLock, SimpleQueue
 
 WINDOWS_LIMIT = 16
@@ -63,6 +64,8 @@ class Window:
         partial: bool,
         tracer_option: str | None = None,
         state: str | None = None,
+        beside: Seen | None = None,
+        samples: Sequence[Sample] = (),
     ) -> None:
         self.index = recorded.window
         self.first_step = first_step
@@ -74,16 +77,38 @@ class Window:
         self.tracer_option = tracer_option or self.session.profile.tracer_option
         self.state = state or self.session.profile.state
         self._trace: Trace | None = None
+        self._beside = beside
+        self._samples = samples
 
     def __str__(self) -> str:
         return f"window {self.index}, steps {self.first_step} to {self.last_step}{', partial' * self.partial}"
 
     @property
     def trace(self) -> Trace:
-        """The spans of the window: some 2 us for each of them where it is first read."""
+        """The spans of the window: some 2 us for each of them where it is first read, 15 us for an operator of torch.
+
+        Where torch.profiler was beside, its operators are spans, too, and what it saw of kernels, of allocations and of
+        floating-point operations is there.
+        """
         if self._trace is None:  # two threads may make it, and neither waits for the other
-            self._trace = _trace_of(self.session, self.recorded, self.steps)
+            made, beside = self._recorded_trace(), self._beside
+            if beside is None:
+                self._trace = made
+                return made
+            with beside.lock:
+                if self._trace is None:
+                    self._trace = beside.join(made)
         return self._trace
+
+    def own_trace(self) -> Trace:
+        """The same without what torch.profiler saw."""
+        return self.trace if self._beside is None else self._recorded_trace()
+
+    def _recorded_trace(self) -> Trace:
+        trace = _trace_of(self.session, self.recorded, self.steps)
+        read = {(sample.device, sample.name) for sample in trace.samples}
+        edges = [sample for sample in self._samples if (sample.device, sample.name) not in read]
+        return replace(trace, samples=[*trace.samples, *edges]) if edges else trace
 
     def tally(self) -> Tally:
         """The totals of the window's spans, open ones as far as they lie in it."""
@@ -102,8 +127,8 @@ class Window:
         return made(views, self._recording(beside), self._options(options))
 
     def _recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
-        trace = self.trace
-        return Recording.of_trace(trace if beside is None else chrome.join(trace, chrome.read(beside)[0]))
+        trace = self.trace if beside is None else chrome.join(self.own_trace(), chrome.read(beside)[0])
+        return Recording.of_trace(trace)
 
     def _options(self, asked: Mapping[str, Any]) -> Options:
         defaults = {
@@ -242,7 +267,7 @@ class _ToCollector:
             self._send(window)
 
     def _send(self, window: Window) -> None:
-        trace, session = window.trace, window.session
+        trace, session = window.own_trace(), window.session
         settings = self._settings_for(session)
         is_shared = session.sends_to(settings.endpoint)
         if is_shared:

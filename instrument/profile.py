@@ -325,3 +325,15 @@ def _compared(thing: Any) -> Any:
         return thing
     shown = [known.name for known in fields(thing) if known.compare and known.repr]
     return type(thing).__name__, [(name, _compared(getattr(thing, name))) for name in shown]
+
+
+EVERYTHING = Profile(
+    layers=(LayerRule(match=("", "**"), device=True, text="every layer"),),
+    copies=(CopyRule(text="every copy"),),
+    loaders="auto",
+    phases="auto",
+    comm="auto",
+    device=Device(host_ns=10**9),
+    source="the default of a Profiler",
+)
+"""What a loop records whose author gave no profile. The path "" is that of a whole model."""

@@ -35,7 +35,7 @@ from instrument.probe_cost import Costs
 from instrument.probes import contexts, graphs
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import CHECK_FOLDER, Verdict, report_to_check
-from instrument.profile import Profile, Summary
+from instrument.profile import EVERYTHING, Profile, Summary
 from instrument.reader import Reader
 from instrument.recorder import RECORDER
 from instrument.report.summary import made, summary, views_for
@@ -117,6 +117,7 @@ class Session:
             imports=self._imports,
             timing=self._timing,
             exporter=self._exporter,
+            tells_waiting=profile.source != EVERYTHING.source,
         )
         self._begin()
 

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from instrument import process
+from instrument.device.host import Host
 from instrument.errors import FAULTS, ProfileError, StateError, TargetError, logger
 from instrument.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window, is_asynchronous
 from instrument.probes.loaders import Waiting, listen, loader
@@ -32,8 +33,10 @@ from instrument.profiler import EXIT_LIMIT_NS, Session
 from instrument.report.benchmark import Benchmark, Loop, counted
 from instrument.report.summary import summary
 from instrument.report.view import Options
-from instrument.schema import load
+from instrument.sharing import is_of_everything, join, leave, torch_beside
+from instrument.spans import HOST, Sample
 from instrument.step_spans import STEPS_KEPT, Step
+from instrument.torch_profiler import LIMIT_S, TorchOptions, TorchProfiler
 from instrument.unpatched import Lock, RLock
 from instrument.window import RECORDING, State, States, Windows, state_at
 from instrument.window import schedule as make_states
@@ -44,63 +47,15 @@ STEP_LIMIT_S = 1.0
 _ANY_THREAD = 0
 """In place of a thread's id, what a Profiler's own `loader` has waited for."""
 
-# -------------------------------------------------------------------- the session that Profilers share
-
-_guests: dict[Session, int] = {}
-_guests_lock = RLock()
-
-
-def join(profile: Profile | str | os.PathLike[str] | None, **asked: str | None) -> Session | None:
-    """The session to look at: the one that runs, else one that is begun here. None where `INSTRUMENT=off`."""
-    if OFF:
-        return None
-    settings: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    with _guests_lock:
-        try:
-            running = process.session()
-        except StateError:
-            source = profile or os.environ.get("INSTRUMENT_PROFILE") or Profile()
-            wanted = source if isinstance(source, Profile) else load(source)
-            begun = process.start(replace(wanted, **settings))
-            if begun is not None:
-                _guests[begun] = 1
-            return begun
-        if profile is not None:
-            source = profile.source if isinstance(profile, Profile) else os.fspath(profile)
-            raise StateError(
-                f"asked for a Profiler with the profile {source}, but a session with {running.profile.source} runs and "
-                "a process has one; leave the profile out to look at that session, or end it first"
-            )
-        if settings.get("state", "CPU") != "CPU" and running.profile.state == "CPU":
-            raise StateError(
-                f"asked for a Profiler with state {settings['state']}, but the session that runs with "
-                f"{running.profile.source} has state CPU and times no device; leave the state out or change the profile"
-            )
-        if running in _guests:
-            _guests[running] += 1
-        return running
-
-
-def leave(session: Session) -> None:
-    """End the session with its last guest, if a guest began it."""
-    with _guests_lock:
-        if session not in _guests:
-            return
-        _guests[session] -= 1
-        if not _guests[session]:
-            del _guests[session]
-            session.stop()
-
-
-# -------------------------------------------------------------------- the class
-
 
 class Profiler:
     """A loop's windows: ``with Profiler(schedule=(2, 10), on_trace_ready=...) as p:``, and `p.step()` after each step.
 
-    `profile` is that of a session of its own, as for `start`. Left out, the session that runs is looked at, and left
-    as it is; where none runs, one is begun. It ends with the last Profiler that uses it. A process has one session, so
-    a Profiler with a profile cannot start beside one. The `schedule` of a profile counts requests, not these steps.
+    `profile` is that of a session of its own, as for `start`. Left out, the session that runs is looked at, and left as
+    it is; where none runs, one is begun with the profile that `INSTRUMENT_PROFILE` names, else with `EVERYTHING`:
+    phases, the wait for batches, communication, every layer, copies, and what process and machine use. It ends with the
+    last Profiler that uses it. A process has one session, so a Profiler with a profile cannot start beside one. The
+    `schedule` of a profile counts requests, not these steps.
 
     `schedule` is ``(first, end)`` for the steps first to end - 1, what `schedule(...)` returns, or any function from a
     step to a state (CLOSED, READY, RECORD, RECORD_AND_RETURN); left out, all steps are one window. `on_trace_ready` is
@@ -110,6 +65,13 @@ class Profiler:
     `failures`, and never stops the loop; so is a window that is given up because newer ones came too fast. `state` and
     `tracer_option` are those of the profile. `timer_only` measures the steps and records nothing, whatever the profile
     says.
+
+    `torch` has torch.profiler run within the windows, where torch is imported, and joins what it sees to them: torch's
+    operators as spans, kernels, allocations, and floating-point operations. It is True or False, or options, see
+    `TorchOptions`: ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. Left out, it does where a
+    session is begun with `EVERYTHING`. What that costs, one or two us for each operator and between windows some 15 us
+    for each, is said in each window's notes; on a GPU it waits for the device at a window's end. A torch.profiler of
+    the program's own goes first.
 
     May be nested and used side by side. `step` may be called from any thread or task. A Profiler is stopped with its
     session, by the interpreter's exit too, and by SIGTERM under `instrument run`; in a forked child, whose session is
@@ -125,6 +87,7 @@ class Profiler:
         on_trace_ready: Handler | Sequence[Handler] | None = None,
         tracer_option: str | None = None,
         timer_only: bool = False,
+        torch: bool | Mapping[str, Any] | None = None,
     ) -> None:
         problems = []
         for name, found, allowed in (("state", state, STATES), ("tracer_option", tracer_option, TRACER_OPTIONS)):
@@ -164,6 +127,12 @@ class Profiler:
         self._state = state
         self._tracer_option = tracer_option
         self._timer_only = timer_only
+        self._torch_options = TorchOptions.of(torch)
+        if schedule is not None and self._torch_options.limit_s is None:
+            self._torch_options = replace(self._torch_options, limit_s=LIMIT_S)
+        self._torch: TorchProfiler | None = None
+        self._host: Host | None = None
+        self._samples: list[Sample] = []
         self._lock = RLock()
         self._is_running = False
         self._is_making = False
@@ -181,7 +150,7 @@ class Profiler:
         self._begin_costs()
 
     def _begin_costs(self) -> None:
-        self._benchmark = Benchmark()
+        self._benchmark = Benchmark(keeps=True)
         self._since = Benchmark(skip=0)
         self._step_ns = time.monotonic_ns()
         self._waited: dict[int, int] = {}
@@ -194,7 +163,7 @@ class Profiler:
             if not self._timer_only:
                 session = join(self._profile, state=self._state, tracer_option=self._tracer_option)
                 try:
-                    self._windows = Windows(self._guarded(self._schedule), time.monotonic_ns()) if session else None
+                    self._windows = Windows(self._guarded(self._schedule)) if session else None
                 except BaseException:
                     if session is not None:
                         leave(session)
@@ -214,7 +183,36 @@ class Profiler:
             self._is_running = True
             self._is_over = False
             self._unlisten = listen(self._wait)
+            if self._windows is not None and self._session is not None:
+                self._torch = torch_beside(self._session, self._torch_options, self._state)
+                self._host = Host() if is_of_everything(self._session) else None
+                self._prepare(self._windows)
             self._begin_costs()
+            if self._windows is not None:
+                self._windows.arm(self._step_ns)
+
+    def _prepare(self, windows: Windows) -> bool:
+        """Begin what looks beside the window that comes next, if one does; whether that took time."""
+        if self._torch is not None:
+            self._torch.look()
+            if windows.state is State.READY:
+                self._torch.prepare()
+            elif windows.is_due:
+                self._torch.begin()
+            elif windows.state is State.CLOSED:
+                self._torch.cancel()
+        if windows.is_due and self._host is not None:
+            self._read_host(self._host)
+        return windows.is_due
+
+    def _read_host(self, host: Host, *, is_end: bool = False) -> None:
+        """What process and machine use, at the edges of a window: shares are of the time between them."""
+        now_ns = time.monotonic_ns()
+        values = host.read(now_ns, rarely=True)
+        if not is_end:
+            values = {name: value for name, value in values.items() if name.startswith("process_memory")}
+            self._samples = []
+        self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
     def _guarded(self, schedule: Schedule | States | None) -> Schedule | States | None:
         """A schedule of the user's own: loud for step 0, closed and noted where it fails for a later one."""
@@ -284,7 +282,7 @@ class Profiler:
                 finally:  # a Ctrl-C in a handler ends the loop, not the Profiler
                     if self._is_over:
                         self._stop()
-                    elif found is not None:
+                    elif self._prepare(windows) or found is not None:
                         self._step_ns, self._waited = time.monotonic_ns(), {}
                     windows.arm(self._step_ns)
 
@@ -343,6 +341,8 @@ class Profiler:
         except Exception as fault:
             FAULTS.note("last window of a Profiler", fault)
         finally:
+            if self._torch is not None:
+                self._torch.cancel()
             self._end(session, limit_ns)
 
     def _end(self, session: Session, limit_ns: int) -> None:
@@ -375,6 +375,9 @@ class Profiler:
     ) -> Window:
         self._is_making = True
         index, start_ns, end_ns = found
+        if self._host is not None:
+            self._read_host(self._host, is_end=True)
+        beside = None if self._torch is None else self._torch.end()
         stretch = session.take(start_ns, end_ns, index)
         steps = list(self._steps)
         self._steps.clear()
@@ -392,6 +395,8 @@ class Profiler:
             partial=partial,
             tracer_option=self._tracer_option,
             state=self._state,
+            beside=beside,
+            samples=[replace(sample, at_ns=min(sample.at_ns, end_ns)) for sample in self._samples],
         )
 
     def _deliver(self, window: Window) -> None:
@@ -456,23 +461,29 @@ class Profiler:
     def summary(
         self,
         *,
-        views: Sequence[str] = ("events",),
+        views: Sequence[str] | None = None,
         unit: str = "ms",
         beside: str | os.PathLike[str] | None = None,
+        skip_first: int | None = None,
         **options: Any,
     ) -> str:
-        """The newest window's summary (options of `Window.summary`) and the benchmark of all steps since the start."""
-        window = self.window
+        """The views of the newest window; left out, `events` and the benchmark of all steps since the start.
+
+        Of the benchmark `skip_first` leaves out at most `FIRST_KEPT` steps, and `SKIPPED_STEPS` where it is left out.
+        Options and errors as for `Window.summary`. Where no window has ended it is said, and of the views only the
+        benchmark is there.
+        """
+        window, asked = self.window, ("events", "benchmark") if views is None else views
+        steps = self._benchmark if skip_first is None else self._benchmark.skipping(skip_first)
         if window is not None:
             recording = window._recording(beside)
-            recording.benchmark = self._benchmark
-            text = summary(
-                [*dict.fromkeys([*views, "benchmark"])], recording, window._options({"unit": unit, **options})
-            )
+            recording.benchmark = steps
+            text = summary(asked, recording, window._options({"unit": unit, "skip_first": skip_first, **options}))
             return f"{str(window).capitalize()}\n{text}"
-        why = process.SWITCHED_OFF if OFF else "No window has ended yet."
-        lines = counted(self._benchmark, Options(unit=unit)).lines()
-        return "\n".join([*([] if self._timer_only else [why]), *lines]).rstrip("\n") + "\n"
+        lines = [] if self._timer_only else [process.SWITCHED_OFF if OFF else "No window has ended yet."]
+        if self._timer_only or "benchmark" in asked:
+            lines += counted(steps, Options(unit=unit, skip_first=skip_first or 0)).lines()
+        return "\n".join(lines).rstrip("\n") + "\n"
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the newest window as a Chrome trace. Raises `StateError` where none has ended, and `TraceError`."""

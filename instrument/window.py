@@ -67,15 +67,17 @@ def _always(step: int) -> State:
 class Windows:
     """Which stretches of time are windows: what the schedule says, or all of it where there is none.
 
-    `state` is that of the step under way, `steps` its number, `first_step` the first one of the newest window.
+    The first step waits for `arm` where no `start_ns` is given. `state` is that of the step under way, `steps` its
+    number, `first_step` the first one of the newest window.
     """
 
-    def __init__(self, schedule: Schedule | States | None, start_ns: int) -> None:
+    def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None) -> None:
         self._index = 0
         self._opened_ns: int | None = None
         self.first_step = 0
         self._follow(schedule)
-        self.arm(start_ns)
+        if start_ns is not None:
+            self.arm(start_ns)
 
     def _follow(self, schedule: Schedule | States | None) -> None:
         if schedule is None:
@@ -84,6 +86,11 @@ class Windows:
             self._states = partial(state_at, schedule) if isinstance(schedule, Schedule) else schedule
         self.steps = 0
         self.state = State(self._states(0))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step under way lies in a window that has not begun: `arm` would begin it."""
+        return self._opened_ns is None and self.state in RECORDING
 
     @property
     def is_open(self) -> bool:
@@ -106,7 +113,7 @@ class Windows:
 
     def arm(self, now_ns: int) -> None:
         """Begin the window in which the step under way lies, unless it has begun or there is none."""
-        if self._opened_ns is None and self.state in RECORDING:
+        if self.is_due:
             self._opened_ns, self.first_step = now_ns, self.steps
 
     def change(self, schedule: Schedule | None, now_ns: int) -> tuple[int, int, int] | None:

@@ -24,7 +24,10 @@ FLOORS: list[list[str]] = [
         "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
         "report", "stretch", "lock", "ticks",
     ],
-    ["process", "profiler", "account", "generation", "reader", "outbox", "files", "handlers", "steps"],
+    [
+        "process", "profiler", "account", "generation", "reader", "outbox", "files", "handlers", "steps",
+        "operator_spans", "torch_profiler", "sharing",
+    ],
     ["", "__main__", "cli", "autostart", "faces"],
 ]  # fmt: skip
 
@@ -44,8 +47,10 @@ WITHIN = {
     "profiler": {"account", "files", "generation", "outbox", "reader"},
     "account": {"reader"},
     "generation": {"files"},
-    "handlers": {"profiler", "files"},
-    "steps": {"process", "profiler", "handlers"},
+    "handlers": {"profiler", "files", "torch_profiler"},
+    "sharing": {"process", "profiler", "torch_profiler"},
+    "steps": {"process", "profiler", "handlers", "sharing", "torch_profiler"},
+    "torch_profiler": {"operator_spans"},
     "cli": {""},
     "__main__": {"cli"},
 }

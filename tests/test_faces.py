@@ -18,7 +18,7 @@ import pytest
 from trees import outline, tree_of
 
 import instrument
-from instrument import StateError, chrome, profiled, scope
+from instrument import StateError, chrome, profiled, scope, torch_profiler
 from instrument.errors import ProfileError
 from instrument.faces import fluid, minicaffe, paddle, singa, theano
 from instrument.handlers import Window
@@ -33,6 +33,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Each test works in a folder of its own; what a failing test left running is stopped."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("INSTRUMENT_PROFILE", raising=False)
+    monkeypatch.setattr(torch_profiler, "is_there", lambda: False)  # another test may have imported torch
     yield
     fluid._run = None
     minicaffe._is_on, minicaffe._looked_at, minicaffe._own = False, None, None
@@ -626,8 +627,8 @@ class TestSinga:
         device.PrintTimeProfiling()
         assert [line.split(" : ")[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == ["OP_ID2. all_reduce"]
         device.SetVerbosity(0)
-        with pytest.raises(StateError, match="asked to print the time profiling with verbosity 0"):
-            device.PrintTimeProfiling()
+        device.PrintTimeProfiling()
+        assert capsys.readouterr().out == ""  # as SINGA prints it
         with pytest.raises(StateError, match="no session runs"):
             instrument.session()
 
@@ -669,7 +670,7 @@ dev.PrintTimeProfiling()
         assert capsys.readouterr().out.splitlines() == [
             "",
             "Time Profiling:",
-            "Timed iterations: 0; call EndIteration() after each, the first 5 are skipped",
+            "Timed iterations: 0; call EndIteration() after each, or use torch; the first 5 are skipped",
         ]
         names["dev"].EndIteration()
         names["dev"].SetSkipIteration(0)

@@ -35,6 +35,7 @@ from instrument import (
     profiled,
     schedule,
     scope,
+    torch_profiler,
 )
 from instrument.errors import ProfileError, TraceError
 from instrument.faces import paddle
@@ -54,6 +55,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Each test works in a folder of its own; a session that a failing test left running is stopped."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("INSTRUMENT_PROFILE", raising=False)
+    monkeypatch.setattr(torch_profiler, "is_there", lambda: False)  # it has tests of its own
     yield
     instrument.stop()
 
@@ -716,6 +718,32 @@ def test_the_timer_alone_records_nothing_and_starts_no_session() -> None:
     loop = profiler.benchmark()
     assert (loop.steps, loop.skipped, loop.samples, loop.rate_of) == (2, 10, 6, "samples")
     assert "2 steps timed, the first 10 skipped" in profiler.summary()
+
+
+def test_a_summary_has_the_views_that_are_asked_for_alone() -> None:
+    with Profiler() as profiler:
+        for _ in range(3):
+            with scope("forward", phase="forward"):
+                pass
+            profiler.step()
+    assert "Benchmark Report" in profiler.summary()
+    text = profiler.summary(views=["phases"])
+    assert "Phases Report" in text
+    assert text.count("Report") == 1
+    assert "Steps: 1 whole, 2 skipped before" in profiler.summary(views=["phases"], skip_first=2)
+
+
+@pytest.mark.parametrize("steps", [15, 1_020])
+def test_a_summary_leaves_out_the_first_steps_that_it_is_asked_to(steps: int) -> None:
+    with Profiler(timer_only=True) as profiler:
+        for _ in range(steps):
+            profiler.step()
+    for asked, skipped in ((None, 10), (0, 0), (3, 3), (12, 12), (5_000, min(steps, 1_000))):
+        text = profiler.summary(views=["benchmark"], skip_first=asked)
+        assert f"{steps - skipped} steps timed, the first {skipped} skipped" in text
+    with pytest.raises(ValueError, match="skip_first is -1"):
+        profiler.summary(skip_first=-1)
+    assert profiler.benchmark().steps == steps - 10
 
 
 def test_a_training_loop_prints_its_steps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,11 @@ from instrument import atomic, chrome
 from instrument.errors import ProfileError
 from instrument.profile import STATES, TRACER_OPTIONS
 from instrument.profiler import Session
-from instrument.report.summary import summary
+from instrument.report.events import events
+from instrument.report.instrumentation import instrumentation
 from instrument.report.view import Options, Recording
-from instrument.steps import join, leave
+from instrument.sharing import join, leave, torch_beside
+from instrument.torch_profiler import OPERATORS_ALONE, TorchProfiler
 
 _Path = str | os.PathLike[str]
 
@@ -39,6 +41,7 @@ class _Run:
     since_ns: int
     counts_all: bool
     """Whether the session began with this, so that its tally is exact for all calls, whatever the rings still hold."""
+    torch: TorchProfiler | None
 
 
 _lock = threading.RLock()
@@ -55,7 +58,12 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
         now_ns = time.monotonic_ns()
         session = join(None, state=state, tracer_option=tracer_option)
         if session is not None:  # None: switched off by the environment
-            _run = _Run(session, state, tracer_option, now_ns, session.start_ns >= now_ns)
+            torch = torch_beside(session, OPERATORS_ALONE, state)
+            if torch is not None:
+                torch.begin()
+            _run = _Run(session, state, tracer_option, now_ns, session.start_ns >= now_ns, torch)
+            if torch is not None and torch.is_at_work:
+                _run.since_ns = time.monotonic_ns()
 
 
 def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PROFILE_PATH) -> None:
@@ -71,10 +79,15 @@ def _stop(sorted_key: str | None, timelines: Iterable[_Path | None], report: _Pa
         if run is None:
             return
         try:
-            trace = run.session.trace(run.since_ns)
-            recording = run.session.recording() if run.counts_all else Recording.of_trace(trace)
+            trace = run.session.trace(run.since_ns, time.monotonic_ns())
+            seen = None if run.torch is None else run.torch.end()
+            is_whole = trace.held[0] == trace.start_ns
+            if seen is not None and (is_whole or not run.counts_all):
+                recording = Recording.of_trace(seen.join(trace))
+            else:
+                recording = run.session.recording() if run.counts_all else Recording.of_trace(trace)
             options = Options(tracer_option=run.tracer_option, state=run.state, sorted_by=sorted_key or "default")
-            text = summary(["events"], recording, options)
+            text = _report(recording, options)
             print(text, flush=True)
             if report is not None:
                 with atomic.replacing(Path(report)) as file:
@@ -84,6 +97,12 @@ def _stop(sorted_key: str | None, timelines: Iterable[_Path | None], report: _Pa
                     chrome.dump(path, trace)
         finally:
             leave(run.session)
+
+
+def _report(recording: Recording, options: Options) -> str:
+    """The report, names whole, and what the instrumentation cost and could not see."""
+    about = instrumentation(recording.cost, recording.losses, recording.notes, recording.window_ns, recording.recorder)
+    return "\n".join([*events(recording, options).wide().lines(), *about])
 
 
 def reset_profiler() -> None:

@@ -22,7 +22,7 @@ from instrument.probes.scopes import OFF
 from instrument.profile import LayerRule, Profile
 from instrument.profiler import Session
 from instrument.recorder import RECORDER, Scope
-from instrument.steps import join
+from instrument.sharing import join
 
 EVERY_LAYER = Profile(layers=(LayerRule(match=("**",), text="every layer"),), source="instrument.faces.minicaffe")
 

@@ -3,8 +3,9 @@
 Differences: on_trace_ready runs before the next window is armed, and nothing is written where none is given. A window
 that the schedule leaves without RECORD_AND_RETURN is delivered too. Ranges may overlap, cross steps and tasks;
 profilers may be nested. `make_scheduler` is `instrument.schedule`, `ProfilerState` is `instrument.window.State`.
-`summary` prints and returns the text. There is no protobuf. What is asked for and not recorded is said once in the log,
-and in the session's notes.
+`summary` prints and returns the text. There is no protobuf. Operators, kernels and what `record_shapes`,
+`profile_memory` and `with_flops` ask for come from torch.profiler, where torch is imported and no session of a profile
+runs. What is asked for and not recorded is said once in the log, and in the session's notes.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from instrument import chrome
+from instrument import chrome, torch_profiler
 from instrument.errors import ProfileError, logger
 from instrument.handlers import InBackground, Window, chrome_files, export_chrome, is_asynchronous
 from instrument.probes.functions import profiled
@@ -70,11 +72,14 @@ _TIMED = (ProfilerTarget.CPU, ProfilerTarget.GPU)
 
 _NO_DEVICE = "host and GPU are timed"
 _INSTEAD: Mapping[str, str] = {
-    "record_shapes": "a rule's attributes record the sizes of arguments",
-    "profile_memory": "the view memory takes allocations from a trace of torch.profiler",
+    "record_shapes": "torch.profiler notes shapes where torch is imported and no session of a profile runs",
+    "profile_memory": "torch.profiler tells allocations where torch is imported and no session of a profile runs",
     "emit_nvtx": "under Nsight every span is an NVTX range without it",
-    "with_flops": "the view operators counts them beside a trace of torch.profiler with shapes",
+    "with_flops": "torch.profiler tells operations where torch is imported and no session of a profile runs",
 }
+_OF_TORCH = ("record_shapes", "profile_memory", "with_flops")
+"""What torch.profiler tells, where it is beside."""
+
 _told: set[str] = set()
 
 
@@ -223,6 +228,11 @@ class Profiler(_Profiler):
             on_trace_ready=[self._given(handler) for handler in many if handler is not None],
             timer_only=timer_only,
         )
+        self._torch_options = replace(
+            self._torch_options,
+            record_shapes=bool(record_shapes or with_flops),
+            profile_memory=bool(profile_memory),
+        )
 
     def _given(self, handler: Any) -> Any:
         """The handler as a function of a window, which those of `instrument` are."""
@@ -238,7 +248,10 @@ class Profiler(_Profiler):
     def start(self) -> None:
         """As that of `instrument.Profiler`."""
         super().start()
+        by_torch = _OF_TORCH if self._torch is not None and torch_profiler.is_there() else ()
         for name in self._not_recorded:
+            if name in by_torch:
+                continue
             note = f"paddle.Profiler: {name}: accepted, but not recorded; {_INSTEAD.get(name, _NO_DEVICE)}"
             if note not in _told:
                 _told.add(note)
@@ -351,9 +364,10 @@ def _text(
     time_unit: str,
     views: SummaryView | Iterable[SummaryView] | None,
 ) -> str:
-    """The views in Paddle's order; all of them that there are where none is named."""
-    if views is None:
-        views = [view for view in SummaryView if view.value in VIEWS]
+    """The views in Paddle's order; where none is named all of them, that of memory where it was profiled."""
+    if views is None:  # memory where it was profiled, as there
+        hidden = () if recording.trace.allocations else (SummaryView.MemoryView,)
+        views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]
     elif isinstance(views, SummaryView):
         views = [views]
     options = Options(

@@ -2,39 +2,50 @@
 
 ``@function(profile=True)`` stands for ``theano.function(..., profile=True)``: what runs within the calls of the Python
 function is its profile, and the views `classes`, `ops` and `instances` are its sections Class, Ops and Apply. The first
-such function begins a session where none runs. Differences: ``theano.function([x], y)``, which compiles a graph, is
-refused; times are self times of spans in place of thunks. Functions that call each other have what their own calls
-took; their sum counts that once.
+such function begins a session where none runs, and torch.profiler, where torch is imported and no profile says what is
+recorded, at the first call of one: operators of torch are the ops then. Differences: ``theano.function([x], y)``, which
+compiles a graph, is refused; times are self times of spans in place of thunks. Functions that call each other have what
+their own calls took; their sum counts that once. Of Theano's flags, in `THEANO_FLAGS` or as `config.profile`,
+`profile`, `profiling.n_ops`, `profiling.n_apply` and `profiling.destination` are honoured; of others it is said in the
+log that they are not.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from instrument import process
 from instrument.errors import FAULTS, ProfileError, StateError
+from instrument.faces.theano_flags import Config
 from instrument.probes.functions import profiled, site_on
 from instrument.probes.scopes import OFF
+from instrument.profiler import Session
 from instrument.report.summary import made
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
-from instrument.spans import Site, Trace
-from instrument.steps import join
+from instrument.sharing import join, torch_beside
+from instrument.spans import Site, Trace, is_operator
 from instrument.tally import Tally
+from instrument.torch_profiler import TorchOptions, TorchProfiler
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 SECTIONS = ("classes", "ops", "instances")
-ROWS = 20
 SUM = Site("all functions")
 """Stands for every function in their sum."""
+
+config = Config.of(os.environ.get("THEANO_FLAGS", ""))
+"""Theano's flags: ``config.profile = True``, ``config.profiling.n_ops = 10``."""
 
 
 class ProfileStats:
@@ -62,18 +73,32 @@ class ProfileStats:
         """Time in these calls, in ns."""
         return sum(row.totals.total_ns for row in self._tally().rows() if len(row.path) == 1)
 
-    def summary(self, file: TextIO | None = None, n_ops_to_print: int = ROWS, n_apply_to_print: int = ROWS) -> str:
-        """Print the profile to `file`, else to standard error, and return the text. Raises as `text`."""
+    def summary(
+        self, file: TextIO | None = None, n_ops_to_print: int | None = None, n_apply_to_print: int | None = None
+    ) -> str:
+        """Print the profile to `file`, else to where `config` says, and return the text. Raises as `text`."""
         text = self.text(n_ops_to_print, n_apply_to_print)
-        print(text, end="", file=file or sys.stderr, flush=True)
+        _print(text, file)
         return text
 
-    def text(self, rows: int = ROWS, instances: int = ROWS) -> str:
-        """The profile, `rows` of classes and of ops, and of instances. Raises `StateError` where no session runs."""
-        lines = ["Function profiling", "==================", f"  Message: {safe(self.message or '')}", ""]
+    def text(self, rows: int | None = None, instances: int | None = None) -> str:
+        """The profile, `rows` of classes and of ops, and of instances; left out, as many as `config` says.
+
+        Ends the time in which torch.profiler is beside. Raises `StateError` where no session runs.
+        """
+        lines = ["Function profiling", "==================", f"  Message: {safe(self.message or '')}"]
         if OFF:
-            return "\n".join([*lines, process.SWITCHED_OFF]) + "\n"
-        return "\n".join([*lines, *_sections(self._tally(), rows, instances)]) + "\n"
+            return "\n".join([*lines, "", process.SWITCHED_OFF]) + "\n"
+        tally, beside = self._tally(), _below(_beside_torch(), self._sites)
+        lines.append(f"  Time in {self.calls} calls to Function.__call__: {self.call_ns / 1e9:e}s")
+        if beside.calls:
+            tally = beside
+            calls_ns, calls = _outermost(beside)
+            work_ns = sum(row.totals.self_ns for row in beside.rows() if is_operator(row.path[-1]))
+            lines.append(f"  Time in thunks: {work_ns / 1e9:e}s ({100 * work_ns / (calls_ns or 1):.3f}%)")
+            if calls < self.calls:
+                lines.append(f"  Thunks, classes, ops and instances: of the first {calls}, with torch.profiler beside")
+        return "\n".join([*lines, "", *_sections(tally, rows, instances)]) + "\n"
 
     def _tally(self) -> Tally:
         return Tally() if OFF else _below(process.session().tally(), self._sites)
@@ -86,11 +111,48 @@ _made: Counter[tuple[object, ...]] = Counter()
 _lock = threading.RLock()
 
 
+class _Torch:
+    """torch.profiler beside the calls of the functions of a session, from the first one on."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._options = TorchOptions(record_shapes=False, profile_memory=False)
+        self.profiler: TorchProfiler | None = torch_beside(session, self._options)
+        self._since_ns = 0
+        self.tally = Tally()
+
+    def begin(self) -> None:
+        """Once, where torch is imported."""
+        profiler = self.profiler
+        if profiler is None or self._since_ns:
+            return
+        profiler.begin()
+        if profiler.is_at_work:
+            self._since_ns = time.monotonic_ns()
+
+    def end(self) -> Tally:
+        """The calls that it was beside, with torch's operators in them."""
+        profiler = self.profiler
+        if profiler is not None and self._since_ns:
+            self.profiler = None
+            seen = profiler.end()
+            if seen is not None:
+                trace = seen.join(self.session.trace_of(self.session.take(self._since_ns, seen.end_ns)))
+                if any(is_operator(span.site) for span in trace.spans):
+                    whole = [span for span in trace.spans if not span.clipped]
+                    self.tally = Tally.of_spans(whole, trace.threads)
+        return self.tally
+
+
+_torch: _Torch | None = None
+
+
 def function(
-    *graph: object, profile: bool | str | ProfileStats = True, name: str | None = None
+    *graph: object, profile: bool | str | ProfileStats | None = None, name: str | None = None
 ) -> Callable[[Function], Function]:
     """A decorator whose result has its `profile`: one of its own, by a message, or one that functions share.
 
+    Left out, `profile` is what `config.profile` says.
     `name` is that of its spans, else the function's own; one made again at the same place has a number behind it, for
     its calls are its own. `profile=False` records nothing. Raises `ProfileError` for
     the inputs and outputs of a graph.
@@ -99,6 +161,7 @@ def function(
         raise ProfileError(
             ["function: found inputs of a graph, which nothing compiles here; allowed: function(profile=)(callable)"]
         )
+    profile = config.profile if profile is None else profile
     if not isinstance(profile, (bool, str, ProfileStats)):
         raise ProfileError([f"function: profile: found {profile!r}; allowed: True, False, a message, a ProfileStats"])
     if profile is False:
@@ -123,11 +186,12 @@ def function(
         if site is None:
             return recorded
         stats._add(site)
-        recorded.profile = stats  # type: ignore[attr-defined]
         with _lock:
             if stats not in _profiles:
                 _profiles.append(stats)
             _begin()
+            recorded = _beginning(recorded)
+        recorded.profile = stats  # type: ignore[attr-defined]
         return recorded
 
     return decorate
@@ -143,22 +207,59 @@ def _with_profile(target: Any, stats: ProfileStats) -> Any:
 
 
 def _begin() -> None:
+    global _torch
     try:
-        process.session()
+        session: Session | None = process.session()
     except StateError:
-        join(None)
+        session = join(None)
+    if session is not None and (_torch is None or _torch.session is not session):
+        _torch = _Torch(session)
     atexit.unregister(_print_at_exit)
     atexit.register(_print_at_exit)  # before the session's own end, which was registered earlier
+
+
+def _beginning(target: Function) -> Function:
+    """The function, at whose first call torch.profiler begins, or which begins it now where it is no plain function."""
+    torch = _torch
+    if torch is None or torch.profiler is None:
+        return target
+    if not inspect.isfunction(target) or any(
+        kind(target) for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    ):
+        torch.begin()
+        return target
+
+    @functools.wraps(target)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        torch.begin()
+        return target(*args, **kwargs)
+
+    return first  # type: ignore[return-value]
+
+
+def _beside_torch() -> Tally:
+    with _lock:
+        return Tally() if _torch is None or _torch.session is not process.session() else _torch.end()
 
 
 def _print_at_exit() -> None:
     try:
         process.session()
-        sys.stderr.write(report())
+        _print(report())
     except StateError:
         pass  # it was stopped before, and said what it was asked to say
     except Exception as fault:
         FAULTS.note("profiles at exit", fault)
+
+
+def _print(text: str, file: TextIO | None = None) -> None:
+    """To the file, else to where the flags say, at the end of a file."""
+    destination = config.profiling.destination
+    if file is None and destination not in ("stderr", "stdout"):
+        with Path(destination).open("a", encoding="utf-8") as opened:
+            opened.write(text)
+        return
+    print(text, end="", file=file or (sys.stdout if destination == "stdout" else sys.stderr), flush=True)
 
 
 def report() -> str:
@@ -170,13 +271,22 @@ def report() -> str:
     texts += [stats.text() for stats in called]
     if len(called) > 1:
         lines = [f"Sum of all({len(called)}) printed profiles at exit", ""]
-        tally = _below(process.session().tally(), [site for stats in called for site in stats._sites], SUM)
+        sites = [site for stats in called for site in stats._sites]
+        tally, beside = _below(process.session().tally(), sites, SUM), _below(_beside_torch(), sites, SUM)
+        tally = beside if beside.calls else tally
         texts.append("\n".join([*lines, *_sections(tally)]) + "\n")
     return "\n".join(texts)
 
 
-def _sections(tally: Tally, rows: int = ROWS, instances: int = ROWS) -> list[str]:
+def _outermost(tally: Tally) -> tuple[int, int]:
+    """Time and number of the calls that lie in no other one of the functions."""
+    rows = [row.totals for row in tally.rows() if len(row.path) == 1]
+    return sum(totals.total_ns for totals in rows), sum(totals.calls for totals in rows)
+
+
+def _sections(tally: Tally, rows: int | None = None, instances: int | None = None) -> list[str]:
     recording = Recording(lambda: tally, _no_trace)
+    rows, instances = rows or config.profiling.n_ops, instances or config.profiling.n_apply
     lines: list[str] = []
     for views, most in ((SECTIONS[:2], rows), (SECTIONS[2:], instances)):
         for view in made(views, recording, Options(rows=most, sorted_by="total")).values():
