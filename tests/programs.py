@@ -100,7 +100,7 @@ class Expected(Exception):
 
 @dataclass(eq=False)
 class Tracked:
-    """A span as the reference knows it: `parent` is the one that it hangs below, `came_from` what a root is linked to."""
+    """A span as the reference knows it: `parent` is what it hangs below, `came_from` what a root is linked to."""
 
     name: str
     is_request: bool

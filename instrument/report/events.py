@@ -46,7 +46,7 @@ from instrument.report.table import (
 )
 from instrument.report.tree import ROOT, TIMES, NameTree, Selection
 from instrument.report.view import UNITS, Options, Recording
-from instrument.spans import Site, is_operator
+from instrument.spans import Site
 from instrument.tally import percentiles
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
