@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import keyword
+import types
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -47,7 +48,7 @@ def wrap(
             else _make(_ASYNC_GENERATOR, recorder, function, site, None, passes)
         )
         recorder.note_shape(site, "generator")
-    elif inspect.iscoroutinefunction(function):
+    elif inspect.iscoroutinefunction(function) and not _is_marked(function):
         made = _make(_COROUTINE, recorder, function, site, attributes, passes)
         recorder.note_shape(site, "coroutine")
     elif inspect.isgeneratorfunction(function):
@@ -66,6 +67,21 @@ def wrap(
             setattr(made, name, getattr(function, name))
     made.__instrument__ = site
     return made  # type: ignore[no-any-return]
+
+
+def _is_marked(function: Any) -> bool:
+    """Whether a function is none of coroutines, but marked as one (`inspect.markcoroutinefunction`).
+
+    It runs when it is called and gives an awaitable of its own, which its callers are to get: the call is its span.
+    """
+    code = getattr(_innermost(function), "__code__", None)
+    return isinstance(code, CodeType) and not code.co_flags & inspect.CO_COROUTINE
+
+
+def _innermost(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def retire(made: Any) -> None:
@@ -139,11 +155,21 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes
         {i}passed = not {i}recorder.on{or_passes}
         {i}generator = {i}function({arguments})
         {forget}
-        if {i}passed:
-            return (yield from {i}generator)
-        {i}stretch = {i}recorder.stretch({i}site)
-        {i}resume, {i}suspend, {i}send = {i}stretch.resume, {i}stretch.suspend, {i}generator.send
+        {i}send = {i}generator.send
         {i}value = {i}thrown = None
+        if {i}passed:
+            # Not `yield from`, which would close the generator where GeneratorExit is thrown into it.
+            while True:
+                try:
+                    {i}item = {i}send({i}value) if {i}thrown is None else {i}generator.throw({i}thrown)
+                except StopIteration as {i}done:
+                    return {i}done.value
+                try:
+                    {i}value, {i}thrown = (yield {i}item), None
+                except BaseException as {i}error:
+                    {i}value, {i}thrown = None, {i}error
+        {i}stretch = {i}recorder.stretch({i}site)
+        {i}resume, {i}suspend = {i}stretch.resume, {i}stretch.suspend
         try:
             while True:
                 {i}resume()
@@ -153,15 +179,9 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes
                     return {i}done.value
                 finally:
                     {i}suspend()
+                # What is thrown in, GeneratorExit too, is the body's to answer: by a value, by one item more.
                 try:
                     {i}value, {i}thrown = (yield {i}item), None
-                except GeneratorExit:
-                    {i}resume()
-                    try:
-                        {i}generator.close()
-                    finally:
-                        {i}suspend()
-                    raise
                 except BaseException as {i}error:
                     {i}value, {i}thrown = None, {i}error
         except GeneratorExit:
@@ -196,14 +216,9 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes
                     {i}stretch.suspend()
                 try:
                     {i}value, {i}thrown = (yield {i}item), None
-                except GeneratorExit:
-                    {i}stretch.resume()
-                    try:
-                        await {i}generator.aclose()
-                    finally:
-                        {i}stretch.suspend()
-                    raise
                 except BaseException as {i}error:
+                    if {i}idle.has_ended({i}generator):
+                        raise
                     {i}value, {i}thrown = None, {i}error
         except GeneratorExit:
             raise
@@ -226,6 +241,10 @@ class _NoStretch:
 
     def finish(self, error: BaseException | None) -> None: ...
 
+    def has_ended(self, generator: Any) -> bool:
+        """Whether an async generator was closed by somebody else, as its loop closes all: it ignores a throw then."""
+        return getattr(generator, "ag_frame", generator) is None
+
 
 _NO_STRETCH = _NoStretch()
 
@@ -247,8 +266,11 @@ def _make(
     code = getattr(function, "__code__", None)
     is_plain = isinstance(function, FunctionType) and isinstance(code, CodeType)
     shape = _parameters(code) if is_plain else _ANY  # type: ignore[arg-type]
-    make = _template(template, shape, may_pass=passes is not None)
-    made = make(function, recorder, site, attributes, _NO_STRETCH, passes)
+    made = _template(template, shape, may_pass=passes is not None)(
+        function, recorder, site, attributes, _NO_STRETCH, passes
+    )
+    if template is _GENERATOR and _is_awaitable(function):
+        made = types.coroutine(made)
     if not is_plain:
         return made
     wrapper = FunctionType(
@@ -256,6 +278,12 @@ def _make(
     )
     wrapper.__kwdefaults__ = function.__kwdefaults__
     return wrapper
+
+
+def _is_awaitable(function: Any) -> bool:
+    """Whether `types.coroutine` has made a generator function one whose generators can be awaited."""
+    code = getattr(_innermost(function), "__code__", None)
+    return isinstance(code, CodeType) and bool(code.co_flags & inspect.CO_ITERABLE_COROUTINE)
 
 
 class _Shape(NamedTuple):
