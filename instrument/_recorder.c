@@ -40,11 +40,14 @@
 #define MANUAL 2
 
 #define NODE_LIMIT 16384
+#define OVERFLOW_SITES 4096 /* that have a line of their own below that of what came after the node limit */
+#define EDGE_LIMIT (8 * NODE_LIMIT) /* steps to nodes that are not below; those beyond are looked for each time */
 #define SMALLEST_RING 64
 #define ENDED_RINGS_KEPT 1000
 #define FREE_FRAMES_KEPT 1024
 #define KNOWN_AT_FIRST 16
 #define KNOWN_LIMIT 4096 /* instances of a method's class */
+#define DEEPEST_CHAIN 64 /* of contexts that were copied one from another */
 #define TRIES 4 /* where finalisers of the host's undo what we do */
 #define FIRST_OF_SERVER 500 /* statuses of HTTP from here on are errors */
 #define STACK_MARGIN (64 << 10)
@@ -106,10 +109,10 @@ typedef struct node {
     uint32_t index;
     uint32_t children;
     uint32_t slots; /* a power of two, or 0 */
-    char is_request;
-    char is_copy;
+    unsigned char is_request : 1, is_copy : 1;
     char is_device; /* whether its site asks for device time */
-    struct node **table; /* by the site's address, linear probing */
+    char may_recur;  /* whether a call of it may run inside another one */
+    struct node **table; /* by the site's address, linear probing; an edge to a node that is not below has its mark */
     int64_t min_ns; /* what is shorter, and has neither children nor an error, gets no row */
     uint64_t ring_number; /* of the ring that `totals` are of: that of the thread that was here last, or 0 */
     struct totals *totals;
@@ -173,6 +176,8 @@ typedef struct frame {
     PyObject *published; /* what contexts that were copied under it know it by, or NULL */
     char state;
     char has_rows; /* whether what counts no time against it may name it as its parent */
+    char below_fold; /* whether a step to a node that is not below led here, on this chain or one that it continues */
+    char is_inner;   /* whether a call of its node is open around it on this thread: the time of that holds its time */
 } frame_t;
 
 typedef struct {
@@ -273,6 +278,7 @@ typedef struct core {
     node_t **nodes;
     uint32_t node_count, node_slots, node_limit;
     node_t *overflow;
+    uint32_t edges; /* marked entries in the tables of nodes */
     PyObject *rings; /* list of Ring */
     uint64_t ended_rows, ended_too_short, row_budget;
     Ring *ended; /* its totals are those of the rings that were given up */
@@ -283,10 +289,10 @@ typedef struct core {
     PyObject *scope_type;
 } Core;
 
-/* Where a site was met last: its nodes under two parents. */
+/* Where a site was met last: the steps to its nodes from two parents. */
 typedef struct {
     PyObject *site; /* borrowed */
-    node_t *parents[2], *nodes[2];
+    node_t *parents[2], *steps[2];
 } path_t;
 
 /* What a method knows of an instance as long as `version` is that of its `sites`: one cache line instead of a dozen. */
@@ -500,15 +506,34 @@ slot_of(PyObject *site, uint32_t slots)
     return (uint32_t)((address >> 4) * 0x9E3779B1u) & (slots - 1);
 }
 
+/* A step from a node to one that is not below it bears a mark in the address, whose low bits are free. */
+static inline node_t *
+as_edge(node_t *node)
+{
+    return (node_t *)((uintptr_t)node | 1);
+}
+
+static inline int
+is_edge(const node_t *step)
+{
+    return (uintptr_t)step & 1;
+}
+
+static inline node_t *
+end_of(node_t *step)
+{
+    return (node_t *)((uintptr_t)step & ~(uintptr_t)1);
+}
+
 static node_t *
 known_child(node_t *parent, PyObject *site)
 {
     if (parent->slots == 0)
         return NULL;
     for (uint32_t i = slot_of(site, parent->slots);; i = (i + 1) & (parent->slots - 1)) {
-        node_t *node = parent->table[i];
-        if (node == NULL || node->site == site)
-            return node;
+        node_t *step = parent->table[i];
+        if (step == NULL || end_of(step)->site == site)
+            return step;
     }
 }
 
@@ -524,7 +549,7 @@ add_child(node_t *parent, node_t *child)
             node_t *node = parent->table[i];
             if (node == NULL)
                 continue;
-            uint32_t at = slot_of(node->site, slots);
+            uint32_t at = slot_of(end_of(node)->site, slots);
             while (table[at] != NULL)
                 at = (at + 1) & (slots - 1);
             table[at] = node;
@@ -533,7 +558,7 @@ add_child(node_t *parent, node_t *child)
         parent->table = table;
         parent->slots = slots;
     }
-    uint32_t at = slot_of(child->site, parent->slots);
+    uint32_t at = slot_of(end_of(child)->site, parent->slots);
     while (parent->table[at] != NULL)
         at = (at + 1) & (parent->slots - 1);
     parent->table[at] = child;
@@ -594,8 +619,8 @@ new_node(Core *core, node_t *parent, PyObject *site)
     node->site = Py_NewRef(site);
     node->parent = parent;
     node->index = core->node_count;
-    node->is_request = (char)kind_is(site, str_request);
-    node->is_copy = (char)kind_is(site, str_copy);
+    node->is_request = kind_is(site, str_request) != 0;
+    node->is_copy = kind_is(site, str_copy) != 0;
     node->is_device = (char)asks_for_device(site);
     node->min_ns = min_ns_of(site);
     if (add_child(parent, node) < 0) {
@@ -607,17 +632,43 @@ new_node(Core *core, node_t *parent, PyObject *site)
     return node;
 }
 
-/* The node of a site under a parent, made on first sight as long as the tally has room. Never fails. */
+/* Where calls of a site are counted that come when the tally is full. */
+static node_t *
+overflow_of(Core *core, PyObject *site)
+{
+    node_t *node = end_of(known_child(core->overflow, site));
+    if (node == NULL && core->overflow->children < OVERFLOW_SITES &&
+        (node = new_node(core, core->overflow, site)) != NULL)
+        node->may_recur = 1;
+    PyErr_Clear();
+    return node != NULL ? node : core->overflow;
+}
+
+/* The step from a node to that of a site called there. On first sight: to that of its path which is of the site, where
+ * there is one, so that recursion makes no nodes; else to a new one, as long as the tally has room. Never fails. */
 static node_t *
 node_of(Core *core, node_t *parent, PyObject *site)
 {
-    node_t *node = known_child(parent, site);
-    if (node != NULL)
-        return node;
-    if (core->node_count < core->node_limit && (node = new_node(core, parent, site)) != NULL)
-        return node;
-    PyErr_Clear();
-    return core->overflow;
+    node_t *step = known_child(parent, site);
+    if (step != NULL)
+        return step;
+    node_t *again = parent;
+    while (again != &core->root && again->site != site)
+        again = again->parent;
+    if (again != &core->root) {
+        for (node_t *between = parent; between != again; between = between->parent)
+            between->may_recur = 1;
+        again->may_recur = 1;
+        step = as_edge(again);
+    } else {
+        if (core->node_count < core->node_limit && (step = new_node(core, parent, site)) != NULL)
+            return step;
+        PyErr_Clear();
+        step = as_edge(overflow_of(core, site));
+    }
+    if (core->edges < EDGE_LIMIT && add_child(parent, step) == 0)
+        core->edges++;
+    return step;
 }
 
 /* ------------------------------------------------------------------ totals */
@@ -1942,13 +1993,34 @@ static PyTypeObject FrameType = {
     .tp_members = Frame_members,
 };
 
+/* Whether a call of a node is open on this thread around what begins now, also in what its context was copied under. */
+static int
+is_open_around(Current *current, const Ring *ring, const node_t *node)
+{
+    const frame_t *frame = current->top;
+    int found = 0;
+    Py_INCREF(current);
+    for (int chains = 0; chains < DEEPEST_CHAIN && current != NULL && !found; chains++) {
+        for (; frame != NULL && !found; frame = frame->above)
+            found = frame->node == node && frame->ring == ring && frame->state != CLOSED;
+        Published *base = nearest_open(current->base);
+        frame = base != NULL ? base->frame : NULL;
+        Current *owner = base != NULL ? (Current *)Py_XNewRef(base->owner) : NULL;
+        Py_DECREF(current);
+        current = owner;
+    }
+    Py_XDECREF(current);
+    return found;
+}
+
 /* Fill in who the span is and where it belongs; the clock is read by the caller, last. */
 static inline void
 identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *site, path_t *path)
 {
     frame_t *above = current->top;
-    node_t *parent;
+    node_t *parent, *step;
     frame->above = above;
+    frame->below_fold = frame->is_inner = 0;
     frame->span_id = core->next_id;
     core->next_id = core->next_id >= INT64_MAX - 1 ? 2 : core->next_id + 2; /* 0 means none; readers have 63 bits */
     frame->ring = ring;
@@ -1957,11 +2029,13 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
     frame->has_rows = 0;
     if (above != NULL) {
         parent = above->node;
+        frame->below_fold = above->below_fold;
         frame->parent_id = above->span_id;
         frame->root_id = above->root_id;
         frame->request = Py_XNewRef(above->request);
     } else if (current->base != NULL) {
         parent = current->base->node;
+        frame->below_fold = current->base->frame != NULL && current->base->frame->below_fold;
         frame->parent_id = current->base->span_id;
         frame->root_id = current->base->root_id;
         frame->request = Py_XNewRef(current->base->request);
@@ -1975,18 +2049,23 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
     }
     /* What runs between may have given the place to another instance. */
     if (path != NULL && path->site == site && path->parents[0] == parent) {
-        frame->node = path->nodes[0];
+        step = path->steps[0];
     } else if (path != NULL && path->site == site && path->parents[1] == parent) {
-        frame->node = path->nodes[1];
+        step = path->steps[1];
     } else {
-        frame->node = node_of(core, parent, site);
+        step = node_of(core, parent, site);
         if (path != NULL && path->site == site) {
             path->parents[1] = path->parents[0];
-            path->nodes[1] = path->nodes[0];
+            path->steps[1] = path->steps[0];
             path->parents[0] = parent;
-            path->nodes[0] = frame->node;
+            path->steps[0] = step;
         }
     }
+    frame->node = end_of(step);
+    if (is_edge(step))
+        frame->below_fold = 1;
+    if (frame->below_fold && frame->node->may_recur)
+        frame->is_inner = (char)is_open_around(current, ring, frame->node);
 }
 
 /* A fault of ours: as errors.FAULTS.note does it, which raises it again under pytest only. */
@@ -2101,7 +2180,8 @@ end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
 {
     PyObject *pair = frame->pair;
     frame->pair = NULL;
-    PyObject *args[] = {pair, (PyObject *)ring, PyLong_FromUnsignedLong(frame->node->index),
+    /* The device time of an inner call is part of what is around it. */
+    PyObject *args[] = {pair, (PyObject *)ring, PyLong_FromLongLong(frame->is_inner ? -1 : (int64_t)frame->node->index),
                         PyLong_FromUnsignedLongLong(frame->span_id), PyLong_FromLongLong(frame->start_ns),
                         PyLong_FromLongLong(end_ns < frame->start_ns ? frame->start_ns : end_ns)};
     int failed = 0;
@@ -2281,7 +2361,8 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
             totals->errors++;
         if (moved_bytes != 0)
             totals->moved_bytes += moved_bytes;
-        add_time(core, &totals->total_ns, total_ns);
+        if (!frame->is_inner)
+            add_time(core, &totals->total_ns, total_ns);
         add_time(core, &totals->self_ns, own_ns > 0 ? own_ns : 0);
         totals->waiting[totals->waiting_count++] = (uint16_t)bucket_of((uint64_t)total_ns);
         if (totals->waiting_count == BUCKETS_WAITING)
@@ -2545,7 +2626,7 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     Core *core = self->core;
     Ring *ring;
     if (path != NULL)
-        __builtin_prefetch(path->nodes[0]);
+        __builtin_prefetch(path->steps[0]);
     Current *current = current_at_hand(core, &ring);
     if (current == NULL)
         return settle_and_call(self, site, path, args, nargsf, names);

@@ -14,7 +14,7 @@ An open span is a *frame*, a list that only this module touches:
     7 start ns   8 task   9 counted against the frame above from ns   10 attributes or None   11 state
     12 the chain that the context variable held before, or None   13 what times the span on a device, or None
     14 the request that it is in: the frame of its tree's root, or None
-    15 the frame that the context held before, where that had ended
+    15 the frame that the context held before, where that had ended   16 the index of the node that it is counted under
 
 The frame above is the nearest one that is open, also above a frame that has ended: so whoever came from that finds it.
 
@@ -44,6 +44,10 @@ from instrument.unpatched import RLock
 Frame = list[Any]
 
 NODE_LIMIT = 16_384
+OVERFLOW_SITES = 4_096
+"""Sites that have a line of their own below that of what came after the node limit."""
+EDGE_LIMIT = 8 * NODE_LIMIT
+"""Steps to nodes that are not below; those beyond are looked for each time."""
 
 CLOSED, OPEN, MANUAL = 0, 1, 2
 
@@ -158,6 +162,7 @@ class Core:
         self._current: ContextVar[Chain | Frame | None] = ContextVar("instrument_current", default=None)
         self._next_id = itertools.count(2, 2).__next__
         self._nodes: list[Node] = []
+        self._edges = 0
         self._root = Node(-1, Site("(root)"), None)
         self._lock = RLock()
         self._overflow = self._new_node(self._root, overflow)
@@ -179,18 +184,60 @@ class Core:
         nodes.append(node)
         while nodes[node.index] is not node:  # a finaliser or signal handler came in between and made one as well
             node.index += 1
-        parent.children[site] = node
+        parent.children.setdefault(site, node)
         return node
 
     def _node(self, parent: Node, site: Site) -> Node:
-        """The node of a site under a parent, made on first sight as long as the tally has room."""
+        """The node of a site called under a parent.
+
+        On first sight that of the parent's path which is of the site, where there is one, so that recursion makes no
+        nodes; else a new one, as long as the tally has room.
+        """
         with self._lock:
             node = parent.children.get(site)
             if node is not None:
                 return node
-            if len(self._nodes) >= self.node_limit:
-                return self._overflow
-            return self._new_node(parent, site)
+            again: Node | None = parent
+            while again is not None and again.site is not site:
+                again = again.parent
+            if again is not None:
+                between = parent
+                while between is not again and between.parent is not None:
+                    self._let_recur(between)
+                    between = between.parent
+                self._let_recur(again)
+                node = again
+            elif len(self._nodes) < self.node_limit:
+                return self._new_node(parent, site)
+            else:
+                node = self._overflow_of(site)
+            if self._edges < EDGE_LIMIT:
+                parent.children[site] = node
+                self._edges += 1
+            return node
+
+    def _overflow_of(self, site: Site) -> Node:
+        """Where calls of a site are counted that come when the tally is full."""
+        node = self._overflow.children.get(site)
+        if node is None and len(self._overflow.children) < OVERFLOW_SITES:
+            node = self._new_node(self._overflow, site)
+            self._let_recur(node)
+        return node or self._overflow
+
+    def _let_recur(self, node: Node) -> None:
+        """Count calls of a node that run inside a call of it apart from now on."""
+        if node.inner is None and node.parent is not None:
+            inner = self._new_node(node.parent, node.site)
+            inner.inner = node.inner = inner
+
+    def _index(self, node: Node, above: Frame | None, ring: Ring) -> int:
+        """Under which index a call of a node that may recur counts, which begins below a frame."""
+        for frame in _upwards(above):
+            if frame[0] is node and frame[5] is ring and frame[11] != CLOSED:
+                node = node.inner or node
+                break
+        index: int = node.index
+        return index
 
     def _ring(self) -> Ring:
         try:
@@ -324,16 +371,17 @@ class Core:
         parent = place if ended is None else _open(ended)
         above = self._root if parent is None else parent[0]
         node = above.children.get(site) or self._node(above, site)
+        index = node.index if node.inner is None else self._index(node, parent, ring)
         if parent is not None:
             parent_id, root_id, request = parent[1], parent[3], parent[14]
             return [
                 node, span_id, parent_id, root_id, 0, ring, parent, 0, task, 0, attributes, state, held, None, request,
-                ended,
+                ended, index,
             ]  # fmt: skip
         if ended is not None:
             remote = ((ended[14] or ended)[10] or {}).get(self._remote_key)
             attributes = {**(attributes or {}), **self._link_of(ended[1], ended[3], remote)}
-        return [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, attributes, state, held, None, None, ended]
+        return [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, attributes, state, held, None, None, ended, index]
 
     def _begin_on_device(self, frame: Frame) -> None:
         try:
@@ -348,12 +396,14 @@ class Core:
     def _end_on_device(self, ring: Ring, frame: Frame, end: int) -> None:
         """The span has been stored: its pair learns which it was."""
         pair, frame[13] = frame[13], None
+        # The device time of an inner call is part of what is around it.
+        index = frame[16] if frame[16] == frame[0].index else -1
         try:
-            pair.end(ring, frame[0].index, frame[1], frame[7], end)
+            pair.end(ring, index, frame[1], frame[7], end)
         except Exception as fault:
             FAULTS.note("device timer", fault)
         except BaseException:  # a signal handler's, perhaps before anything was done: or the pair would never end
-            pair.end(ring, frame[0].index, frame[1], frame[7], end)
+            pair.end(ring, index, frame[1], frame[7], end)
             raise
 
     def _note_remote(self, frame: Frame) -> None:
@@ -442,7 +492,7 @@ class Core:
     def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
         head = ring.head
         ring.rows[head & ring.mask] = (
-            frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4], active_ns, error,
+            frame[16], frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4], active_ns, error,
             frame[10],
         )  # fmt: skip
         ring.head = head = head + 1
@@ -536,16 +586,19 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
         top = parent
         if parent is None:
             node = core._root.children.get(site) or core._node(core._root, site)
-            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, None, 1, held, None, None, None]
+            index = node.index
+            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, None, 1, held, None, None, None, index]
         elif parent[11]:
             above = parent[0]
             node = above.children.get(site) or core._node(above, site)
+            index = node.index if node.inner is None else core._index(node, parent, ring)
             frame = [
                 node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, None, 1, held, None, parent[14], None,
+                index,
             ]  # fmt: skip
         else:
             frame = core._new_frame(site, span_id, parent, ring, task, None, 1, held)
-            node, parent = frame[0], frame[6]
+            node, parent, index = frame[0], frame[6], frame[16]
         # All of it in one `try`: a signal handler may raise after any call.
         try:
             if chain is None:
@@ -580,7 +633,7 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
             ring = core._ring()
         head = ring.head
         ring.rows[head & ring.mask] = (
-            node.index, span_id, frame[2], frame[3], task, start, end, frame[4], -1, None, frame[10],
+            index, span_id, frame[2], frame[3], task, start, end, frame[4], -1, None, frame[10],
         )  # fmt: skip
         ring.head = head = head + 1
         if not head & ring.fold_mask:

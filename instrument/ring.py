@@ -146,6 +146,7 @@ class Ring:
                 sizes = [row[10].get("bytes") for row in rarer if row[10]]
                 # A scope of this kind may carry anything there: what is no size counts for nothing.
                 moved_bytes = sum([size for size in sizes if isinstance(size, int) and 0 <= size < 1 << 64])
+            is_inner = nodes[index].inner is nodes[index]
             min_ns = nodes[index].site.min_ns
             too_short = 0
             if min_ns:
@@ -163,8 +164,9 @@ class Ring:
                 self.too_short += too_short
                 totals.calls += calls
                 totals.errors += errors
-                totals.total_ns += total_ns
-                totals.elapsed_ns += total_ns
+                if not is_inner:
+                    totals.total_ns += total_ns
+                    totals.elapsed_ns += total_ns
                 totals.self_ns += self_total_ns
                 totals.moved_bytes += moved_bytes
                 totals.histogram = histogram

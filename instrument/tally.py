@@ -2,6 +2,16 @@
 
 A node is a path of sites; each thread keeps its own totals for it. Merging tallies of threads and processes adds
 integers and takes minima and maxima, so it is exact and its order does not matter.
+
+Recursion makes no new paths: a site that is on the path already, directly or through others, counts at the node where
+it stands. A call of a node inside another one of the same node and thread is an *inner* call. It counts as a call, with
+its error, its own time, and its length in extremes and percentiles; its total and its device time do not count, for the
+time of the outer call holds them. So the self times of a tree still sum to its total, `total / calls` is the time for
+each call with none counted twice, and the children of a node may have more in all than it has, where one of them ran
+inside another. The spans of a timeline keep their true parents.
+
+A node's calls have a line of their own while there is room for `NODE_LIMIT` of them; then each site has one line more,
+below that of the overflow, for all its calls whose path came too late.
 """
 
 from __future__ import annotations
@@ -197,15 +207,21 @@ def _rank(fraction: float, calls: int) -> int:
 
 
 class Node:
-    """One call path: a site under a parent path. `children` is keyed by site."""
+    """One call path: a site under a parent path.
 
-    __slots__ = ("children", "index", "parent", "site")
+    `children` is keyed by site. A site that is on the path already, and one that comes when the tally is full, leads to
+    a node that is not below. `inner` is a node of the same path under which calls are counted that run inside a call
+    of it; it is one itself where it is its own.
+    """
+
+    __slots__ = ("children", "index", "inner", "parent", "site")
 
     def __init__(self, index: int, site: Site, parent: Node | None) -> None:
         self.index = index
         self.site = site
         self.parent = parent
         self.children: dict[Site, Node] = {}
+        self.inner: Node | None = None
 
     def path(self) -> tuple[Site, ...]:
         """The sites from the root's child down to this node."""

@@ -95,7 +95,7 @@ class Pair:
             self.timer.begin_again(self)
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """The span has ended and lies in this ring, counted under this node."""
+        """The span has ended and lies in this ring, counted under this node: -1 where its time is that of another."""
         self.span_id = span_id
         self.row = (ring, index, start_ns, end_ns)
         pair = self.running

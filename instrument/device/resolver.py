@@ -424,7 +424,7 @@ class Resolver:
             return
         ring, index, start_ns, end_ns = whole.row
         try:
-            if whole.device_ns:
+            if whole.device_ns and index >= 0:
                 host_ns = end_ns - start_ns
                 if not self._recorder.count_device(ring, index, host_ns, whole.device_ns, host_ns + whole.beyond_ns):
                     self.counts["device times whose thread's totals had been merged away"] += 1

@@ -1,0 +1,231 @@
+"""The call tree under recursion and when it is full: what folds, and how folded calls count."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from instrument.spans import Site
+from instrument.tally import OVERFLOW, Totals
+
+
+def wrapped(recorder: Any, name: str, function: Any, kind: str = "op") -> Any:
+    return recorder.wrap(function, Site(name, kind))
+
+
+def by_path(recorder: Any) -> dict[tuple[str, ...], Totals]:
+    found: dict[tuple[str, ...], Totals] = {}
+    for row in recorder.tally().rows():
+        found.setdefault(tuple(site.name for site in row.path), Totals()).merge(row.totals)
+    return found
+
+
+def spin(until_ns: int) -> None:
+    end = time.monotonic_ns() + until_ns
+    while time.monotonic_ns() < end:
+        pass
+
+
+def test_mutual_recursion_makes_as_many_paths_as_there_are_orders_of_its_functions(recorder: Any) -> None:
+    chance = random.Random(3)
+    calls: Counter[str] = Counter()
+
+    def call(depth: int) -> None:
+        for _ in range(chance.choice((0, 1, 2)) if depth else 0):
+            name = chance.choice("abc")
+            calls[name] += 1
+            functions[name](depth - 1)
+
+    functions = {name: wrapped(recorder, name, lambda depth: call(depth)) for name in "abc"}
+    for _ in range(1_000):
+        call(12)
+    tally = by_path(recorder)
+    assert len(tally) == 3 + 6 + 6
+    assert all(len(set(path)) == len(path) for path in tally)
+    found: Counter[str] = Counter()
+    for path, totals in tally.items():
+        found[path[-1]] += totals.calls
+    assert found == calls
+    wrapped(recorder, "new", lambda: None)()
+    assert by_path(recorder)["new",].calls == 1
+
+
+def test_the_time_of_a_recursion_counts_once_and_own_times_sum_to_it(recorder: Any) -> None:
+    def one(depth: int) -> None:
+        spin(200_000)
+        if depth:
+            two_(depth - 1)
+
+    def two(depth: int) -> None:
+        spin(200_000)
+        leaf_()
+        one_(depth)
+
+    one_, two_ = wrapped(recorder, "one", one), wrapped(recorder, "two", two)
+    leaf_ = wrapped(recorder, "leaf", lambda: spin(100_000))
+    one_(3)
+    spans = recorder.spans()
+    (root,) = [span for span in spans if not span.parent_id]
+    tally = by_path(recorder)
+    assert {path: totals.calls for path, totals in tally.items()} == {
+        ("one",): 4, ("one", "two"): 3, ("one", "two", "leaf"): 3,
+    }  # fmt: skip
+    assert tally["one",].total_ns == tally["one",].elapsed_ns == root.total_ns
+    outer = min((span for span in spans if span.site.name == "two"), key=lambda span: span.start_ns)
+    assert tally["one", "two"].total_ns == outer.total_ns
+    for path, totals in tally.items():
+        of_site = [span for span in spans if span.site.name == path[-1]]
+        assert totals.self_ns == sum(span.self_ns for span in of_site)
+        assert (totals.min_ns, totals.max_ns) == (
+            min(span.total_ns for span in of_site), max(span.total_ns for span in of_site),
+        )  # fmt: skip
+        assert sum(totals.histogram.values()) == totals.calls
+    assert sum(totals.self_ns for totals in tally.values()) == root.total_ns
+    # A timeline keeps the true parents.
+    parents = {span.span_id: span for span in spans}
+    deepest = max(spans, key=lambda span: span.start_ns)
+    names = []
+    above: Any = deepest
+    while above is not None:
+        names.append(above.site.name)
+        above = parents.get(above.parent_id)
+    assert names == ["one", "two", "one", "two", "one", "two", "one"]
+
+
+def test_calls_one_after_another_below_a_fold_count_their_time_each(recorder: Any) -> None:
+    def outer(depth: int) -> None:
+        if depth:
+            outer_(depth - 1)
+        for _ in range(3):
+            leaf_()
+
+    outer_, leaf_ = wrapped(recorder, "outer", outer), wrapped(recorder, "leaf", lambda: spin(50_000))
+    outer_(2)
+    outer_(0)
+    tally = by_path(recorder)
+    assert tally["outer", "leaf"].calls == 12
+    leaves = [span.total_ns for span in recorder.spans() if span.site.name == "leaf"]
+    assert tally["outer", "leaf"].total_ns == sum(leaves)
+    roots = [span.total_ns for span in recorder.spans() if not span.parent_id]
+    assert tally["outer",].total_ns == sum(roots)
+
+
+def test_a_generator_and_a_scope_that_recur_fold(recorder: Any) -> None:
+    def walk(depth: int) -> Iterator[int]:
+        with recorder.scope("level"):
+            yield depth
+        if depth:
+            yield from walk_(depth - 1)
+
+    walk_ = wrapped(recorder, "walk", walk)
+    assert list(walk_(3)) == [3, 2, 1, 0]
+    tally = by_path(recorder)
+    assert {path: totals.calls for path, totals in tally.items()} == {("walk",): 4, ("walk", "level"): 4}
+    (root,) = [span for span in recorder.spans() if not span.parent_id]
+    assert tally["walk",].total_ns == root.total_ns
+
+
+def test_a_recursion_through_tasks_counts_the_time_of_the_outermost(recorder: Any) -> None:
+    async def crawl(depth: int) -> None:
+        await asyncio.sleep(0.001)
+        if depth:
+            await asyncio.gather(*(asyncio.create_task(crawl_(depth - 1)) for _ in range(2)))
+
+    crawl_ = wrapped(recorder, "crawl", crawl)
+    asyncio.run(crawl_(2))
+    (path, totals), *others = by_path(recorder).items()
+    assert (path, totals.calls, others) == (("crawl",), 7, [])
+    (root,) = [span for span in recorder.spans() if not span.parent_id]
+    assert totals.total_ns == root.total_ns
+
+
+def test_a_recursion_on_another_thread_counts_its_time_there(recorder: Any) -> None:
+    def work(depth: int) -> None:
+        spin(100_000)
+        if depth:
+            context = recorder.copy_context() if recorder.native else contextvars.copy_context()
+            if not recorder.native:
+                recorder.publish_to(context)
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                pool.submit(context.run, work_, depth - 1).result()
+
+    work_ = wrapped(recorder, "work", work)
+    work_(1)
+    rows = list(recorder.tally().rows())
+    spans = {span.thread_id: span for span in recorder.spans()}
+    assert [(len(row.path), row.totals.calls) for row in rows] == [(1, 1), (1, 1)]
+    assert all(row.totals.total_ns == spans[row.thread_id].total_ns for row in rows)
+
+
+def test_a_full_tally_counts_what_comes_later_by_site(recorder: Any) -> None:
+    recorder.node_limit = 20
+
+    def chain(names: list[str]) -> None:
+        if names:
+            with recorder.scope(names[0]):
+                chain(names[1:])
+
+    chain([f"level {number}" for number in range(30)])
+    late = wrapped(recorder, "late", lambda: late_inner())
+    late_inner = wrapped(recorder, "inner", lambda: spin(50_000))
+    for _ in range(5):
+        late()
+    again = wrapped(recorder, "again", lambda depth: depth and again(depth - 1))
+    again(4)
+    assert recorder.node_count >= 20
+    tally = by_path(recorder)
+    assert tally[OVERFLOW.name, "late"].calls == 5
+    assert tally[OVERFLOW.name, "inner"].calls == 5
+    assert tally[OVERFLOW.name, "again"].calls == 5
+    assert [tally[OVERFLOW.name, f"level {number}"].calls for number in range(20, 30)] == [1] * 10
+    assert sum(totals.calls for totals in tally.values()) == 30 + 10 + 5
+    recursion = [span for span in recorder.spans() if span.site.name == "again"]
+    assert tally[OVERFLOW.name, "again"].total_ns == max(span.total_ns for span in recursion)
+    known = recorder.node_count
+    late()
+    assert recorder.node_count == known
+
+
+def test_a_request_that_comes_when_the_tally_is_full_is_still_a_request(recorder: Any) -> None:
+    recorder.node_limit = 1
+    with recorder.new_scope(Site("around")), recorder.new_scope(Site("served", "request")):
+        pass
+    around, served = sorted(recorder.spans(), key=lambda span: span.start_ns)
+    assert served.root_id == served.span_id != around.root_id
+    assert served.site.kind == "request"
+
+
+def test_sites_of_a_full_tally_are_bounded_too(recorder: Any) -> None:
+    recorder.node_limit, sites = 1, 5_000
+    for number in range(sites):
+        recorder.wrap(lambda: None, Site(f"site {number}"))()
+    tally = recorder.tally()
+    assert tally.calls == sites
+    assert 4_096 <= len(list(tally.rows())) < sites
+    assert recorder.node_count <= 2 * 4_096 + 1
+
+
+def test_a_device_time_inside_a_recursion_is_that_of_the_outermost(recorder: Any) -> None:
+    told = []
+
+    class Pair:
+        def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
+            told.append((index, recorder.count_device(ring, index, end_ns - start_ns, 10, end_ns - start_ns)))
+
+    recorder.begin_device = lambda site, attributes, span_id: Pair()
+    site = Site("timed", device=True)
+
+    def timed(depth: int) -> None:
+        if depth:
+            made(depth - 1)
+
+    made = recorder.wrap(timed, site)
+    made(2)
+    assert [(index < 0, counted) for index, counted in told] == [(True, False), (True, False), (False, True)]
+    assert by_path(recorder)["timed",].device_ns == 10
