@@ -31,6 +31,10 @@ AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequ
 Interval = tuple[int, int]
 
 
+TOLD_APART = ("phase", "direction", "sync")
+"""Attributes of a site by which reports count its calls. Others, as a rank, differ from process to process."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
     """One instrumented place: static facts, the same for each of its spans.
@@ -56,9 +60,10 @@ class Site:
     suspends: bool = False
 
     @property
-    def key(self) -> tuple[str, str, str, str, str, int, str]:
-        """Equal for sites that mean the same place, also across processes."""
-        return (self.name, self.kind, self.module, self.qualname, self.file, self.line, self.instance)
+    def key(self) -> tuple[object, ...]:
+        """Equal for sites that mean the same place, also across processes: of `attributes`, what reports go by."""
+        facts = [one for one in self.attributes if one[0] in TOLD_APART and isinstance(one[1], (str, bool))]
+        return (self.name, self.kind, self.module, self.qualname, self.file, self.line, self.instance, *facts)
 
     @property
     def function(self) -> str:

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -177,3 +178,27 @@ def test_there_is_one_definition_of_percentiles_whether_times_or_a_histogram_are
     for fraction, found in zip(fractions, percentiles_of(times, fractions), strict=True):
         exact = times[math.ceil(Fraction(str(fraction)) * len(times)) - 1]
         assert abs(found - exact) <= exact / 128
+
+
+def test_sites_of_one_name_and_line_that_differ_in_their_phase_have_lines_of_their_own(recorder: Any) -> None:
+    for name, phases in (("same", ("compute", "post")), ("own", ("compute",))):
+        for phase in phases:
+            with recorder.scope(name, phase=phase):
+                pass
+    with recorder.scope("own", phase="compute"):
+        pass
+    expected = [("same", "compute", 1), ("same", "post", 1), ("own", "compute", 2)]
+    tally = recorder.tally()
+    merged = Tally()
+    merged.merge(tally)
+    for found in (tally, merged, Tally.of_spans(recorder.spans())):
+        rows = sorted(found.rows(), key=lambda row: row.totals.first_ns)
+        assert [(row.path[0].name, dict(row.path[0].attributes)["phase"], row.totals.calls) for row in rows] == expected
+    assert not recorder.lines().tree.located().shared
+
+
+def test_processes_that_differ_in_a_fact_of_their_own_alone_count_as_one_place() -> None:
+    tally = Tally()
+    for rank in (0, 1):
+        tally.totals((Site("all_reduce", "comm", attributes=(("rank", rank),)),), 1).merge(Totals(calls=1))
+    assert [row.totals.calls for row in tally.rows()] == [2]
