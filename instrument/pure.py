@@ -343,17 +343,28 @@ class Core:
             frame[14] = frame
             if self.remote_parent is not None:
                 self._note_remote(frame)
-        if task or state == MANUAL:
-            self._suspended[span_id] = frame
-        if chain is not None:
-            chain.top = frame
-        else:
-            self._current.set(frame)
-        ring.top = frame
-        frame[7] = frame[9] = _clock()
-        if (site.device or self.watches_all) and self.begin_device is not None:
-            self._begin_on_device(frame)
-        return frame
+        # A signal handler may raise after any call, and then nobody has the frame to end it.
+        try:
+            if task or state == MANUAL:
+                self._suspended[span_id] = frame
+            if chain is not None:
+                chain.top = frame
+            else:
+                self._current.set(frame)
+            ring.top = frame
+            frame[7] = frame[9] = _clock()
+            if (site.device or self.watches_all) and self.begin_device is not None:
+                self._begin_on_device(frame)
+            return frame
+        except BaseException:
+            self._abandon(frame)
+            raise
+
+    def _abandon(self, frame: Frame) -> None:
+        """End a span whose begin was broken off, if it is open."""
+        self._suspended.pop(frame[1], None)
+        if _top(self._current.get()) is frame:
+            self.close(frame)
 
     def _new_frame(
         self,
@@ -372,16 +383,19 @@ class Core:
         above = self._root if parent is None else parent[0]
         node = above.children.get(site) or self._node(above, site)
         index = node.index if node.inner is None else self._index(node, parent, ring)
+        start = _clock()
         if parent is not None:
             parent_id, root_id, request = parent[1], parent[3], parent[14]
             return [
-                node, span_id, parent_id, root_id, 0, ring, parent, 0, task, 0, attributes, state, held, None, request,
-                ended, index,
+                node, span_id, parent_id, root_id, 0, ring, parent, start, task, start, attributes, state, held, None,
+                request, ended, index,
             ]  # fmt: skip
         if ended is not None:
             remote = ((ended[14] or ended)[10] or {}).get(self._remote_key)
             attributes = {**(attributes or {}), **self._link_of(ended[1], ended[3], remote)}
-        return [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, attributes, state, held, None, None, ended, index]
+        return [
+            node, span_id, 0, span_id, 0, ring, None, start, task, start, attributes, state, held, None, None, ended, index,
+        ]  # fmt: skip
 
     def _begin_on_device(self, frame: Frame) -> None:
         try:
@@ -389,9 +403,6 @@ class Core:
             frame[13] = None if begin is None else begin(frame[0].site, frame[10], frame[1])
         except Exception as fault:
             FAULTS.note("device timer", fault)
-        except BaseException:  # a signal handler's
-            self.close(frame)
-            raise
 
     def _end_on_device(self, ring: Ring, frame: Frame, end: int) -> None:
         """The span has been stored: its pair learns which it was."""
@@ -582,19 +593,20 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
             task = _task_id()
             held = place if place.__class__ is Chain else None
         span_id = next_id()
+        start = clock()
         frame: Frame
         top = parent
         if parent is None:
             node = core._root.children.get(site) or core._node(core._root, site)
             index = node.index
-            frame = [node, span_id, 0, span_id, 0, ring, None, 0, task, 0, None, 1, held, None, None, None, index]
+            frame = [node, span_id, 0, span_id, 0, ring, None, start, task, start, None, 1, held, None, None, None, index]
         elif parent[11]:
             above = parent[0]
             node = above.children.get(site) or core._node(above, site)
             index = node.index if node.inner is None else core._index(node, parent, ring)
             frame = [
-                node, span_id, parent[1], parent[3], 0, ring, parent, 0, task, 0, None, 1, held, None, parent[14], None,
-                index,
+                node, span_id, parent[1], parent[3], 0, ring, parent, start, task, start, None, 1, held, None, parent[14],
+                None, index,
             ]  # fmt: skip
         else:
             frame = core._new_frame(site, span_id, parent, ring, task, None, 1, held)

@@ -6,7 +6,9 @@ What may crash runs in a process of its own, whose exit code and output are asse
 from __future__ import annotations
 
 import abc
+import asyncio
 import collections
+import contextlib
 import contextvars
 import copy
 import ctypes
@@ -15,6 +17,7 @@ import enum
 import functools
 import gc
 import inspect
+import itertools
 import os
 import pickle
 import subprocess
@@ -1581,3 +1584,89 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
     kept = sum(min(ring.head, ring.capacity) for ring in recorder.rings())
     assert recorder.losses().get("spans overwritten by newer ones", 0) == total - kept
     assert recorder.counts() == {}
+
+
+# -------------------------------------------------------------------- a handler that raises while a span begins
+
+
+class _Interrupt(BaseException):
+    pass
+
+
+def _raise_at(line: int, work: Any) -> bool:
+    """Do the work, raising at the so-manieth line of the twin that runs, as a signal handler may; whether one came."""
+    left = line
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith("pure.py") or frame.f_code.co_name not in BEGIN:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise _Interrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except _Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+BEGIN = ("open", "wrapper", "_chain", "_node", "_new_node", "_note_remote")
+
+
+def _one_span(recorder: Any, shape: str) -> Callable[[], Any]:
+    """Something to do that is one span of a shape."""
+
+    def generator() -> Any:
+        yield 1
+
+    async def coroutine() -> None:
+        pass
+
+    def call() -> None:
+        pass
+
+    def scope() -> None:
+        with recorder.scope("s"):
+            pass
+
+    def stepped() -> None:
+        with contextlib.suppress(StopIteration):
+            made().send(None)
+
+    function = {"generator": generator, "coroutine": coroutine}.get(shape, call)
+    made = recorder.wrap(function, Site("x", "request" if shape == "request" else "op"))
+    return {"scope": scope, "generator": lambda: list(made()), "coroutine": stepped}.get(shape, made)
+
+
+@pytest.mark.parametrize("shape", ["call", "scope", "request", "generator", "coroutine"])
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_a_handler_that_raises_while_a_span_begins_leaves_none_that_starts_at_zero(shape: str, in_loop: bool) -> None:
+    async def in_task(line: int, work: Any) -> bool:
+        return _raise_at(line, work)
+
+    for line in itertools.count(1):
+        recorder = PureRecorder(1 << 20)
+        recorder.on = True
+        recorder.remote_parent = lambda: None
+        work = _one_span(recorder, shape)
+        begun_ns = time.monotonic_ns()
+        came = asyncio.run(in_task(line, work)) if in_loop else _raise_at(line, work)
+        with recorder.scope("after"):
+            pass
+        spans = recorder.spans()
+        assert all(begun_ns <= span.start_ns <= span.end_ns for span in spans)
+        assert all(span.parent_id == 0 for span in spans if span.site.name == "after")
+        assert recorder.open_rows() == []
+        assert recorder.current_id() == 0
+        assert sum(row.totals.total_ns for row in recorder.tally().rows()) < 10**12
+        if not came:
+            break
+    assert line > 10
