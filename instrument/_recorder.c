@@ -48,6 +48,7 @@
 #define KNOWN_AT_FIRST 16
 #define KNOWN_LIMIT 4096 /* instances of a method's class */
 #define DEEPEST_CHAIN 64 /* of contexts that were copied one from another */
+#define ERROR_NAME_LIMIT 200 /* as in errors.py */
 #define TRIES 4 /* where finalisers of the host's undo what we do */
 #define FIRST_OF_SERVER 500 /* statuses of HTTP from here on are errors */
 #define STACK_MARGIN (64 << 10)
@@ -364,9 +365,11 @@ static THREAD_LOCAL Ring *cached_ring;
 static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mark: what it keeps now is never freed */
 static frame_t *free_frames;
 static uint32_t free_frame_count;
-static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_name_dunder, *str_module_dunder, *str_status, *str_make_scope, *str_pass_muted,
+static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status,
+    *str_make_scope, *str_pass_muted,
     *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_ag_frame, *str_anext, *str_asend, *str_athrow,
     *str_aclose, *str_throw, *str_close;
+static PyObject *name_of_type; /* the descriptor of `type.__name__` */
 
 /* ------------------------------------------------------------------ the clock */
 
@@ -2413,10 +2416,14 @@ cross(Core *core, Current *current, frame_t *frame, int64_t end_ns)
     return 0;
 }
 
+/* The name of an exception's class, cut where it is long. No code of the class is run: a metaclass may have a `__name__`
+ * of its own. */
 static PyObject * /* new reference or NULL; no exception */
-error_name(PyObject *error)
+error_name(PyObject *type)
 {
-    PyObject *name = PyObject_GetAttr((PyObject *)Py_TYPE(error), str_name_dunder);
+    PyObject *whole = Py_TYPE(name_of_type)->tp_descr_get(name_of_type, type, (PyObject *)Py_TYPE(type));
+    PyObject *name = whole == NULL ? NULL : PyUnicode_Substring(whole, 0, ERROR_NAME_LIMIT);
+    Py_XDECREF(whole);
     if (name == NULL)
         PyErr_Clear();
     return name;
@@ -2516,7 +2523,9 @@ close_frame(Core *core, Frame *self, PyObject *error)
     }
     if (published != NULL)
         pass_on(core, current, published, above);
-    PyObject *name = error == NULL || error == Py_None || is_answer(core, self, error) ? NULL : error_name(error);
+    PyObject *name = error == NULL || error == Py_None || is_answer(core, self, error)
+                         ? NULL
+                         : error_name((PyObject *)Py_TYPE(error));
     store(core, ring, frame, end_ns, -1, name);
     Py_XDECREF(name);
     int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
@@ -2568,9 +2577,8 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
 {
     PyObject *type, *raised, *traceback, *error = NULL;
     PyErr_Fetch(&type, &raised, &traceback);
-    if (type != NULL && !(raised != NULL && is_answer(core, NULL, raised)) &&
-        (error = PyObject_GetAttr(type, str_name_dunder)) == NULL)
-        PyErr_Clear();
+    if (type != NULL && !(raised != NULL && is_answer(core, NULL, raised)))
+        error = error_name(type);
     int found = 1;
     frame->state = CLOSED;
     if (current->top != frame)
@@ -3376,7 +3384,9 @@ Stretch_finish(Stretch *self, PyObject *error)
         Py_RETURN_NONE;
     }
     Py_INCREF(ring);
-    PyObject *name = error == Py_None || is_answer(self->core, self->frame, error) ? NULL : error_name(error);
+    PyObject *name = error == Py_None || is_answer(self->core, self->frame, error)
+                         ? NULL
+                         : error_name((PyObject *)Py_TYPE(error));
     store(self->core, ring, frame, end_ns, self->active_ns, name);
     Py_XDECREF(name);
     int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
@@ -5433,7 +5443,6 @@ execute(PyObject *made)
         {&str_kind, "kind"},
         {&str_request, "request"},
         {&str_copy, "copy"},
-        {&str_name_dunder, "__name__"},
         {&str_module_dunder, "__module__"},
         {&str_status, "http.response.status_code"},
         {&str_make_scope, "make_scope"},
@@ -5454,6 +5463,13 @@ execute(PyObject *made)
     for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++)
         if ((*texts[i].kept = PyUnicode_InternFromString(texts[i].text)) == NULL)
             return -1;
+    if (name_of_type == NULL) {
+        PyObject *names = PyObject_GetAttrString((PyObject *)&PyType_Type, "__dict__");
+        name_of_type = names == NULL ? NULL : PyMapping_GetItemString(names, "__name__");
+        Py_XDECREF(names);
+        if (name_of_type == NULL)
+            return -1;
+    }
     if (left_to_us == NULL && (left_to_us = PyCFunction_New(&leave_to_us_method, NULL)) == NULL)
         return -1;
     if (PyModule_AddObjectRef(made, "Core", (PyObject *)&CoreType) < 0 ||

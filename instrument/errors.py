@@ -15,6 +15,17 @@ from instrument.unpatched import RLock
 logger = logging.getLogger("instrument")
 
 
+ERROR_NAME_LIMIT = 200
+"""So many characters of an exception class's name are kept."""
+
+_name_of = type.__dict__["__name__"].__get__
+
+
+def error_name(error: BaseException) -> str:
+    """The name of an exception's class, as a span keeps it: cut where it is long, and no code of the class is run."""
+    return str.__getitem__(_name_of(type(error)), slice(ERROR_NAME_LIMIT))
+
+
 class InstrumentError(Exception):
     """Root of every error that this package raises on purpose."""
 

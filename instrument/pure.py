@@ -34,7 +34,7 @@ from contextvars import Context, ContextVar
 from types import FunctionType
 from typing import Any
 
-from instrument.errors import FAULTS
+from instrument.errors import FAULTS, error_name
 from instrument.http_status import FIRST_OF_SERVER, STATUS, status_of
 from instrument.ring import REQUEST_BIT, First, Ring, Rings, Row
 from instrument.spans import Site
@@ -498,7 +498,7 @@ class Core:
         status = status_of(error)
         if status is not None and frame[0].site.kind == "request":
             frame[10] = {**(frame[10] or {}), STATUS: status}
-        return type(error).__name__ if status is None or status >= FIRST_OF_SERVER else None
+        return error_name(error) if status is None or status >= FIRST_OF_SERVER else None
 
     def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
         head = ring.head

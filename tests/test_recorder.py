@@ -1442,3 +1442,51 @@ def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_reco
     for site, called in recorder.site_calls().items():
         found[site.key] += called
     assert found == calls
+
+
+@pytest.mark.parametrize("shape", ["call", "scope", "request", "coroutine", "generator", "async generator"])
+def test_an_error_keeps_its_name_cut_and_no_code_of_its_class_is_run(recorder: Any, shape: str) -> None:
+    class Meta(type):
+        @property
+        def __name__(cls) -> str:  # type: ignore[override]
+            raise SystemError("a name that nobody can ask for")
+
+    class Nameless(Exception, metaclass=Meta):
+        pass
+
+    long = type("L" * 5_000, (Exception,), {})
+
+    def call(error: type[Exception]) -> None:
+        raise error
+
+    async def coroutine(error: type[Exception]) -> None:
+        raise error
+
+    def generator(error: type[Exception]) -> Iterator[int]:
+        yield 1
+        raise error
+
+    async def async_generator(error: type[Exception]) -> AsyncIterator[int]:
+        yield 1
+        raise error
+
+    async def drain(items: Any) -> None:
+        async for _ in items:
+            pass
+
+    def scope(error: type[Exception]) -> None:
+        with recorder.scope("x"):
+            raise error
+
+    made = {
+        "call": wrapped(recorder)(call),
+        "scope": scope,
+        "request": wrapped(recorder, kind="request")(call),
+        "coroutine": lambda error: asyncio.run(wrapped(recorder)(coroutine)(error)),
+        "generator": lambda error: list(wrapped(recorder)(generator)(error)),
+        "async generator": lambda error: asyncio.run(drain(wrapped(recorder)(async_generator)(error))),
+    }[shape]
+    for error in (Nameless, long):
+        with pytest.raises(error):
+            made(error)
+    assert [span.error for span in sorted(recorder.spans(), key=lambda span: span.start_ns)] == ["Nameless", "L" * 200]

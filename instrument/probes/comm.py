@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from instrument.errors import FAULTS
+from instrument.errors import FAULTS, error_name
 from instrument.probes.compilers import run_as_they_are
 from instrument.probes.functions import replace
 from instrument.probes.switch import Switch
@@ -228,7 +228,7 @@ class Comm(Switch):
         self, issued: _Issued, start_ns: int, attributes: dict[str, AttributeValue], error: BaseException | None
     ) -> None:
         if error is not None:
-            attributes = {**attributes, "error": type(error).__name__}
+            attributes = {**attributes, "error": error_name(error)}
         pair, issued.pair = issued.pair, None
         self._recorder.record(issued.site, start_ns, attributes or None, pair)
 
