@@ -217,7 +217,6 @@ typedef struct published {
     frame_t *frame; /* NULL once the span has ended */
     struct published *above; /* then the nearest span above it that had not, or NULL */
     uint64_t span_id, root_id;
-    node_t *node;
     PyObject *request;
 } Published;
 
@@ -279,6 +278,7 @@ typedef struct core {
     node_t **nodes;
     uint32_t node_count, node_slots, node_limit;
     node_t *overflow;
+    node_t *spare; /* given up by a reset, each by its `parent`; kept, for what nobody finds may still point there */
     uint32_t edges; /* marked entries in the tables of nodes */
     PyObject *rings; /* list of Ring */
     uint64_t ended_rows, ended_too_short, row_budget;
@@ -323,6 +323,7 @@ typedef struct {
     char is_followed; /* whether `sites` tells when it changes */
     char muted;
     path_t path; /* of its site */
+    uint64_t uid; /* of the core when its paths were met: a reset gives the nodes up */
     uint64_t muted_calls;
     PyObject *site, *decide, *evaluate;
     PyObject *dict;
@@ -616,9 +617,13 @@ new_node(Core *core, node_t *parent, PyObject *site)
         core->nodes = nodes;
         core->node_slots = slots;
     }
-    node_t *node = new_lines(sizeof(node_t));
-    if (node == NULL)
+    node_t *node = core->spare;
+    if (node != NULL) {
+        core->spare = node->parent;
+        memset(node, 0, sizeof *node);
+    } else if ((node = new_lines(sizeof *node)) == NULL) {
         return NULL;
+    }
     node->site = Py_NewRef(site);
     node->parent = parent;
     node->index = core->node_count;
@@ -627,8 +632,9 @@ new_node(Core *core, node_t *parent, PyObject *site)
     node->is_device = (char)asks_for_device(site);
     node->min_ns = min_ns_of(site);
     if (add_child(parent, node) < 0) {
-        Py_DECREF(site);
-        free_lines(node);
+        Py_CLEAR(node->site);
+        node->parent = core->spare;
+        core->spare = node;
         return NULL;
     }
     core->nodes[core->node_count++] = node;
@@ -656,9 +662,9 @@ node_of(Core *core, node_t *parent, PyObject *site)
     if (step != NULL)
         return step;
     node_t *again = parent;
-    while (again != &core->root && again->site != site)
+    while (again != NULL && again->site != site)
         again = again->parent;
-    if (again != &core->root) {
+    if (again != NULL) {
         for (node_t *between = parent; between != again; between = between->parent)
             between->may_recur = 1;
         again->may_recur = 1;
@@ -1794,7 +1800,6 @@ new_published(Current *current, frame_t *frame)
 {
     PyObject *request = Py_XNewRef(frame->request), *holder = Py_XNewRef(frame->self);
     uint64_t span_id = frame->span_id, root_id = frame->root_id;
-    node_t *node = frame->node;
     Published *made = PyObject_GC_New(Published, &PublishedType);
     if (made == NULL) {
         PyErr_Clear();
@@ -1809,7 +1814,6 @@ new_published(Current *current, frame_t *frame)
     made->above = NULL;
     made->span_id = span_id;
     made->root_id = root_id;
-    made->node = node;
     made->request = request;
     PyObject_GC_Track(made);
     if (is_open)
@@ -2005,7 +2009,8 @@ is_open_around(Current *current, const Ring *ring, const node_t *node)
     Py_INCREF(current);
     for (int chains = 0; chains < DEEPEST_CHAIN && current != NULL && !found; chains++) {
         for (; frame != NULL && !found; frame = frame->above)
-            found = frame->node == node && frame->ring == ring && frame->state != CLOSED;
+            found = frame->node == node && frame->ring != NULL && frame->ring->thread_id == ring->thread_id &&
+                    frame->state != CLOSED;
         Published *base = nearest_open(current->base);
         frame = base != NULL ? base->frame : NULL;
         Current *owner = base != NULL ? (Current *)Py_XNewRef(base->owner) : NULL;
@@ -2037,8 +2042,9 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
         frame->root_id = above->root_id;
         frame->request = Py_XNewRef(above->request);
     } else if (current->base != NULL) {
-        parent = current->base->node;
-        frame->below_fold = current->base->frame != NULL && current->base->frame->below_fold;
+        const frame_t *base = current->base->frame;
+        parent = base != NULL ? base->node : &core->root;
+        frame->below_fold = base != NULL && base->below_fold;
         frame->parent_id = current->base->span_id;
         frame->root_id = current->base->root_id;
         frame->request = Py_XNewRef(current->base->request);
@@ -2235,7 +2241,11 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
         frame->root_id = frame->span_id |= REQUEST_BIT;
         Py_XSETREF(frame->request, (PyObject *)self); /* borrowed: of itself */
         if (core->remote_parent != NULL && core->remote_parent != Py_None) {
-            if (note_remote(core, self) < 0) {
+            uint64_t uid = core->uid;
+            int failed = note_remote(core, self) < 0;
+            if (core->uid != uid) /* reset meanwhile, and nobody knew of the frame */
+                frame->node = core->overflow;
+            if (failed) {
                 Py_DECREF(self);
                 return NULL;
             }
@@ -2625,6 +2635,8 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
     return found;
 }
 
+static void forget_paths(Function *);
+
 static PyObject *settle_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
 
 /* Call what is wrapped inside a span. `path` remembers where the site was met, which is borrowed. */
@@ -2638,6 +2650,8 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     Current *current = current_at_hand(core, &ring);
     if (current == NULL)
         return settle_and_call(self, site, path, args, nargsf, names);
+    if (self->uid != core->uid)
+        forget_paths(self);
     if (is_stack_used_up(ring)) {
         PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
         return NULL;
@@ -2797,6 +2811,22 @@ remember(Function *self, PyObject *instance, PyObject *site)
         place->instance = instance;
         place->version = version;
         place->path = (path_t){.site = site};
+    }
+}
+
+/* The nodes that its paths lead to were given up. */
+static void
+forget_paths(Function *self)
+{
+    self->uid = self->core->uid;
+    memset(self->path.parents, 0, sizeof self->path.parents);
+    uint32_t slots = self->known_slots;
+    for (known_t *known = self->known; known != NULL;) {
+        for (uint32_t i = 0; i < slots; i++)
+            memset(known[i].path.parents, 0, sizeof known[i].path.parents);
+        known_t *last = &known[slots];
+        slots = (uint32_t)last->version;
+        known = last->before;
     }
 }
 
@@ -4086,6 +4116,8 @@ hold(Shelf *self, root_t *root, const row_t *row, long thread_id)
 static int
 is_found(Shelf *self, const row_t *row, long thread_id)
 {
+    if (row->node >= self->core->node_count) /* from before a reset */
+        return 0;
     int in_request = row->root_id & REQUEST_BIT;
     if (row->span_id == row->root_id && in_request)
         return 1;
@@ -4392,6 +4424,11 @@ Core_dealloc(Core *self)
         PyMem_Free(self->nodes[i]->table);
         Py_DECREF(self->nodes[i]->site);
         free_lines(self->nodes[i]);
+    }
+    while (self->spare != NULL) {
+        node_t *spare = self->spare;
+        self->spare = spare->parent;
+        free_lines(spare);
     }
     PyMem_Free(self->nodes);
     PyMem_Free(self->root.table);
@@ -5045,6 +5082,73 @@ Core_forget_all(Core *self, PyObject *none)
     return Core_forget_current(self, none);
 }
 
+/* The node of the same path in a tree that has just been begun. */
+static node_t *
+made_again(Core *core, const node_t *old)
+{
+    uint32_t depth = 0;
+    for (const node_t *node = old; node != &core->root; node = node->parent)
+        depth++;
+    PyObject **path = PyMem_Malloc((depth + 1) * sizeof *path);
+    if (path == NULL)
+        return core->overflow;
+    uint32_t at = depth;
+    for (const node_t *node = old; node != &core->root; node = node->parent)
+        path[--at] = node->site;
+    node_t *node = &core->root;
+    for (; at < depth; at++)
+        node = end_of(node_of(core, node, path[at]));
+    PyMem_Free(path);
+    return node;
+}
+
+/* Begin a new call tree, which has the paths of what is open now and no other. Gives the sites of the old one, which
+ * are to be let go of where that may run code of the host's, NULL at the end; NULL for want of memory, and nothing is
+ * changed then. */
+static PyObject **
+give_up_nodes(Core *core)
+{
+    node_t **old = core->nodes, *overflow = core->overflow, root = core->root;
+    uint32_t count = core->node_count, slots = core->node_slots;
+    PyObject **sites = PyMem_Calloc((size_t)count + 1, sizeof *sites);
+    if (sites == NULL)
+        return NULL;
+    core->nodes = NULL;
+    core->node_count = core->node_slots = core->root.children = core->root.slots = 0;
+    core->root.table = NULL;
+    core->overflow = new_node(core, &core->root, overflow->site);
+    if (core->overflow == NULL) {
+        PyMem_Free(core->nodes);
+        PyMem_Free(core->root.table);
+        core->nodes = old;
+        core->node_count = count;
+        core->node_slots = slots;
+        core->overflow = overflow;
+        core->root = root;
+        PyMem_Free(sites);
+        return NULL;
+    }
+    core->edges = 0;
+    for (Current *current = core->currents; current != NULL; current = current->next)
+        for (frame_t *frame = current->top; frame != NULL; frame = frame->above)
+            frame->node = made_again(core, frame->node);
+    for (Stretch *stretch = core->stretches; stretch != NULL; stretch = stretch->next)
+        for (frame_t *frame = stretch->inner; frame != NULL; frame = frame->above)
+            frame->node = made_again(core, frame->node);
+    for (uint32_t i = 0; i < count; i++) {
+        PyMem_Free(old[i]->table);
+        sites[i] = old[i]->site; /* and its reference */
+        memset(old[i], 0, sizeof *old[i]);
+        /* Until it is taken again it counts as the overflow, for an open span that no chain holds any more. */
+        old[i]->site = overflow->site;
+        old[i]->parent = core->spare;
+        core->spare = old[i];
+    }
+    PyMem_Free(old);
+    PyMem_Free(root.table);
+    return sites;
+}
+
 static PyObject *
 Core_reset(Core *self, PyObject *argument)
 {
@@ -5054,11 +5158,12 @@ Core_reset(Core *self, PyObject *argument)
             return NULL;
         self->row_budget = ring_bytes / sizeof(row_t);
     }
-    PyObject *rings = PyList_New(0);
+    PyObject *rings = PyList_New(0), **old_sites = NULL;
     Ring *ended = rings == NULL ? NULL : empty_ring();
-    if (ended == NULL) {
+    if (ended == NULL || (self->overflow != NULL && (old_sites = give_up_nodes(self)) == NULL)) {
         Py_XDECREF(rings);
-        return NULL;
+        Py_XDECREF((PyObject *)ended);
+        return PyErr_NoMemory();
     }
     PyObject *old_rings = self->rings;
     Ring *old_ended = self->ended;
@@ -5070,6 +5175,10 @@ Core_reset(Core *self, PyObject *argument)
     PyDict_Clear(self->counts);
     Py_DECREF(old_ended);
     free_rings(old_rings); /* last: it may run code of the host's */
+    PyDict_Clear(self->user_sites);
+    for (uint32_t i = 0; old_sites != NULL && old_sites[i] != NULL; i++)
+        Py_DECREF(old_sites[i]);
+    PyMem_Free(old_sites);
     Py_RETURN_NONE;
 }
 

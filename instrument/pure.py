@@ -161,22 +161,36 @@ class Core:
         self._thread_name = thread_name
         self._current: ContextVar[Chain | Frame | None] = ContextVar("instrument_current", default=None)
         self._next_id = itertools.count(2, 2).__next__
-        self._nodes: list[Node] = []
-        self._edges = 0
-        self._root = Node(-1, Site("(root)"), None)
         self._lock = RLock()
-        self._overflow = self._new_node(self._root, overflow)
+        self._begin_tree(overflow, [])
         self._reset(None)
 
     def _reset(self, ring_bytes: int | None) -> None:
         if ring_bytes is not None:
             self._ring_bytes = ring_bytes
         self._lock = RLock()
+        if hasattr(self, "_rings"):
+            open_ = [frame for end in self._innermost() for frame in _upwards(end) if frame[11] != CLOSED]
+            self._begin_tree(self._overflow.site, open_)
         self._rings = Rings(self._ring_bytes, self._nodes, self._thread_name)
         self._suspended: dict[int, Frame] = {}
         self.irregular: Counter[str] = Counter()
 
     # ---------------------------------------------------------------- nodes and rings
+
+    def _begin_tree(self, overflow: Site, frames: Iterable[Frame]) -> None:
+        """Begin a new call tree, which has the paths of the frames and no other."""
+        self._nodes: list[Node] = []
+        self._edges = 0
+        self._root = Node(-1, Site("(root)"), None)
+        self._overflow = self._new_node(self._root, overflow)
+        for frame in {frame[1]: frame for frame in frames}.values():
+            is_inner, node = frame[16] != frame[0].index, self._root
+            for site in frame[0].path():
+                node = self._node(node, site)
+            if is_inner:
+                self._let_recur(node)
+            frame[0], frame[16] = node, (node.inner or node).index if is_inner else node.index
 
     def _new_node(self, parent: Node, site: Site) -> Node:
         nodes = self._nodes
@@ -233,7 +247,7 @@ class Core:
     def _index(self, node: Node, above: Frame | None, ring: Ring) -> int:
         """Under which index a call of a node that may recur counts, which begins below a frame."""
         for frame in _upwards(above):
-            if frame[0] is node and frame[5] is ring and frame[11] != CLOSED:
+            if frame[0] is node and frame[5].thread_id == ring.thread_id and frame[11] != CLOSED:
                 node = node.inner or node
                 break
         index: int = node.index
@@ -539,13 +553,16 @@ class Core:
                 return frame
         return None
 
+    def _innermost(self) -> list[Frame | None]:
+        """Frames below which there is none: of threads, tasks and generators."""
+        return [*(ring.top for ring in self.rings()), *self._suspended.copy().values()]
+
     def open_rows(self) -> list[tuple[int, Row]]:
         """Thread id and row of each span that is open now, ending now."""
         now = _clock()
         found: list[tuple[int, Row]] = []
         seen: set[int] = set()
-        ends: Iterable[Frame | None] = [*(ring.top for ring in self.rings()), *self._suspended.copy().values()]
-        for end in ends:
+        for end in self._innermost():
             frame = end
             while frame is not None and frame[1] not in seen:
                 seen.add(frame[1])
@@ -645,7 +662,7 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
             ring = core._ring()
         head = ring.head
         ring.rows[head & ring.mask] = (
-            index, span_id, frame[2], frame[3], task, start, end, frame[4], -1, None, frame[10],
+            frame[16], span_id, frame[2], frame[3], task, start, end, frame[4], -1, None, frame[10],
         )  # fmt: skip
         ring.head = head = head + 1
         if not head & ring.fold_mask:

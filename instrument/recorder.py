@@ -423,11 +423,11 @@ class _Recording:
         """
         open_rows = self.open_rows()
         rings = [(ring.thread_id, ring.newest(ring.first_after(start_ns))[0]) for ring in self.rings()]
-        return Taken(rings, open_rows)
+        return Taken(rings, open_rows, self.paths())
 
     def spans_of(self, taken: Taken, start_ns: int, end_ns: int) -> list[Span]:
         """As `spans`, of rows that were taken from that start on; on any thread, at any later time."""
-        tree = self.paths()
+        tree = taken.tree
         return taken.spans(list(map(tree.sites.__getitem__, tree.site_of)), start_ns, end_ns)
 
     def held(self, start_ns: int, leave_out: Collection[int]) -> Held:
@@ -493,8 +493,15 @@ class _Recording:
     # ---------------------------------------------------------------- life
 
     def reset(self, ring_bytes: int | None = None) -> None:
-        """Forget every row and total. Call paths stay known; a span that is open now will be counted when it ends."""
-        self._reset(ring_bytes)
+        """Forget every row, total, call path and name of a scope, so that a session has room for its own.
+
+        A span that is open now will be counted at its path when it ends.
+        """
+        with self._reading:
+            self._reset(ring_bytes)
+            self._paths = CallTree()
+            self._shapes_of_nodes = (0, 0, array("i"), ())
+        self._scope_sites.clear()
         self._manual_open = 0
         for site in list(self.muted):
             self.unmute(site)
@@ -507,8 +514,6 @@ class _Recording:
     def after_fork_in_child(self) -> None:
         """Start clean in a forked child: own rings, no parents from before the fork."""
         self._reading = RLock()
-        self._paths = CallTree()
-        self._shapes_of_nodes = (0, 0, array("i"), ())
         self.reset()
         self._forget_all()
 

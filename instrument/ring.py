@@ -137,6 +137,8 @@ class Ring:
     def _count_waiting(self, nodes: list[Node]) -> None:
         while (waiting := self.waiting) is not None:
             index, first, durations, rarer, rest = waiting
+            if index >= len(nodes):  # of a call that began just as another thread reset
+                index = 0
             calls, total_ns = len(durations), sum(durations)
             low, high = min(durations), max(durations)
             self_total_ns = total_ns + sum([self_ns(row) - row[6] + row[5] for row in rarer])

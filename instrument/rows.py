@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from instrument import native
+from instrument.paths import CallTree
 from instrument.ring import Row, self_ns
 from instrument.spans import Interval, RemoteParent, Site, Span, length, union
 
@@ -18,10 +19,14 @@ It is nothing that a reader sees."""
 
 
 class Taken(NamedTuple):
-    """Rows as they were at one moment: the finished ones by thread id, in the order of ends, and the open ones."""
+    """Rows as they were at one moment: the finished ones by thread id, in the order of ends, and the open ones.
+
+    `tree` has their call paths, also when the recorder has been reset since.
+    """
 
     rings: list[tuple[int, list[Row]]]
     open_rows: list[tuple[int, Row]]
+    tree: CallTree
 
     def oldest_ns(self, start_ns: int, end_ns: int) -> dict[int, int]:
         """The first end on each thread of a span that lies in or reaches into the window, at most the window's end."""

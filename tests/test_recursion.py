@@ -229,3 +229,143 @@ def test_a_device_time_inside_a_recursion_is_that_of_the_outermost(recorder: Any
     made(2)
     assert [(index < 0, counted) for index, counted in told] == [(True, False), (True, False), (False, True)]
     assert by_path(recorder)["timed",].device_ns == 10
+
+
+# -------------------------------------------------------------------- the next session
+
+
+def _names_deep(recorder: Any, count: int, prefix: str) -> None:
+    def chain(number: int) -> None:
+        if number < count:
+            with recorder.scope(f"{prefix} {number}"):
+                chain(number + 1)
+
+    chain(0)
+
+
+def test_a_reset_gives_the_call_paths_and_scope_names_of_the_session_before_back(recorder: Any) -> None:
+    recorder.node_limit = recorder.scope_name_limit = 40
+    function = wrapped(recorder, "function", lambda: None)
+    for turn in range(5):
+        _names_deep(recorder, 30, f"turn {turn}")
+        function()
+        with recorder.scope("around"):
+            function()
+            function()
+        tally = by_path(recorder)
+        assert {path: totals.calls for path, totals in tally.items() if "function" in path[-1]} == {
+            ("function",): 1, ("around", "function"): 2,
+        }  # fmt: skip
+        assert len(tally) == 33
+        assert not any(path[0] == OVERFLOW.name for path in tally)
+        recorder.reset()
+        assert by_path(recorder) == {}
+        assert recorder.node_count == 1
+    assert recorder.counts() == {}
+
+
+def test_what_is_open_at_a_reset_counts_at_its_path_and_so_does_what_it_calls_then(recorder: Any) -> None:
+    leaf = wrapped(recorder, "leaf", lambda: None)
+
+    def items() -> Iterator[int]:
+        with recorder.scope("held open"):
+            leaf()
+            yield 1
+            leaf()
+
+    async def wait(event: asyncio.Event) -> None:
+        leaf()
+        await event.wait()
+        leaf()
+
+    def reset() -> None:
+        leaf()
+        recorder.reset()
+        leaf()
+
+    items_, wait_, reset_ = (
+        wrapped(recorder, "items", items), wrapped(recorder, "wait", wait), wrapped(recorder, "reset", reset),
+    )  # fmt: skip
+
+    async def run() -> None:
+        event = asyncio.Event()
+        with recorder.scope("outer"):
+            task = asyncio.create_task(wait_(event))
+            await asyncio.sleep(0)
+            generator = items_()
+            next(generator)
+            reset_()
+            list(generator)
+            event.set()
+            await task
+
+    asyncio.run(run())
+    assert {path: totals.calls for path, totals in by_path(recorder).items()} == {
+        ("outer",): 1, ("outer", "wait"): 1, ("outer", "wait", "leaf"): 1, ("outer", "items"): 1,
+        ("outer", "items", "held open"): 1, ("outer", "items", "held open", "leaf"): 1, ("outer", "reset"): 1,
+        ("outer", "reset", "leaf"): 1,
+    }  # fmt: skip
+
+
+def test_a_recursion_that_is_open_at_a_reset_counts_its_time_once(recorder: Any) -> None:
+    def work(depth: int) -> None:
+        if depth == 1:
+            recorder.reset()
+        if depth:
+            work_(depth - 1)
+
+    work_ = wrapped(recorder, "work", work)
+    work_(3)
+    ((path, totals),) = by_path(recorder).items()
+    assert (path, totals.calls) == (("work",), 4)
+    assert totals.total_ns == totals.max_ns
+
+
+def test_methods_of_thousands_of_instances_find_their_paths_after_a_reset(recorder: Any) -> None:
+    class Layer:
+        def forward(self, inner: Any) -> None:
+            if inner is not None:
+                inner.forward(None)
+
+    layers = [Layer() for _ in range(100)]
+    sites: dict[int, Site | None] = {id(layer): Site("layer", instance=str(n)) for n, layer in enumerate(layers)}
+    Layer.forward = recorder.wrap_method(Layer.forward, sites, lambda layer: sites[id(layer)], lambda: False)  # type: ignore[method-assign]
+    for turn in range(4):
+        for outer, inner in zip(layers, layers[1:] if turn % 2 else reversed(layers[:-1]), strict=False):
+            outer.forward(inner)
+        found = {tuple(site.instance for site in row.path): row.totals.calls for row in recorder.tally().rows()}
+        pairs = zip(range(99), range(1, 100) if turn % 2 else range(98, -1, -1), strict=True)
+        assert {path for path in found if len(path) == 2} == {(str(a), str(b)) for a, b in pairs if a != b}
+        assert sum(found.values()) == 2 * 99
+        recorder.reset()
+
+
+def test_rows_that_were_taken_before_a_reset_keep_their_sites(recorder: Any) -> None:
+    with recorder.scope("before"):
+        wrapped(recorder, "call", lambda: None)()
+    taken = recorder.take()
+    recorder.reset()
+    _names_deep(recorder, 5, "after")
+    spans = recorder.spans_of(taken, 0, time.monotonic_ns())
+    assert sorted(span.site.name for span in spans) == ["before", "call"]
+
+
+def test_a_context_copied_before_a_reset_begins_its_path_anew(recorder: Any) -> None:
+    async def run() -> None:
+        async def late(event: asyncio.Event) -> None:
+            await event.wait()
+            with recorder.scope("late"):
+                pass
+
+        event = asyncio.Event()
+        with recorder.scope("before"):
+            task = asyncio.create_task(late(event))
+            await asyncio.sleep(0)
+        for turn in range(3):
+            recorder.reset()
+            _names_deep(recorder, 5, str(turn))
+        event.set()
+        await task
+
+    asyncio.run(run())
+    assert by_path(recorder)["late",].calls == 1
