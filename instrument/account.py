@@ -150,7 +150,7 @@ class Account:
     def notes(self, *, with_muted: bool = True) -> list[str]:
         """Everything that could not be observed, and what went wrong, in sentences.
 
-        Without those on sites that are or were muted, where a table says it.
+        Without those on sites that are or were muted, where a table says it; not on those whose probe is off.
         """
         verdicts = self.verdicts()
         untold = ("attached", "uncalled") if self.tells_waiting else ("attached", "uncalled", "waiting")
@@ -170,8 +170,7 @@ class Account:
         if self.timing is not None:
             notes.extend(self.timing.notes())
         notes.extend(filter(None, (self.ranges.reason, self.imports.why_not)))
-        if with_muted:
-            notes.extend(self.budget.notes())
+        notes.extend(self.budget.notes(with_muted=with_muted))
         notes.extend(self.gauges.notes())
         if self.exporter is not None:
             notes.extend(self.exporter.metrics.notes())

@@ -50,6 +50,8 @@ from instrument.ticks import Ticks
 from instrument.unpatched import TIMEOUT_MAX, Event, RLock
 
 PUMP_S = 0.2
+BUSY_S = 0.05
+"""The same while the probes are being brought within their budget."""
 """How often finished spans are looked through; a thread's ring must hold what it records in that time."""
 
 EXIT_LIMIT_NS = 5 * 10**9
@@ -104,7 +106,7 @@ class Session:
             self._exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
             self._outbox = Outbox(self._exporter, self._timing)
         self._costs = Costs(RECORDER)
-        self._budget = Budget(RECORDER, self._costs.added_ns)
+        self._budget = Budget(RECORDER, self._costs.added_ns, lambda: self._costs.passed_ns, self.selection.detach)
         self._reader = Reader(RECORDER, self.selection, self._keep, self.origin)
         self.account = Account(
             recorder=RECORDER,
@@ -212,7 +214,7 @@ class Session:
     # ---------------------------------------------------------------- while it runs
 
     def _pump_until_stopped(self) -> None:
-        while not self._stopping.wait(PUMP_S):
+        while not self._stopping.wait(BUSY_S if self._budget.is_busy else PUMP_S):
             try:
                 self._pump()
             except Exception as fault:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +86,7 @@ def test_the_site_that_costs_most_and_tells_least_is_muted_counted_and_named(rec
     assert recorder.tally().calls == 15_000 + 23
     (note,) = clock.governor.notes()
     assert note == (
-        "short (m.short): 7 calls were not recorded, to stay within the budget of 0.001 of each thread's time"
+        "short (m.short): 7 calls were not recorded, to stay within the budget of 0.1 % of each thread's time"
     )
 
 
@@ -152,5 +154,123 @@ def test_a_layer_can_be_muted(recorder: Any) -> None:
         assert clock.second() == ["Identity"]
         assert identity(5) == 5
         assert list(recorder.muted_calls().values()) == [1]
+        (site,) = recorder.muted
+        attach = layers.detach(site)
+        assert attach is not None
+        assert layers.detach(site) is None
+        assert identity(5) == 5
+        assert list(recorder.muted_calls().values()) == [1]
+        attach()
+        identity(5)
+        assert list(recorder.muted_calls().values()) == [2]
     finally:
         undo()
+
+
+class Detaching:
+    """Takes probes off, as a selection does: what is off is called bare."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.off: set[str] = set()
+
+    def __call__(self, site: Site) -> Callable[[], None] | None:
+        if site.name not in self.names:
+            return None
+        self.off.add(site.name)
+        return lambda: self.off.discard(site.name)
+
+
+def test_what_is_over_the_budget_when_only_counted_is_taken_off_named_and_tried_again(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = recorder.wrap(lambda: None, Site("hot", module="m", qualname="hot"))
+    detaching = Detaching("hot")
+    clock = Clock(recorder, BUDGET)
+    clock.governor = Governor(recorder, BUDGET, COSTS_NS, 0, 50.0, detaching)
+    called(hot, 100_000)
+    assert clock.second() == ["hot"]
+    assert (detaching.off, clock.governor.is_busy) == (set(), True)
+    called(hot, 30_000)  # 1.5 ms of counting, of 1 ms
+    clock.second()
+    assert detaching.off == {"hot"}
+    (note,) = clock.governor.notes()
+    assert note.startswith("hot (m.hot): its probe is off since 2")
+    assert "the budget of 0.1 % of each thread's time; 30000 calls were counted" in note
+    load = 1_000
+
+    def sleep(seconds: float) -> None:
+        assert detaching.off == set()  # while it is looked at
+        called(hot, load)
+
+    monkeypatch.setattr("instrument.governor.time.sleep", sleep)
+    tried = []
+    for second in range(100):
+        before = recorder.muted_calls()
+        clock.second()
+        if recorder.muted_calls() != before:
+            tried.append(second)
+            assert detaching.off == {"hot"}
+    assert tried == [29, 89]  # twice as late each time
+    load = 0
+    for _ in range(120):
+        clock.second()
+    assert (detaching.off, clock.governor.muted) == (set(), {})
+    assert "it is recorded again" in clock.governor.notes()[0]
+    hot()
+    assert recorder.tally().calls == 100_001
+
+
+def test_what_cannot_be_taken_off_stays_muted_and_what_is_off_comes_back_at_the_end(recorder: Any) -> None:
+    hot, other = (recorder.wrap(lambda: None, Site(name)) for name in ("hot", "other"))
+    detaching = Detaching("other")
+    governor = Governor(recorder, BUDGET, COSTS_NS, 0, 50.0, detaching)
+    for second in (1, 2):
+        called(hot, 100_000)
+        called(other, 90_000)
+        governor.step(second * SECOND_NS)
+    assert {site.name for site in governor.muted} == {"hot", "other"}
+    assert detaching.off == {"other"}
+    governor.release()
+    assert (detaching.off, recorder.muted) == (set(), set())
+
+
+def test_more_calls_than_there_can_be_room_for_are_looked_at_soon(recorder: Any) -> None:
+    function = recorder.wrap(lambda: None, Site("short"))
+    governor = Governor(recorder, BUDGET, COSTS_NS, 0)
+    governor.step(SECOND_NS)
+    assert not governor.is_busy
+    assert not governor.may_be_over(SECOND_NS + SECOND_NS // 20)
+    called(function, 1_000)
+    assert governor.may_be_over(SECOND_NS + SECOND_NS // 20)
+
+
+def test_a_functions_probe_is_taken_off_and_put_on_again_wherever_it_is_held(
+    select: Callable[[str], Any], recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, other = types.ModuleType("hot_module"), types.ModuleType("other_module")
+    exec("def hot():\n    return 5\n\nclass Engine:\n    def step(self):\n        return hot()\n", vars(module))
+    for made in (module, other):
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+    bare, bare_step = vars(module)["hot"], vars(module)["Engine"].step
+    vars(other)["copied"] = bare
+    selection = select('functions: [{match: ["hot_module:hot", "hot_module:Engine.step"]}]')
+    (site,) = selection.sites_of("hot_module:hot")
+    (step,) = selection.sites_of("hot_module:Engine.step")
+    recording = vars(module)["hot"]
+    assert recording is not bare
+    assert vars(other)["copied"] is recording
+    attach, attach_step = selection.detach(site), selection.detach(step)
+    assert vars(module)["hot"] is vars(other)["copied"] is bare
+    assert vars(vars(module)["Engine"])["step"] is bare_step
+    assert selection.detach(site) is None
+    attach()
+    assert vars(module)["hot"] is vars(other)["copied"] is recording
+    attach_step()
+    assert vars(module)["Engine"]().step() == 5
+    assert {row.path[-1].name for row in recorder.tally().rows()} == {"hot", "Engine.step"}
+    attach = selection.detach(site)
+    selection.undo()
+    attach()  # too late: it is nobody's any more
+    assert vars(module)["hot"] is vars(other)["copied"] is bare
+    assert selection.detach(Site("never seen")) is None

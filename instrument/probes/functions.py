@@ -408,7 +408,7 @@ def _is_globals(thing: Any) -> bool:
 class Probe:
     """One target made to record, and the way back: `undo` leaves alone what somebody else has set since."""
 
-    __slots__ = ("_place", "site", "target", "wrapped")
+    __slots__ = ("_place", "is_set", "site", "target", "wrapped")
 
     def __init__(
         self,
@@ -422,10 +422,12 @@ class Probe:
         self.site = site
         self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes)
         self._place: Place | None = None
+        self.is_set = False
 
     def set(self) -> None:
         """Put it where the target lies. Raises what the owner raises that lets nothing be set."""
         target, made = self.target, self.wrapped
+        self.is_set = True
         if target.raw is None:
             return
         if target.raw is not target.function:
@@ -436,8 +438,10 @@ class Probe:
 
     def undo(self) -> None:
         """Put the very object that lay there back."""
+        if not self.is_set:
+            return
         raw, place = self.target.raw, self._place
-        self._place = None
+        self._place, self.is_set = None, False
         if place is not None:
             place.undo()
         elif raw is not None:

@@ -326,6 +326,22 @@ class Layers:
             self._sites.pop(key, None)
         return site
 
+    def detach(self, site: Site) -> Undo | None:
+        """Let the layers of a site pass for a while, which are then not counted; gives the way back, None without any.
+
+        The method of their class stays replaced: their calls cost what those of a layer cost that no rule selects.
+        """
+        layers = [key for key, known in list(self._sites.items()) if known is site]
+        for key in layers:
+            self._sites[key] = None
+
+        def attach() -> None:
+            for key in layers:
+                if key in self._sites and self._sites[key] is None:
+                    self._sites[key] = site
+
+        return attach if layers else None
+
     def _forget(self, key: int) -> None:
         self._followed.discard(key)
         self._sites.pop(key, None)

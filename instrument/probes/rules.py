@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -149,6 +151,27 @@ class Functions:
     def after_fork_in_child(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
         self._lock = RLock()
+
+    def detach(self, site: Site) -> Callable[[], None] | None:
+        """Take the probes of a site off for a while; gives what puts them on again, None where there are none.
+
+        A copy of one that cannot be changed, such as a local variable of a call that runs, goes on calling it.
+        """
+        probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
+        for probe in probes:
+            probe.undo()
+            if functions.is_still_held(probe):
+                holders.Swap(holders.Kept([probe.wrapped])).to(holders.Kept([probe.target.function]))
+        return partial(self._put_on, probes) if probes else None
+
+    def _put_on(self, probes: Sequence[Probe]) -> None:
+        """Put probes on again that are off for a while, and that nobody has given up since."""
+        for probe in probes:
+            if probe.is_set or probe not in self._probes:
+                continue
+            swap = holders.Swap(holders.Kept([probe.target.function]), probe.parts)
+            probe.set()
+            swap.to(holders.Kept([probe.wrapped]))
 
     def _take_off(self, probes: Sequence[Probe], *, restore: bool) -> None:
         """Take these off; where no other is left, `restore` the host's own containers, too."""

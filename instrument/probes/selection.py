@@ -7,6 +7,7 @@ is there already. Each family of rules knows which modules it wants and what to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -205,6 +206,18 @@ class Selection:
         family = self._families.get("functions")
         with self._lock:
             return family.sites_of(label) if isinstance(family, Functions) else set()
+
+    def detach(self, site: Site) -> Undo | None:
+        """Take the probes of a function or layer off for a while; gives the way back, None where there are none."""
+        with self._lock:
+            for family in self._families.values():
+                if isinstance(family, (Functions, Layers)) and (attach := family.detach(site)) is not None:
+                    return partial(self._attach_again, attach)
+        return None
+
+    def _attach_again(self, attach: Undo) -> None:
+        with self._lock:
+            attach()
 
     def finish_nodes(self) -> None:
         """A window has ended: read what ONNX Runtime has timed by itself until now."""

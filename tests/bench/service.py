@@ -84,7 +84,7 @@ def processor_s(process: int) -> float:
 
 
 HOST = """
-import gc, sys, threading
+import gc, sys, threading, time
 import instrument
 from chat import server
 from instrument.recorder import RECORDER
@@ -102,6 +102,12 @@ def follow():
         (instrument.enable if state == "on" else instrument.disable)()
         if profile:
             gc.collect()
+        # What is open when recording is switched off is still recorded when it ends, and an answer has come before the
+        # spans of its request have ended.
+        for _ in range(1_000):
+            if not RECORDER.open_rows():
+                break
+            time.sleep(0.001)
         if RECORDER.node_count == RECORDER.node_limit:
             state = "too-many-call-paths"
         cost = instrument.session().cost()
