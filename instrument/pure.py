@@ -169,8 +169,11 @@ class Core:
         if ring_bytes is not None:
             self._ring_bytes = ring_bytes
         self._lock = RLock()
-        if hasattr(self, "_rings"):
-            open_ = [frame for end in self._innermost() for frame in _upwards(end) if frame[11] != CLOSED]
+        before: Rings | None = getattr(self, "_rings", None)
+        if before is not None:
+            # Not `rings()`: in a forked child a thread that is gone may hold the lock.
+            tops = [*(ring.top for ring in before.unlocked()), *self._suspended.copy().values()]
+            open_ = [frame for end in tops for frame in _upwards(end) if frame[11] != CLOSED]
             self._begin_tree(self._overflow.site, open_)
         self._rings = Rings(self._ring_bytes, self._nodes, self._thread_name)
         self._suspended: dict[int, Frame] = {}
@@ -184,13 +187,20 @@ class Core:
         self._edges = 0
         self._root = Node(-1, Site("(root)"), None)
         self._overflow = self._new_node(self._root, overflow)
-        for frame in {frame[1]: frame for frame in frames}.values():
-            is_inner, node = frame[16] != frame[0].index, self._root
-            for site in frame[0].path():
-                node = self._node(node, site)
-            if is_inner:
-                self._let_recur(node)
-            frame[0], frame[16] = node, (node.inner or node).index if is_inner else node.index
+        for frame in frames:
+            self._renew(frame)
+
+    def _renew(self, frame: Frame) -> None:
+        """Count a span at its path in the call tree of now, if it began before a reset."""
+        nodes, node, index = self._nodes, frame[0], frame[16]
+        if index < len(nodes) and (nodes[index] is node or nodes[index] is node.inner):
+            return
+        is_inner, path, node = index != node.index, node.path(), self._root
+        for site in path:
+            node = self._node(node, site)
+        if is_inner:
+            self._let_recur(node)
+        frame[0], frame[16] = node, (node.inner or node).index if is_inner else node.index
 
     def _new_node(self, parent: Node, site: Site) -> Node:
         nodes = self._nodes
@@ -408,7 +418,8 @@ class Core:
             remote = ((ended[14] or ended)[10] or {}).get(self._remote_key)
             attributes = {**(attributes or {}), **self._link_of(ended[1], ended[3], remote)}
         return [
-            node, span_id, 0, span_id, 0, ring, None, start, task, start, attributes, state, held, None, None, ended, index,
+            node, span_id, 0, span_id, 0, ring, None, start, task, start, attributes, state, held, None, None, ended,
+            index,
         ]  # fmt: skip
 
     def _begin_on_device(self, frame: Frame) -> None:
@@ -515,6 +526,8 @@ class Core:
         return error_name(error) if status is None or status >= FIRST_OF_SERVER else None
 
     def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
+        if ring is not frame[5]:
+            self._renew(frame)
         head = ring.head
         ring.rows[head & ring.mask] = (
             frame[16], frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4], active_ns, error,
@@ -553,16 +566,13 @@ class Core:
                 return frame
         return None
 
-    def _innermost(self) -> list[Frame | None]:
-        """Frames below which there is none: of threads, tasks and generators."""
-        return [*(ring.top for ring in self.rings()), *self._suspended.copy().values()]
-
     def open_rows(self) -> list[tuple[int, Row]]:
         """Thread id and row of each span that is open now, ending now."""
         now = _clock()
         found: list[tuple[int, Row]] = []
         seen: set[int] = set()
-        for end in self._innermost():
+        ends: Iterable[Frame | None] = [*(ring.top for ring in self.rings()), *self._suspended.copy().values()]
+        for end in ends:
             frame = end
             while frame is not None and frame[1] not in seen:
                 seen.add(frame[1])
@@ -616,14 +626,16 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
         if parent is None:
             node = core._root.children.get(site) or core._node(core._root, site)
             index = node.index
-            frame = [node, span_id, 0, span_id, 0, ring, None, start, task, start, None, 1, held, None, None, None, index]
+            frame = [
+                node, span_id, 0, span_id, 0, ring, None, start, task, start, None, 1, held, None, None, None, index,
+            ]  # fmt: skip
         elif parent[11]:
             above = parent[0]
             node = above.children.get(site) or core._node(above, site)
             index = node.index if node.inner is None else core._index(node, parent, ring)
             frame = [
-                node, span_id, parent[1], parent[3], 0, ring, parent, start, task, start, None, 1, held, None, parent[14],
-                None, index,
+                node, span_id, parent[1], parent[3], 0, ring, parent, start, task, start, None, 1, held, None,
+                parent[14], None, index,
             ]  # fmt: skip
         else:
             frame = core._new_frame(site, span_id, parent, ring, task, None, 1, held)
@@ -660,6 +672,7 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
                 parent[4] += end - start
         if ring.ended:  # by a reset
             ring = core._ring()
+            core._renew(frame)
         head = ring.head
         ring.rows[head & ring.mask] = (
             frame[16], span_id, frame[2], frame[3], task, start, end, frame[4], -1, None, frame[10],
@@ -764,6 +777,7 @@ class Stretch:
             if own is frame:
                 break
             # A scope left open across a yield did not work meanwhile.
+            core._renew(own)
             own[4] += gap_ns
             own[9] += gap_ns
             own[5], own[8], own[12] = ring, task, None

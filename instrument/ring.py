@@ -76,7 +76,10 @@ class Ring:
         copy = self.rows[:]
         first = min(max(since, self.head - self.capacity), head)
         rows = [copy[i & self.mask] for i in range(first, head)]
-        return [row for row in rows if not is_too_short(row, self.nodes[row[0]].site.min_ns)], head, first - since
+        nodes = self.nodes
+        known = len(nodes)  # of a row that another thread's reset came in between no node is known here
+        kept = [row for row in rows if row[0] >= known or not is_too_short(row, nodes[row[0]].site.min_ns)]
+        return kept, head, first - since
 
     def held(self, after_ns: int, marks: bytes) -> tuple[int, int, bytes]:
         """Of the rows that ended after a time: how many, the end of the first, ids of those whose nodes are marked."""
@@ -335,6 +338,10 @@ class Rings:
         """The rings in the order in which their threads first recorded."""
         with self._lock:
             return list(self._rings)
+
+    def unlocked(self) -> list[Ring]:
+        """As `all`, also where the lock is held for ever."""
+        return list(self._rings)
 
     def copied_ended_totals(self) -> dict[int, Totals]:
         """The totals of the threads whose rings were given up."""

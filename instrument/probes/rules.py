@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
