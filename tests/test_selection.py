@@ -164,9 +164,9 @@ def test_a_class_that_lets_nothing_be_set_is_named_and_the_others_are_attached(
 @pytest.mark.parametrize(
     ("rule", "verdict"),
     [
-        ("served:handel", "nothing (matched no function; nearest is served:handle)"),
-        ("served:Engine.stp", "nothing (matched no function; nearest is served:Engine.step)"),
-        ("served:qqqqqqq", "nothing (matched no function)"),
+        ("served:handel", "not found (matched no function; nearest is served:handle)"),
+        ("served:Engine.stp", "not found (matched no function; nearest is served:Engine.step)"),
+        ("served:qqqqqqq", "not found (matched no function)"),
         ("nowhere_at_all:f", "waiting (nowhere_at_all not imported)"),
         ("served:Engine", "attached"),
     ],

@@ -704,10 +704,13 @@ def test_profiled_declares_a_phase_and_so_does_a_scope(recording: Recorder) -> N
         ("run", "user", None),
         ("run", "user", "post"),
     ]
-    with pytest.raises(TargetError, match="allowed: prepare, infer_shape, compute, post"):
-        scope("x", phase="computing")
-    with pytest.raises(TargetError, match="allowed: prepare, infer_shape, compute, post"):
-        profiled(phase="computing")
+    with pytest.raises(TargetError, match="allowed: a name, such as prepare, infer_shape, compute, post"):
+        scope("x", phase="")
+    with pytest.raises(TargetError, match="allowed: a name, such as prepare, infer_shape, compute, post"):
+        profiled(phase=7)  # type: ignore[call-overload]
+    with scope("x", phase="queue"):
+        pass
+    assert [dict(span.site.attributes) for span in recording.spans()][-1] == {"phase": "queue"}
 
 
 def test_profiled_above_what_other_decorators_made(recording: Recorder) -> None:
