@@ -7,6 +7,7 @@ in Python (`pure.py`). Both have the same classes and behave the same; `Recorder
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from instrument.rows import STREAM, Held, Taken, span_of
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
 from instrument.spans import KINDS, PHASES, AttributeValue, RemoteParent, Site, Span, link_of
 from instrument.tally import OVERFLOW, Tally, Totals
+from instrument.threads import current_name
 from instrument.unpatched import RLock
 
 _native = native.find("_recorder")
@@ -678,9 +680,15 @@ def stream_handle(stream: Any) -> int:
 
 
 def _thread_name() -> str:
+    ours = current_name()
+    if ours is not None:
+        return ours
     # Not current_thread(), which leaves a dummy behind for threads that Python did not start.
     thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
-    return thread.name if thread is not None else f"thread {threading.get_native_id()}"
+    native_id = threading.get_native_id()
+    if thread is None and native_id == os.getpid():
+        thread = threading.main_thread()  # a greenlet of it
+    return thread.name if thread is not None else f"thread {native_id}"
 
 
 def _asks_for_device_time(site: Site) -> bool:

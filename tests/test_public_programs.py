@@ -601,6 +601,7 @@ LEAVERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @needs("gunicorn")
 @pytest.mark.parametrize(("host", "package", "workers"), LEAVERS.values(), ids=LEAVERS.keys())
 def test_a_worker_that_is_terminated_has_sent_its_spans_and_leaves_its_trace_and_summary(
@@ -659,6 +660,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OPENTELEMETRY.exists(), reason="opentelemetry-distro is not installed")
 @pytest.mark.parametrize("words", ORDERS.values(), ids=ORDERS.keys())
 def test_opentelemetry_and_we_start_one_service_in_either_order(
