@@ -183,10 +183,8 @@ def test_a_root_is_linked_to_the_span_that_its_task_came_from_by_http_and_by_grp
     sender = senders.Grpc(Otlp("http://127.0.0.1:1", "grpc"))
     sender.speak_for({"service.name": "chat"})
     (official,) = encode_spans(list(sender.encode(spans, ids, ORIGIN, THREADS))).resource_spans[0].scope_spans[0].spans
-    expected = (
-        (ids.trace_id(3) if trace_id is None else trace_id).to_bytes(16, "big"),
-        ids.span_id(5).to_bytes(8, "big"),
-    )
+    in_trace = ids.trace_id(3) if trace_id is None else trace_id
+    expected = in_trace.to_bytes(16, "big"), ids.span_id(5).to_bytes(8, "big")
     for one in (message, official):
         (found,) = one.links
         assert (found.trace_id, found.span_id, found.flags) == (*expected, 0x100)

@@ -1,7 +1,7 @@
 """Parentage against a reference: what recorders, tally and exporter say of random programs must be what happened.
 
-`PROGRAMS` in the environment says how many programs (10,000 take some minutes); a test that fails names the first ten
-thousandth that it failed in by its seed.
+`PROGRAMS` in the environment says how many programs (10,000 take half an hour for each test). A failure names the seed
+of its program, which `programs.program` makes again.
 """
 
 from __future__ import annotations
