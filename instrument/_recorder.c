@@ -3394,6 +3394,17 @@ Stretch_finish(Stretch *self, PyObject *error)
     if (self->frame == NULL || self->frame->frame.state == CLOSED)
         Py_RETURN_NONE;
     frame_t *frame = &self->frame->frame;
+    if (self->inner == NULL) { /* a signal handler has ended it in the middle of a step */
+        PyObject *pair = frame->pair;
+        frame->pair = NULL;
+        PyObject *none = Stretch_suspend(self, NULL);
+        frame->pair = pair;
+        if (none == NULL)
+            return NULL;
+        Py_DECREF(none);
+        if (frame->state == CLOSED)
+            Py_RETURN_NONE;
+    }
     int64_t end_ns = read_clock(self->core);
     frame->state = CLOSED;
     PyObject *published = take_published(frame);

@@ -465,9 +465,9 @@ class Core:
         above = frame[6] = _open(owner)  # or tasks that start one another would hold a chain of all that ever were
         if current is frame:
             if place.__class__ is Chain and place.base is not frame:
-                place.top = frame[15] or above
+                place.top = frame[15] or owner
             else:
-                self._current.set(frame[12] or frame[15] or above)
+                self._current.set(frame[12] or frame[15] or owner)
             frame[12] = frame[15] = None
         elif current is not None:
             self._cross(frame, current, end)
@@ -820,6 +820,10 @@ class Stretch:
         if frame is None or frame[11] == CLOSED:
             return
         core = self._core
+        if self._inner is None:  # a signal handler has ended it in the middle of a step
+            pair, frame[13] = frame[13], None
+            self.suspend()
+            frame[13] = pair
         core._suspended.pop(frame[1], None)
         frame[11] = CLOSED
         frame[6], self._parent = _open(self._parent), None
