@@ -4123,8 +4123,6 @@ hold(Shelf *self, root_t *root, const row_t *row, long thread_id)
 static int
 is_found(Shelf *self, const row_t *row, long thread_id)
 {
-    if (row->node >= self->core->node_count) /* from before a reset */
-        return 0;
     int in_request = row->root_id & REQUEST_BIT;
     if (row->span_id == row->root_id && in_request)
         return 1;

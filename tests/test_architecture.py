@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +43,7 @@ WITHIN = {
     "paths": {"native", "spans"},
     "lines": {"native", "paths", "spans", "tally"},
     "ring": {"spans", "tally", "unpatched"},
-    "rows": {"native", "ring", "spans"},
+    "rows": {"native", "paths", "ring", "spans"},
     "recorder": {"pure", "shelf", "wrapping"},
     "device": {"imports", "profile", "recorder"},
     "process": {"profiler", "generation"},
@@ -170,3 +173,11 @@ def test_the_package_depends_on_three_distributions_at_run_time() -> None:
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     assert [need.partition(">")[0] for need in project["dependencies"]] == ["pyyaml", "opentelemetry-sdk", "isal"]
     assert project["version"] == instrument.__version__
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None or "INSTRUMENT_PURE" in os.environ, reason="nothing to build with")
+def test_every_extension_is_built_where_there_is_a_compiler() -> None:
+    """They are optional, so one that does not compile is left out without a word."""
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    for extension in settings["tool"]["setuptools"]["ext-modules"]:
+        assert importlib.util.find_spec(extension["name"]) is not None, extension["name"]
