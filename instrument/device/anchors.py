@@ -2,8 +2,12 @@
 
 An anchor is an event on a stream of its own that does nothing else: it happened between the host time before it was
 recorded and the host time after it was seen to have happened (Cristian's algorithm; the tightest of a burst is kept).
-Between two anchors the device's clock is taken to run evenly, which takes out its drift of 10 to 100 ppm. Elapsed times
+Between two anchors the device's clock is taken to run evenly, which takes out what oscillators differ by. Elapsed times
 come as 32-bit floats in ms, whose grain passes half a microsecond beyond 4.1 s, so no place is told from farther away.
+
+The host's clock does not run evenly: NTP may slew CLOCK_MONOTONIC by 500 ppm at any moment. CLOCK_MONOTONIC_RAW is not
+slewed, so both are read with each anchor and each place, and how far the one has bent against the other is part of what
+is uncertain. Where there is no such clock, the most that NTP does is.
 """
 
 from __future__ import annotations
@@ -21,8 +25,22 @@ FARTHEST_NS = 4 * 10**9
 RESOLUTION_NS = 500
 """What the driver promises of an event's time (cuEventElapsedTime)."""
 
-DRIFT = 100e-6
-"""How far a device's clock may run off where no second anchor has told yet."""
+OSCILLATORS = 100e-6
+"""How far two oscillators may differ."""
+
+SLEW = 500e-6
+"""How much faster or slower than its oscillator NTP may let the host's clock run (adjtime(3))."""
+
+DRIFT = OSCILLATORS + SLEW
+"""How far a device's clock may run off the host's where no second anchor has told yet."""
+
+WANDER = 10e-6
+"""How far the rate of two oscillators may change within seconds, by temperature."""
+
+JUMP = 2e-3
+"""A rate so far from one is no drift: one of the clocks was set, or stood still."""
+
+READINGS = 3
 
 
 class Place(NamedTuple):
@@ -33,23 +51,43 @@ class Place(NamedTuple):
     near: bool
 
 
+class Lead(NamedTuple):
+    """How far the host's clock is ahead of the raw one, give or take, at a moment of the host's clock."""
+
+    at_ns: int
+    lead_ns: int
+    uncertainty_ns: int
+
+
 @dataclass(slots=True)
 class Anchor:
-    """`rate` is how many host ns pass in a device ns from here to the next anchor, 0 while there is none."""
+    """`rate` is how many host ns pass in a device ns from here to the next anchor, 0 while there is none.
+
+    `lead` tells how far the host's clock was ahead of the raw one, `lead_rate` how much it gained a ns until the next
+    anchor, and `bend_ns` how much of that it had not gained at the same rate before.
+    """
 
     event: Any
     host_ns: int
     uncertainty_ns: int
+    lead: Lead
     rate: float = 0.0
     rate_error: float = DRIFT
+    lead_rate: float | None = None
+    bend_ns: float = 0.0
 
 
 class Anchors:
-    """The anchors of one context. Used by one thread, to which the context is bound."""
+    """The anchors of one context. Used by one thread, to which the context is bound.
 
-    def __init__(self, driver: Any, now: Callable[[], int]) -> None:
+    `now` is the host's clock, `raw` one that nothing slews, None where there is none.
+    """
+
+    def __init__(self, driver: Any, now: Callable[[], int], raw: Callable[[], int] | None = None) -> None:
         self._driver = driver
         self._now = now
+        self._raw = raw
+        self._change = SLEW if raw is None else WANDER
         self._stream: Any = None
         self._anchors: list[Anchor] = []
         self._spare: list[Any] = []
@@ -60,7 +98,10 @@ class Anchors:
         return self._anchors[-1].host_ns if self._anchors else None
 
     def renew(self) -> int:
-        """Take another anchor. Returns the driver's error, 0 for none; a device that is too busy gives none."""
+        """Take another anchor. Returns the driver's error, 0 for none; a device that is too busy gives none.
+
+        A burst ends with the first event that does not happen in time: its queue is busy, and more would wait there.
+        """
         driver = self._driver
         if self._stream is None:
             error, self._stream = driver.new_stream()
@@ -84,16 +125,36 @@ class Anchors:
             if error:
                 self._spare.append(event)
                 if error == driver.NOT_READY:
-                    continue
+                    break
                 return int(error)
             half_ns = (after_ns - before_ns + 1) // 2
             if best is None or half_ns < best.uncertainty_ns:
                 if best is not None:
                     self._spare.append(best.event)
-                best = Anchor(event, before_ns + half_ns, half_ns)
+                best = Anchor(event, before_ns + half_ns, half_ns, self._lead())
             else:
                 self._spare.append(event)
         return self._keep(best) if best is not None else 0
+
+    def adopt(self, event: Any, since_ns: int, until_ns: int) -> int:
+        """Take an event of the service's own for an anchor, which happened between two host times; it is ours then."""
+        half_ns = (until_ns - since_ns + 1) // 2
+        return self._keep(Anchor(event, since_ns + half_ns, half_ns, self._lead()))
+
+    def exchange(self) -> tuple[int, Any]:
+        """The driver's error, and an event in place of one that was adopted."""
+        return (0, self._spare.pop()) if self._spare else self._driver.new_event()
+
+    def _lead(self) -> Lead:
+        """The tightest of some readings: another thread may come between two clocks."""
+        best: Lead | None = None
+        for _ in range(READINGS if self._raw is not None else 0):
+            before_ns = self._now()
+            raw_ns = self._raw() if self._raw is not None else 0
+            half_ns = (self._now() - before_ns + 1) // 2
+            if best is None or half_ns < best.uncertainty_ns:
+                best = Lead(before_ns + half_ns, before_ns + half_ns - raw_ns, half_ns)
+        return best or Lead(self._now(), 0, 0)
 
     def _keep(self, anchor: Anchor) -> int:
         if self._anchors and anchor.host_ns - self._anchors[-1].host_ns <= FARTHEST_NS:
@@ -104,14 +165,26 @@ class Anchors:
                 return int(error)
             if device_ns > 0:
                 rate = (anchor.host_ns - before.host_ns) / device_ns
+                # Both anchors hold for certain, and so does this.
                 rate_error = (anchor.uncertainty_ns + before.uncertainty_ns + RESOLUTION_NS) / device_ns
-                # What no oscillator does says that the readings were bad, or lay too near each other.
-                if abs(rate - 1) <= DRIFT + rate_error:
-                    before.rate, before.rate_error = rate, min(rate_error, DRIFT)
+                if rate_error < DRIFT and abs(rate - 1) <= JUMP + rate_error:
+                    before.rate, before.rate_error = rate, rate_error
+            self._note_lead(before, anchor)
         self._anchors.append(anchor)
         if len(self._anchors) > ANCHORS_KEPT:
             self._spare.append(self._anchors.pop(0).event)
         return 0
+
+    def _note_lead(self, before: Anchor, anchor: Anchor) -> None:
+        """How the host's clock ran between two anchors, against the raw one and against the time before."""
+        passed_ns = anchor.lead.at_ns - before.lead.at_ns
+        if passed_ns <= 0:
+            return
+        gained_ns = anchor.lead.lead_ns - before.lead.lead_ns
+        usual = self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
+        before.lead_rate = gained_ns / passed_ns
+        before.bend_ns = abs(gained_ns - (usual or 0.0) * passed_ns) + before.lead.uncertainty_ns
+        before.bend_ns += anchor.lead.uncertainty_ns
 
     @property
     def stream(self) -> Any:
@@ -137,13 +210,30 @@ class Anchors:
                 return int(error), None
         rate, rate_error, is_between = self._rate(index, offset_ns)
         uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + grain_ns(offset_ns)
+        distance_ns = abs(offset_ns)
         if is_between:  # so it cannot be farther off than one of the two
             other = anchors[index + (1 if offset_ns > 0 else -1)]
             uncertainty_ns = max(uncertainty_ns, other.uncertainty_ns + RESOLUTION_NS)
+            distance_ns = max(min(distance_ns, abs(other.host_ns - anchor.host_ns) - distance_ns), 0)
+            uncertainty_ns += distance_ns * self._change + (anchor if offset_ns > 0 else other).bend_ns
+        elif rate_error == DRIFT:
+            uncertainty_ns += distance_ns * DRIFT
+        elif offset_ns > 0:
+            uncertainty_ns += distance_ns * (rate_error + self._change) + self._bent_ns(index)
         else:
-            uncertainty_ns += abs(offset_ns) * rate_error
+            uncertainty_ns += distance_ns * (rate_error + SLEW)
         place = Place(anchor.host_ns + round(offset_ns * rate), round(uncertainty_ns), abs(offset_ns) <= FARTHEST_NS)
         return 0, place
+
+    def _bent_ns(self, index: int) -> float:
+        """How far the host's clock has strayed since an anchor from the way that it went before."""
+        if self._raw is None:
+            return 0.0  # told by the distance
+        then, now = self._anchors[index].lead, self._lead()
+        usual = self._anchors[index - 1].lead_rate if index else None
+        passed_ns = now.at_ns - then.at_ns
+        bent_ns = abs(now.lead_ns - then.lead_ns - (usual or 0.0) * passed_ns)
+        return bent_ns + then.uncertainty_ns + now.uncertainty_ns
 
     def _rate(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
         """Host ns a device ns beside an anchor, how wrong that may be, and whether another anchor lies beyond."""

@@ -157,3 +157,7 @@ class Context:
         """By stream: where the last begin lies that was placed; when the last end was recorded, and where it lies."""
         self.stream_ids: dict[int, int] = {0: 0}
         self.shortest_ns = 0
+        self.pending: dict[int, int] = {}
+        """By stream: up to when the oldest end that is waited for had not happened."""
+        self.next_anchor_ns = self.anchor_pause_ns = 0
+        """When the device is asked for an anchor again, and how long after the last time, while it gives none."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from instrument.device import cuda
-from instrument.device.anchors import RESOLUTION_NS, Place
+from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS, Place
 from instrument.device.intervals import Intervals
 from instrument.device.pairs import Context, Driver, Pair, Times
 from instrument.device.streams import Stream
@@ -33,6 +33,12 @@ POLL_S = (0.001, 0.01)
 """The shortest and the longest time between two looks at events that have not happened."""
 
 ANCHOR_NS = 10**9
+ANCHOR_PAUSE_NS = 10**7
+"""The time between two anchors, and the first between two tries on a device that is too busy; then twice as long."""
+
+STALE_NS = 10**6
+"""A place that is known no better, nor to a tenth of the interval's length, is said to be stale."""
+
 LAUNCH_NS = 20_000
 """A stream that reaches the end of a span so soon after the host had run dry: 3 to 10 us is what launching takes."""
 
@@ -56,6 +62,9 @@ STOP_NS = 10**9
 
 
 COST_ROUNDS, COST_PAIRS = 3, 16
+
+Answer = tuple[int, int, "int | None"]
+"""The driver's error, the length of a pair, and how long after the newest anchor it began, None if not asked."""
 
 _by_begin = attrgetter("begin_ns")
 _by_end = attrgetter("end_ns")
@@ -223,8 +232,8 @@ class Resolver:
                 pair = context.begun[0]
                 context.under_way.setdefault(pair.stream, []).append(pair)
                 context.begun.popleft()  # last, for `settled_ns` must find it on one of the two
-            if any(context.under_way.values()) and self._is_anchor_due(context):
-                self._anchor(context)
+            if any(context.under_way.values()):
+                self._anchor_if_due(context)
             if growing and len(context.free) < CHUNK and context.made < POOL_LIMIT:
                 error = self.grow(context, CHUNK)
                 if error:
@@ -242,6 +251,7 @@ class Resolver:
         under_way, recent, floors = context.under_way, context.recent, context.floors
         for stream in [stream for stream, pairs in under_way.items() if not pairs]:
             del under_way[stream]
+            context.pending.pop(stream, None)
         if len(recent) > 1:
             horizon_ns = min((pair.begin_ns for pairs in under_way.values() for pair in pairs), default=None)
             if horizon_ns is None:
@@ -267,12 +277,24 @@ class Resolver:
         context = self.contexts.get(device)
         return stream if context is None else context.stream_ids.get(stream, stream)
 
-    def _is_anchor_due(self, context: Context) -> bool:
-        newest_ns = context.anchors.newest_ns
-        return newest_ns is None or self._now() - newest_ns >= ANCHOR_NS
+    def _anchor_if_due(self, context: Context) -> None:
+        anchors, now_ns = context.anchors, self._now()
+        newest_ns = anchors.newest_ns
+        if now_ns < context.next_anchor_ns or (newest_ns is not None and now_ns - newest_ns < ANCHOR_NS):
+            return
+        error = anchors.renew()
+        if anchors.newest_ns == newest_ns:  # too busy: whoever asks again and again makes it busier
+            context.anchor_pause_ns = min(max(2 * context.anchor_pause_ns, ANCHOR_PAUSE_NS), ANCHOR_NS)
+            context.next_anchor_ns = self._now() + context.anchor_pause_ns
+        else:
+            context.anchor_pause_ns = 0
+            self._measure_costs(context, error)
+            return
+        if error:
+            self.fail(context, error)
 
-    def _anchor(self, context: Context) -> None:
-        error = context.anchors.renew()
+    def _measure_costs(self, context: Context, error: int) -> None:
+        """What events take of this device and of the thread that records them, once."""
         if not error and not context.shortest_ns:
             error, context.shortest_ns = context.anchors.least_ns()
         if not error and not self.pair_ns:
@@ -314,9 +336,13 @@ class Resolver:
                     self._lose(context, stream, pair, pair.error)
                 waiting.sort(key=_by_end)
                 del waiting[MEASURED_AT_ONCE:]
-                answers = self._driver.measure(
-                    context.anchors.newest_event, [(pair.begin, pair.end_event) for pair in waiting]
-                )
+                asked_ns = self._now()
+                events = [(pair.begin, pair.end_event) for pair in waiting]
+                answers: list[Answer] = [*self._driver.measure(context.anchors.newest_event, events)]
+                if answers and self._lacks_anchor(context):
+                    answers = self._anchor_by_end(context, stream, waiting, answers)
+                if len(answers) < len(waiting):
+                    context.pending[stream] = asked_ns
                 answered = list(zip(waiting, answers, strict=False))
                 self._put_in_order(context, stream, pairs, answered)
                 for pair, (error, device_ns, _) in answered:
@@ -331,8 +357,32 @@ class Resolver:
                 break
         return moved
 
+    def _lacks_anchor(self, context: Context) -> bool:
+        newest_ns = context.anchors.newest_ns
+        return newest_ns is None or self._now() - newest_ns > FARTHEST_NS
+
+    def _anchor_by_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
+        """On a device that is too busy to be read: the last end that has just been seen stands for an anchor.
+
+        It happened after it was recorded, after the last look at which the stream had not come to it, and before now.
+        Returns the answers without the places that an anchor before told, if any.
+        """
+        last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
+        if last is None:
+            return answers
+        pair, anchors = waiting[last], context.anchors
+        pending_ns = context.pending.get(stream, 0)
+        error, event = anchors.exchange()
+        if not error:
+            error = anchors.adopt(pair.end_event, max(pair.end_ns, pending_ns), self._now())
+            pair.end_event, pair.end_key = event, self._driver.handle(event)
+        if error:
+            self.fail(context, error)
+            return answers
+        return [(error, device_ns, None) for error, device_ns, _ in answers]
+
     def _put_in_order(
-        self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, tuple[int, int, int]]]
+        self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
     ) -> None:
         """Place what has begun on a stream, each on the host's clock as it lay on the stream.
 
@@ -381,7 +431,7 @@ class Resolver:
         recent = context.recent.get(stream)
         if recent and start_ns < recent[-1][1] and end_ns < recent[-1][1] <= end_ns + place.uncertainty_ns:
             end_ns = recent[-1][1]  # what it encloses cannot end after it
-        if not place.near:
+        if not place.near or place.uncertainty_ns > max(STALE_NS, device_ns // 10):
             label = "stale"
         elif self._is_overlapped(context, stream, start_ns, end_ns):
             label = "overlapped"
@@ -518,6 +568,7 @@ class Resolver:
         context.floors.clear()
         context.begun.clear()
         context.under_way.clear()
+        context.pending.clear()
         context.free.clear()
 
     def _has_ended_pairs(self) -> bool:

@@ -13,6 +13,7 @@ nothing else costs all of them from there on, and is told.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import ModuleType
@@ -34,6 +35,10 @@ from instrument.unpatched import Lock
 
 STREAMS_KNOWN = 1024
 
+raw_clock: Callable[[], int] | None = None
+if hasattr(time, "CLOCK_MONOTONIC_RAW"):
+    raw_clock = partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW)
+
 
 class Timer:
     """Times spans on the devices that one driver drives. `begin` is what the recorder calls.
@@ -41,8 +46,16 @@ class Timer:
     Everything but `stop` and `after_fork_in_child` runs on threads of the service and takes a microsecond or two.
     """
 
-    def __init__(self, driver: Driver, intervals: Intervals, recorder: Recorder, now: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        intervals: Intervals,
+        recorder: Recorder,
+        now: Callable[[], int],
+        raw: Callable[[], int] | None = None,
+    ) -> None:
         self.driver = driver
+        self._raw = raw
         self.sources: list[Current] = []
         self.resolver = Resolver(self, driver, intervals, recorder, now)
         self._now = now
@@ -166,7 +179,7 @@ class Timer:
             handle = driver.primary(device) or driver.current()
             if not handle:
                 return None
-            context = Context(handle, device, Anchors(driver, self._now))
+            context = Context(handle, device, Anchors(driver, self._now, self._raw))
             error = driver.push(handle)
             if not error:
                 try:
@@ -204,6 +217,7 @@ class Timing:
         self._ranges = ranges or Ranges(recorder)
         self._make_driver = make_driver
         self._now: Callable[[], int] = recorder.now_ns if now is None else now
+        self._raw = raw_clock if now is None else None
         self._undo_imports: Callable[[], None] | None = None
         self._inherited: list[Timer] = []
         self._hosts: list[ModuleType] = []
@@ -232,7 +246,7 @@ class Timing:
             if driver is None:
                 return
             hosts = self._hosts  # those before this one may have had no driver
-            self.timer = Timer(driver, self.intervals, self._recorder, self._now)
+            self.timer = Timer(driver, self.intervals, self._recorder, self._now, self._raw)
         for host in hosts:
             source = streams.current_of(host, self.timer.driver)
             if source is not None:
@@ -276,7 +290,7 @@ class Timing:
             before = self.timer
             self._inherited.append(before)
             before.resolver.disown()
-            self.timer = Timer(before.driver, self.intervals, self._recorder, self._now)
+            self.timer = Timer(before.driver, self.intervals, self._recorder, self._now, self._raw)
             self.timer.sources.extend(before.sources)
             if self._undo_imports is not None:
                 self._ranges.time_by(self.timer.begin)
