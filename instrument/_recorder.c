@@ -5435,28 +5435,63 @@ static PyTypeObject CoreType = {
     .tp_getset = Core_getset,
 };
 
-/* Record an event on a stream through the driver's own functions, unless the stream is being captured into a graph: -1
- * then, else the driver's error. The interpreter's lock is kept: to let go of it means to wait for whoever takes it. */
+#define CAPTURED 1000000 /* no code of the driver's */
+
+typedef int (*record_call)(void *event, void *stream);
+typedef int (*capturing_call)(void *stream, int *status);
+typedef int (*number_call)(void *stream, unsigned long long *number);
+
+typedef struct {
+    record_call record;
+    capturing_call is_capturing;
+    number_call number_of; /* or NULL: nobody asks for the stream's number */
+    void *event, *stream;
+    unsigned long long number;
+} mark_t;
+
+/* Stream 0 is the default one, which nobody has to ask about: its number is 0, and 1 is another handle of it. */
+static int
+record_unless_captured(mark_t *mark)
+{
+    int status = 0;
+    int error = mark->is_capturing(mark->stream, &status);
+    if (error == 0 && status != 0)
+        return CAPTURED;
+    if (error == 0 && mark->number_of != NULL && (uintptr_t)mark->stream > 1)
+        error = mark->number_of(mark->stream, &mark->number);
+    return error == 0 ? mark->record(mark->event, mark->stream) : error;
+}
+
+/* Record an event on a stream through the driver's own functions, unless the stream is being captured into a graph.
+ * Returns the number of the stream where it is asked for, else 0; the driver's error, or CAPTURED, below 0.
+ *
+ * The driver may wait here, for room in a full queue or for a lock that the thread of a host function holds, and a host
+ * function may wait for the interpreter's lock: a caller who keeps it (`releases` is 0) has to know that there are
+ * none. To let go of it costs the wait for whoever takes it meanwhile, so it is let go of once for all three calls. */
 static PyObject *
 mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    void *address[4];
-    if (nargs != 4) {
-        PyErr_SetString(PyExc_TypeError, "mark(cuEventRecord, cuStreamIsCapturing, event, stream)");
+    void *value[6];
+    if (nargs != 6) {
+        PyErr_SetString(PyExc_TypeError,
+                        "mark(cuEventRecord, cuStreamIsCapturing, cuStreamGetId or 0, releases, event, stream)");
         return NULL;
     }
-    for (int i = 0; i < 4; i++) {
-        address[i] = PyLong_AsVoidPtr(args[i]);
-        if (address[i] == NULL && PyErr_Occurred())
+    for (int i = 0; i < 6; i++) {
+        value[i] = PyLong_AsVoidPtr(args[i]);
+        if (value[i] == NULL && PyErr_Occurred())
             return NULL;
     }
-    int (*record)(void *, void *) = (int (*)(void *, void *))address[0];
-    int (*is_capturing)(void *, int *) = (int (*)(void *, int *))address[1];
-    int status = 0;
-    int error = is_capturing(address[3], &status);
-    if (error == 0)
-        error = status != 0 ? -1 : record(address[2], address[3]);
-    return PyLong_FromLong(error);
+    mark_t mark = {(record_call)value[0], (capturing_call)value[1], (number_call)value[2], value[4], value[5], 0};
+    int error;
+    if (value[3] != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        error = record_unless_captured(&mark);
+        Py_END_ALLOW_THREADS
+    }
+    else
+        error = record_unless_captured(&mark);
+    return error != 0 ? PyLong_FromLong(-error) : PyLong_FromUnsignedLongLong(mark.number);
 }
 
 typedef struct {
@@ -5519,7 +5554,8 @@ measure(PyObject *Py_UNUSED(module), PyObject *args)
 
 static PyMethodDef module_methods[] = {
     {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
-     "Record an event: mark(cuEventRecord, cuStreamIsCapturing, event, stream), all as addresses."},
+     "Record an event: mark(cuEventRecord, cuStreamIsCapturing, cuStreamGetId or 0, releases, event, stream), all as "
+     "addresses. The stream's number, or what the driver says against it below 0."},
     {"measure", measure, METH_VARARGS,
      "Time pairs of events: measure(cuEventQuery, cuEventElapsedTime, anchor or 0, [begin, end, begin, end, ...]). "
      "A list of (error, device ms, ms since the anchor), as long as there are pairs that have happened."},

@@ -208,7 +208,7 @@ class Device:
     cuda: str = "auto"
     nvml_ns: int | None = AUTO_NS
     host_ns: int | None = AUTO_NS
-    gil: str = "hold"
+    gil: str = "release"
 
 
 @dataclass(frozen=True, slots=True)

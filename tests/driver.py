@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -138,6 +139,8 @@ class FakeDriver:
             ("event_host_ns", ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(number)),
             ("fail", ctypes.c_int, text, ctypes.c_int, number, number),
             ("cost", ctypes.c_int, text, number),
+            ("close", ctypes.c_int, text, ctypes.c_int),
+            ("reuse_streams", None, ctypes.c_int),
             ("break_device", None, ctypes.c_int, ctypes.c_int, number),
             ("destroy_context", None, ctypes.c_void_p),
             ("limit_events", None, number),
@@ -222,6 +225,20 @@ class FakeDriver:
         """What a call takes of the host before it does anything: virtual time passes, or the thread sleeps."""
         self.symbols[symbol]
         self.library.fake_cost(symbol.encode(), ns)
+
+    @contextmanager
+    def closed(self, symbol: str) -> Iterator[None]:
+        """Calls of a function wait meanwhile, as one that finds its launch queue full does."""
+        self.symbols[symbol]
+        self.library.fake_close(symbol.encode(), 1)
+        try:
+            yield
+        finally:
+            self.library.fake_close(symbol.encode(), 0)
+
+    def reuse_streams(self) -> None:
+        """From now on a new stream gets the handle of one that was destroyed, and a number of its own."""
+        self.library.fake_reuse_streams(1)
 
     def break_device(self, code: int = 700, device: int = 0, after_ns: int = 0) -> None:
         """A sticky error: from now, or some time later, all calls about the device answer `code` for ever."""

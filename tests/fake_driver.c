@@ -101,6 +101,7 @@ typedef struct {
     handle capture;
     bool unjoined;    /* the capture's first stream does not depend on what this one captured yet */
     uint64_t sequence;
+    uint64_t number;  /* never another stream's, as handles may be */
 } Stream;
 
 typedef struct {
@@ -181,10 +182,12 @@ typedef struct {
     CUresult code;
     int64_t skip, times; /* after `skip` more calls, for `times` calls (-1: for ever) */
     int64_t cost_ns;
+    bool closed; /* a gate at which every call waits */
 } Script;
 
 static struct {
     pthread_mutex_t lock;
+    pthread_cond_t gate;
     bool initialised, forked, is_virtual;
     int version, device_count;
     int64_t virtual_ns;
@@ -197,7 +200,9 @@ static struct {
     uint64_t capture_ids;
     int64_t event_limit; /* -1: none */
     int64_t captures_killed, captured_records;
-} state = {.lock = PTHREAD_MUTEX_INITIALIZER, .version = 13000, .device_count = 2, .event_limit = -1};
+    bool reuses_streams; /* a stream gets the handle of one that was destroyed */
+    uint64_t streams_made;
+} state = {.lock = PTHREAD_MUTEX_INITIALIZER, .gate = PTHREAD_COND_INITIALIZER, .version = 13000, .device_count = 2, .event_limit = -1};
 
 static int64_t *forked_calls; /* in memory that a process shares with its children */
 static __thread Thread *self;
@@ -219,13 +224,15 @@ static void *take(Pool *pool) {
         slot = slot_at(pool, pool->used);
         slot->index = pool->used++;
     }
-    uint32_t index = slot->index, generation = (slot->generation + 1) & 0xffffff;
+    bool again = pool == &streams && state.reuses_streams && slot->generation;
+    uint32_t index = slot->index, generation = again ? slot->generation : (slot->generation + 1) & 0xffffff;
     memset(slot, 0, pool->size);
     slot->index = index;
     slot->generation = generation;
     slot->handle = pool->kind << 52 | (handle)generation << 28 | (index + 1);
     pool->live++;
     pool->made++;
+    if (pool == &streams) ((Stream *)slot)->number = ++state.streams_made;
     return slot;
 }
 
@@ -334,6 +341,7 @@ static CUresult enter(int symbol, Needs needs) {
         return CUDA_ERROR_NOT_INITIALIZED;
     }
     Script *script = &state.scripts[symbol];
+    while (script->closed) pthread_cond_wait(&state.gate, &state.lock);
     spend(script->cost_ns);
     if (script->times) {
         if (script->skip) {
@@ -941,7 +949,7 @@ CUresult cuStreamGetId(handle wanted, unsigned long long *id) {
     ENTER(cuStreamGetId, CONTEXT);
     Stream *stream;
     TRY(describe(wanted, &stream));
-    *id = (unsigned long long)stream->slot.generation << 28 | (stream->slot.index + 1);
+    *id = stream->number;
     return CUDA_SUCCESS;
 }
 
@@ -1582,6 +1590,8 @@ void fake_reset(bool is_virtual, int device_count, int version) {
     state.captures_killed = state.captured_records = 0;
     *forked_calls = 0;
     memset(state.scripts, 0, sizeof state.scripts);
+    pthread_cond_broadcast(&state.gate);
+    state.reuses_streams = false;
     memset(state.calls, 0, sizeof state.calls);
     memset(state.devices, 0, sizeof state.devices);
     for (int number = 0; number < DEVICES; number++) {
@@ -1659,6 +1669,20 @@ int fake_cost(const char *name, int64_t ns) {
     if (symbol < 0) return -1;
     state.scripts[symbol].cost_ns = ns;
     return 0;
+}
+
+int fake_close(const char *name, int closed) {
+    LOCKED;
+    int symbol = symbol_of(name);
+    if (symbol < 0) return -1;
+    state.scripts[symbol].closed = closed;
+    pthread_cond_broadcast(&state.gate);
+    return 0;
+}
+
+void fake_reuse_streams(int reuses) {
+    LOCKED;
+    state.reuses_streams = reuses;
 }
 
 void fake_break_device(int number, int code, int64_t after_ns) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from instrument.device.anchors import ANCHORS_KEPT
 from instrument.device.cuda import CudaDriver
 from instrument.device.intervals import Intervals
-from instrument.device.pairs import Driver
+from instrument.device.pairs import Driver, Pair
 from instrument.device.resolver import LAUNCH_NS, Resolver
-from instrument.device.timer import Timer
+from instrument.device.streams import NumbaStreams, current_of_numba
+from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import TorchDriver
 from instrument.rows import STREAM
 from instrument.spans import DeviceInterval, Site, Span, length, union
@@ -574,9 +576,205 @@ def test_where_the_host_has_no_context_nothing_is_made(
     assert pair is not None
     pair.end(None, 1, 1, 5, 6)
     timer.resolver.look()
-    assert timer.resolver.counts.total() == 1
+    assert timer.resolver.counts == {NO_CONTEXT_YET: 1, "dropped": 1}
     assert fake_driver.counts().contexts_created == 0
     assert fake_driver.calls("cuInit") == 0
+
+
+@pytest.mark.parametrize("is_asked_on_stream_0", [True, False])
+def test_a_thread_without_a_context_is_never_said_to_be_captured(
+    fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, is_asked_on_stream_0: bool
+) -> None:
+    monkeypatch.setattr(Resolver, "start", lambda self: None)
+    value(cuda.cuInit(0))
+    value(cuda.cuCtxSetCurrent(value(cuda.cuDevicePrimaryCtxRetain(0))))
+    stream = 0 if is_asked_on_stream_0 else int(value(cuda.cuStreamCreate(1)))
+    timer = Timer(CudaDriver(), Intervals(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
+    timer.sources.append(lambda: (0, stream))
+    with ThreadPoolExecutor(1) as pool:
+        pair = pool.submit(timer.begin, SITE, None, 1).result()
+        assert isinstance(pair, Pair)  # the primary context is the host's, and is lent for the moment
+        pool.submit(pair.end, None, 1, 1, 5, fake_driver.now_ns()).result()
+        fake_driver.advance(MS)
+        pool.submit(timer.resolver.look).result()
+    assert timer.resolver.counts["captured"] == timer.resolver.counts["dropped"] == 0
+
+
+def test_the_context_of_another_device_is_not_taken_for_a_devices_own(
+    fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch names device 0 while the context of device 1 is still current: it goes back when it uses a device."""
+    monkeypatch.setattr(Resolver, "start", lambda self: None)
+    value(cuda.cuInit(0))
+    value(cuda.cuCtxSetCurrent(value(cuda.cuDevicePrimaryCtxRetain(1))))
+    intervals = Intervals(1 << 16)
+    timer = Timer(CudaDriver(), intervals, Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
+    timer.sources.append(lambda: (0, 0))
+    early = timer.begin(SITE, None, 1)
+    assert early is not None
+    early.end(None, 1, 1, 0, fake_driver.now_ns())
+    first = value(cuda.cuDevicePrimaryCtxRetain(0))
+    value(cuda.cuCtxSetCurrent(first))
+    with ThreadPoolExecutor(1) as pool:
+        pair = timer.begin(SITE, None, 2)
+        assert isinstance(pair, Pair)
+        assert pair.context.handle == int(first)
+        fake_driver.launch(0, 5 * MS)
+        pair.end(None, 2, 2, 0, fake_driver.now_ns())
+        for _ in range(2):
+            fake_driver.advance(10 * MS)
+            pool.submit(timer.resolver.look).result()
+    found = intervals.of({1, 2})
+    assert [(one.label, one.end_ns - one.start_ns) for span in (1, 2) for one in found[span]] == [
+        ("dropped", 0),
+        ("exclusive", 5 * MS),
+    ]
+    assert timer.resolver.counts == {NO_CONTEXT_YET: 1, "dropped": 1, "exclusive": 1}
+
+
+def test_a_named_stream_is_timed_on_its_own_device(bench: Bench) -> None:
+    """Whatever device is current: the driver knows where a stream belongs."""
+    if bench.torch:
+        pytest.skip("torch does not tell whose a handle is that it has not made")
+    stream = bench.stream(device=1)
+    span = Span(SITE, 1, 0, 0, 0, 0, bench.fake.now_ns(), 0, 0, 0)
+    for _ in range(2):
+        pair = bench.timer.begin(SITE, {STREAM: stream}, 1)
+        bench.use(1)
+        bench.fake.launch(stream, 5 * MS)
+        bench.use(0)
+        bench.end(pair, span)
+        bench.settle(10 * MS)
+    assert [(one.device, one.label, one.end_ns - one.start_ns) for one in bench.of(span)] == [
+        (1, "exclusive", 5 * MS)
+    ] * 2
+
+
+def test_a_handle_that_is_used_again_is_another_stream(bench: Bench) -> None:
+    if bench.torch:
+        pytest.skip("torch does not tell the numbers of streams")
+    bench.fake.reuse_streams()
+    spans, handles = [], []
+    for _ in range(2):
+        handles.append(bench.stream())
+        spans.append(bench.span(5 * MS, handles[-1]))
+        bench.settle(10 * MS)
+        value(cuda.cuStreamDestroy(handles[-1]))
+    assert handles[0] == handles[1]
+    first, second = (bench.of(span)[0].stream for span in spans)
+    assert first != second
+
+
+def test_both_names_of_the_default_stream_are_one_stream(bench: Bench) -> None:
+    if bench.torch:
+        pytest.skip("torch has one name for it")
+    spans = [bench.span(5 * MS, stream) for stream in (0, 1)]
+    bench.settle(20 * MS)
+    assert [bench.told(span) for span in spans] == [("exclusive", 0, 5 * MS), ("exclusive", 5 * MS, 5 * MS)]
+    assert {bench.of(span)[0].stream for span in spans} == {0}
+
+
+def test_per_thread_default_streams_are_a_stream_for_each_thread(bench: Bench) -> None:
+    if bench.torch:
+        pytest.skip("torch uses none")
+    bench.span(MS, 0)
+    bench.settle(10 * MS)
+    bench.place = (0, 2)
+
+    def work(work_ns: int) -> tuple[Any, Span]:
+        value(cuda.cuCtxSetCurrent(bench.contexts[0]))
+        pair, span = bench.begin()
+        bench.fake.launch(2, work_ns)
+        bench.end(pair, span)
+        return pair, span
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        _, long = one.submit(work, 100 * MS).result()
+        bench.fake.advance(MS)
+        _, short = other.submit(work, 2 * MS).result()
+        bench.settle(10 * MS)
+        assert bench.told(short) == ("overlapped", 0, 2 * MS)
+        bench.settle(100 * MS)
+        assert bench.told(long) == ("overlapped", 0, 100 * MS)
+        assert bench.of(long)[0].stream != bench.of(short)[0].stream
+
+
+def test_a_span_that_ends_on_another_threads_default_stream_is_dropped(bench: Bench) -> None:
+    if bench.torch:
+        pytest.skip("torch uses no per-thread streams")
+    pair, span = bench.begin(2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(bench.end, pair, span).result()
+    bench.settle(MS)
+    assert bench.told(span) == ("dropped", 0, 0)
+    assert bench.resolver.counts["spans that left the thread of their per-thread stream"] == 1
+
+
+def test_a_record_that_waits_stops_no_other_thread(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is full until a host function has run, which is written in Python: who kept the lock would hang."""
+    monkeypatch.setattr(Resolver, "start", lambda self: None)
+    fake_driver.reset(virtual=False)
+    value(cuda.cuInit(0))
+    context = value(cuda.cuDevicePrimaryCtxRetain(0))
+    value(cuda.cuCtxSetCurrent(context))
+    timer = Timer(CudaDriver(), Intervals(4096), Totals(), fake_driver.now_ns)  # type: ignore[arg-type]
+    timer.sources.append(lambda: (0, 0))
+    pair = timer.begin(SITE, None, 1)
+    assert pair is not None
+
+    def begin_and_end() -> None:
+        value(cuda.cuCtxSetCurrent(context))
+        second = timer.begin(SITE, None, 2)
+        assert second is not None
+        second.end(None, 2, 2, 5, 6)
+
+    with ThreadPoolExecutor(1) as pool:
+        with fake_driver.closed("cuEventRecord"):
+            before = fake_driver.calls("cuEventRecord")
+            waiting = pool.submit(begin_and_end)
+            while fake_driver.calls("cuEventRecord") == before:
+                time.sleep(0.001)
+            assert not waiting.done()  # and here the host function has the lock of the interpreter
+        waiting.result()
+    pair.end(None, 1, 1, 5, 6)
+
+
+def test_a_thread_that_has_not_used_numba_puts_no_barrier_into_the_default_stream(bench: Bench) -> None:
+    """A record there would wait for every stream that blocks, and keep them waiting."""
+    if bench.torch:
+        pytest.skip("numba's calls go through the bindings")
+    numba = NumbaStreams(0)
+    bench.timer.sources[:] = [current_of_numba(bench.driver.current_device, numba.used)]
+    busy, own = bench.stream(blocking=True), bench.stream(blocking=True)
+    bench.fake.launch(busy, 100 * MS)
+    bench.fake.advance(MS)
+    begun_ns = bench.fake.now_ns()
+    pair, span = bench.begin()
+    assert bench.fake.launch(own, 2 * MS) - begun_ns == 2 * MS
+    bench.end(pair, span)
+    bench.settle(MS)
+    assert bench.told(span) == ("dropped", 0, 0)
+    assert bench.resolver.counts[NO_STREAM_YET] == 1
+
+
+@pytest.mark.parametrize(
+    ("symbol", "ask"),
+    [
+        ("cuEventCreate", lambda driver: driver.new_event()[0]),
+        ("cuEventQuery", lambda driver: driver.query(driver.new_event()[1])),
+        ("cuStreamIsCapturing", lambda driver: driver.capture(0)),
+        ("cuCtxPushCurrent", lambda driver: driver.push(driver.current())),
+    ],
+)
+def test_a_code_that_the_bindings_do_not_know_is_an_error_like_any_other(
+    fake_driver: FakeDriver, symbol: str, ask: Callable[[CudaDriver], int]
+) -> None:
+    value(cuda.cuInit(0))
+    value(cuda.cuCtxSetCurrent(value(cuda.cuDevicePrimaryCtxRetain(0))))
+    driver = CudaDriver()
+    fake_driver.fail(symbol, 1234)
+    assert ask(driver) == 1234
+    assert driver.name(1234) == "error 1234"
 
 
 def test_a_stream_of_another_context_drops_the_time(bench: Bench) -> None:
@@ -862,14 +1060,14 @@ def test_an_interrupted_begin_leaves_no_pair_under_way(
 ) -> None:
     bench.span(MS)
     bench.settle(2 * MS)
-    name = {1: "_now", 2: "_mark", 3: "_learn"}[calls]
+    name, owner = {1: ("_now", bench.timer), 2: ("_mark", bench.timer), 3: ("learn", bench.resolver.contexts[0])}[calls]
     stream = bench.stream()
 
     def interrupt(*_: Any) -> int:
         raise Interruption
 
     with monkeypatch.context() as signalled:
-        signalled.setattr(bench.timer, name, interrupt)
+        signalled.setattr(owner, name, interrupt)
         with pytest.raises(Interruption):
             bench.begin(stream)
     bench.settle(MS)

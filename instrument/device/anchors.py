@@ -113,7 +113,7 @@ class Anchors:
             if error:
                 return int(error)
             before_ns = self._now()
-            error = driver.mark(driver.handle(event), self._stream)
+            error = self._mark(event)
             for _ in range(POLLS):
                 error = error or driver.query(event)
                 if error != driver.NOT_READY:
@@ -144,6 +144,10 @@ class Anchors:
     def exchange(self) -> tuple[int, Any]:
         """The driver's error, and an event in place of one that was adopted."""
         return (0, self._spare.pop()) if self._spare else self._driver.new_event()
+
+    def _mark(self, event: Any) -> int:
+        """Record an event on the stream of ours: the driver's error, 0 for none."""
+        return max(-int(self._driver.mark(self._driver.handle(event), self._stream)), 0)
 
     def _lead(self) -> Lead:
         """The tightest of some readings: another thread may come between two clocks."""
@@ -257,7 +261,7 @@ class Anchors:
             self._spare.append(event)
         first, second = self._spare[-2:]
         for _ in range(BURST):
-            error = driver.mark(driver.handle(first), self._stream) or driver.mark(driver.handle(second), self._stream)
+            error = self._mark(first) or self._mark(second)
             for _ in range(POLLS):
                 error = error or driver.query(second)
                 if error != driver.NOT_READY:

@@ -4,9 +4,11 @@ Everything that touches cuda-python's driver module lies here. Nothing initialis
 host has done so every call says that there is none. Calls return the driver's error as an integer, 0 for none, and
 raise nothing: what goes wrong is the timer's to count.
 
-Each call through the bindings lets go of the interpreter's lock. On the resolver's thread that is right. On a thread of
-the service it costs a fraction of a microsecond, or milliseconds where another thread computes in Python meanwhile: so
-`mark`, the only call made there, keeps the lock unless it is told otherwise (`tests/bench/device.py` shows both).
+A call into the driver may wait: for room in a launch queue that is full, or for host functions that are pending. Those
+may be written in Python and wait for the interpreter's lock, so whoever kept it in such a call would wait for ever. All
+calls let go of it, as torch's own records do; `mark`, the call on the service's threads, once for all that it asks. It
+keeps the lock where the profile says so (`device: {gil: hold}`), which saves the wait for the lock where another thread
+computes in Python meanwhile (`tests/bench/device.py` shows both).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -21,12 +24,17 @@ from instrument.recorder import native_driver_calls
 
 T = TypeVar("T")
 
-CAPTURING = -1
+CAPTURING = 1_000_000
 """In place of an error: the stream is being captured into a graph, and nothing was recorded."""
 
 NOT_READY = 600
 
+UNKNOWN = 999
 NO_CONTEXT = 201
+BAD_HANDLE = 400
+LEGACY, PER_THREAD = 1, 2
+"""Handles of the default stream by its other name, and of the calling thread's own default stream."""
+
 CAPTURE_ERRORS = frozenset(range(900, 909))
 """Errors that say that a capture is under way somewhere, for which no device is given up."""
 
@@ -102,13 +110,15 @@ def _dotted(version: int) -> str:
 class CudaDriver:
     """The driver through cuda-python. `holds_gil`: whether `mark` keeps the interpreter's lock.
 
+    `default_stream` is what the bindings, and who calls CUDA by them, mean by stream 0.
+
     Raises `ImportError` where cuda-bindings is missing or of a version that is not known, `OSError` without a driver.
     """
 
     CAPTURING = CAPTURING
     NOT_READY = NOT_READY
 
-    def __init__(self, *, holds_gil: bool = True) -> None:
+    def __init__(self, *, holds_gil: bool = False) -> None:
         library = ctypes.CDLL(LIBRARY)
         # Bindings for a newer major version than the driver's warn at their first call; here it is told by `misfit`.
         before = os.environ.get("CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING")
@@ -127,9 +137,11 @@ class CudaDriver:
         if unknown:
             raise ImportError(unknown)
         self._driver = driver
-        self._streams: dict[int, Any] = {}
         self.holds_gil = holds_gil
-        self.mark: Callable[[Any, Any], int] = self._holding_marker(library) if holds_gil else self._mark
+        # As the bindings read it, once, when they are imported.
+        per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM", "0")
+        self.default_stream = PER_THREAD if per_thread.strip().isdigit() and int(per_thread) else 0
+        self.mark: Callable[[Any, int], int] = self._marker(library)
         # The bindings know one of the two alone, and raise where the driver is older than that.
         elapsed = _address(getattr(library, "cuEventElapsedTime_v2", library.cuEventElapsedTime))
         float_address = ctypes.POINTER(ctypes.c_float)
@@ -141,7 +153,7 @@ class CudaDriver:
     @functools.cached_property
     def misfit(self) -> str:
         """What does not fit, and what to do, in one sentence; "" where all is well."""
-        error, version = self._driver.cuDriverGetVersion()
+        error, version = self._ask(self._driver.cuDriverGetVersion)
         return misfit(self.version, 0 if error else version)
 
     def name(self, error: int) -> str:
@@ -153,83 +165,107 @@ class CudaDriver:
 
     # ---------------------------------------------------------------- on a thread of the service
 
-    def _mark(self, event: Any, stream: Any) -> int:
-        """Record an event on a stream, unless it is being captured."""
-        handle = self._streams.get(stream)
-        if handle is None:
-            if len(self._streams) > 1024:
-                self._streams.clear()
-            handle = self._streams[stream] = self._driver.CUstream(stream)
-        error, status = self._driver.cuStreamIsCapturing(handle)
-        if not error and status:
-            return CAPTURING
-        return int(error or self._driver.cuEventRecord(event, handle)[0])
-
-    def _holding_marker(self, library: ctypes.CDLL) -> Callable[[Any, Any], int]:
+    def _marker(self, library: ctypes.CDLL) -> Callable[[Any, int], int]:
+        """Records an event unless its stream is captured: the stream's number, or what stands against it below 0."""
+        # Streams have numbers from CUDA 12.0 on.
+        numbers = getattr(library, "cuStreamGetId", None)
         record, capturing = _address(library.cuEventRecord), _address(library.cuStreamIsCapturing)
         native = native_driver_calls()
         if native is not None:
-            return functools.partial(native.mark, record, capturing)
-        # Twice the work of the native one, and still the lock is kept.
-        is_capturing = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(capturing)
-        record_event = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(record)
+            number_of = 0 if numbers is None else _address(numbers)
+            return functools.partial(native.mark, record, capturing, number_of, not self.holds_gil)
+        # Twice the work of the native one, and the lock, where it is let go of, is so in each call.
+        function = ctypes.PYFUNCTYPE if self.holds_gil else ctypes.CFUNCTYPE
+        is_capturing = function(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(capturing)
+        record_event = function(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(record)
+        number_for = None
+        if numbers is not None:
+            long_address = ctypes.POINTER(ctypes.c_ulonglong)
+            number_for = function(ctypes.c_int, ctypes.c_void_p, long_address)(_address(numbers))
 
-        def mark_holding(event: Any, stream: Any) -> int:
-            status = ctypes.c_int()
+        def mark(event: int, stream: int) -> int:
+            status, number = ctypes.c_int(), ctypes.c_ulonglong()
             error = is_capturing(stream, status)
             if not error and status.value:
-                return CAPTURING
-            return int(error or record_event(event, stream))
+                return -CAPTURING
+            if not error and number_for is not None and stream > LEGACY:
+                error = number_for(stream, number)
+            return -int(error or record_event(event, stream)) or number.value
 
-        return mark_holding
+        return mark
+
+    def _ask(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
+        """What a function of the bindings answers: the driver's error, and its value where there is one.
+
+        The bindings raise where a newer driver has a code that they do not know.
+        """
+        try:
+            error, *values = function(*arguments)
+        except (KeyError, ValueError) as unknown:
+            code = re.search(r"\d+", str(unknown))
+            return int(code[0]) if code else UNKNOWN, None
+        return int(error), values[0] if len(values) == 1 else values
 
     def current(self) -> int:
         """The context that is current on the calling thread, 0 where there is none or CUDA is not initialised."""
-        error, context = self._driver.cuCtxGetCurrent()
+        error, context = self._ask(self._driver.cuCtxGetCurrent)
         return 0 if error else int(context)
 
     def current_device(self) -> int:
         """The index of the device of the current context, -1 without one."""
-        error, device = self._driver.cuCtxGetDevice()
+        error, device = self._ask(self._driver.cuCtxGetDevice)
         return -1 if error else int(device)
 
     def primary(self, device: int) -> int:
         """The primary context of a device where the host has one; 0 where it has none. Gives it back at once."""
         driver = self._driver
-        error, handle = driver.cuDeviceGet(device)
+        error, handle = self._ask(driver.cuDeviceGet, device)
         if error:
             return 0
-        error, _, active = driver.cuDevicePrimaryCtxGetState(handle)
-        if error or not active:
+        error, state = self._ask(driver.cuDevicePrimaryCtxGetState, handle)
+        if error or not state[1]:
             return 0
-        error, context = driver.cuDevicePrimaryCtxRetain(handle)
+        error, context = self._ask(driver.cuDevicePrimaryCtxRetain, handle)
         if error:
             return 0
-        driver.cuDevicePrimaryCtxRelease(handle)
+        self._ask(driver.cuDevicePrimaryCtxRelease, handle)
         return int(context)
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether a stream is being captured into a graph, or none may be asked because another one is."""
-        error, status = self._driver.cuStreamIsCapturing(stream)
-        return bool(error or status)
+    def capture(self, stream: int) -> int:
+        """`CAPTURING` where a stream is being captured into a graph, else the driver's error, 0 for none."""
+        error, status = self._ask(self._driver.cuStreamIsCapturing, stream)
+        return error or (CAPTURING if status else 0)
+
+    def device_of(self, stream: int) -> int:
+        """The index of the device that a stream belongs to, which for the default streams is the current one; or -1."""
+        if stream <= PER_THREAD:
+            return self.current_device()
+        error, context = self._ask(self._driver.cuStreamGetCtx, stream)
+        if error or self.push(int(context)):
+            return -1
+        try:
+            return self.current_device()
+        finally:
+            self.pop()
 
     def relaxed(self, make: Callable[[], T]) -> T:
         """Run what makes things of the driver on a thread of the host's, so that it ends no capture of any thread."""
         driver = self._driver
-        error, mode = driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode(_RELAXED))
+        exchange = driver.cuThreadExchangeStreamCaptureMode
+        error, mode = self._ask(exchange, driver.CUstreamCaptureMode(_RELAXED))
         try:
             return make()
         finally:
             if not error:
-                driver.cuThreadExchangeStreamCaptureMode(mode)
+                self._ask(exchange, mode)
 
     def push(self, context: int) -> int:
         """Make a context current on the calling thread until `pop`."""
-        return int(self._driver.cuCtxPushCurrent(context)[0])
+        return self._ask(self._driver.cuCtxPushCurrent, context)[0]
 
     def pop(self) -> None:
         """Give the calling thread back what it had."""
-        self._driver.cuCtxPopCurrent()
+        self._ask(self._driver.cuCtxPopCurrent)
 
     # ---------------------------------------------------------------- on the resolver's thread
 
@@ -238,37 +274,38 @@ class CudaDriver:
 
         Without that a query from here would end what another thread captures in the mode `global`, torch's default.
         """
-        (error,) = self._driver.cuCtxSetCurrent(context)
+        driver = self._driver
+        error, _ = self._ask(driver.cuCtxSetCurrent, context)
         if not error:
-            error = self._driver.cuThreadExchangeStreamCaptureMode(self._driver.CUstreamCaptureMode(_THREAD_LOCAL))[0]
-        return int(error)
+            mode = driver.CUstreamCaptureMode(_THREAD_LOCAL)
+            error, _ = self._ask(driver.cuThreadExchangeStreamCaptureMode, mode)
+        return error
 
     def new_event(self) -> tuple[int, Any]:
         """An event that takes the time, in the current context."""
-        error, event = self._driver.cuEventCreate(0)
-        return int(error), event
+        return self._ask(self._driver.cuEventCreate, 0)
 
-    def handle(self, event: Any) -> Any:
+    def handle(self, event: Any) -> int:
         """An event as `mark` takes it."""
-        return int(event) if self.holds_gil else event
+        return int(event)
 
     def destroy_event(self, event: Any) -> None:
-        self._driver.cuEventDestroy(event)
+        self._ask(self._driver.cuEventDestroy, event)
 
     def new_stream(self) -> tuple[int, int]:
         """A stream that waits for no other, of the highest priority there is."""
-        error, _, greatest = self._driver.cuCtxGetStreamPriorityRange()
+        error, priorities = self._ask(self._driver.cuCtxGetStreamPriorityRange)
         if error:
-            return int(error), 0
-        error, stream = self._driver.cuStreamCreateWithPriority(_NON_BLOCKING, greatest)
-        return int(error), 0 if error else int(stream)
+            return error, 0
+        error, stream = self._ask(self._driver.cuStreamCreateWithPriority, _NON_BLOCKING, priorities[1])
+        return error, 0 if error else int(stream)
 
     def destroy_stream(self, stream: int) -> None:
-        self._driver.cuStreamDestroy(stream)
+        self._ask(self._driver.cuStreamDestroy, stream)
 
     def query(self, event: Any) -> int:
         """0 where the event has happened, `NOT_READY` where it has not."""
-        return int(self._driver.cuEventQuery(event)[0])
+        return self._ask(self._driver.cuEventQuery, event)[0]
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
         """For each pair of events, up to the first whose end has not happened: error, its length and its begin in ns.
@@ -286,11 +323,6 @@ class CudaDriver:
         ms = ctypes.c_float()
         error = self._elapsed(ms, int(first), int(second))
         return error, round(ms.value * 1e6)
-
-    def stream_id(self, stream: int) -> int:
-        """The number by which the vendor's tools call a stream, its address where the driver does not tell."""
-        error, number = self._driver.cuStreamGetId(stream)
-        return stream if error else int(number)
 
 
 def measured_singly(driver: Any, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:

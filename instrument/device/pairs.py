@@ -11,13 +11,16 @@ from instrument.device.streams import Stream
 
 T = TypeVar("T")
 
+STREAMS_KNOWN = 1024
+
 
 class Driver(Protocol):
     """What times a device: `instrument.device.cuda.CudaDriver`, or torch's own events where that is missing."""
 
     CAPTURING: int
     NOT_READY: int
-    mark: Callable[[Any, Any], int]
+    default_stream: int
+    mark: Callable[[Any, int], int]
 
     @property
     def misfit(self) -> str: ...
@@ -25,7 +28,8 @@ class Driver(Protocol):
     def current(self) -> int: ...
     def current_device(self) -> int: ...
     def primary(self, device: int) -> int: ...
-    def is_capturing(self, stream: int) -> bool: ...
+    def capture(self, stream: int) -> int: ...
+    def device_of(self, stream: int) -> int: ...
     def relaxed(self, make: Callable[[], T]) -> T: ...
     def push(self, context: int) -> int: ...
     def pop(self) -> None: ...
@@ -38,7 +42,6 @@ class Driver(Protocol):
     def query(self, event: Any) -> int: ...
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]: ...
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]: ...
-    def stream_id(self, stream: int) -> int: ...
 
 
 class Times(Protocol):
@@ -58,12 +61,15 @@ class Pair:
     The recorder holds the first pair of a span while the span is open. It is the `whole`: where a span runs in several
     stretches (a generator), the others belong to it, and it is given back to the pool last. `begun` is written by the
     span's threads, `taken` by the resolver: with the last stretch of a span that has ended, its device time is counted.
-    Times of the host are 0 until they are known.
+    Times of the host are 0 until they are known. `handle` is what the stream is called by and may be another stream's
+    later, `stream` its number, which is its own; `thread_id` is told where the handle means another stream to another
+    thread.
     """
 
     __slots__ = (
         "begin", "begin_key", "begin_ns", "begun", "beyond_ns", "context", "device_ns", "end_event", "end_key",
-        "end_ns", "error", "last_ns", "place", "row", "running", "span_id", "stream", "taken", "timer", "whole",
+        "end_ns", "error", "handle", "last_ns", "place", "row", "running", "span_id", "stream", "taken", "thread_id",
+        "timer", "whole",
     )  # fmt: skip
 
     def __init__(self, timer: Times, context: Context, begin: Any, end: Any, begin_key: Any, end_key: Any) -> None:
@@ -75,7 +81,7 @@ class Pair:
 
     def clear(self) -> None:
         """As it lies in the pool."""
-        self.stream = self.begin_ns = self.end_ns = self.error = 0
+        self.handle = self.stream = self.thread_id = self.begin_ns = self.end_ns = self.error = 0
         self.place: Place | None = None
         self.whole: Pair | None = None
         self.running: Pair | None = None
@@ -155,9 +161,16 @@ class Context:
         self.recent: dict[int, deque[tuple[int, int]]] = {}
         self.floors: dict[int, tuple[int, int, int]] = {}
         """By stream: where the last begin lies that was placed; when the last end was recorded, and where it lies."""
-        self.stream_ids: dict[int, int] = {0: 0}
+        self.numbers: dict[int, int] = {}
+        """By handle: the number of the stream that has it, or had it last."""
         self.shortest_ns = 0
         self.pending: dict[int, int] = {}
         """By stream: up to when the oldest end that is waited for had not happened."""
         self.next_anchor_ns = self.anchor_pause_ns = 0
         """When the device is asked for an anchor again, and how long after the last time, while it gives none."""
+
+    def learn(self, stream: int, number: int) -> None:
+        """The number of the stream that a handle stands for now."""
+        if len(self.numbers) >= STREAMS_KNOWN:
+            self.numbers.clear()
+        self.numbers[stream] = number

@@ -269,13 +269,11 @@ class Resolver:
         noted = False
         while self.untimed:
             span_id, (device, stream), at_ns, label = self.untimed.popleft()
-            self._keep(span_id, device, self._stream_id(device, stream), at_ns, at_ns, label, 0)
+            context = self.contexts.get(device)
+            number = stream if context is None else context.numbers.get(stream, stream)
+            self._keep(span_id, device, number, at_ns, at_ns, label, 0)
             noted = True
         return noted
-
-    def _stream_id(self, device: int, stream: int) -> int:
-        context = self.contexts.get(device)
-        return stream if context is None else context.stream_ids.get(stream, stream)
 
     def _anchor_if_due(self, context: Context) -> None:
         anchors, now_ns = context.anchors, self._now()
@@ -442,8 +440,7 @@ class Resolver:
         self.pairs += 1
         whole.add(start_ns, end_ns)
         self._remember(context, stream, start_ns, end_ns)
-        number = self._stream_id(context.device, stream)
-        self._keep(whole.span_id, context.device, number, start_ns, end_ns, label, place.uncertainty_ns)
+        self._keep(whole.span_id, context.device, stream, start_ns, end_ns, label, place.uncertainty_ns)
         whole.taken += 1
         if pair is not whole:
             self._give_back(pair)
@@ -457,8 +454,7 @@ class Resolver:
             return
         self.pairs += 1
         label = self.refused(context, error) or "dropped"
-        number = self._stream_id(context.device, stream)
-        self._keep(whole.span_id, context.device, number, pair.begin_ns, pair.begin_ns, label, 0)
+        self._keep(whole.span_id, context.device, stream, pair.begin_ns, pair.begin_ns, label, 0)
         whole.taken += 1
         if pair is not whole:
             self._give_back(pair)

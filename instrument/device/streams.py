@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from instrument.errors import FAULTS
+from instrument.recorder import stream_handle
 
 Stream = tuple[int, int]
 """Index of a device as the process numbers them, and the handle of one of its streams."""
 
 Current = Callable[[], "Stream | None"]
 """Tells the calling thread's current stream; None where the framework has not begun to use a device."""
+
+UNKNOWN = -1
+"""In place of a handle: the framework works on a stream that it has not told yet."""
+
+COPIES = ("host_to_device", "device_to_host", "device_to_device")
+"""What copies in numba's driver module."""
 
 MODULES = ("torch", "cupy", "numba.cuda", "cuda.bindings.driver")
 """What a host uses CUDA by. Only the first three have a stream that is current."""
@@ -46,20 +58,73 @@ def current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
     return current
 
 
-def current_of_numba(device: Callable[[], int]) -> Current:
-    """numba has no current stream: what names none goes to the default one of the current context."""
+def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] = lambda: None) -> Current:
+    """The stream that the calling thread has last used numba on, for numba has none that is current.
+
+    It is told by `NumbaStreams`. Where that is not known nothing is timed: a record on the default stream would keep
+    the thread's work waiting for every stream that blocks.
+    """
 
     def current() -> Stream | None:
-        index = device()
-        return None if index < 0 else (index, 0)
+        index, stream = device(), used()
+        return None if index < 0 else (index, UNKNOWN if stream is None else stream)
 
     return current
 
 
-def current_of(module: ModuleType, driver: Any) -> Current | None:
+class NumbaStreams:
+    """Notes on which stream each thread launches and copies by numba."""
+
+    def __init__(self, default_stream: int) -> None:
+        self._default = default_stream
+        self._thread = threading.local()
+
+    def used(self) -> int | None:
+        """The handle of the calling thread's last one; None before it has used any."""
+        return getattr(self._thread, "stream", None)
+
+    def install(self, numba_cuda: Any) -> Callable[[], None]:
+        """Begin to note; returns the way back. A numba without these functions is left alone."""
+        name = numba_cuda.__name__
+        kernel = getattr(sys.modules.get(f"{name}.dispatcher"), "_Kernel", None)
+        driver = sys.modules.get(f"{name}.cudadrv.driver")
+        places = [(kernel, "launch", 4), *((driver, copy, 3) for copy in COPIES)]
+        undos = [self._note(owner, function, place) for owner, function, place in places if hasattr(owner, function)]
+
+        def undo() -> None:
+            for back in reversed(undos):
+                back()
+
+        return undo
+
+    def _note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
+        """Have a function, whose argument at a place is the stream, note it before it does anything."""
+        function, thread, default = getattr(owner, name), self._thread, self._default
+
+        @functools.wraps(function)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            try:
+                stream = args[place] if len(args) > place else kwargs.get("stream", 0)
+                thread.stream = stream_handle(stream) or default
+            except Exception as fault:
+                FAULTS.note("numba's streams", fault)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, noting)
+
+        def undo() -> None:
+            if getattr(owner, name, None) is noting:  # else somebody has wrapped it since, who calls it for ever
+                setattr(owner, name, function)
+
+        return undo
+
+
+def current_of(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
     """What tells the current stream of a framework that has been imported."""
     if module.__name__ == "torch":
         return current_of_torch(module)
     if module.__name__ == "cupy":
         return current_of_cupy(module, lambda: bool(driver.current()))
-    return current_of_numba(driver.current_device) if module.__name__ == "numba.cuda" else None
+    if module.__name__ == "numba.cuda":
+        return current_of_numba(driver.current_device, numba.used)
+    return None

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from threading import get_native_id
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,7 @@ from instrument.device import cuda, streams
 from instrument.device.anchors import Anchors
 from instrument.device.intervals import LABELS, Intervals
 from instrument.device.nvtx import Ranges
-from instrument.device.pairs import Context, Driver, Pair, Untimed
+from instrument.device.pairs import STREAMS_KNOWN, Context, Driver, Pair, Untimed
 from instrument.device.resolver import FIRST, INTERRUPTED, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.device.torch_events import TorchDriver
@@ -33,7 +34,9 @@ from instrument.rows import STREAM
 from instrument.spans import Site, Span
 from instrument.unpatched import Lock
 
-STREAMS_KNOWN = 1024
+NO_STREAM_YET = "spans that began before their thread had used numba, whose streams are told by their use"
+NO_CONTEXT_YET = "spans that began before their device had a context"
+
 
 raw_clock: Callable[[], int] | None = None
 if hasattr(time, "CLOCK_MONOTONIC_RAW"):
@@ -61,27 +64,29 @@ class Timer:
         self._now = now
         self._mark = driver.mark
         self._meeting = Lock()
+        self._devices: dict[int, int] = {}
+        """Of streams that were named in the code: the device of each."""
         self._contexts = self.resolver.contexts
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Pair | Untimed | None:
         """Record the first event of a span. None where the host does not use a device, or it has been given up."""
-        place = None
-        if attributes is None or STREAM not in attributes:
-            for source in self.sources:
-                place = source()
-                if place is not None:
-                    break
-        else:
-            place = self.driver.current_device(), attributes[STREAM]
+        place = self._place(attributes)
         if place is None or place[0] < 0:
             return None
-        context = self._contexts.get(place[0])
+        device, stream = place
+        if stream == streams.UNKNOWN:
+            self.resolver.counts[NO_STREAM_YET] += 1
+            return Untimed(self, (device, 0), "dropped", self._now())
+        context = self._contexts.get(device)
         if context is None:
-            is_capturing = self.driver.is_capturing(place[1])
-            context = None if is_capturing else self.driver.relaxed(partial(self._meet, place[0]))
-            if context is None:  # the host is about to make one
+            captured = self.driver.capture(stream)
+            is_captured = captured == cuda.CAPTURING or captured in cuda.CAPTURE_ERRORS
+            context = None if is_captured else self.driver.relaxed(partial(self._meet, device))
+            if context is None:
                 self.resolver.start()
-                return Untimed(self, place, "captured" if is_capturing else "dropped", self._now())
+                if not is_captured:  # the host is about to make one
+                    self.resolver.counts[NO_CONTEXT_YET] += 1
+                return Untimed(self, place, "captured" if is_captured else "dropped", self._now())
         if not context.alive:
             return None
         try:
@@ -90,18 +95,21 @@ class Timer:
             self.resolver.wake()
             return Untimed(self, place, "dropped", self._now())
         try:
-            pair.stream = place[1]
+            pair.handle = stream
             pair.begin_ns = self._now()
-            error = self._mark(pair.begin_key, place[1])
-            if error:
-                error = self._mark_again(context, pair.begin_key, place[1], error)
-                if error:
-                    label = self.resolver.refused(context, error)
+            number = self._mark(pair.begin_key, stream)
+            if number < 0:
+                number = self._mark_again(context, pair.begin_key, stream, number)
+                if number < 0:
+                    label = self._refused(context, stream, -number)
                     refused = Untimed(self, place, label, pair.begin_ns) if label else None
                     context.free.append(pair)
                     return refused
-            if place[1] not in context.stream_ids:
-                self._learn(context, place[1])
+            pair.stream = number
+            if stream == cuda.PER_THREAD:
+                pair.thread_id = get_native_id()
+            if context.numbers.get(stream) != number:
+                context.learn(stream, number)
             pair.span_id = span_id
             pair.whole = pair.running = pair
             pair.begun = 1
@@ -113,6 +121,30 @@ class Timer:
                 pair.begun = 1
                 context.begun.append(pair)
             raise
+
+    def _place(self, attributes: Any) -> Stream | None:
+        """On which stream of which device the work of a span goes that begins now; None where none is in use."""
+        if attributes is not None and STREAM in attributes:
+            stream = attributes[STREAM]
+            device = self._devices.get(stream)
+            if device is None:
+                device = self.driver.device_of(stream)
+                if stream > cuda.PER_THREAD:
+                    if len(self._devices) >= STREAMS_KNOWN:
+                        self._devices.clear()
+                    self._devices[stream] = device
+            return device, stream
+        for source in self.sources:
+            place = source()
+            if place is not None:
+                return place
+        return None
+
+    def _refused(self, context: Context, stream: int, error: int) -> str:
+        """The label of a span whose first event was not taken, "" for a device that has been given up by it."""
+        if error == cuda.BAD_HANDLE:  # the stream may be another one by now, of another device
+            self._devices.pop(stream, None)
+        return self.resolver.refused(context, error)
 
     def begin_again(self, whole: Pair) -> None:
         """Another stretch of a span, in a pair of its own. One that cannot be timed is counted."""
@@ -127,12 +159,18 @@ class Timer:
 
     def end_pair(self, pair: Pair) -> None:
         """Record the second event. The resolver takes over from here."""
-        context, error = pair.context, 0
+        context = pair.context
         try:
             if context.alive:
-                error = self._mark(pair.end_key, pair.stream)
-                if error:
-                    pair.error = self._mark_again(context, pair.end_key, pair.stream, error)
+                if pair.thread_id and pair.thread_id != get_native_id():
+                    # The default stream of this thread is not the one on which the pair began.
+                    pair.error = INTERRUPTED
+                    self.resolver.counts["spans that left the thread of their per-thread stream"] += 1
+                else:
+                    number = self._mark(pair.end_key, pair.handle)
+                    if number < 0:
+                        number = self._mark_again(context, pair.end_key, pair.handle, number)
+                        pair.error = max(-number, 0)
             pair.end_ns = self._now()
         except BaseException:  # of a signal handler: without an end the pair would be under way for ever
             pair.error = pair.error or INTERRUPTED
@@ -150,24 +188,21 @@ class Timer:
         self.resolver.finished.append(pair)
         self.wake()
 
-    def _learn(self, context: Context, stream: int) -> None:
-        """The number of a stream at first sight: here, where it is not being captured, for to ask would end that."""
-        if len(context.stream_ids) >= STREAMS_KNOWN:
-            context.stream_ids.clear()
-        context.stream_ids[stream] = self.driver.stream_id(stream) if stream else 0
+    def _mark_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
+        """On a thread that has not used the device yet, whose default stream would be that of no context.
 
-    def _mark_again(self, context: Context, event: Any, stream: int, error: int) -> int:
-        """On a thread that has not used the device yet: the default stream is that of the current context."""
+        `refused` is what `mark` has answered, and the answer now.
+        """
         driver = self.driver
-        if error != cuda.NO_CONTEXT:
-            return error
+        if -refused != cuda.NO_CONTEXT:
+            return refused
         error = driver.push(context.handle)
-        if not error:
-            try:
-                error = driver.mark(event, stream)
-            finally:
-                driver.pop()
-        return error
+        if error:
+            return -error
+        try:
+            return driver.mark(event, stream)
+        finally:
+            driver.pop()
 
     def _meet(self, device: int) -> Context | None:
         """A device's context at first sight: a few events at once, the resolver makes the rest."""
@@ -176,7 +211,10 @@ class Timer:
             context = self._contexts.get(device)
             if context is not None or self.resolver.is_stopping:
                 return context
-            handle = driver.primary(device) or driver.current()
+            handle = driver.primary(device)
+            # A context that is current may be that of another device: torch leaves it so until it uses this one.
+            if not handle and driver.current_device() == device:
+                handle = driver.current()
             if not handle:
                 return None
             context = Context(handle, device, Anchors(driver, self._now, self._raw))
@@ -221,6 +259,8 @@ class Timing:
         self._undo_imports: Callable[[], None] | None = None
         self._inherited: list[Timer] = []
         self._hosts: list[ModuleType] = []
+        self._numba = streams.NumbaStreams(0)
+        self._undos: list[Callable[[], None]] = []
         self.intervals = Intervals(memory_bytes)
         self.timer: Timer | None = None
         self.reason = ""
@@ -247,8 +287,11 @@ class Timing:
                 return
             hosts = self._hosts  # those before this one may have had no driver
             self.timer = Timer(driver, self.intervals, self._recorder, self._now, self._raw)
+            self._numba = streams.NumbaStreams(driver.default_stream)
         for host in hosts:
-            source = streams.current_of(host, self.timer.driver)
+            if host.__name__ == "numba.cuda":
+                self._undos.append(self._numba.install(host))
+            source = streams.current_of(host, self.timer.driver, self._numba)
             if source is not None:
                 self.timer.sources.append(source)
         self._ranges.time_by(self.timer.begin)
@@ -280,6 +323,8 @@ class Timing:
             self._undo_imports()
             self._undo_imports = None
         self._ranges.time_by(None)
+        while self._undos:
+            self._undos.pop()()
         if self.timer is not None:
             self.timer.resolver.stop()
 

@@ -72,6 +72,7 @@ class TorchDriver:
     Raises `ImportError` for a torch that is too old, `OSError` where a thread cannot be kept from disturbing captures.
     """
 
+    default_stream = 0
     misfit = ""  # torch has brought what it needs of the vendor's libraries
     CAPTURING = cuda.CAPTURING
     NOT_READY = cuda.NOT_READY
@@ -101,18 +102,18 @@ class TorchDriver:
     # ---------------------------------------------------------------- on a thread of the service
 
     def _mark(self, event: tuple[Any, int], stream: int) -> int:
-        """Record an event on a stream of its device, unless it is being captured."""
+        """Record an event on a stream of its device, unless it is being captured: its address, or an error below 0."""
         wanted, device = event
         try:
             target = self._streams.get((device, stream))
             if target is None:
                 target = self._stream(device, stream)
             if self._is_captured(device, target, stream):
-                return cuda.CAPTURING
+                return -cuda.CAPTURING
             wanted.record(target)
         except (RuntimeError, ValueError) as error:
-            return error_of(error)
-        return 0
+            return -error_of(error)
+        return 0 if stream == cuda.LEGACY else stream  # torch does not tell the numbers of vendors' tools
 
     def _stream(self, device: int, stream: int) -> Any:
         """torch's object for a stream's handle. To make one waits for nothing; 0 would be a new one of torch's pool."""
@@ -139,13 +140,18 @@ class TorchDriver:
         finally:
             self._go_back(before)
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether a stream is being captured into a graph, or none may be asked because another one is."""
+    def capture(self, stream: int) -> int:
+        """`CAPTURING` where a stream is being captured into a graph, else the error, 0 for none."""
         device = self._device()
         try:
-            return self._is_captured(device, self._stream(device, stream), stream)
-        except RuntimeError:
-            return True
+            return cuda.CAPTURING if self._is_captured(device, self._stream(device, stream), stream) else 0
+        except RuntimeError as error:
+            return error_of(error)
+
+    def device_of(self, stream: int) -> int:
+        """The index of the device that a stream belongs to, as far as torch has seen it there; else the current one."""
+        seen = next((device for device, known in list(self._streams) if known == stream), None)
+        return seen if stream > cuda.PER_THREAD and seen is not None else self.current_device()
 
     def relaxed(self, make: Callable[[], T]) -> T:
         """Run what makes things of the driver on a thread of the host's, so that it ends no capture of any thread."""
@@ -241,10 +247,6 @@ class TorchDriver:
             return 0, round(first.elapsed_time(second) * 1e6)
         except (RuntimeError, ValueError) as error:
             return error_of(error), 0
-
-    def stream_id(self, stream: int) -> int:
-        """Its address: torch does not tell the number by which the vendor's tools call a stream."""
-        return stream
 
 
 def error_of(error: Exception) -> int:

@@ -4,10 +4,11 @@ Where there is a CUDA device and a torch that uses it, that is measured; elsewhe
 calls take next to nothing, so that what remains is ours and the bindings'. `--driver-ns` lets each of its calls take
 as long as a real one.
 
-The first table shows a span without device time, and one with it by each way to record: through the bindings, which
-let go of the lock in every call, and by the driver's functions called with the lock held. The second shows the same
-while another thread computes in Python: to let go of the lock then is to wait for it until that thread's turn is over
-(5 ms unless `sys.setswitchinterval` says otherwise). The third is the resolver's: what a span costs it.
+The first table shows a span without device time, and one with it by each way to record: letting go of the lock once a
+record, as is the default, and keeping it. The second and third show the same while other threads compute in Python: who
+lets go of the lock may then wait for it until another thread's turn is over (5 ms unless `sys.setswitchinterval` says
+otherwise); who keeps it may wait for ever where a host function wants it. Beside them stands a call of `time.sleep(0)`,
+which lets go of the lock once, as any operator of torch does.
 
 With `--spans N`, N spans go through one timer, and the memory of the process is shown on the way.
 """
@@ -141,12 +142,12 @@ def compare(current: Any) -> None:
 
     def nothing() -> None: ...
 
-    runs: dict[str, Callable[[], None]] = {"bare call": nothing}
+    runs: dict[str, Callable[[], None]] = {"bare call": nothing, "time.sleep(0)": lambda: time.sleep(0)}
     timers = []
     plain = Recorder(1 << 22)
     plain.on = True
     runs["span"] = plain.wrap(nothing, Site("plain"))
-    for name, holds_gil in (("device span, bindings", False), ("device span, lock held", True)):
+    for name, holds_gil in (("device span, lock let go", False), ("device span, lock kept", True)):
         recorder = Recorder(1 << 22)
         recorder.on = True
         timer = Timer(CudaDriver(holds_gil=holds_gil), Intervals(1 << 22), recorder, recorder.now_ns)
@@ -171,7 +172,7 @@ def compare(current: Any) -> None:
         for name, values in found.items():
             p50, p99 = quantile(values, 0.5), quantile(values, 0.99)
             print(f"{name:<32}{p50:>10,}{p99:>12,}{statistics.mean(values):>12,.0f}{p50 - bare:>12,}")
-    for timer, name in zip(timers, ("bindings", "lock held"), strict=True):
+    for timer, name in zip(timers, ("lock let go", "lock kept"), strict=True):
         resolver = timer.resolver
         resolver.stop()
         spans = sum(
