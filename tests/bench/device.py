@@ -7,8 +7,7 @@ as long as a real one.
 The first table shows a span without device time, and one with it by each way to record: letting go of the lock once a
 record, as is the default, and keeping it. The second and third show the same while other threads compute in Python: who
 lets go of the lock may then wait for it until another thread's turn is over (5 ms unless `sys.setswitchinterval` says
-otherwise); who keeps it may wait for ever where a host function wants it. Beside them stands a call of `time.sleep(0)`,
-which lets go of the lock once, as any operator of torch does.
+otherwise), as in any operator of torch; who keeps it may wait for ever where a host function wants it.
 
 With `--spans N`, N spans go through one timer, and the memory of the process is shown on the way.
 """
@@ -142,7 +141,7 @@ def compare(current: Any) -> None:
 
     def nothing() -> None: ...
 
-    runs: dict[str, Callable[[], None]] = {"bare call": nothing, "time.sleep(0)": lambda: time.sleep(0)}
+    runs: dict[str, Callable[[], None]] = {"bare call": nothing}
     timers = []
     plain = Recorder(1 << 22)
     plain.on = True
