@@ -17,6 +17,9 @@ STREAM = object()
 """The key under which a span's attributes hold the handle of the stream that its device time is taken on, if its own.
 It is nothing that a reader sees."""
 
+WORK = object()
+"""Key under which the attributes that a device timer is handed hold the `Work` of the span."""
+
 
 class Taken(NamedTuple):
     """Rows as they were at one moment: the finished ones by thread id, in the order of ends, and the open ones.

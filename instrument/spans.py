@@ -9,7 +9,7 @@ of them. There a number is one of 64 bits, else `OverflowError` is raised. As ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from operator import attrgetter, le
@@ -35,6 +35,16 @@ TOLD_APART = ("phase", "direction", "sync")
 """Attributes of a site by which reports count its calls. Others, as a rank, differ from process to process."""
 
 
+class Work(NamedTuple):
+    """What a span will give a device to do: the framework that launches it, and on which devices by their index.
+
+    Without devices it is the one that is current for the framework.
+    """
+
+    framework: str
+    devices: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
     """One instrumented place: static facts, the same for each of its spans.
@@ -44,7 +54,8 @@ class Site:
     `name` groups rows (for a layer the class name), `instance` tells apart the sites that share a name (for a
     layer its path in the module tree). `attributes` are the same for every span of the site. A span shorter than
     `min_ns` that has no children and no error is counted in the tally and not kept. What `suspends` is a coroutine or
-    an async generator, whose time is also that in which it waited.
+    an async generator, whose time is also that in which it waited. `work` tells whose device times a span that begins
+    now asks for, None where only the thread's current devices can tell.
     """
 
     name: str
@@ -58,6 +69,7 @@ class Site:
     attributes: tuple[tuple[str, AttributeValue], ...] = ()
     min_ns: int = 0
     suspends: bool = False
+    work: Callable[[], Work] | None = None
 
     @property
     def key(self) -> tuple[object, ...]:

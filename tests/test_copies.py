@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,6 +15,7 @@ from instrument.probes.copies import torch as room  # noqa: E402 - after the ski
 from instrument.probes.copies.transfers import Transfers  # noqa: E402
 from instrument.profile import DIRECTIONS, CopyRule  # noqa: E402
 from instrument.recorder import Recorder  # noqa: E402
+from instrument.spans import Work  # noqa: E402
 
 
 @pytest.mark.slow
@@ -52,3 +54,36 @@ def test_copies_to_and_from_a_real_gpu(recorder: Recorder) -> None:
         ("d2h", 4, True, False),
         ("d2h", 8, True, False),
     ]
+
+
+class Tensor(NamedTuple):
+    """As much of a torch tensor as tells where it lies."""
+
+    device: Any
+
+    @property
+    def is_cuda(self) -> bool:
+        return str(self.device.type) == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("source", "args", "kwargs", "devices"),
+    [
+        ("cuda:1", ("cpu",), {}, (1,)),
+        ("cuda:1", ("cuda:0",), {}, (1,)),
+        ("cpu", ("cuda:1",), {}, (1,)),
+        ("cpu", (1,), {}, (1,)),
+        ("cpu", (), {"device": "cuda:1"}, (1,)),
+        ("cpu", (torch.device("cuda:1"),), {}, (1,)),
+        ("cpu", (Tensor(torch.device("cuda:1")),), {}, (1,)),
+        ("cpu", ("cuda",), {}, None),
+        ("cpu", (), {}, None),
+        ("cpu", (torch.float32,), {}, None),
+        ("cpu", (True,), {}, None),
+    ],
+)
+def test_a_copy_runs_on_the_device_that_it_comes_from_or_goes_to(
+    source: str, args: Any, kwargs: Any, devices: tuple[int, ...] | None
+) -> None:
+    work = room._where((Tensor(torch.device(source)), *args), kwargs)
+    assert work == (None if devices is None else Work("torch", devices))

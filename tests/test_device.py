@@ -24,7 +24,7 @@ from instrument.device.streams import NumbaStreams, current_of_numba
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import TorchDriver
 from instrument.rows import STREAM
-from instrument.spans import DeviceInterval, Site, Span, length, union
+from instrument.spans import DeviceInterval, Site, Span, Work, length, union
 
 cuda = pytest.importorskip("cuda.bindings.driver")
 pytestmark = pytest.mark.fake_driver
@@ -1124,3 +1124,103 @@ def test_a_long_queue_on_another_stream_is_asked_about_once(bench: Bench) -> Non
     bench.settle(15 * MS)
     assert [label for label, _, _ in filter(None, map(bench.told, spans))] == ["overlapped"] * 10
     assert bench.fake.calls("cuEventQuery") < 200
+
+
+# ---------------------------------------------------------------- whose work, and where
+
+
+def intervals_of(bench: Bench, span: Span) -> list[tuple[str, int, int]]:
+    """Label, device and length of each interval of a span."""
+    return [(one.label, one.device, one.end_ns - one.start_ns) for one in bench.of(span)]
+
+
+@pytest.mark.parametrize("other_stream", [0, 7], ids=["default stream", "stream of its own"])
+@pytest.mark.parametrize("other_comes_first", [True, False])
+def test_where_two_frameworks_are_at_work_both_are_asked(
+    bench: Bench, other_comes_first: bool, other_stream: int
+) -> None:
+    """torch works on a side stream, another framework has one that is current and does nothing on it."""
+    side, idle = bench.stream(), bench.stream() if other_stream else 0
+    sources = [lambda: (0, idle), lambda: (0, side)]
+    bench.timer.sources[:] = sources if other_comes_first else reversed(sources)
+    pair, span = bench.begin()
+    bench.fake.launch(side, 50 * MS)
+    bench.fake.advance(MS)
+    bench.end(pair, span)
+    bench.settle(100 * MS)
+    bench.settle(MS)
+    assert intervals_of(bench, span) == [("exclusive", 0, 50 * MS)]
+    assert [device_ns for _, _, device_ns, _ in bench.totals.counted] == [50 * MS]
+
+
+def test_work_on_two_streams_of_one_span_is_told_of_both(bench: Bench) -> None:
+    one, other = bench.stream(), bench.stream()
+    bench.timer.sources[:] = [lambda: (0, one), lambda: (0, other)]
+    pair, span = bench.begin()
+    bench.fake.launch(one, 20 * MS)
+    bench.fake.launch(other, 30 * MS)
+    bench.end(pair, span)
+    bench.settle(100 * MS)
+    assert intervals_of(bench, span) == [("overlapped", 0, 20 * MS), ("overlapped", 0, 30 * MS)]
+    assert [device_ns for _, _, device_ns, _ in bench.totals.counted] == [30 * MS]  # time that both share counts once
+
+
+def test_where_every_stream_ran_dry_the_first_one_is_told(bench: Bench) -> None:
+    one, other = bench.stream(), bench.stream()
+    bench.timer.sources[:] = [lambda: (0, one), lambda: (0, other)]
+    pair, span = bench.begin()
+    bench.fake.advance(MS)
+    bench.end(pair, span)
+    bench.settle(100 * MS)
+    assert intervals_of(bench, span) == [("launch-bound", 0, MS)]
+    assert bench.of(span)[0].stream == bench.resolver.contexts[0].numbers[one]
+
+
+def test_a_span_that_names_its_framework_and_devices_is_timed_there(bench: Bench) -> None:
+    """A model that lies on both devices, called while device 0 is current."""
+    streams = {0: bench.stream(0), 1: bench.stream(1)}
+    bench.timer.sources[:] = [lambda: (0, bench.stream())]
+    bench.timer.frameworks["torch"] = lambda device=None: (device or 0, streams[device or 0])
+    site = Site("layer", device=True, work=lambda: Work("torch", (0, 1)))
+    span = Span(site, 1, 0, 0, 0, 0, bench.fake.now_ns(), 0, 0, 0)
+    pair = bench.timer.begin(site, None, 1)
+    bench.fake.launch(streams[0], 10 * MS)
+    bench.use(1)
+    bench.fake.launch(streams[1], 50 * MS)
+    bench.use(0)
+    bench.end(pair, span)
+    bench.settle(100 * MS)
+    bench.settle(MS)
+    assert intervals_of(bench, span) == [("exclusive", 0, 10 * MS), ("exclusive", 1, 50 * MS)]
+
+
+def test_a_generator_on_two_streams_has_a_stretch_on_each_for_each_step(bench: Bench) -> None:
+    one, other = bench.stream(), bench.stream()
+    bench.timer.sources[:] = [lambda: (0, one), lambda: (0, other)]
+    pair, span = bench.begin()
+    for _ in range(3):
+        bench.fake.launch(other, 5 * MS)
+        pair.pause()
+        bench.settle(20 * MS)
+        pair.resume()
+    bench.end(pair, span)
+    bench.settle(20 * MS)
+    bench.settle(MS)
+    told = intervals_of(bench, span)
+    assert told == [("exclusive", 0, 5 * MS)] * 3
+    context = bench.resolver.contexts[0]
+    assert not any(context.under_way.values())
+    assert len(context.free) == context.made
+
+
+def test_a_call_on_two_streams_that_was_no_span_after_all_costs_nothing(bench: Bench) -> None:
+    one, other = bench.stream(), bench.stream()
+    bench.timer.sources[:] = [lambda: (0, one), lambda: (0, other)]
+    pair, _ = bench.begin()
+    pair.cancel()
+    bench.settle(MS)
+    bench.settle(MS)
+    context = bench.resolver.contexts[0]
+    assert not any(context.under_way.values())
+    assert len(context.free) == context.made
+    assert bench.totals.counted == []

@@ -6,8 +6,9 @@ import copy
 import gc
 import io
 import pickle
+import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from trees import outline, tree
@@ -16,10 +17,11 @@ torch = pytest.importorskip("torch")
 
 import instrument  # noqa: E402 - after the skip
 from instrument.errors import FAULTS  # noqa: E402 - after the skip
-from instrument.probes.layers import VAIN_WALKS, Layers  # noqa: E402
+from instrument.probes.layers import VAIN_WALKS, Layers, ModuleWork  # noqa: E402
 from instrument.profile import LayerRule  # noqa: E402
 from instrument.recorder import Recorder  # noqa: E402
 from instrument.schema import loads  # noqa: E402
+from instrument.spans import Work  # noqa: E402
 
 nn = torch.nn
 
@@ -277,3 +279,29 @@ def test_layers_that_were_recorded_are_not_called_unreachable_after_the_end() ->
     instrument.stop()
     assert [(v.target, v.state) for v in session.verdicts() if v.target in ours] == before
     assert session.notes() == told
+
+
+class Device(NamedTuple):
+    type: str
+    index: int | None
+
+
+class Parameter:
+    """As much of a torch parameter as tells where it lies."""
+
+    def __init__(self, kind: str, index: int | None = None) -> None:
+        self.device = Device(kind, index)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def test_a_layer_tells_the_devices_that_its_parameters_lie_on_now() -> None:
+    parameters = [Parameter("cuda", 1), Parameter("cpu"), Parameter("cuda", 1)]
+    work = ModuleWork(types.SimpleNamespace(parameters=lambda: iter(parameters)))
+    assert work() == Work("torch", (1,))
+    parameters[1].device = Device("cuda", 0)
+    assert work() == Work("torch", (0, 1))
+    parameters.clear()
+    assert work() == Work("torch")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from instrument.device.anchors import Anchors, Place
 from instrument.device.streams import Stream
@@ -55,6 +55,18 @@ class Times(Protocol):
     def refuse(self, span_id: int, place: Stream, at_ns: int, label: str, /) -> None: ...
 
 
+class Held(NamedTuple):
+    """What one of several pairs of a span has told."""
+
+    context: Context
+    stream: int
+    start_ns: int
+    end_ns: int
+    label: str
+    uncertainty_ns: int
+    is_beside: bool
+
+
 class Pair:
     """Two events of a context's pool, and what they time: one stretch of a stream.
 
@@ -64,12 +76,15 @@ class Pair:
     Times of the host are 0 until they are known. `handle` is what the stream is called by and may be another stream's
     later, `stream` its number, which is its own; `thread_id` is told where the handle means another stream to another
     thread.
+
+    Where nobody can tell on which of several streams a span works, each has a pair: those `beside` the first one begin
+    and end with it, and what all of them tell is `held` until the span is over.
     """
 
     __slots__ = (
-        "begin", "begin_key", "begin_ns", "begun", "beyond_ns", "context", "device_ns", "end_event", "end_key",
-        "end_ns", "error", "handle", "last_ns", "place", "row", "running", "span_id", "stream", "taken", "thread_id",
-        "timer", "whole",
+        "begin", "begin_key", "begin_ns", "begun", "beside", "beyond_ns", "context", "device_ns", "end_event",
+        "end_key", "end_ns", "error", "handle", "held", "is_beside", "last_ns", "place", "row", "running", "site",
+        "span_id", "stream", "taken", "thread_id", "timer", "whole",
     )  # fmt: skip
 
     def __init__(self, timer: Times, context: Context, begin: Any, end: Any, begin_key: Any, end_key: Any) -> None:
@@ -88,6 +103,10 @@ class Pair:
         self.row: tuple[Any, int, int, int] | None = None
         self.span_id = self.begun = self.taken = 0
         self.device_ns = self.beyond_ns = self.last_ns = 0
+        self.site: Any = None
+        self.beside: Sequence[Pair] = ()
+        self.is_beside = False
+        self.held: list[Held] | None = None
 
     def pause(self) -> None:
         """A generator's body stands still."""
@@ -113,6 +132,8 @@ class Pair:
 
     def cancel(self) -> None:
         """There is no span after all."""
+        for other in self.beside:
+            other.cancel()
         self.whole = self.running = None
         self.end_ns = -1
         self.timer.wake()  # or the pool runs dry by calls that do nothing

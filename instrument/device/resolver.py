@@ -13,7 +13,7 @@ from operator import attrgetter
 from instrument.device import cuda
 from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS, Place
 from instrument.device.intervals import Intervals
-from instrument.device.pairs import Context, Driver, Pair, Times
+from instrument.device.pairs import Context, Driver, Held, Pair, Times
 from instrument.device.streams import Stream
 from instrument.errors import FAULTS
 from instrument.recorder import Recorder
@@ -438,13 +438,38 @@ class Resolver:
         else:
             label = "exclusive"
         self.pairs += 1
-        whole.add(start_ns, end_ns)
-        self._remember(context, stream, start_ns, end_ns)
-        self._keep(whole.span_id, context.device, stream, start_ns, end_ns, label, place.uncertainty_ns)
+        told = Held(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_beside)
+        if whole.held is None:
+            self._tell(whole, told, label)
+        else:
+            whole.held.append(told)
         whole.taken += 1
         if pair is not whole:
             self._give_back(pair)
         self._count_if_done(whole)
+
+    def _tell(self, whole: Pair, told: Held, label: str) -> None:
+        context, stream, start_ns, end_ns, _, uncertainty_ns, _ = told
+        whole.add(start_ns, end_ns)
+        self._remember(context, stream, start_ns, end_ns)
+        self._keep(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
+
+    def _tell_held(self, whole: Pair) -> None:
+        """Of a span that was timed on several streams: those on which it worked, as far as they can be told.
+
+        A stream that had run dry when the span ended may have had nothing to do. Where all had, the first one is told.
+        """
+        held = whole.held or []
+        worked = [told for told in held if told.label != "launch-bound"]
+        worked = worked or [told for told in held if not told.is_beside] or held
+        for told in sorted(worked, key=attrgetter("start_ns")):
+            others = (
+                other
+                for other in worked
+                if other.context is told.context and other.stream != told.stream
+                if other.start_ns < told.end_ns - RESOLUTION_NS and told.start_ns < other.end_ns - RESOLUTION_NS
+            )
+            self._tell(whole, told, "overlapped" if told.label != "stale" and any(others) else told.label)
 
     def _lose(self, context: Context, stream: int, pair: Pair, error: int) -> None:
         """A stretch that was not timed, or belongs to no span after all."""
@@ -470,6 +495,8 @@ class Resolver:
             return
         ring, index, start_ns, end_ns = whole.row
         try:
+            if whole.held is not None:
+                self._tell_held(whole)
             if whole.device_ns and index >= 0:
                 host_ns = end_ns - start_ns
                 if not self._recorder.count_device(ring, index, host_ns, whole.device_ns, host_ns + whole.beyond_ns):
@@ -518,6 +545,8 @@ class Resolver:
         for other, pairs in context.under_way.items():
             for pair in () if other == stream else pairs:
                 if pair.begin_ns >= end_ns or pair.stream != other or pair.whole is None or pair.error:
+                    continue
+                if pair.whole.held is not None:  # perhaps nothing of it is there
                     continue
                 begun_ns = self._begun_at(context, pair)
                 if begun_ns is None:

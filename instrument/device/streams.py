@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +15,11 @@ from instrument.recorder import stream_handle
 Stream = tuple[int, int]
 """Index of a device as the process numbers them, and the handle of one of its streams."""
 
-Current = Callable[[], "Stream | None"]
-"""Tells the calling thread's current stream; None where the framework has not begun to use a device."""
+Current = Callable[..., "Stream | None"]
+"""Tells the calling thread's current stream, on its current device or on the one that it is asked about.
+
+None where the framework has not begun to use a device.
+"""
 
 UNKNOWN = -1
 """In place of a handle: the framework works on a stream that it has not told yet."""
@@ -39,10 +42,11 @@ def current_of_torch(torch: Any) -> Current | None:
         return None
     is_initialized = torch.cuda.is_initialized
 
-    def current() -> Stream | None:
+    def current(index: int | None = None) -> Stream | None:
         if not is_initialized():
             return None
-        index = device()
+        if index is None:
+            index = device()
         return index, raw(index)
 
     return current
@@ -52,8 +56,10 @@ def current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
     """cupy's current stream. Its first question would initialise CUDA, so the driver is asked for a context before."""
     stream, device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
 
-    def current() -> Stream | None:
-        return (device(), stream().ptr) if has_context() else None
+    def current(index: int | None = None) -> Stream | None:
+        if not has_context():
+            return None
+        return (device(), stream().ptr) if index is None else (index, stream(index).ptr)
 
     return current
 
@@ -65,7 +71,7 @@ def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] =
     the thread's work waiting for every stream that blocks.
     """
 
-    def current() -> Stream | None:
+    def current(_: int | None = None) -> Stream | None:
         index, stream = device(), used()
         return None if index < 0 else (index, UNKNOWN if stream is None else stream)
 
@@ -117,6 +123,16 @@ class NumbaStreams:
                 setattr(owner, name, function)
 
         return undo
+
+
+def likely(places: Sequence[Stream]) -> Sequence[Stream]:
+    """Of the streams that several frameworks call current, each once, those on which work may go.
+
+    The default stream of a device is what a framework tells that does nothing there, and a record on it holds up the
+    streams that block: it is left out where another framework has a stream of its own on that device.
+    """
+    own = {device for device, stream in places if stream > 1}
+    return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in own]
 
 
 def current_of(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:

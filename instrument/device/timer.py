@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_native_id
 from types import ModuleType
@@ -30,7 +30,7 @@ from instrument.device.resolver import FIRST, INTERRUPTED, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.device.torch_events import TorchDriver
 from instrument.recorder import RECORDER, Recorder
-from instrument.rows import STREAM
+from instrument.rows import STREAM, WORK
 from instrument.spans import Site, Span
 from instrument.unpatched import Lock
 
@@ -60,6 +60,7 @@ class Timer:
         self.driver = driver
         self._raw = raw
         self.sources: list[Current] = []
+        self.frameworks: dict[str, Current] = {}
         self.resolver = Resolver(self, driver, intervals, recorder, now)
         self._now = now
         self._mark = driver.mark
@@ -70,9 +71,35 @@ class Timer:
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Pair | Untimed | None:
         """Record the first event of a span. None where the host does not use a device, or it has been given up."""
-        place = self._place(attributes)
-        if place is None or place[0] < 0:
+        places = self._places(site, attributes)
+        if not places:
             return None
+        begun = self._begin_at(places[0], span_id) if len(places) == 1 else self._begin_on(places, span_id)
+        if begun.__class__ is Pair:
+            begun.site = site
+        return begun
+
+    def _begin_on(self, places: Sequence[Stream], span_id: int) -> Pair | Untimed | None:
+        """Record an event on each of some streams."""
+        begun: list[Pair | Untimed] = []
+        try:
+            for place in places:
+                pair = self._begin_at(place, span_id)
+                if pair is not None:
+                    begun.append(pair)
+        except BaseException:  # of a signal handler
+            for pair in begun:
+                pair.cancel()
+            raise
+        pairs = [pair for pair in begun if isinstance(pair, Pair)]
+        if len(pairs) > 1:
+            whole = pairs[0]
+            whole.held, whole.begun, whole.beside = [], len(pairs), pairs[1:]
+            for pair in whole.beside:
+                pair.whole, pair.running, pair.is_beside = whole, None, True
+        return pairs[0] if pairs else next(iter(begun), None)
+
+    def _begin_at(self, place: Stream, span_id: int) -> Pair | Untimed | None:
         device, stream = place
         if stream == streams.UNKNOWN:
             self.resolver.counts[NO_STREAM_YET] += 1
@@ -122,23 +149,40 @@ class Timer:
                 context.begun.append(pair)
             raise
 
-    def _place(self, attributes: Any) -> Stream | None:
-        """On which stream of which device the work of a span goes that begins now; None where none is in use."""
-        if attributes is not None and STREAM in attributes:
-            stream = attributes[STREAM]
-            device = self._devices.get(stream)
-            if device is None:
-                device = self.driver.device_of(stream)
-                if stream > cuda.PER_THREAD:
-                    if len(self._devices) >= STREAMS_KNOWN:
-                        self._devices.clear()
-                    self._devices[stream] = device
-            return device, stream
-        for source in self.sources:
-            place = source()
-            if place is not None:
-                return place
-        return None
+    def _places(self, site: Site | None, attributes: Any) -> Sequence[Stream]:
+        """On which streams of which devices the work of a span goes that begins now; none where none is in use.
+
+        The framework that works is asked for its current stream on each device that it will work on, where the span
+        tells the two, else every framework for its current one.
+        """
+        work = None
+        if attributes is not None:
+            if STREAM in attributes:
+                device = self._device_of(attributes[STREAM])
+                return () if device < 0 else ((device, attributes[STREAM]),)
+            work = attributes.get(WORK)
+        if work is None and site is not None and site.work is not None:
+            work = site.work()
+        if work is not None and (tell := self.frameworks.get(work.framework)) is not None:
+            found = [place for device in work.devices or (None,) if (place := tell(device)) is not None]
+        else:
+            found = [place for source in self.sources if (place := source()) is not None and place[0] >= 0]
+        return found if len(found) < 2 else streams.likely(found)
+
+    def _device_of(self, stream: int) -> int:
+        """The index of the device of a stream that the code names, whichever is current; -1 where none is."""
+        device = self._devices.get(stream)
+        if device is None:
+            driver = self.driver
+            current = driver.current_device()
+            # To ask whose a stream is that is being captured would end the capture.
+            if current < 0 or stream <= cuda.PER_THREAD or driver.capture(stream):
+                return current
+            device = driver.device_of(stream)
+            if len(self._devices) >= STREAMS_KNOWN:
+                self._devices.clear()
+            self._devices[stream] = device
+        return device
 
     def _refused(self, context: Context, stream: int, error: int) -> str:
         """The label of a span whose first event was not taken, "" for a device that has been given up by it."""
@@ -148,17 +192,28 @@ class Timer:
 
     def begin_again(self, whole: Pair) -> None:
         """Another stretch of a span, in a pair of its own. One that cannot be timed is counted."""
-        pair = self.begin(None, None, whole.span_id)
+        pair = self.begin(whole.site, None, whole.span_id)
         if isinstance(pair, Pair):
             # No look of the resolver's comes to a pair in between that has not ended.
-            pair.whole, pair.running = whole, None
-            whole.begun += 1
+            for one in (pair, *pair.beside):
+                one.whole, one.running = whole, None
+                whole.begun += 1
+            if whole.held is None and pair.beside:
+                whole.held = []
             whole.running = pair
         elif pair is not None:
             self.resolver.counts["steps of generators without device time"] += 1
 
     def end_pair(self, pair: Pair) -> None:
         """Record the second event. The resolver takes over from here."""
+        try:
+            self._end(pair)
+        finally:
+            for other in pair.beside:
+                self._end(other)
+        self.wake()
+
+    def _end(self, pair: Pair) -> None:
         context = pair.context
         try:
             if context.alive:
@@ -176,7 +231,6 @@ class Timer:
             pair.error = pair.error or INTERRUPTED
             pair.end_ns = pair.begin_ns
             raise
-        self.wake()
 
     def wake(self) -> None:
         """Let the resolver look, if it sleeps."""
@@ -293,7 +347,10 @@ class Timing:
                 self._undos.append(self._numba.install(host))
             source = streams.current_of(host, self.timer.driver, self._numba)
             if source is not None:
-                self.timer.sources.append(source)
+                name = host.__name__.partition(".")[0]
+                self.timer.frameworks[name] = source
+                # Where streams tell nothing, the first one's are told: torch, if it is there.
+                self.timer.sources.insert(0 if name == "torch" else len(self.timer.sources), source)
         self._ranges.time_by(self.timer.begin)
 
     def _driver_for(self, module: ModuleType) -> Driver | None:
@@ -337,6 +394,7 @@ class Timing:
             before.resolver.disown()
             self.timer = Timer(before.driver, self.intervals, self._recorder, self._now, self._raw)
             self.timer.sources.extend(before.sources)
+            self.timer.frameworks.update(before.frameworks)
             if self._undo_imports is not None:
                 self._ranges.time_by(self.timer.begin)
 

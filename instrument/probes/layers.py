@@ -11,6 +11,7 @@ may make a new layer in every call, which sits nowhere: for such a class walks t
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import gc
 import inspect
@@ -28,7 +29,7 @@ from instrument.probes.regions import DYNAMO, WRAPPING, Regions, Selected, known
 from instrument.probes.verdict import Verdict
 from instrument.profile import LayerRule
 from instrument.recorder import RECORDER, Recorder
-from instrument.spans import Site
+from instrument.spans import Site, Work
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
@@ -150,7 +151,8 @@ class Layers:
         self._recorder = recorder
         self._sites: dict[int, Site | None] = {}  # by identity of the module
         self._followed: set[int] = set()  # modules whose end is told to us
-        self._shared: dict[tuple[str | None, bool, type[Any], str], Site] = {}  # by name, device, class and path
+        # By name, whether device time is asked for, class, path and devices.
+        self._shared: dict[tuple[str | None, bool, type[Any], str, tuple[int, ...]], Site] = {}
         self._torch: ModuleType | None = None
         self.known: dict[str, Callable[[], Iterable[type[Any]]] | None] = {"torch": None}
         self.left_out: Callable[[type[Any]], bool] = lambda cls: False
@@ -311,7 +313,7 @@ class Layers:
         at_work = self._at_work
         try:
             path = self._paths.of(module)
-            site = None if self._regions.holds(module) else self.select(type(module), path or "")
+            site = None if self._regions.holds(module) else self.select(type(module), path or "", module=module)
             if path is None and site is None and not self._regions.holds(module):
                 return None
         except Exception as fault:
@@ -350,16 +352,21 @@ class Layers:
         """The first rule that selects a layer of a class at a path, and the sites that it has selected so far."""
         return next((found for found in self._at_work if selects(found[0], class_name, path)), None)
 
-    def select(self, cls: type[Any], path: str, method: str = "forward") -> Site | None:
-        """The site of a layer that a rule selects, None where none does. `method` does the work of the class."""
+    def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
+        """The site of a layer that a rule selects, None where none does. `method` does the work of the class.
+
+        A rule that asks for device time has a site for each set of devices that the parameters of a `module` lie on.
+        """
         found = self._first(known_as(cls), path)
         if found is None:
             return None
         rule, selected = found
-        key = (rule.name, rule.device, cls, path)
+        work = ModuleWork(module) if rule.device and module is not None else None
+        key = (rule.name, rule.device, cls, path, () if work is None else work().devices)
         site = self._shared.get(key)
         if site is None:
-            site = self._shared.setdefault(key, self._site(rule, cls, path, method))
+            made = self._site(rule, cls, path, method)
+            site = self._shared.setdefault(key, dataclasses.replace(made, work=work) if key[-1] else made)
             self._recorder.may_mute(site)
         selected[site] = None
         return site
@@ -413,6 +420,20 @@ class Layers:
         if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
             why = f"no layer sits at such a path{_nearest(rule.match[0], sorted(paths))}"
         return Verdict(rule.text, "waiting", why=why)
+
+
+class ModuleWork:
+    """Tells on which CUDA devices the parameters of a module lie: it may move, or lie on several."""
+
+    __slots__ = ("_parameters",)
+
+    def __init__(self, module: Any) -> None:
+        by_device = {parameter.device: parameter for parameter in module.parameters()}
+        self._parameters = [weakref.ref(parameter) for parameter in by_device.values()]
+
+    def __call__(self) -> Work:
+        there = [parameter for follow in self._parameters if (parameter := follow()) is not None]
+        return Work("torch", tuple(sorted({parameter.device.index for parameter in there if parameter.is_cuda})))
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

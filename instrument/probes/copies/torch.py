@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instrument.probes.copies.transfers import NOWHERE, Facts, Places, Transfer, Transfers, argument
+from instrument.spans import Work
 
 FRAMEWORK = "torch"
 MODULES = ("torch",)
@@ -46,12 +47,12 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     tensor = torch.Tensor
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _private_backend(torch)
-    places = Places(transfers, FRAMEWORK, ready, lambda args, kwargs: None)
+    places = Places(transfers, FRAMEWORK, ready, _where)
     places.methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_converted, fake))
     places.methods(tensor, ("copy_",), _if_real(_copied, fake))
     places.methods(tensor, ("pin_memory",), _if_new(_pinned, fake), _nowhere)
     # Most of these are of tensors that lie on the host already.
-    places.methods(tensor, READING, _read, lambda args, kwargs: None if args[0].is_cuda else NOWHERE)
+    places.methods(tensor, READING, _read, lambda args, kwargs: _where(args, kwargs) if args[0].is_cuda else NOWHERE)
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         places.methods(storage, ("to", "cuda", "cpu"), _storage_moved)
         places.methods(storage, ("copy_",), _storage_copied)
@@ -61,6 +62,26 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
 
 def _nowhere(args: Any, kwargs: Any) -> Any:
     return NOWHERE
+
+
+def _where(args: Any, kwargs: Any) -> Any:
+    """The device that a copy runs on: the source's, or the target's where the source is on the host.
+
+    `tensor.to(...)` takes many things for its target; what is none of a device's leaves it the current one.
+    """
+    source = args[0]
+    if source.is_cuda:
+        return Work(FRAMEWORK, (source.device.index,))
+    target = kwargs.get("device", args[1] if len(args) > 1 else None)
+    if isinstance(target, int) and not isinstance(target, bool):
+        return Work(FRAMEWORK, (target,))
+    if isinstance(target, str):
+        kind, _, index = target.partition(":")
+        return Work(FRAMEWORK, (int(index),)) if kind in ("cuda", "hip") and index.isdigit() else None
+    target = getattr(target, "device", target)  # of a tensor
+    if getattr(target, "type", None) == "cuda" and target.index is not None:
+        return Work(FRAMEWORK, (target.index,))
+    return None
 
 
 def direction(source: Any, target: Any) -> str | None:

@@ -19,8 +19,8 @@ from instrument.probes.functions import Undo, replace, undo_all
 from instrument.probes.holders import rebind
 from instrument.profile import CopyRule
 from instrument.recorder import RECORDER, Recorder, stream_handle
-from instrument.rows import STREAM
-from instrument.spans import Site
+from instrument.rows import STREAM, WORK
+from instrument.spans import Site, Work
 
 
 class Transfer(NamedTuple):
@@ -44,7 +44,7 @@ NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
 """On which stream a call copies, from its positional and its named arguments: a stream or its address, None for the
-framework's current one, `NOWHERE` where it copies on none that can be known before."""
+framework's current one, `Work` for that on another device, `NOWHERE` for none that can be known before."""
 
 
 class _Inside(threading.local):
@@ -102,7 +102,7 @@ class Transfers:
             try:
                 start_ns = now()
                 if recorder.begin_device is not None:
-                    pair = timed(stream, args, kwargs)
+                    pair = timed(framework, stream, args, kwargs)
                 out = function(*args, **kwargs)
             except BaseException:
                 if pair is not None:
@@ -128,14 +128,16 @@ class Transfers:
         except (AttributeError, TypeError):  # a function made in C with odd attributes
             return wrapper
 
-    def _timed(self, stream: Stream, args: Any, kwargs: Any) -> Any:
+    def _timed(self, framework: str, stream: Stream, args: Any, kwargs: Any) -> Any:
         """What times a call on the device, before anybody knows whether it will copy; None for nothing."""
         begin = self._recorder.begin_device
         try:
             where = stream(args, kwargs)
             if begin is None or where is NOWHERE:
                 return None
-            return begin(None, None if where is None else {STREAM: stream_handle(where)}, 0)
+            if where is None or isinstance(where, Work):
+                return begin(None, {WORK: where or Work(framework)}, 0)
+            return begin(None, {STREAM: stream_handle(where)}, 0)
         except Exception as fault:
             FAULTS.note("copy probe", fault)
             return None
