@@ -72,6 +72,10 @@ class CallTree:
         """That of a node."""
         return self.sites[self._nodes[2 * node]]
 
+    def parent(self, node: int) -> int:
+        """That which a node is below, or `NOT_BELOW`."""
+        return self._nodes[2 * node + 1]
+
     def upwards(self, node: int) -> Iterator[Site]:
         """The sites of a node's path, its own first."""
         while node != NOT_BELOW:

@@ -26,6 +26,7 @@ from instrument.device.gauges import Gauges
 from instrument.device.nvtx import Ranges
 from instrument.device.timer import Timing
 from instrument.errors import FAULTS, InstrumentError, ProfileError, StateError, TraceError
+from instrument.first_request import taken_for_first
 from instrument.generation import Reload
 from instrument.governor import Budget
 from instrument.import_times import ImportTimes
@@ -41,7 +42,7 @@ from instrument.recorder import RECORDER
 from instrument.report.summary import made, summary, views_for
 from instrument.report.view import HeldSpans, Options, Recording, View
 from instrument.schema import loads
-from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Span, Startup, Trace
+from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup, Trace
 from instrument.step_spans import Loop, with_steps
 from instrument.stretch import Stretch, held_now
 from instrument.tally import Tally
@@ -479,11 +480,18 @@ class Session:
     def startup(self) -> Startup:
         """How the process came to serve: kept for ever, whatever the rings have overwritten since."""
         firsts = tuple(FirstCall(site, *first) for site, first in RECORDER.firsts().items())
-        facts = Startup(self.start_ns, clock.process_start_ns(), firsts=firsts)
+        request, why = taken_for_first(RECORDER.firsts_by_node(), RECORDER.paths(), self._named_first())
+        facts = Startup(self.start_ns, clock.process_start_ns(), firsts=firsts, request=request, why=why)
         if self.profile.startup != "auto":
             return facts
-        request = facts.first_request
-        return replace(facts, imports=self._imports.packages(None if request is None else request.start_ns))
+        first = facts.first_request
+        return replace(facts, imports=self._imports.packages(None if first is None else first.start_ns))
+
+    def _named_first(self) -> set[Site]:
+        """What the rules with `first_request` are recorded as."""
+        rules = {rule.text for rule in self.profile.functions if rule.first_request}
+        found = self.selection.verdicts() if rules else ()
+        return {verdict.site for verdict in found if verdict.rule in rules and verdict.site is not None}
 
     def recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
         """What reports are made of, as it is now: a tally and a trace that are taken when they are first read."""

@@ -393,13 +393,19 @@ class _Recording:
 
     def firsts(self) -> dict[Site, tuple[int, int]]:
         """When the first call of each site began that has ended, and how long it took on the host, in ns."""
-        books = [*(ring.firsts() for ring in self.rings()), self.ended_firsts()]
         site_of = self.paths().site
         found: dict[Site, tuple[int, int]] = {}
-        for book in books:
+        for index, first in self.firsts_by_node().items():
+            site = site_of(index)
+            found[site] = min(first, found.get(site, first))
+        return found
+
+    def firsts_by_node(self) -> dict[int, tuple[int, int]]:
+        """The same of each call node of `paths`."""
+        found: dict[int, tuple[int, int]] = {}
+        for book in [*(ring.firsts() for ring in self.rings()), self.ended_firsts()]:
             for index, first in book.items():
-                site = site_of(index)
-                found[site] = min(first, found.get(site, first))
+                found[index] = min(first, found.get(index, first))
         return found
 
     def span(self, row: Row, thread_id: int) -> Span:

@@ -524,6 +524,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "kind": Key("kind", one_of(*KINDS)),
         "phase": Key("phase", string),
         "device": Key("device", flag),
+        "first_request": Key("first_request", flag),
         "where": Key("where", _part("functions.where", dict)),
         "attributes": Key("attributes", one_or_more(_argument)),
     },

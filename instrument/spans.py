@@ -466,22 +466,36 @@ class FirstCall:
     total_ns: int
 
 
+FIRSTS: Mapping[str, str] = {
+    "": "It is the request that began first.",
+    "named": "A rule of the profile names it, with first_request: true.",
+    "passed": "Requests before it have the name of a health probe, or called nothing that is recorded, and do not "
+    "count: a rule with first_request: true would say better.",
+}
+"""Why a request is taken for the first one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Startup:
     """How a process came to serve, which stays known when its first spans are long overwritten.
 
     `process_ns` is when the system made the process, None where it does not tell. `imports` is None where they were not
-    timed. `firsts` has every site that has been called, in no order.
+    timed. `firsts` has every site that has been called, in no order. `request` is what was taken for the first request,
+    None where that is the one that began first; its length is 0 where it is not known. `why` is one of `FIRSTS`.
     """
 
     session_ns: int
     process_ns: int | None = None
     imports: tuple[ImportTime, ...] | None = None
     firsts: tuple[FirstCall, ...] = ()
+    request: FirstCall | None = None
+    why: str = ""
 
     @property
     def first_request(self) -> FirstCall | None:
-        """The request that began first, of those that have ended."""
+        """What was taken for the first request, else that which began first, of those that have ended."""
+        if self.request is not None:
+            return self.request
         requests = [one for one in self.firsts if one.site.kind == "request"]
         return min(requests, key=lambda one: one.start_ns, default=None)
 

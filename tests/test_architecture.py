@@ -28,8 +28,8 @@ FLOORS: list[list[str]] = [
         "report", "stretch", "lock", "ticks",
     ],
     [
-        "process", "profiler", "account", "generation", "reader", "outbox", "files", "handlers", "steps",
-        "operator_spans", "torch_profiler", "sharing",
+        "process", "profiler", "account", "first_request", "generation", "reader", "outbox", "files", "handlers",
+        "steps", "operator_spans", "torch_profiler", "sharing",
     ],
     ["", "__main__", "cli", "autostart", "faces"],
 ]  # fmt: skip
@@ -47,7 +47,7 @@ WITHIN = {
     "recorder": {"pure", "shelf", "wrapping"},
     "device": {"imports", "profile", "recorder"},
     "process": {"profiler", "generation"},
-    "profiler": {"account", "files", "generation", "outbox", "reader"},
+    "profiler": {"account", "first_request", "files", "generation", "outbox", "reader"},
     "account": {"reader"},
     "generation": {"files"},
     "handlers": {"profiler", "files", "torch_profiler"},

@@ -994,6 +994,9 @@ RULES: dict[str, dict[str, Any]] = {
 BEYOND_THE_SCHEMA = re.compile(
     # Amounts: a pattern knows a unit, not what a number times a unit comes to.
     r"limits\.ring: .*, from 64KiB$"
+    r"|limits\.ring: .* at most the memory that this machine has"
+    # What there is.
+    r"|export\.otlp\.(certificate|client_certificate|client_key): .* (a file that is there|a key alone)"
     r"|device\.(nvml|host): .*, from 10ms$"
     r"|export\.otlp\.timeout: .*, from 1ms$"
     r"|: found '[0-9.]{7,}[A-Za-z]+'; allowed: (auto, off, or )?a number with a unit"
@@ -1169,6 +1172,8 @@ class TestTheSchemaAndTheLoaderAgree:
         "profile",
         [
             {"limits": {"ring": "1KiB"}},
+            {"limits": {"ring": "100TB"}},
+            {"export": {"otlp": {"certificate": "/nowhere"}}},
             {"device": {"nvml": 0}},
             {"export": {"otlp": {"timeout": "1ns"}}},
             {"capture": {"slow": "9999999999999h"}},

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -244,6 +245,82 @@ def test_a_program_under_run_tells_its_whole_way_to_serving(tmp_path: Path) -> N
     }  # fmt: skip
     for told in ("First request: handle", "torch ", "torch.load"):
         assert told in done.stdout
+
+
+def serve(*paths: str) -> None:
+    """Requests of one route that answers by path: probes call nothing, the others do."""
+    for path in paths:
+        with instrument.scope("http.request", kind="request"):
+            if path != "/healthz":
+                with instrument.scope("predict"):
+                    time.sleep(0.001)
+
+
+def test_a_health_probe_of_the_same_route_is_not_taken_for_the_first_request() -> None:
+    session = instrument.start(loads("startup: auto", environ={}))
+    assert session is not None
+    serve("/healthz", "/healthz")
+    before_ns = time.monotonic_ns()
+    assert session.startup().why == ""
+    serve("/predict", "/predict")
+    facts = session.startup()
+    text = session.summary(views=["startup"])
+    instrument.stop()
+    assert facts.first_request is not None
+    assert (facts.first_request.site.name, facts.why) == ("http.request", "passed")
+    assert facts.first_request.start_ns >= before_ns
+    assert "First request: Requests before it have the name of a health probe, or called nothing" in text
+
+
+def test_the_first_request_that_works_is_known_with_its_length_and_needs_no_word() -> None:
+    session = instrument.start(loads("startup: auto", environ={}))
+    assert session is not None
+    serve("/predict", "/healthz")
+    facts = session.startup()
+    instrument.stop()
+    assert (facts.request, facts.why) == (None, "")
+
+
+def test_a_route_of_its_own_that_is_called_after_a_probe_does_not_count(tmp_path: Path) -> None:
+    session = instrument.start(loads("startup: auto", environ={}))
+    assert session is not None
+    with instrument.scope("GET /healthz", kind="request"), instrument.scope("query"):
+        pass
+    assert session.startup().first_request is not None, "there is no other yet"
+    with instrument.scope("GET /liver", kind="request"):
+        pass
+    facts = session.startup()
+    path = instrument.dump(tmp_path / "trace.json")
+    instrument.stop()
+    assert facts.first_request is not None
+    assert (facts.first_request.site.name, facts.why) == ("GET /liver", "passed")
+    assert facts.first_request.total_ns > 0
+    read = chrome.load(path)[0].startup
+    assert read is not None
+    assert read.first_request is not None
+    assert (read.first_request.site.key, read.why) == (facts.first_request.site.key, "passed")
+    assert (read.first_request.start_ns, read.first_request.total_ns) == (
+        facts.first_request.start_ns,
+        facts.first_request.total_ns,
+    )
+
+
+def test_a_rule_may_name_the_first_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "served_first.py").write_text("def probe(): pass\ndef answer(): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rules = "functions: [{match: 'served_first:answer', first_request: true}, {match: 'served_first:*', kind: request}]"
+    session = instrument.start(loads(f"startup: auto\n{rules}", environ={}))
+    assert session is not None
+    import served_first  # type: ignore[import-not-found]
+
+    served_first.probe()
+    served_first.answer()
+    facts, text = session.startup(), session.summary(views=["startup"])
+    instrument.stop()
+    sys.modules.pop("served_first")
+    assert facts.first_request is not None
+    assert (facts.first_request.site.name, facts.why) == ("answer", "named")
+    assert "A rule of the profile names it" in text
 
 
 def test_a_session_without_it_touches_no_import_and_says_what_to_do() -> None:

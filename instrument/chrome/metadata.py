@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from instrument.chrome import allocations
 from instrument.chrome.text import INT64, checked, clean, encode, index, is_number, safe, whole
 from instrument.spans import (
+    FIRSTS,
     GAUGES,
     KINDS,
     WORK,
@@ -176,8 +177,13 @@ def _startup(startup: Startup, base_ns: int, sites: Sites) -> dict[str, Any]:
             [clean(one.package), one.entries, one.total_ns, one.self_ns, one.in_spans_ns, one.late_ns]
             for one in imports
         ],
-        "firsts": [[sites.place(one.site), one.start_ns - base_ns, one.total_ns] for one in startup.firsts],
+        "firsts": [_first(one, base_ns, sites) for one in startup.firsts],
+        **({"request": _first(startup.request, base_ns, sites), "why": startup.why} if startup.request else {}),
     }
+
+
+def _first(call: FirstCall, base_ns: int, sites: Sites) -> list[int]:
+    return [sites.place(call.site), call.start_ns - base_ns, call.total_ns]
 
 
 def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
@@ -248,7 +254,9 @@ class Metadata:
         facts = self._facts.get("startup")
         if facts is None:
             return None
-        imports, process_ns = facts["imports"], facts["process_ns"]
+        imports, process_ns, why = facts["imports"], facts["process_ns"], facts.get("why", "")
+        if why not in FIRSTS:
+            raise ValueError(f"it has {why!r:.40} for a reason, which there is not; it is damaged")
         return Startup(
             session_ns=self.base_ns + checked(facts["session_ns"], int),
             process_ns=None if process_ns is None else self.base_ns + checked(process_ns, int),
@@ -257,11 +265,13 @@ class Metadata:
             else tuple(
                 ImportTime(checked(package, str), *(checked(each, int) for each in sums)) for package, *sums in imports
             ),
-            firsts=tuple(
-                FirstCall(self.sites[index(site)], self.base_ns + checked(since_ns, int), checked(total_ns, int))
-                for site, since_ns, total_ns in facts["firsts"]
-            ),
+            firsts=tuple(self._first(*first) for first in facts["firsts"]),
+            request=self._first(*facts["request"]) if "request" in facts else None,
+            why=why,
         )
+
+    def _first(self, site: Any, since_ns: Any, total_ns: Any) -> FirstCall:
+        return FirstCall(self.sites[index(site)], self.base_ns + checked(since_ns, int), checked(total_ns, int))
 
     def _watched(self) -> Interval | None:
         if "watched" not in self._facts:

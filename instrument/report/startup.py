@@ -31,7 +31,7 @@ from instrument.report.table import (
     wrapped,
 )
 from instrument.report.view import Options, Recording
-from instrument.spans import PREPARING, FirstCall, ImportTime, Site, Startup, Trace
+from instrument.spans import FIRSTS, PREPARING, FirstCall, ImportTime, Site, Startup, Trace
 from instrument.tally import Row, Totals, bucket
 
 IMPORTS = "Imports, outside of spans"
@@ -121,18 +121,20 @@ class Phase:
 class Request:
     """The first request: how long after the process began it did, and what it took; `median_ns` is of those after it.
 
-    Where nobody knows when the process began, the session's start stands for it.
+    Where nobody knows when the process began, the session's start stands for it. `first_ns` is None for one of which
+    only what it called is known. `why` is one of `FIRSTS`.
     """
 
     name: str
     after_ns: int
-    first_ns: int
+    first_ns: int | None
     median_ns: int | None
+    why: str = ""
 
     @property
-    def ended_ns(self) -> int:
+    def ended_ns(self) -> int | None:
         """How long after the process began the first request had ended."""
-        return self.after_ns + self.first_ns
+        return None if self.first_ns is None else self.after_ns + self.first_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,11 @@ def startup(recording: Recording, options: Options) -> StartupView:
     if first is not None:
         medians = {one.key: one.median_ns for one in warm_ups}
         request = Request(
-            name_of_site(first.site), first.start_ns - began_ns, first.total_ns, medians.get(first.site.key)
+            name_of_site(first.site),
+            first.start_ns - began_ns,
+            first.total_ns or None if facts.why else first.total_ns,
+            medians.get(first.site.key),
+            facts.why,
         )
         way_ns = first.start_ns - facts.session_ns
         late[IMPORTS] = sum(one.late_ns for one in imports or ())
@@ -409,6 +415,8 @@ def _way_lines(view: StartupView) -> list[str]:
         ["All until the first request had ended", in_unit(view.request.ended_ns, unit), ""],
     ]
     lines = table(["Way to serving", "Time", "Of session to request"], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0])
+    if view.request.why:
+        lines += wrapped(f"First request: {FIRSTS[view.request.why]}")
     ran = shorten(safe(view.ran_last), LINE // 4)
     if view.late:
         parts = ", ".join(f"{part.name} {in_unit(part.total_ns, unit)} {unit}" for part in view.late)
