@@ -329,14 +329,16 @@ def test_stop_waits_only_so_long_and_says_what_was_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("instrument.steps.WAIT_LIMIT_NS", 10**7)
-    go, seen = threading.Event(), []
+    begun, go, seen = threading.Event(), threading.Event(), []
 
     def stuck(window: Window) -> None:
+        begun.set()
         go.wait(20)
         seen.append(window.index)
 
     with Profiler(schedule=schedule(record=1), on_trace_ready=InBackground(stuck)) as profiler:
         steps(profiler, 3)
+        assert begun.wait(20)
         thread = profiler._backlog._thread
         assert thread is not None
     assert profiler.failures == 2
