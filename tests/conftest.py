@@ -28,7 +28,8 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.load_profile("instrument")
+settings.register_profile("quick", settings.get_profile("instrument"), max_examples=10)
+settings.load_profile("instrument")  # or what --hypothesis-profile says
 
 FRAMEWORK_ENTRIES = [
     ("onnxruntime", "InferenceSession", "run"),
