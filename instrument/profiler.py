@@ -523,6 +523,7 @@ class Session:
         Where neither names any, it is `brief`, one screen, or with `tracer_option` or `threads` given `events`.
         `options` are those of `instrument.report.view.Options`. Views that are made from the tally are exact for all
         calls; those of spans are of the ones that the rings still hold, and say from when on these are complete.
+        `brief` takes some 1.3 us of processor time for each span that is held, a second where rings of 64 MiB are full.
         Those of the tally, and that of costs, with threads merged and some tens of `rows`, take up to some 15 ms of
         processor time for as many call paths as there may be (16,384), whatever the uptime; the first asks each path
         and site what it is, 0.3 us each, unless a thread of ours has done so before. A block for each thread adds

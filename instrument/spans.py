@@ -83,6 +83,10 @@ class Site:
         return f"{self.module}.{self.qualname}" if self.module and self.qualname else self.qualname
 
 
+NO_DEVICE_TIME = "no device time: "
+"""How a note begins that says why nothing could be timed on a device."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceInterval:
     """One stretch of a device stream on the host clock, with its label and the uncertainty of its place."""

@@ -351,6 +351,10 @@ def test_the_demonstration_prints_one_screen(tmp_path: Path) -> None:
     first_words = {line.split()[0] for line in lines if line}
     wanted = ["Window:", "http.request", "queue", "generate", "Where", "Device:", "Process:", "Cost:", "Chrome"]
     assert [word for word in wanted if word not in first_words] == []
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        assert any(line.startswith("Device: no device time: ") for line in lines), lines
 
 
 def test_the_example_with_decorators_and_scopes_prints_its_table(tmp_path: Path) -> None:

@@ -155,6 +155,13 @@ def test_nothing_at_all_is_said_to_be_nothing() -> None:
     assert "Not kept: nothing was lost." in text
 
 
+def test_why_there_is_no_device_time_stands_with_the_device() -> None:
+    why = "no device time: no CUDA driver: libcuda.so.1: cannot open shared object file"
+    lines = text_of(replace(job(), notes=["rule 3 matched nothing", why])).splitlines()
+    assert f"Device: {why}" in lines
+    assert [line for line in lines if line.startswith("Not observed")] == ["Not observed: rule 3 matched nothing"]
+
+
 def test_rows_makes_it_shorter_and_never_longer() -> None:
     def places(**options: Any) -> int:
         found = made(crowded(), **options).places

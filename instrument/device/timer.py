@@ -31,7 +31,7 @@ from instrument.device.streams import Current, Stream
 from instrument.device.torch_events import TorchDriver
 from instrument.recorder import RECORDER, Recorder
 from instrument.rows import STREAM, WORK
-from instrument.spans import Site, Span
+from instrument.spans import NO_DEVICE_TIME, Site, Span
 from instrument.unpatched import Lock
 
 NO_STREAM_YET = "spans that began before their thread had used numba, whose streams are told by their use"
@@ -332,6 +332,7 @@ class Timing:
         """The host has imported a framework: learn its current stream, if there can be a device at all."""
         version = getattr(module, "version", None)
         if module.__name__ == "torch" and not (getattr(version, "cuda", None) or getattr(version, "hip", None)):
+            self.reason = self.reason or f"{NO_DEVICE_TIME}this torch is built without a device"
             return
         self._hosts.append(module)
         hosts = [module]
@@ -357,21 +358,22 @@ class Timing:
         """cuda-python's where it can be had, else torch's own events; `reason` says why not the one or not both."""
         is_torch = module.__name__ == "torch"
         is_rocm = is_torch and not getattr(module.version, "cuda", None)
-        self.reason = "" if is_rocm else cuda.why_absent()
-        if self.reason:
+        absent = "" if is_rocm else cuda.why_absent()
+        self.reason = f"{NO_DEVICE_TIME}{absent}" if absent else ""
+        if absent:
             return None
         try:
             if not is_rocm:
                 return self._make_driver()
         except (ImportError, OSError) as error:
             if not is_torch:
-                self.reason = f"no device time: {error}"
+                self.reason = f"{NO_DEVICE_TIME}{error}"
                 return None
             self.reason = f"device times are taken by torch's own events, at a higher cost: {error}"
         try:
             return TorchDriver(module)
         except (ImportError, OSError) as error:
-            self.reason = f"no device time: {error}"
+            self.reason = f"{NO_DEVICE_TIME}{error}"
             return None
 
     def uninstall(self) -> None:

@@ -31,7 +31,7 @@ from instrument.report.table import (
     wrapped,
 )
 from instrument.report.view import UNITS, Options, Recording
-from instrument.spans import Cost
+from instrument.spans import NO_DEVICE_TIME, Cost
 
 MOST_LINES = 56
 """Lines of the view, at most: with the names of process and file below it, a screen of 60."""
@@ -74,6 +74,8 @@ class Brief:
     def lines(self) -> list[str]:
         """One screen."""
         unit = self._options.unit
+        why = next((note for note in self.notes if note.startswith(NO_DEVICE_TIME)), "")
+        others = [note for note in self.notes if note != why]
         service = shorten(safe(self.service), LINE // 2)
         lines = [*title(f"Summary of {service}" if service else "Summary"), *self._served(), ""]
         if self.requests.requests:
@@ -81,9 +83,9 @@ class Brief:
         elif self.steps is not None and self.steps.loops:
             lines += [*_step_lines(self.steps, self.phases, unit), ""]
         lines += [*_place_lines(self.places, unit), ""]
-        lines += [*_device_lines(self.device), *_process_line(self.device)]
+        lines += [*_device_lines(self.device, why), *_process_line(self.device)]
         lines += [*_cost_lines(self)]
-        lines += [*_losses(self.losses), *_notes(self.notes), MORE]
+        lines += [*_losses(self.losses), *_notes(others), MORE]
         return [*lines, ""]
 
     def _served(self) -> list[str]:
@@ -218,9 +220,10 @@ def _place_lines(places: FunctionTimes | None, unit: str) -> list[str]:
     return named_table(header, cells, 0)
 
 
-def _device_lines(found: Device) -> list[str]:
+def _device_lines(found: Device, why: str) -> list[str]:
+    """A line for each device; where there is none `why`, the note that says so, or else what the view `device` says."""
     if not found.devices:
-        return wrapped(f"Device: {found.why_none()}")[:2]
+        return wrapped(f"Device: {safe(why) or found.why_none()}")[:2]
     lines = [
         f"Device {one.device}: busy {tenths(one.busy_ratio, 1)} of the window, idle while a request was in flight "
         f"{tenths(one.starved_ratio, 1)}, idle without {tenths(one.unasked_ratio, 1)}"
