@@ -18,7 +18,7 @@ import pytest
 from trees import outline, tree_of
 
 import instrument
-from instrument import StateError, chrome, profiled, scope, torch_profiler
+from instrument import StateError, chrome, faces, profiled, scope, torch_profiler
 from instrument.errors import ProfileError
 from instrument.faces import fluid, minicaffe, paddle, singa, theano
 from instrument.handlers import Window
@@ -823,11 +823,11 @@ slow()
         assert done.stdout == ""
 
 
-def readme_rows() -> list[tuple[str, list[tuple[str, str, bool]]]]:
-    """The systems of the README's migration tables: the old line and ours of each row, and whether the old one runs."""
-    section = (Path(__file__).parent.parent / "README.md").read_text().partition("## From another profiler\n")[2]
+def migration_rows() -> list[tuple[str, list[tuple[str, str, bool]]]]:
+    """The systems of the migration tables: the old line and ours of each row, and whether the old one runs."""
+    tables = Path(faces.__file__).with_name("migration.md").read_text()
     systems: list[tuple[str, list[tuple[str, str, bool]]]] = []
-    for line in section.partition("\n## ")[0].splitlines():
+    for line in tables.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if not line.startswith("|") or line.startswith("|---"):
             continue
@@ -842,29 +842,29 @@ def readme_rows() -> list[tuple[str, list[tuple[str, str, bool]]]]:
 SYSTEMS = ["Paddle fluid", "Paddle", "SINGA", "Mini-Caffe", "Theano"]
 
 
-def test_the_readme_has_a_table_for_every_system_and_its_first_line_is_the_import() -> None:
-    assert [name for name, _ in readme_rows()] == SYSTEMS
-    for _, rows in readme_rows():
+def test_there_is_a_table_for_every_system_and_its_first_line_is_the_import() -> None:
+    assert [name for name, _ in migration_rows()] == SYSTEMS
+    for _, rows in migration_rows():
         assert len(rows) >= 4
         assert [index for index, (old, _, _) in enumerate(rows) if old.startswith(("from ", "import "))] == [0]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_line_of_the_readmes_tables_runs_in_our_words(system: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_line_of_the_tables_runs_in_our_words(system: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"work": work, "y": work}
-    for _, ours, _ in dict(readme_rows())[system]:
+    for _, ours, _ in dict(migration_rows())[system]:
         exec(ours, names)
     capsys.readouterr()
     instrument.stop()
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_old_line_of_the_readmes_tables_runs_through_its_face_or_is_marked(
+def test_every_old_line_of_the_tables_runs_through_its_face_or_is_marked(
     system: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of an import line nothing but the face is taken; a line that is marked is refused, and ours stands in for it."""
     names: dict[str, Any] = {"work": work, "x": object(), "y": work}
-    (first, ours, _), *rows = dict(readme_rows())[system]
+    (first, ours, _), *rows = dict(migration_rows())[system]
     face = ours.rpartition("; ")[2]
     assert face.startswith("from instrument.faces import ")
     assert first.split()[-1] == face.split()[-1]  # the same name, or the lines below would not be the old ones

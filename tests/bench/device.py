@@ -10,6 +10,10 @@ lets go of the lock may then wait for it until another thread's turn is over (5 
 otherwise), as in any operator of torch; who keeps it may wait for ever where a host function wants it.
 
 With `--spans N`, N spans go through one timer, and the memory of the process is shown on the way.
+
+On two shared cores a pair of events costs about 0.6 us on the service's thread beside the driver's own two records,
+with Python's lock held; 2.6 us where each call lets go of it (`device: {gil: release}`), and up to 5 ms where another
+thread computes in Python just then. Ten million pairs leave the memory where it was once the pool had grown.
 """
 
 from __future__ import annotations

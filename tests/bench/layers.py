@@ -5,6 +5,8 @@ one whose profile selects all 100 modules (B). The blocks come as A B B A in one
 machine's speed falls on both alike. Each of these quads gives one shift, the medians of B against those of A. The
 figure is the median of the shifts, its 95 % confidence interval comes from drawing the quads anew (bootstrap). A second
 row keeps the session in place and has recording switched off at run time.
+
+On two shared cores all 100 layers recorded made the forward of 10 ms 0.5 % longer.
 """
 
 from __future__ import annotations

@@ -6,6 +6,20 @@ in one process, round after round, so that a change of the machine's speed hits 
 The last rows say what a span of a layer costs where other work has used the processor's caches before it and inside
 it, as a model's own arithmetic does: its memory then comes from far away. Medians over many calls, with recording on
 and off in turns.
+
+On two shared x86-64 cores under Python 3.11, where two reads of the clock from Python take 68 ns:
+
+    on the thread that is recorded              native   clock: tsc  in Python
+    decorated call                              49 ns    28 ns       0.62 us
+    decorated call, switched off at run time    10 ns    9 ns        63 ns
+    layer that a rule selects                   59 ns    35 ns       1.1 us
+    another layer of its class                  11 ns    11 ns       160 ns
+    with scope                                  138 ns   117 ns      1.4 us
+    coroutine                                   225 ns   198 ns      1.2 us
+    step of a generator                         80 ns    56 ns       560 ns
+
+Where a model computes between two spans, a span waits for memory: 0.5 to 0.7 us for a layer after 1 to 2 MiB of other
+work, and every report states its cost with both ends.
 """
 
 from __future__ import annotations

@@ -18,6 +18,12 @@ the processor time of the server. The 95 % confidence intervals come from drawin
 (bootstrap). Where there is more than one core, the server has the last one for itself and the client the others: what
 the server does on any of its threads then adds to its latency, and the client's work does not. An interval wider than
 the target decides nothing, and the table says so.
+
+On two shared cores, of requests that take 70 to 110 ms and have some 700 calls each, 1,320 in each state: recording
+takes 0.8 % longer in the median, with 95 % confidence 0.5 to 1.1 %; 0.3 % of that is the probes themselves, which stay
+when recording is switched off. The 99th percentile differs by 0.5 % (-3.9 to 7.2 %: the machine's own stalls), the
+processor time by 1.4 % (0.7 to 2.1 %), and the session's own threads take 0.15 % of a processor. Each turn's probes are
+new there, and so are their call paths.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Writing and reading are timed in processes of their own, whose peak memory is that of the interpreter, the trace and the
 work. The first write of a file also pays the system for memory that was never touched, so the best of three counts.
 Times are on the clock, those of the processor beside them: of a machine that does other work these say more.
+
+On two shared cores a million spans took 0.3 s and 21 MB to save packed, 0.4 s and 25 MB if they ran in tasks. Where
+`isal` is not installed, zlib packs instead, more slowly and a little smaller.
 """
 
 from __future__ import annotations

@@ -17,6 +17,13 @@ processor time of some. The target is 20 ms up to the bound of call paths, whate
 four levels deep, and as paths that are each a site of its own (`flat`). `first` is the first of all, of `events`, which
 learns the paths, each once. `apart` is `events` with a block for each thread; what that takes are the rows shown, fifty
 for each, and no target.
+
+On two shared cores under Python 3.11 a view of a saved trace took 1.4 to 2.6 s and up to 340 MB, of which 1.4 s is to
+read it, and 50 MB more where each span has three attributes; `memory` with a million allocations beside 1.8 s,
+`operators` with the FLOPs of 50,000 operators beside 2.3 s (2.8 s in full), `kernels` with 200,000 kernels beside
+2.4 s; a million events that torch.profiler wrote 2.0 to 2.4 s and up to 370 MB. A live summary of those views took 3 to
+15 ms of processor time, and 8 to 20 ms if each call path ran on eight threads; up to a half more while neighbours are
+at work.
 """
 
 from __future__ import annotations
