@@ -76,8 +76,8 @@ class FunctionRule:
     `phase`. Of calls shorter than `min_ns` only the tally knows. `attributes` name what is recorded of the
     arguments. `text` is how messages call the rule, `line` (from 1) is where it stands, `place` the file's name, line
     and column; neither place is compared, so a rule that only moved is the same rule. `counted` is that of the function
-    that `schedule.step` names: another rule may have it, but one of kind `op` records it as `step`. With `first_request`
-    the first of its calls is what the view `startup` takes for the first request.
+    that `schedule.step` names: another rule may have it, but one of kind `op` records it as `step`. The first call of
+    one with `first_request` is what the view `startup` takes for the first request.
     """
 
     match: tuple[str, ...]
