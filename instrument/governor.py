@@ -67,7 +67,8 @@ class Governor:
     """Holds a recorder within `budget`, the share of each thread's time that its probes may cost (0.01 is 1 %).
 
     `step` is called now and then by one thread. `costs_ns` is what a span adds, by the shape of its probe, `passed_ns`
-    what the call of a muted site costs; `detach` takes probes off. `is_busy` tells that it should look again soon.
+    what the call of a muted site costs, for shapes that can be muted; `detach` takes probes off. `is_busy` tells that
+    it should look again soon.
     """
 
     def __init__(
@@ -76,13 +77,13 @@ class Governor:
         budget: float,
         costs_ns: Mapping[str, float],
         now_ns: int,
-        passed_ns: float = 0.0,
+        passed_ns: Mapping[str, float] | None = None,
         detach: Detach | None = None,
     ) -> None:
         self._recorder = recorder
         self._budget = budget
         self._costs_ns = costs_ns
-        self._passed_ns = passed_ns
+        self._passed_ns = passed_ns or {}
         self._detach = detach
         self._at_ns = now_ns
         self._calls = recorder.calls
@@ -129,9 +130,9 @@ class Governor:
 
     def _take_off(self, calls: Mapping[Site, int], spent_ns: float, allowed_ns: float, now_ns: int) -> float:
         """Take off those that cost too much when they are only counted; gives what to count the others costs, in ns."""
-        counting_ns = sum(calls.values()) * self._passed_ns
-        for site in sorted(calls, key=lambda site: -calls[site]):
-            own_ns = calls[site] * self._passed_ns
+        own = {site: self._counting_ns(site, times) for site, times in calls.items()}
+        counting_ns = sum(own.values())
+        for site, own_ns in sorted(own.items(), key=lambda one: -one[1]):
             if spent_ns + counting_ns <= allowed_ns or own_ns < WORTH * allowed_ns:
                 break
             if self._detached(site, now_ns, FIRST_WAIT_NS):
@@ -162,7 +163,7 @@ class Governor:
             calls = self._recorder.muted_calls().get(site, 0) - before
             lasted_ns = time.perf_counter_ns() - began_ns
             wait_ns = min(2 * off.wait_ns, LAST_WAIT_NS)
-            is_over = calls * self._passed_ns > ROOM * self._budget * lasted_ns
+            is_over = self._counting_ns(site, calls) > ROOM * self._budget * lasted_ns
             if not is_over or not self._detached(site, now_ns, wait_ns):
                 del self._off[site]
             self._passed_before = self._recorder.muted_calls()
@@ -186,6 +187,9 @@ class Governor:
 
     def _cost_ns(self, site: Site, calls: int) -> float:
         return calls * self._costs_ns[self._recorder.shapes.get(site, "scope")]
+
+    def _counting_ns(self, site: Site, calls: int) -> float:
+        return calls * self._passed_ns.get(self._recorder.shapes.get(site, ""), 0.0)
 
     def _by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
         """Heaviest first: what muting a site spares, weighed by how little it tells (its cost over what it timed)."""
@@ -241,7 +245,7 @@ class Budget:
         self,
         recorder: Recorder,
         costs_ns: Callable[[], Mapping[str, float]],
-        passed_ns: Callable[[], float] = lambda: 0.0,
+        passed_ns: Callable[[], Mapping[str, float]] = dict,
         detach: Detach | None = None,
     ) -> None:
         self._recorder = recorder

@@ -187,7 +187,7 @@ def test_what_is_over_the_budget_when_only_counted_is_taken_off_named_and_tried_
     hot = recorder.wrap(lambda: None, Site("hot", module="m", qualname="hot"))
     detaching = Detaching("hot")
     clock = Clock(recorder, BUDGET)
-    clock.governor = Governor(recorder, BUDGET, COSTS_NS, 0, 50.0, detaching)
+    clock.governor = Governor(recorder, BUDGET, COSTS_NS, 0, {"call": 50.0}, detaching)
     called(hot, 100_000)
     assert clock.second() == ["hot"]
     assert (detaching.off, clock.governor.is_busy) == (set(), True)
@@ -224,7 +224,7 @@ def test_what_is_over_the_budget_when_only_counted_is_taken_off_named_and_tried_
 def test_what_cannot_be_taken_off_stays_muted_and_what_is_off_comes_back_at_the_end(recorder: Any) -> None:
     hot, other = (recorder.wrap(lambda: None, Site(name)) for name in ("hot", "other"))
     detaching = Detaching("other")
-    governor = Governor(recorder, BUDGET, COSTS_NS, 0, 50.0, detaching)
+    governor = Governor(recorder, BUDGET, COSTS_NS, 0, {"call": 50.0}, detaching)
     for second in (1, 2):
         called(hot, 100_000)
         called(other, 90_000)

@@ -27,7 +27,7 @@ from trees import outline, tree
 
 from instrument.lines import WIDTH, Lines
 from instrument.paths import NOT_BELOW
-from instrument.probe_cost import measure_cold_ns, measure_costs
+from instrument.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
 from instrument.spans import RemoteParent, Site
 from instrument.tally import OVERFLOW, Totals, bucket
 from instrument.ticks import use_ticks
@@ -873,6 +873,11 @@ def test_a_signal_handler_that_records_while_its_thread_folds_does_not_deadlock(
         for _ in range(ring.capacity // 4):
             function()
     assert recorder.tally().calls == ring.capacity // 4 + 1
+
+
+def test_a_muted_call_costs_something_of_either_shape() -> None:
+    assert set(measure_passed_ns()) == {"call", "method"}
+    assert all(cost_ns < 1e6 for cost_ns in measure_passed_ns().values())
 
 
 def test_the_cost_of_each_shape_of_probe_is_measured_without_a_trace_in_this_thread() -> None:
