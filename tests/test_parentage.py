@@ -273,6 +273,35 @@ def test_every_kind_of_span_says_what_its_context_came_from(recorder: Any, how: 
     assert tallied(recorder) == {"first": 1, "late": 2}
 
 
+def test_what_an_orphaned_task_starts_between_its_spans_is_linked_to_where_the_task_came_from(recorder: Any) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+
+    async def orphan(ended: asyncio.Event) -> None:
+        await ended.wait()
+        leaf()
+        await asyncio.gather(asyncio.create_task(child()), asyncio.to_thread(leaf))
+
+    async def child() -> None:
+        leaf()
+
+    @wrapped(recorder, "request", "request")
+    async def request(ended: asyncio.Event) -> asyncio.Task[None]:
+        return asyncio.create_task(orphan(ended))
+
+    async def main() -> None:
+        ended = asyncio.Event()
+        made = await request(ended)
+        ended.set()
+        await made
+
+    asyncio.run(main())
+    assert tallied(recorder) == {"request": 1, "leaf": 3}
+    spans = recorder.spans()
+    origin = next(span.span_id for span in spans if span.site.name == "request")
+    links = [dict(span.attributes) for span in spans if span.site.name == "leaf"]
+    assert links == 3 * [{LINK: (origin, origin)}]
+
+
 def test_a_request_that_begins_where_an_ended_one_left_off_is_no_part_of_it(recorder: Any) -> None:
     leaf = wrapped(recorder, "leaf")(lambda: None)
     nested = wrapped(recorder, "nested", "request")(leaf)
