@@ -12,6 +12,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from otlp_spans import ORIGIN
 from trees import tree_of
 
+from instrument import chrome
 from instrument.capture import Trees
 from instrument.otlp import packing
 from instrument.profile import Capture
-from instrument.spans import LINK, RemoteParent, Site, Span
+from instrument.spans import LINK, Origin, RemoteParent, Site, Span, Trace
 
 
 def wrapped(recorder: Any, name: str, kind: str = "user") -> Callable[[Any], Any]:
@@ -234,6 +236,18 @@ def test_a_link_to_a_request_of_another_tracers_trace_names_that_trace(recorder:
     batch = max((span for span in recorder.spans() if span.site.name == "batch"), key=lambda span: span.start_ns)
     first = min((span for span in recorder.spans() if span.site.name == "request"), key=lambda span: span.start_ns)
     assert packing.link_of(batch, ids) == (0xABC << 64, ids.span_id(first.span_id))
+
+
+def test_a_trace_file_keeps_the_link(recorder: Any, tmp_path: Path) -> None:
+    serve_batches(recorder, 2)
+    spans = sorted(recorder.spans(), key=lambda span: span.start_ns)
+    first = next(span.span_id for span in spans if span.site.name == "request")
+    origin = Origin(1, "chat", spans[0].start_ns, 0)
+    trace = Trace(origin, spans[0].start_ns, max(span.end_ns for span in spans), spans)
+    loaded, _ = chrome.load(chrome.dump(tmp_path / "trace.json", trace))
+    (linked,) = (span for span in loaded.spans if LINK in span.attributes)
+    assert (linked.site.name, linked.parent_id, list(linked.attributes[LINK])) == ("batch", 0, [first, first])
+    assert packing.link_of(linked, packing.Ids()) is not None
 
 
 @pytest.mark.parametrize("how", ["call", "scope", "coroutine", "generator", "request", "record"])
