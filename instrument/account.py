@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from instrument import otlp
+from instrument import board, otlp
 from instrument.device.gauges import Gauges
 from instrument.device.nvtx import Ranges
 from instrument.device.timer import Timing
@@ -16,7 +16,7 @@ from instrument.import_times import ImportTimes
 from instrument.lines import Lines
 from instrument.probe_cost import Costs
 from instrument.probes.selection import Selection
-from instrument.probes.verdict import Verdict
+from instrument.probes.verdict import Verdict, without_others
 from instrument.reader import Reader
 from instrument.recorder import Recorder
 from instrument.report.view import Upkeep
@@ -152,7 +152,7 @@ class Account:
 
         Without those on sites that are or were muted, where a table says it; not on those whose probe is off.
         """
-        verdicts = self.verdicts()
+        verdicts = without_others(self.verdicts(), board.marks())
         untold = ("attached", "uncalled") if self.tells_waiting else ("attached", "uncalled", "waiting")
         notes = [str(verdict) for verdict in verdicts if verdict.state not in untold]
         uncalled = sum(verdict.state == "uncalled" for verdict in verdicts)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from instrument import __version__, environment, hello, native
+from instrument import __version__, board, environment, hello, native
 from instrument.control import WAIT_S, Answer, Request, folder_of, sockets, tell
 from instrument.device import cuda
 from instrument.document import nearest
@@ -263,6 +263,7 @@ def _run(options: argparse.Namespace, host: list[str]) -> int:
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(wanted)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
+    environ.pop(board.VARIABLE, None)
     paths = [str(Path(__file__).parent / "autostart"), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
     if not OFF:

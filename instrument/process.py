@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from instrument import hello, otlp
+from instrument import board, hello, otlp
 from instrument.document import nearest
 from instrument.errors import FAULTS, InstrumentError, StateError, logger
 from instrument.generation import Reload
@@ -280,6 +280,8 @@ _forking = local()
 def _before_fork() -> None:
     """Wait for the reload that another thread is about."""
     session = _session
+    if session is not None and not os.environ.get(board.VARIABLE):
+        session.make_board()
     held = session is not None and session._reloading.acquire(timeout=FORK_WAIT_S)
     _forking.session = session if held else None
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument import chrome, clock, files, generation, otlp
+from instrument import board, chrome, clock, files, generation, otlp
 from instrument.account import Account
 from instrument.control import Control, Request, folder_of
 from instrument.device.cuda import CudaDriver
@@ -35,10 +35,10 @@ from instrument.outbox import Outbox
 from instrument.probe_cost import Costs
 from instrument.probes import contexts, graphs
 from instrument.probes.selection import Selection
-from instrument.probes.verdict import CHECK_FOLDER, Verdict, report_to_check
+from instrument.probes.verdict import CHECK_FOLDER, Verdict, marks_of, report_to_check
 from instrument.profile import EVERYTHING, Profile, Summary
 from instrument.reader import Reader
-from instrument.recorder import RECORDER
+from instrument.recorder import RECORDER, await_first_span
 from instrument.report.summary import made, summary, views_for
 from instrument.report.view import HeldSpans, Options, Recording, View
 from instrument.schema import loads
@@ -48,7 +48,7 @@ from instrument.stretch import Stretch, held_now
 from instrument.tally import Tally
 from instrument.threads import Thread
 from instrument.ticks import Ticks
-from instrument.unpatched import TIMEOUT_MAX, Event, RLock
+from instrument.unpatched import TIMEOUT_MAX, Event, RLock, start_new_thread
 
 PUMP_S = 0.2
 BUSY_S = 0.05
@@ -57,6 +57,9 @@ BUSY_S = 0.05
 
 EXIT_LIMIT_NS = 5 * 10**9
 """The longest that `stop`, interpreter exit and SIGTERM wait for a collector, or for somebody to read the summary."""
+
+START_LIMIT_S = 1.0
+"""The longest that `stop` waits for threads that are just about to begin."""
 
 DEVICE_SHARE = 8
 """What part of `limits.ring` is there once more for device intervals."""
@@ -81,6 +84,9 @@ class Session:
         self._stopped = False
         self._forked = False
         self._thread: Thread | None = None
+        self._begun: Event | None = None
+        self._has_threads = False
+        self._is_of_run = "INSTRUMENT_RUN_PID" in os.environ
         self._folder = files.working_folder()
         self._newest_file: Path | None = None
         self._summary_file: Path | None = None
@@ -137,7 +143,7 @@ class Session:
             if self.profile.startup == "auto":
                 self._undos.append(self._imports.install())
             if self._exporter is not None:
-                self._exporter.start()
+                self._exporter.prepare()
                 RECORDER.remote_parent = otlp.current_parent
             self._undos.append(contexts.watch())
             if self._timing is not None:
@@ -146,21 +152,27 @@ class Session:
             self._undos.append(self.selection.attach())
             self._undos.append(self._ranges.install())  # may import numpy, which a rule may name
             self._undos.append(self._gauges.stop)
-            self._gauges.start()
+            self._gauges.prepare()
             self._choose_clock()
             self._costs.measure(with_ticks=self._ticks.are_used)
             self._undos.append(self._budget.release)
             self._budget.change(self.profile.budget)
+            self._start_threads_when_needed()
             RECORDER.on = True
-            self._start_thread()
             self._start_control()
         except BaseException:
             if self._control is not None:
                 self._control.stop(0)
             self._undo()
             raise
+        if self._is_of_run and _is_main():
+            self.make_board()
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
+
+    def make_board(self) -> None:
+        """Have this process hold what the processes below it tell one another. At its start, or before it forks."""
+        self._last_undos.append(board.make())
 
     def _choose_clock(self) -> None:
         if self.profile.clock != "tsc":
@@ -192,8 +204,49 @@ class Session:
         if problem:
             self.account.complain(problem)
 
+    def _start_threads_when_needed(self) -> None:
+        """Those of the exporter, of gauges and the session's own: at once, or when the first span is recorded.
+
+        Processes of `instrument run` begin sessions without being asked, and many never record anything: parents that
+        only start others, and helpers. What the threads need is imported by now.
+        """
+        if self._is_of_run:
+            await_first_span(self._recording_begins)
+        else:
+            self._start_threads()
+
+    def _recording_begins(self) -> None:
+        """The first span is about to be recorded, on this thread of the service, which goes on at once."""
+        begun = self._begun = Event()
+
+        def start() -> None:
+            try:
+                _attempt("start of threads", self._start_threads)
+            finally:
+                begun.set()
+            _attempt("board of the run", self._tell_others)
+
+        try:
+            start_new_thread(start, ())
+        except BaseException:
+            begun.set()
+            raise
+
+    def _start_threads(self) -> None:
+        self._has_threads = True
+        if self._exporter is not None:
+            self._exporter.start()
+        self._gauges.begin()
+        self._start_thread()
+
+    def _tell_others(self) -> None:
+        """Let the other processes of the run know what this one records."""
+        if self._is_of_run or self._forked:
+            has_recorded = RECORDER.calls or self._begun is not None
+            board.put([*marks_of(self.verdicts()), *([board.RECORDED] if has_recorded else [])])
+
     def _start_thread(self) -> None:
-        if self._is_looked_after() and self._thread is None:
+        if self._has_threads and self._is_looked_after() and self._thread is None:
             stopping = self._stopping
             self._thread = Thread(self._pump_until_stopped, "instrument", lambda: not stopping.is_set())
             self._thread.start()
@@ -575,6 +628,9 @@ class Session:
         """
         while self.onlookers:
             _attempt("end of one who looks on", self.onlookers.pop())
+        await_first_span(None)
+        if self._begun is not None:
+            self._begun.wait(START_LIMIT_S)  # what has just begun to record is sent, too
         self._stopping.set()
         thread = self._thread
         if thread is not None:
@@ -591,11 +647,12 @@ class Session:
             self._undo()
             _attempt("last look at the spans", self._pump)
             self.end_ns = time.monotonic_ns()
+            _attempt("board of the run", self._tell_others)
             asked = os.environ.get(CHECK_FOLDER)
             if asked:
                 report = partial(report_to_check, asked, RECORDER.calls, self.profile)
                 _attempt("report to check", lambda: report(self.verdicts()))
-            if RECORDER.calls or self._place().is_first:
+            if RECORDER.calls or (self._place().is_first and board.RECORDED not in board.marks()):
                 _attempt("last window", self._deliver)
             elif self._exporter is not None:
                 self._exporter.stop(0)
@@ -675,6 +732,8 @@ class Session:
             self._forget(self)
             return
         self._stopping = Event()
+        self._begun = None
+        self._has_threads = False
         self._thread = None
         self._newest_file = self._summary_file = None
         self._ids = None
@@ -689,9 +748,8 @@ class Session:
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.origin = self.origin()
-            self._exporter.start()
-        self._gauges.after_fork_in_child()
-        self._start_thread()
+        self._gauges.after_fork_in_child(begins=False)
+        self._start_threads_when_needed()
         if self._control is not None:
             self._control.after_fork_in_child()
             self._listen(self._control)

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import native, pure, wrapping
-from instrument.errors import TargetError
+from instrument.errors import FAULTS, TargetError
 from instrument.http_status import ANSWERS
 from instrument.lines import CALLS, Lines, Numbers, unpacked
 from instrument.paths import NOT_BELOW, CallTree, shaped
@@ -685,7 +685,26 @@ def stream_handle(stream: Any) -> int:
     )
 
 
+_awaited: Callable[[], object] | None = None
+
+
+def await_first_span(action: Callable[[], object] | None) -> None:
+    """Have an action called once, by the next thread that records its first span; None for none.
+
+    It runs within the service's own call, which may hold any lock: it is to be short and to wait for nothing.
+    """
+    global _awaited
+    _awaited = action
+
+
 def _thread_name() -> str:
+    global _awaited
+    action, _awaited = _awaited, None
+    if action is not None:
+        try:
+            action()
+        except Exception as fault:  # such as a thread that cannot begin
+            FAULTS.note("first span", fault)
     ours = current_name()
     if ours is not None:
         return ours

@@ -884,7 +884,7 @@ def test_every_worker_of_a_pre_fork_server_follows_and_one_that_does_not_is_name
         assert (code, list(lines)) == (0, [stopped])
     loaded = {path.stem: chrome.load(path)[0] for path in Path("traces").iterdir()}
     assert str(stopped) in loaded
-    assert loaded.pop(str(service.pid)).spans == []
+    assert str(service.pid) not in loaded, "it has recorded nothing"
     for pid, trace in loaded.items():
         assert trace.origin.generation == 2
         names = {span.site.name for span in trace.spans}

@@ -32,6 +32,11 @@ def _start() -> None:
         start()
 
 
-if os.environ.get("INSTRUMENT_PROFILE"):
+def _is_helper() -> bool:
+    """Whether the interpreter runs no code of the service: it cleans up after multiprocessing's processes."""
+    return any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:])
+
+
+if os.environ.get("INSTRUMENT_PROFILE") and not _is_helper():
     _start()
 _hand_over()

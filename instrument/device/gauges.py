@@ -87,8 +87,12 @@ class Gauges:
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Start the thread, if there is anything to read."""
-        global _running
+        """Find what there is to read, and start the thread if there is anything."""
+        self.prepare()
+        self.begin()
+
+    def prepare(self) -> None:
+        """Find what there is to read."""
         nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
         if nvml_ns is not None:
             problem = SPOILT if self._spoilt else nvml.missing()
@@ -98,6 +102,10 @@ class Gauges:
                 self._reasons.append(problem)
         if host_ns is not None and (host_ns != AUTO_NS or self._nvml is not None):
             self._host, self._host_ns = Host(), host_ns or self._nvml_ns
+
+    def begin(self) -> None:
+        """Start the thread, if anything was found to read."""
+        global _running
         if self._nvml is None and self._host is None:
             return
         _hook_forks()
@@ -119,13 +127,17 @@ class Gauges:
         if _running is self:
             _running = None
 
-    def after_fork_in_child(self) -> None:
-        """Forget what the parent read and begin anew. What the parent opened is never used here, and never closed:
-        the driver would close it for the parent, too."""
+    def after_fork_in_child(self, *, begins: bool = True) -> None:
+        """Forget what the parent read and begin anew, or `prepare` alone.
+
+        What the parent opened is never used here, and never closed: the driver would close it for the parent, too.
+        """
         held = getattr(_forking, "held", None) is self
         self._spoilt = self._spoilt or (self._thread is not None and not held)
         self._begin()
-        self.start()
+        self.prepare()
+        if begins:
+            self.begin()
 
     def _run(self) -> None:
         gpus, host, opened = self._nvml, self._host, False

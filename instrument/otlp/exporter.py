@@ -136,7 +136,7 @@ class Exporter:
         The first start imports what sending needs on the calling thread, about 0.1 s. Not on the export thread: a
         fork in the middle of an import leaves the child with a module that it can never import.
         """
-        self._prepare()
+        self.prepare()
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
                 return
@@ -149,7 +149,8 @@ class Exporter:
             self._thread = None
             raise
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Import what sending needs, which `start` would do."""
         for name in self._sender.modules:
             import_module(name)
         if self._detected is None:
@@ -170,7 +171,7 @@ class Exporter:
 
         Ends with the first part that does not get through, after the time-out of the settings at the latest.
         """
-        self._prepare()
+        self.prepare()
         with self._lock:
             sender = self._opened()
             self._is_patient = False

@@ -6,11 +6,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from instrument import board
 from instrument.document import nearest
 from instrument.profile import Profile
 from instrument.spans import Site
@@ -86,6 +87,26 @@ def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
         whole[key] = whole[key].merged(verdict) if key in whole else verdict
     found = {rule for rule, target in whole if target}
     return [verdict for (rule, target), verdict in whole.items() if target or rule not in found]
+
+
+def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
+    """What the rules that are at work in this process put on the board of the run."""
+    found = [verdict for verdict in verdicts if verdict.state in RECORDING]
+    return {board.attached(one.rule) for one in found} | {board.called(one.rule) for one in found if one.calls}
+
+
+def without_others(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
+    """Without those on rules that have nothing to do here, where the board says that another process has them at work.
+
+    Rules that do something here keep all that is said of them.
+    """
+    here = marks_of(verdicts)
+
+    def is_of_others(verdict: Verdict) -> bool:
+        mark = (board.called if verdict.state == "uncalled" else board.attached)(verdict.rule)
+        return mark in marks and mark not in here and verdict.state in ("waiting", "nothing", "uncalled")
+
+    return [verdict for verdict in verdicts if not is_of_others(verdict)]
 
 
 def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:

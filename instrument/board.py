@@ -1,0 +1,112 @@
+"""The board of a run: what its processes know of one another, a few marks in memory that all of them can reach.
+
+Processes of a service share a profile, and each sees a part of it: a rule that finds nothing here may be at work in the
+engine's process, and a parent that only starts others has nothing to tell where they have. The first process of the run
+holds the memory, which goes with it; others find it by a path in the environment. Where they cannot, each knows what it
+sees itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+
+VARIABLE = "INSTRUMENT_RUN_BOARD"
+
+_NAME = "instrument-run"
+_FIRST_FD = 256
+"""Descriptors below are the service's: its own keep the numbers that they would have without us."""
+
+_BYTES = 1 << 20
+"""More is not written: a mark is a line of 20 bytes, and each is written about once."""
+
+RECORDED = "recorded"
+"""The mark of a process that has recorded calls and will tell of them itself."""
+
+
+def make() -> Callable[[], None]:
+    """Make a board in the first of the processes that share it, which is this one; returns the way back.
+
+    Nothing happens where there is one already, or where the system has none.
+    """
+    if os.environ.get(VARIABLE):
+        return lambda: None
+    try:
+        made = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        try:
+            held = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
+        finally:
+            os.close(made)
+    except (AttributeError, OSError):
+        return lambda: None
+    os.environ[VARIABLE] = path = f"/proc/{os.getpid()}/fd/{held}"
+
+    def remove() -> None:
+        if os.environ.get(VARIABLE) == path:
+            del os.environ[VARIABLE]
+        if _is_board(held):
+            os.close(held)
+
+    return remove
+
+
+def attached(rule: str) -> str:
+    """The mark of a rule that is at work in some process."""
+    return f"a {_digest(rule)}"
+
+
+def called(rule: str) -> str:
+    """The mark of a rule of which some process has called a target."""
+    return f"c {_digest(rule)}"
+
+
+def _digest(rule: str) -> str:
+    return sha256(rule.encode(errors="backslashreplace")).hexdigest()[:16]
+
+
+def marks() -> set[str]:
+    """What stands on the board; nothing where it cannot be reached."""
+    descriptor = _opened(os.O_RDONLY)
+    if descriptor is None:
+        return set()
+    with os.fdopen(descriptor, "rb") as file:
+        return set(file.read(_BYTES).decode("ascii", "replace").splitlines())
+
+
+def put(wanted: Iterable[str]) -> None:
+    """Put marks on the board that are not there."""
+    missing = sorted(set(wanted) - marks())
+    descriptor = _opened(os.O_WRONLY | os.O_APPEND) if missing else None
+    if descriptor is None:
+        return
+    try:
+        if os.fstat(descriptor).st_size < _BYTES:
+            os.write(descriptor, "".join(f"{mark}\n" for mark in missing).encode())
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _opened(flags: int) -> int | None:
+    """The board's memory; None where its holder has gone, or has something else under that number by now."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return None
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    if _is_board(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _is_board(descriptor: int) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME}")  # noqa: PTH115 - not a path
+    except OSError:
+        return False

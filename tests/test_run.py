@@ -1,0 +1,223 @@
+"""The processes of one run: which get threads and write files, and what each knows of the others."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import instrument
+from instrument import board, chrome
+from instrument.probes.verdict import Verdict, without_others
+from instrument.schema import loads
+
+ENGINE = "def step(x): return x + 1\n"
+API = "def handle(x): return x\n"
+
+PROFILE = """
+service: shop
+device: {host: 100ms}
+functions:
+  - match: "api:handle"
+  - match: "engine:step"
+  - match: "nobody:has_it"
+export:
+  chrome: {path: "traces/{pid}.json"}
+  otlp: {endpoint: "http://127.0.0.1:9", timeout: 100ms}
+  summary: {to: "summaries/{pid}.txt"}
+"""
+
+THREADS = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('instrument')]"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    for name in ("INSTRUMENT_PROFILE", "INSTRUMENT_RUN_PID", board.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    Path("engine.py").write_text(ENGINE)
+    Path("api.py").write_text(API)
+    Path("profile.yaml").write_text(PROFILE)
+    yield tmp_path
+    instrument.stop()
+
+
+def run(source: str) -> subprocess.CompletedProcess[str]:
+    Path("main.py").write_text(textwrap.dedent(source))
+    command = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "main.py"]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "PYTHONPATH": "."}
+    )
+
+
+def written(folder: str) -> set[int]:
+    return {int(path.stem) for path in Path(folder).glob("*.*")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_parent_of_eight_workers_and_their_helpers_get_no_threads_and_write_no_files(method: str) -> None:
+    done = run(f"""
+        import multiprocessing, os, pathlib
+        from multiprocessing import shared_memory
+
+        def threads_of(pid):
+            names = [path.read_text().strip() for path in pathlib.Path(f"/proc/{{pid}}/task").glob("*/comm")]
+            return len(names)
+
+        def work(x):
+            from engine import step
+            import time
+            step(x)
+            time.sleep(0.2)
+            return os.getpid(), {THREADS}
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("{method}")
+            shared = shared_memory.SharedMemory(create=True, size=8)  # which starts the resource tracker
+            children = pathlib.Path(f"/proc/self/task/{{os.getpid()}}/children")
+            with context.Pool(8) as pool:
+                print("tracker", [threads_of(pid) for pid in children.read_text().split()][0])
+                found = dict(pool.map(work, range(16), chunksize=1))
+                print("workers", *sorted(found))
+                print("names", *sorted(set(sum(found.values(), []))))
+                pool.close()
+                pool.join()
+            shared.close()
+            shared.unlink()
+            print("parent", os.getpid(), {THREADS})
+    """)
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    workers = set(map(int, told["workers"].split()))
+    assert told["tracker"] == "1"
+    assert told["parent"].endswith(" []")
+    assert told["names"].split() == ["instrument", "instrument-nvml", "instrument-otlp"]
+    assert workers == written("traces") == written("summaries")
+    for pid in workers:
+        spans = chrome.load(f"traces/{pid}.json")[0].spans
+        assert {span.site.name for span in spans} == {"step"}
+
+
+def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None:
+    done = run("""
+        import subprocess, sys
+        from api import handle
+        handle(1)
+        worker = "import engine, sys; engine.step(1); print('ready', flush=True); sys.stdin.readline()"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        child = subprocess.Popen([sys.executable, "-c", worker], **pipes, text=True)
+        print(child.pid, child.stdout.readline())
+        import time, os
+        from instrument import board
+        end = time.monotonic() + 60
+        while board.attached("engine:step") not in board.marks() and time.monotonic() < end:
+            time.sleep(0.01)
+        child.communicate("\\n")
+    """)
+    assert done.returncode == 0, done.stderr
+    assert len(written("summaries")) == 2
+    for path in Path("summaries").iterdir():
+        text = path.read_text()
+        assert "nobody:has_it" in text, "what nobody has is named by all"
+        missed = text.partition("Not observed")[2]
+        assert "engine:step" not in missed
+        assert "api:handle" not in missed
+
+
+def test_a_parent_tells_what_was_not_observed_where_nobody_recorded() -> None:
+    done = run("""
+        import os
+        child = os.fork()
+        if child == 0:
+            raise SystemExit
+        os.waitpid(child, 0)
+        print(os.getpid())
+    """)
+    assert done.returncode == 0, done.stderr
+    assert written("summaries") == {int(done.stdout)}
+    assert "engine:step" in next(Path("summaries").iterdir()).read_text()
+
+
+def test_a_forking_program_of_its_own_session_writes_nothing_where_only_its_children_recorded() -> None:
+    Path("main.py").write_text(
+        textwrap.dedent("""
+            import os
+            import instrument
+            instrument.start("profile.yaml")
+            child = os.fork()
+            if child == 0:
+                import engine
+                engine.step(1)
+                raise SystemExit
+            os.waitpid(child, 0)
+            instrument.stop()
+            print(child, sorted(name for name in os.environ if name.startswith("INSTRUMENT")))
+        """)
+    )
+    done = subprocess.run([sys.executable, "main.py"], capture_output=True, text=True, check=True)
+    child, names = done.stdout.split(" ", 1)
+    assert written("traces") == {int(child)}
+    assert names == "[]\n"
+
+
+def test_a_process_that_records_and_ends_at_once_has_its_threads_for_the_last_delivery() -> None:
+    done = run("import engine; engine.step(1)")
+    assert done.returncode == 0, done.stderr
+    (summary,) = Path("summaries").iterdir()
+    assert re.search(r"spans (failed|dropped) by the OTLP export", summary.read_text())
+
+
+def test_a_board_is_found_by_children_and_gone_with_its_process() -> None:
+    remove = board.make()
+    try:
+        board.put(["one", "two"])
+        board.put(["two"])
+        program = "from instrument import board; print(sorted(board.marks())); board.put(['three'])"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout == "['one', 'two']\n"
+        assert board.marks() == {"one", "two", "three"}
+        path = os.environ[board.VARIABLE]
+    finally:
+        remove()
+    assert board.VARIABLE not in os.environ
+    os.environ[board.VARIABLE] = path
+    try:
+        assert board.marks() == set()
+        board.put(["lost"])
+    finally:
+        del os.environ[board.VARIABLE]
+
+
+def test_a_descriptor_that_the_service_uses_for_something_else_is_never_written_to(tmp_path: Path) -> None:
+    with (tmp_path / "precious").open("w+") as file:
+        os.environ[board.VARIABLE] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        try:
+            board.put(["mark"])
+            assert board.marks() == set()
+        finally:
+            del os.environ[board.VARIABLE]
+    assert (tmp_path / "precious").read_text() == ""
+
+
+def test_only_what_another_process_has_at_work_is_left_out() -> None:
+    attached = Verdict("here", "attached", "a:b", calls=1)
+    idle, waiting = Verdict("here", "uncalled", "a:c", calls=0), Verdict("there", "waiting", why="not imported")
+    nobody, compiled = Verdict("nobody", "waiting"), Verdict("there", "compiled", "x")
+    verdicts = [attached, idle, waiting, nobody, compiled]
+    marks = {board.attached("there"), board.called("there"), board.called("here")}
+    assert without_others(verdicts, marks) == [attached, idle, nobody, compiled]
+    assert without_others(verdicts, set()) == verdicts
+
+
+@pytest.mark.parametrize("text", ["", "schedule: {record: 1}"])
+def test_a_session_in_code_has_its_threads_at_once(text: str) -> None:
+    session = instrument.start(loads(text, environ={}))
+    assert session is not None
+    assert (session._thread is not None) == bool(text)
