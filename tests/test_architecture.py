@@ -20,7 +20,8 @@ ROOT = Path(instrument.__file__).parent
 FLOORS: list[list[str]] = [
     [
         "unpatched", "errors", "threads", "termination", "atomic", "board", "clock", "compression", "http_status",
-        "document", "native", "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello", "memory_limit",
+        "document", "native", "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello",
+        "memory_limit",
     ],
     ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "main_module", "import_times", "device"],
     [
