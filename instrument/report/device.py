@@ -253,16 +253,20 @@ def _name_lines(one: DeviceUse, unit: str) -> list[str]:
 
 def _name_cells(use: NameUse, unit: str, *, with_kind: bool) -> list[str]:
     name = f"{use.name} ({use.kind})" if with_kind else use.name
-    percentiles = (None if time_ns is None else time_ns / UNITS[unit] for time_ns in (use.p50_ns, use.p99_ns))
     return [
         f"(remaining {use.remaining})" if use.remaining else name,
         str(use.calls),
         in_unit(use.summed_ns, unit),
         in_unit(use.mean_ns, unit),
-        *map(compact, percentiles),  # as many digits as they are good for
+        *(_percentile(time_ns, unit) for time_ns in (use.p50_ns, use.p99_ns)),
         in_unit(use.busy_ns, unit),
         tenths(use.busy_ratio, 1),
     ]
+
+
+def _percentile(time_ns: int | None, unit: str) -> str:
+    """As many digits as it is good for, in ns all of them."""
+    return in_unit(time_ns, unit) if time_ns is None or unit == "ns" else compact(time_ns / UNITS[unit])
 
 
 def endpoint_table(endpoints: Sequence[EndpointUse], unit: str) -> list[str]:
