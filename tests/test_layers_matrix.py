@@ -162,7 +162,7 @@ def replica(model: Any) -> Any:
         *("ensemble", "DataParallel", "replica"),
     ],
 )
-@pytest.mark.parametrize("built", ["before", "after"])
+@pytest.mark.parametrize("built", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_model_is_seen_layer_by_layer_whatever_is_done_to_it(
     recorder: Recorder, attach: Callable[..., Layers], change: Any, built: str
 ) -> None:
@@ -270,7 +270,7 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("kind", REGIONS)
-@pytest.mark.parametrize("built", ["before", "after"])
+@pytest.mark.parametrize("built", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_region_is_one_span_and_the_layers_inside_are_named(
     recorder: Recorder, attach: Callable[..., Layers], kind: str, built: str
 ) -> None:

@@ -339,7 +339,9 @@ def test_a_session_sends_the_gauges_of_its_host_beside_its_spans() -> None:
         instrument.stop()
         counts: Mapping[str, int] = Counter(server.taken)
         assert counts["work"] == 1
-        assert counts["process.cpu.utilization"] == counts["system.cpu.utilization"] >= 2
+        # The end may fall between two gauges of one reading.
+        assert abs(counts["process.cpu.utilization"] - counts["system.cpu.utilization"]) <= 1
+        assert counts["process.cpu.utilization"] >= 2
         assert session.losses() == {}
         assert session.notes() == []
 

@@ -66,7 +66,7 @@ def run(kind: str, program: str, **environment: str) -> str:
     own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     own |= {"INSTRUMENT_PURE": "1" if kind == "pure" else "0", **environment}
     command = [sys.executable, "-X", "faulthandler", "-c", PRELUDE + textwrap.dedent(program)]
-    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, ""), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -73,7 +73,7 @@ def work() -> Any:
     return importlib.import_module("reloaded")
 
 
-def wait_for(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], Any], limit_s: float = 120.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
