@@ -34,7 +34,7 @@ from instrument.probes.verdict import CHECK_FOLDER, Verdict, over_processes, rep
 from instrument.probes.verdict import STATES as STATES_OF_TARGETS
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS, Profile
 from instrument.report.view import THREADS, UNITS
-from instrument.schema import BESIDE, SIZE_UNITS, load, setting
+from instrument.schema import BESIDE, KEYS, SIZE_UNITS, load, setting
 
 ATTACHED_SHOWN = 20
 """The most targets of a rule that `check` shows line by line where all is well."""
@@ -427,6 +427,7 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
         "settings": [
             {"setting": name, "value": value, "from": origin} for name, value, origin in _settings_of(profile)
         ],
+        "exports": [name for name in KEYS["export"] if getattr(profile.export, name) is not None],
         "recorder": _native_or_pure("recorder"),
         "traces": _native_or_pure("traces"),
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
@@ -442,6 +443,10 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
 
 def _print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> None:
     print(f"profile {profile.source}: service {_service_told(profile)}, digest {profile.digest}")
+    if profile.export.is_empty:
+        from instrument.process import NO_EXPORT
+
+        print(f"  {NO_EXPORT}")
     for name, value, origin in _settings_of(profile):
         print(f"  {name} = {'not set' if value is None else value} (from {origin})")
     print(f"{_twins_line()}, Python {platform.python_version()}")

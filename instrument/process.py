@@ -23,7 +23,7 @@ from instrument.probes.scopes import OFF
 from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
-from instrument.profiler import EXIT_LIMIT_NS, Session
+from instrument.profiler import EXIT_LIMIT_NS, Session, is_main
 from instrument.recorder import RECORDER
 from instrument.schema import load
 from instrument.termination import Termination
@@ -34,6 +34,8 @@ FORK_WAIT_S = 1.0
 """The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
 
 SWITCHED_OFF = "instrument is off (INSTRUMENT=off)"
+
+NO_EXPORT = "the profile has no `export:` (chrome, otlp or summary), so nothing will be written or sent"
 
 _session: Session | None = None
 _session_lock = RLock()
@@ -62,6 +64,8 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     if profile is None:
         profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
     wanted = profile if isinstance(profile, Profile) else load(profile)
+    if wanted is not profile and wanted.export.is_empty and is_main():
+        logger.warning("%s: %s; instrument.summary() and instrument.dump() tell in code", wanted.source, NO_EXPORT)
     with _session_lock:
         if _session is not None:
             raise StateError(

@@ -276,6 +276,11 @@ class Export:
     otlp: Otlp | None = None
     summary: Summary | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is none, so that nothing is written by itself."""
+        return self.chrome is None and self.otlp is None and self.summary is None
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:

@@ -165,7 +165,7 @@ class Session:
                 self._control.stop(0)
             self._undo()
             raise
-        if self._is_of_run and _is_main():
+        if self._is_of_run and is_main():
             self.make_board()
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
@@ -703,7 +703,7 @@ class Session:
         self.account.lose("files removed to stay within limits.disk", removed)
 
     def _place(self) -> files.Place:
-        return files.Place(self._folder, self.profile.service, is_first=_is_main() and not self._forked)
+        return files.Place(self._folder, self.profile.service, is_first=is_main() and not self._forked)
 
     def _print_summary(self, wanted: Summary) -> None:
         # Workers of one service write to one stream: which of them this is stands in each.
@@ -771,7 +771,7 @@ def _attempt(place: str, action: Callable[[], object]) -> None:
         FAULTS.note(place, fault)
 
 
-def _is_main() -> bool:
+def is_main() -> bool:
     """Whether this is the process that `instrument run` started, or one that called `start` itself."""
     main = os.environ.get("INSTRUMENT_RUN_PID")
     return main is None or main == str(os.getpid())

@@ -167,6 +167,7 @@ def test_the_document_has_this_shape() -> None:
         "format": "int",
         "profile": {"source": "str", "service": "str", "digest": "str"},
         "settings": [{"setting": "str", "value": "str", "from": "str"}],
+        "exports": ["str"],
         "recorder": {"kind": "str", "why_not_native": "str"},
         "traces": {"kind": "str", "why_not_native": "str"},
         "python": {"version": "str", "implementation": "str"},

@@ -174,6 +174,33 @@ def test_a_process_that_records_and_ends_at_once_has_its_threads_for_the_last_de
     assert re.search(r"spans (failed|dropped) by the OTLP export", summary.read_text())
 
 
+def test_a_profile_without_an_export_says_so_at_start_and_in_check_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    Path("profile.yaml").write_text("functions: [{match: 'engine:step'}]")
+    says = "the profile has no `export:` (chrome, otlp or summary), so nothing will be written or sent"
+    done = run("""
+        import engine, os
+        engine.step(1)
+        if os.fork() == 0:
+            os.execl(__import__("sys").executable, "python", "-c", "import engine; engine.step(1)")
+        os.wait()
+    """)
+    assert done.stderr.count(says) == 1
+    checked = subprocess.run(
+        [sys.executable, "-m", "instrument", "check", "profile.yaml"], capture_output=True, text=True, check=False
+    )
+    assert says in checked.stdout
+    instrument.start("profile.yaml")
+    instrument.stop()
+    assert caplog.text.count(says) == 1
+    caplog.clear()
+    Path("profile.yaml").write_text(PROFILE)
+    instrument.start("profile.yaml")
+    instrument.stop()
+    instrument.start(loads("", environ={}))
+    instrument.stop()
+    assert says not in caplog.text
+
+
 def test_a_board_is_found_by_children_and_gone_with_its_process() -> None:
     remove = board.make()
     try:
