@@ -217,6 +217,8 @@ def test_wrapt_and_we_take_one_function_in_either_order_and_undo_in_either_order
     first: str, order: str, write: Callable[..., None], select: Callable[[str], Selection], recorder: Recorder
 ) -> None:
     wrapt = pytest.importorskip("wrapt")
+    if (first, order) == ("ours", "same") and int(wrapt.__version__.partition(".")[0]) < 2:
+        pytest.skip("what wrapt 1 wraps is not found from it, so that it goes on calling our function, which is off")
     write(served="def f(x): return x\nclass C:\n    def m(self, x): return x")
     module = importlib.import_module("served")
     before = module.f, vars(module.C)["m"]
