@@ -90,7 +90,7 @@ def checked(profile: str, *words: str) -> tuple[dict[str, int | None], dict[str,
     return {target["target"]: target["calls"] for target in targets if target["target"]}, document
 
 
-RULES = 'functions: [{{match: ["{0}:*", "{0}:Engine.*"]}}]'
+RULES = 'functions: [{{match: ["{0}:*", "{0}:Engine.*"]}}]\nexport: {{summary: {{to: ./s.txt}}}}'
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -175,7 +175,10 @@ def test_a_session_that_the_program_starts_itself_reaches_what_it_defines_later(
         instrument.stop()
         """,
     )
-    write("own.yaml", 'functions: [{match: ["__main__:*", "__main__:Late.*"]}]\nexport: {summary: {to: ./s.txt}}')
+    write(
+        "own.yaml",
+        'functions: [{match: ["__main__:*", "__main__:Late.*"]}]\nexport: {summary: {to: ./s.txt, views: [events]}}',
+    )
     done = run("own.py")
     assert done.returncode == 0, done.stderr
     report = Path("s.txt").read_text()
@@ -261,7 +264,7 @@ def test_functions_that_are_pickled_by_value_go_to_another_process_as_they_would
     write("other.py", LOADED)
     rule = "{match: ['__main__:*', '__main__:Model.*'], attributes: {argument: x, record: value}}"
     for profile in (f"functions: [{rule}]", "functions: [{match: ['__main__:*', '__main__:Model.*']}]"):
-        write("p.yaml", profile)
+        write("p.yaml", f"{profile}\nexport: {{summary: {{to: ./s.txt}}}}")
         done = run("-m", "instrument", "run", "--profile", "p.yaml", "--", "value.py")
         assert (done.returncode, done.stderr) == (0, "")
         done = run("other.py")

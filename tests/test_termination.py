@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-PROFILE = 'functions: [{match: "work:step"}]\nexport: {summary: {to: stderr}}\n'
+PROFILE = 'functions: [{match: "work:step"}]\nexport: {summary: {to: stderr, views: [events]}}\n'
 
 
 def run(folder: Path, source: str, *, instrumented: bool = True) -> subprocess.CompletedProcess[str]:
