@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,10 @@ class TlsConnection(Connection):
                     self._incoming.write(memoryview(data)[:size])
                 else:
                     self._incoming.write_eof()
+            except OSError:
+                with suppress(OSError):
+                    self._flush(left_s)  # the alert: or the other side would wait for more
+                raise
             else:
                 self._flush(left_s)
                 return done
