@@ -48,7 +48,7 @@ from instrument.stretch import Stretch, held_now
 from instrument.tally import Tally
 from instrument.threads import Thread
 from instrument.ticks import Ticks
-from instrument.unpatched import TIMEOUT_MAX, Event, RLock, start_new_thread
+from instrument.unpatched import TIMEOUT_MAX, Event, Lock, RLock, start_new_thread
 
 PUMP_S = 0.2
 BUSY_S = 0.05
@@ -57,6 +57,10 @@ BUSY_S = 0.05
 
 EXIT_LIMIT_NS = 5 * 10**9
 """The longest that `stop`, interpreter exit and SIGTERM wait for a collector, or for somebody to read the summary."""
+
+START_DELAY_S = 0.2
+"""How long after the first span the threads begin that wait for one. What the service does next has nobody beside it
+who wants Python's lock: while a thread gives that up to sleep, a signal may fail to wake it."""
 
 START_LIMIT_S = 1.0
 """The longest that `stop` waits for threads that are just about to begin."""
@@ -216,10 +220,14 @@ class Session:
             self._start_threads()
 
     def _recording_begins(self) -> None:
-        """The first span is about to be recorded, on this thread of the service, which goes on at once."""
+        """The first span is about to be recorded, on this thread of the service: it goes on after some 0.1 ms."""
         begun = self._begun = Event()
+        rests = Lock()
+        rests.acquire()
 
         def start() -> None:
+            rests.release()
+            self._stopping.wait(START_DELAY_S)
             try:
                 _attempt("start of threads", self._start_threads)
             finally:
@@ -228,6 +236,7 @@ class Session:
 
         try:
             start_new_thread(start, ())
+            rests.acquire(timeout=START_DELAY_S)
         except BaseException:
             begun.set()
             raise
@@ -629,9 +638,9 @@ class Session:
         while self.onlookers:
             _attempt("end of one who looks on", self.onlookers.pop())
         await_first_span(None)
+        self._stopping.set()
         if self._begun is not None:
             self._begun.wait(START_LIMIT_S)  # what has just begun to record is sent, too
-        self._stopping.set()
         thread = self._thread
         if thread is not None:
             thread.join(EXIT_LIMIT_NS / 1e9)
