@@ -48,7 +48,7 @@ from instrument.stretch import Stretch, held_now
 from instrument.tally import Tally
 from instrument.threads import Thread
 from instrument.ticks import Ticks
-from instrument.unpatched import TIMEOUT_MAX, Event, Lock, RLock, start_new_thread
+from instrument.unpatched import TIMEOUT_MAX, Event, RLock, start_new_thread
 
 PUMP_S = 0.2
 BUSY_S = 0.05
@@ -222,11 +222,10 @@ class Session:
     def _recording_begins(self) -> None:
         """The first span is about to be recorded, on this thread of the service: it goes on after some 0.1 ms."""
         begun = self._begun = Event()
-        rests = Lock()
-        rests.acquire()
+        rests = Event()
 
         def start() -> None:
-            rests.release()
+            rests.set()
             self._stopping.wait(START_DELAY_S)
             try:
                 _attempt("start of threads", self._start_threads)
@@ -236,7 +235,7 @@ class Session:
 
         try:
             start_new_thread(start, ())
-            rests.acquire(timeout=START_DELAY_S)
+            rests.wait(START_DELAY_S)
         except BaseException:
             begun.set()
             raise
