@@ -154,15 +154,15 @@ def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_pr
 
 
 def comparable(recorder: Any) -> dict[int, list[tuple[object, ...]]]:
-    """Every row by thread, in their order, with all but times and with ids by the order in which they were given.
+    """Every row by thread, in their order, with all but times. Ids are told by where their rows stand.
 
     Whether a task ran it is left out below a context that is run twice: it has the task of its first span for good.
     """
     by_thread: dict[int, list[Row]] = {}
     for ring in recorder.rings():
         by_thread.setdefault(ring.thread_id, []).extend(ring.newest(0)[0])
-    ids = sorted(row[1] for rows in by_thread.values() for row in rows)
-    place = {span_id: number for number, span_id in enumerate(ids)}
+    # Not by the order in which they were given: threads that run at once take theirs in any order.
+    place = {row[1]: (thread_id, number) for thread_id, rows in by_thread.items() for number, row in enumerate(rows)}
 
     def told(row: Row) -> tuple[object, ...]:
         path = tuple(site.name for site in recorder.paths().upwards(row[0]))
