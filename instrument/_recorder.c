@@ -66,6 +66,8 @@ typedef enum {
     FAULT,
     THREAD_ENDING,
     SATURATED,
+    RENAMED_LATE,
+    RENAMED_KIND,
     REASON_COUNT,
 } reason_t;
 
@@ -80,6 +82,8 @@ static const char *const REASONS[REASON_COUNT] = {
     [FAULT] = "calls not recorded for a fault of instrument",
     [THREAD_ENDING] = "calls not recorded because their thread was ending",
     [SATURATED] = "additions to totals that are as large as they can be",
+    [RENAMED_LATE] = "span renamed that is not open",
+    [RENAMED_KIND] = "span not renamed to a site of another kind",
 };
 
 /* Set in the id of a request that is a root, and in no other: a root id says whether it is a request's. */
@@ -179,11 +183,15 @@ typedef struct frame {
     char has_rows; /* whether what counts no time against it may name it as its parent */
     char below_fold; /* whether a step to a node that is not below led here, on this chain or one that it continues */
     char is_inner;   /* whether a call of its node is open around it on this thread: the time of that holds its time */
+    uint32_t place;  /* while spans are renamed: its number among those that are open, from 1 on, or 0 */
 } frame_t;
+
+_Static_assert(sizeof(frame_t) == 2 * LINE, "a frame is two cache lines");
 
 typedef struct {
     PyObject_HEAD
     frame_t frame;
+    struct stretch *stretch; /* whose span it is, or NULL */
 } Frame;
 
 struct core;
@@ -2000,13 +2008,12 @@ static PyTypeObject FrameType = {
     .tp_members = Frame_members,
 };
 
-/* Whether a call of a node is open on this thread around what begins now, also in what its context was copied under. */
+/* Whether a call of a node is open on a thread, from a frame upwards, also in what its context was copied under. */
 static int
-is_open_around(Current *current, const Ring *ring, const node_t *node)
+is_open_around(Current *current, const frame_t *frame, const Ring *ring, const node_t *node)
 {
-    const frame_t *frame = current->top;
     int found = 0;
-    Py_INCREF(current);
+    Py_XINCREF(current);
     for (int chains = 0; chains < DEEPEST_CHAIN && current != NULL && !found; chains++) {
         for (; frame != NULL && !found; frame = frame->above)
             found = frame->node == node && frame->ring != NULL && frame->ring->thread_id == ring->thread_id &&
@@ -2074,7 +2081,7 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
     if (is_edge(step))
         frame->below_fold = 1;
     if (frame->below_fold && frame->node->may_recur)
-        frame->is_inner = (char)is_open_around(current, ring, frame->node);
+        frame->is_inner = (char)is_open_around(current, current->top, ring, frame->node);
 }
 
 /* A fault of ours: as errors.FAULTS.note does it, which raises it again under pytest only. */
@@ -3247,6 +3254,8 @@ Stretch_dealloc(Stretch *self)
             self->next->previous = self->previous;
     }
     drop_inner(self);
+    if (self->frame != NULL)
+        self->frame->stretch = NULL;
     Py_XDECREF(self->frame);
     Py_XDECREF(self->parent);
     Py_XDECREF(self->core);
@@ -3289,6 +3298,7 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
                 return NULL;
             Py_RETURN_NONE;
         }
+        self->frame->stretch = self;
         self->resumed_ns = self->frame->frame.start_ns;
         Py_RETURN_NONE;
     }
@@ -3457,6 +3467,176 @@ static PyTypeObject StretchType = {
     .tp_methods = Stretch_methods,
     .tp_members = Stretch_members,
 };
+
+/* ------------------------------------------------------------------ renaming */
+
+/* Nothing in this section runs code of the host's: what is open stays as it is from its begin to its end. */
+
+/* An open span, and the nearest above it that is open. */
+typedef struct {
+    frame_t *frame, *above;
+    Current *owner; /* whose chain the one above is in */
+    node_t *node;   /* where the span was counted */
+    uint32_t from;  /* while its place is looked for: the one below that asked, or 0 */
+    char is_settled, is_below;
+} open_t;
+
+typedef struct {
+    open_t *spans;
+    uint32_t count, room;
+    const frame_t *renamed;
+} open_spans_t;
+
+/* The nearest open span from a frame of a chain on, or from what the chain's context was copied under. */
+static frame_t *
+nearest_above(frame_t *frame, Current **owner, Published *base)
+{
+    while (frame != NULL && frame->state == CLOSED)
+        frame = frame->above;
+    if (frame != NULL)
+        return frame;
+    base = nearest_open(base);
+    *owner = base == NULL ? NULL : (Current *)base->owner;
+    return base == NULL ? NULL : base->frame;
+}
+
+/* Note the open spans of a chain, whose outermost hangs below `base`. -1 without memory. */
+static int
+note_chain(open_spans_t *open, frame_t *top, Current *owner, Published *base)
+{
+    const frame_t *renamed = open->renamed;
+    int is_in_request = is_open_request(renamed->request);
+    for (frame_t *frame = top; frame != NULL; frame = frame->above) {
+        /* A request that is open is the root of all that is below it. */
+        if (frame->state == CLOSED || (is_in_request && frame->root_id != renamed->root_id))
+            continue;
+        if (open->count == open->room) {
+            uint32_t room = open->room == 0 ? 64 : open->room * 2;
+            open_t *grown = PyMem_Realloc(open->spans, room * sizeof *grown);
+            if (grown == NULL)
+                return -1;
+            open->spans = grown;
+            open->room = room;
+        }
+        const Stretch *stretch = frame->self == NULL ? NULL : ((Frame *)frame->self)->stretch;
+        open_t *span = &open->spans[open->count++];
+        *span = (open_t){.frame = frame, .node = frame->node, .owner = owner};
+        /* A generator's span stays below the one that it began in, whoever resumes it. */
+        span->above = stretch != NULL && stretch->has_parent ? nearest_above(NULL, &span->owner, stretch->parent)
+                                                             : nearest_above(frame->above, &span->owner, base);
+        frame->place = open->count;
+    }
+    return 0;
+}
+
+static int
+note_open(Core *core, open_spans_t *open)
+{
+    for (Current *current = core->currents; current != NULL; current = current->next)
+        if (note_chain(open, current->top, current, current->base) < 0)
+            return -1;
+    for (Stretch *stretch = core->stretches; stretch != NULL; stretch = stretch->next)
+        if (note_chain(open, stretch->inner, NULL, NULL) < 0)
+            return -1;
+    return 0;
+}
+
+/* Count a span, of a site, below the one above it, at the path that led from there to where it was counted. `from` is
+ * where the one above was counted then. */
+static void
+move_below(Core *core, const open_t *span, PyObject *site, const node_t *from)
+{
+    frame_t *frame = span->frame;
+    const frame_t *above = span->above;
+    const node_t *full = core->overflow;
+    node_t *old = frame->node, *node = above != NULL ? above->node : &core->root;
+    uint32_t steps = 0;
+    if (above == NULL && old != full && old->parent != full)
+        node = old->parent; /* all above it have ended */
+    for (const node_t *at = old; above != NULL && at != from; at = at->parent, steps++)
+        if (at == NULL) { /* it is not below: its calls fold into one around it, or the tally is full */
+            steps = 0;
+            break;
+        }
+    frame->below_fold = above != NULL && above->below_fold;
+    for (; steps > 1; steps--) { /* spans between the two that have ended */
+        const node_t *at = old;
+        for (uint32_t i = 1; i < steps; i++)
+            at = at->parent;
+        node_t *step = node_of(core, node, at->site);
+        frame->below_fold |= (char)is_edge(step);
+        node = end_of(step);
+    }
+    node_t *step = node_of(core, node, site);
+    frame->below_fold |= (char)is_edge(step);
+    frame->node = end_of(step);
+}
+
+/* Move the open spans below the one that has been renamed, each after that above it. */
+static void
+move_all_below(Core *core, open_spans_t *open)
+{
+    for (uint32_t i = 1; i <= open->count; i++) {
+        uint32_t at = i, from = 0;
+        int is_below = 0;
+        for (;;) {
+            open_t *span = &open->spans[at - 1];
+            if (span->is_settled) {
+                is_below = span->is_below;
+                break;
+            }
+            span->from = from;
+            span->is_settled = 1; /* or will be, in the second loop */
+            from = at;
+            if (span->above == NULL || span->above->place == 0)
+                break;
+            at = span->above->place;
+        }
+        while (from != 0) {
+            open_t *span = &open->spans[from - 1];
+            span->is_below = (char)is_below;
+            if (is_below)
+                move_below(core, span, span->node->site, open->spans[span->above->place - 1].node);
+            from = span->from;
+        }
+    }
+}
+
+/* Whether a call of a span's node is open around it, by the spans above it. */
+static int
+is_inner_now(const open_spans_t *open, const open_t *span)
+{
+    const frame_t *frame = span->frame;
+    for (; span->above != NULL && span->above->place != 0; span = &open->spans[span->above->place - 1])
+        if (span->above->node == frame->node && span->above->ring->thread_id == frame->ring->thread_id)
+            return 1;
+    return span->above != NULL && is_open_around(span->owner, span->above, frame->ring, frame->node);
+}
+
+/* Let an open span be one of another site from now on; what is open below it moves with it. */
+static void
+rename_frame(Core *core, frame_t *frame, PyObject *site)
+{
+    open_spans_t open = {.renamed = frame};
+    int failed = note_open(core, &open) < 0;
+    if (failed || frame->place == 0) {
+        count(core, failed ? NO_DETAILS : RENAMED_LATE);
+    } else {
+        open_t *renamed = &open.spans[frame->place - 1];
+        renamed->is_settled = renamed->is_below = 1;
+        move_below(core, renamed, site, renamed->above == NULL ? NULL : renamed->above->node);
+        move_all_below(core, &open);
+        for (uint32_t i = 0; i < open.count; i++) {
+            const open_t *span = &open.spans[i];
+            if (span->is_below)
+                span->frame->is_inner = span->frame->below_fold && span->frame->node->may_recur &&
+                                        is_inner_now(&open, span);
+        }
+    }
+    for (uint32_t i = 0; i < open.count; i++)
+        open.spans[i].frame->place = 0;
+    PyMem_Free(open.spans);
+}
 
 /* ------------------------------------------------------------------ async generators */
 
@@ -4474,6 +4654,28 @@ Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
+Core_rename(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs == 2 && args[0] == Py_None) /* its begin could not be recorded */
+        Py_RETURN_NONE;
+    if (nargs != 2 || Py_TYPE(args[0]) != &FrameType) {
+        PyErr_SetString(PyExc_TypeError, "rename(frame, site)");
+        return NULL;
+    }
+    frame_t *frame = &((Frame *)args[0])->frame;
+    PyObject *kind = frame->state == CLOSED ? NULL : PyObject_GetAttr(frame->node->site, str_kind);
+    if (frame->state == CLOSED)
+        count(self, RENAMED_LATE);
+    else if (kind == NULL || !PyUnicode_Check(kind) || !kind_is(args[1], kind))
+        count(self, RENAMED_KIND);
+    else if (frame->node->site != args[1])
+        rename_frame(self, frame, args[1]);
+    PyErr_Clear();
+    Py_XDECREF(kind);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs < 3 || nargs > 4) {
@@ -5332,6 +5534,8 @@ Core_count(Core *self, PyObject *what)
 static PyMethodDef Core_methods[] = {
     {"open", (PyCFunction)(void (*)(void))Core_open, METH_FASTCALL, "Begin a span and make it current."},
     {"close", (PyCFunction)(void (*)(void))Core_close, METH_FASTCALL, "End a span."},
+    {"rename", (PyCFunction)(void (*)(void))Core_rename, METH_FASTCALL,
+     "Let an open span be one of another site of its kind from now on."},
     {"record", (PyCFunction)(void (*)(void))Core_record, METH_FASTCALL, "Store a span that has just ended."},
     {"new_span", (PyCFunction)Core_new_span, METH_O, "A scope of a site: a span around a block."},
     {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},

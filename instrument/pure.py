@@ -27,6 +27,7 @@ import itertools
 import sys
 import threading
 import time
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,7 +94,7 @@ def _task_id() -> int:
 class Chain:
     """The frames that a context opened without an event loop. `base` is the frame that the variable held before."""
 
-    __slots__ = ("base", "ring", "thread", "top")
+    __slots__ = ("__weakref__", "base", "ring", "thread", "top")
 
     def __init__(self, base: Frame | None, ring: Ring) -> None:
         self.base = self.top = base
@@ -162,6 +163,7 @@ class Core:
         self._current: ContextVar[Chain | Frame | None] = ContextVar("instrument_current", default=None)
         self._next_id = itertools.count(2, 2).__next__
         self._lock = RLock()
+        self._chains: weakref.WeakSet[Chain] = weakref.WeakSet()
         self._begin_tree(overflow, [])
         self._reset(None)
 
@@ -172,11 +174,10 @@ class Core:
         before: Rings | None = getattr(self, "_rings", None)
         if before is not None:
             # Not `rings()`: in a forked child a thread that is gone may hold the lock.
-            tops = [*(ring.top for ring in before.unlocked()), *self._suspended.copy().values()]
-            open_ = [frame for end in tops for frame in _upwards(end) if frame[11] != CLOSED]
-            self._begin_tree(self._overflow.site, open_)
+            self._begin_tree(self._overflow.site, self._open_frames(before.unlocked()))
         self._rings = Rings(self._ring_bytes, self._nodes, self._thread_name)
         self._suspended: dict[int, Frame] = {}
+        self._begun_in: dict[int, Frame | None] = {}  # the span above that of a generator, by the id of that
         self.irregular: Counter[str] = Counter()
 
     # ---------------------------------------------------------------- nodes and rings
@@ -339,6 +340,8 @@ class Core:
             place.ring = ring
             return place
         chain = Chain(_top(place), ring)
+        with self._lock:
+            self._chains.add(chain)
         self._current.set(chain)
         return chain
 
@@ -481,6 +484,92 @@ class Core:
         if frame[13] is not None:
             self._end_on_device(ring, frame, end)
 
+    def rename(self, frame: Frame | None, site: Site) -> None:
+        """Let an open span be one of another site of its kind from now on, and never raise.
+
+        It counts at the call path of the new site, and so does what is open below it, in any context, and what begins
+        there later. What has ended below it stays counted where it was. A frame that has ended, or one of another kind,
+        is counted.
+        """
+        if frame is None:
+            return
+        if frame[11] == CLOSED:
+            self.irregular["span renamed that is not open"] += 1
+        elif getattr(site, "kind", None) != frame[0].site.kind:
+            self.irregular["span not renamed to a site of another kind"] += 1
+        elif frame[0].site is not site:
+            with self._lock:
+                self._rename(frame, site)
+
+    def _rename(self, frame: Frame, site: Site) -> None:
+        open_ = {each[1]: each for each in self._open_frames(self.rings())}
+        if frame[1] not in open_:
+            self.irregular["span renamed that is not open"] += 1
+            return
+        for each in open_.values():
+            self._renew(each)
+        below: set[int] = {frame[1]}
+        apart: set[int] = set()
+        order = [frame]
+        for each in open_.values():
+            path: list[Frame] = []
+            above: Frame | None = each
+            while above is not None and above[1] not in below and above[1] not in apart:
+                path.append(above)
+                above = self._above(above)
+            if above is not None and above[1] in below:
+                below.update(member[1] for member in path)
+                order += reversed(path)
+            else:
+                apart.update(member[1] for member in path)
+        old = {each[1]: each[0] for each in order}
+        for each in order:
+            above = self._above(each)
+            from_ = None if above is None else old.get(above[1], above[0])
+            each[0] = self._moved(each[0], above, from_, site if each is frame else each[0].site)
+        for each in order:
+            node = each[0]
+            is_inner = node.inner is not None and any(
+                above[0] is node and above[5].thread_id == each[5].thread_id for above in self._all_above(each)
+            )
+            each[16] = node.inner.index if is_inner else node.index
+
+    def _moved(self, old: Node, above: Frame | None, from_: Node | None, site: Site) -> Node:
+        """The node of a site below the frame above, by the path that led from there, at `from_`, to the old node."""
+        full = self._overflow
+        between: list[Site] = []
+        at = old.parent
+        if above is None:  # all above it have ended
+            return self._node(self._root if at is None or full in (old, at) else at, site)
+        while at is not None and at is not from_:
+            between.append(at.site)
+            at = at.parent
+        node = above[0]
+        # Where it is not below its calls fold into one around it, or the tally is full.
+        for step in reversed(between) if at is not None and old is not from_ else ():
+            node = self._node(node, step)  # of a span that has ended
+        return self._node(node, site)
+
+    def _above(self, frame: Frame) -> Frame | None:
+        """The nearest open frame above; of a generator's span that below which it began, whoever has resumed it."""
+        return _open(self._begun_in[frame[1]] if frame[1] in self._begun_in else frame[6])
+
+    def _all_above(self, frame: Frame) -> Iterator[Frame]:
+        above = self._above(frame)
+        for _ in range(DEEPEST):
+            if above is None:
+                return
+            yield above
+            above = self._above(above)
+
+    def _open_frames(self, rings: Iterable[Ring]) -> list[Frame]:
+        """The frames that are open, of every context."""
+        with self._lock:
+            chains = list(self._chains)
+        tops = [*(ring.top for ring in rings), *self._suspended.copy().values(), *(chain.top for chain in chains)]
+        found = {frame[1]: frame for top in tops for frame in _upwards(top) if frame[11] != CLOSED}
+        return list(found.values())
+
     def record(self, site: Site, start_ns: int, attributes: dict[Any, Any] | None, pair: Any = None) -> None:
         """Store a span that has just ended and had no children, for what turns out only afterwards to be worth one."""
         end = _clock()
@@ -557,6 +646,8 @@ class Core:
     def _forget_all(self) -> None:
         """Forget what is open in every context: in a forked child, where the other threads are gone."""
         self._suspended.clear()
+        self._begun_in.clear()
+        self._chains.clear()
         self._current.set(None)
 
     def innermost_manual(self, name: str | None) -> Frame | None:
@@ -752,6 +843,7 @@ class Stretch:
             place = core._current.get()
             self._chain = place if isinstance(place, Chain) else None
             core._suspended[frame[1]] = frame
+            core._begun_in[frame[1]] = frame[6]
             self._resumed_ns = frame[7]
             return
         inner = self._inner
@@ -798,7 +890,7 @@ class Stretch:
         top = inner = _top(core._current.get())
         if inner is not frame and all(above is not frame for above in _upwards(inner)):
             return  # ended elsewhere
-        self._inner = top
+        self._inner = core._suspended[frame[1]] = top  # type: ignore[assignment]
         caller, self._caller = self._caller, None
         above, frame[6] = frame[6], None
         place, self._place = self._place, None
@@ -825,6 +917,7 @@ class Stretch:
             self.suspend()
             frame[13] = pair
         core._suspended.pop(frame[1], None)
+        core._begun_in.pop(frame[1], None)
         frame[11] = CLOSED
         frame[6], self._parent = _open(self._parent), None
         self._inner = None

@@ -40,6 +40,7 @@ SYNC = (
     "late thread",
     "catch up",
     "pool",
+    "rename",
 )
 ASYNC = (
     "await",
@@ -109,22 +110,41 @@ class Tracked:
     is_open: bool = True
     root: Tracked = field(init=False)
     path: tuple[str, ...] = field(init=False)
+    """By the names that all on it have when the span ends."""
 
     def __post_init__(self) -> None:
         above = self.parent
-        self.path = (*(above.path if above is not None else ()), self.name)
         if above is None or (self.is_request and not (above.root.is_request and above.root.is_open)):
             self.root = self
         else:
             self.root = above.root
 
+    def end(self) -> None:
+        names = []
+        above: Tracked | None = self
+        while above is not None:
+            names.append(above.name)
+            above = above.parent
+        self.path = tuple(reversed(names))
+        self.is_open = False
+
 
 class Machine:
-    """Runs programs on recorders and on the reference at once. `look` is called now and then."""
+    """Runs programs on recorders and on the reference at once. `look` is called now and then.
 
-    def __init__(self, recorders: Sequence[Any], look: Callable[[], None] = lambda: None) -> None:
+    Where `folds`, spans are renamed to what others are called, too, so that paths become recursions: the reference does
+    not know how those count.
+    """
+
+    def __init__(
+        self, recorders: Sequence[Any], look: Callable[[], None] = lambda: None, *, folds: bool = False
+    ) -> None:
         self.recorders = recorders
         self.look = look
+        self.folds = folds
+        self.chance = random.Random(0)
+        self.frames: dict[Tracked, list[Any]] = {}
+        self.names = itertools.count()
         self.current: contextvars.ContextVar[Tracked | None] = contextvars.ContextVar("reference", default=None)
         self.spans: list[Tracked] = []
         self.later: list[Callable[[], None]] = []
@@ -149,13 +169,29 @@ class Machine:
             self.current.reset(token)
 
     @contextmanager
-    def track(self, step: Step) -> Iterator[None]:
+    def track(self, step: Step, scopes: Sequence[Any] = ()) -> Iterator[None]:
         tracked = self.begin(step)
+        if scopes:
+            self.frames[tracked] = [scope._frame for scope in scopes]
         try:
             with self.inside(tracked):
                 yield
         finally:
-            tracked.is_open = False
+            self.frames.pop(tracked, None)
+            tracked.end()
+
+    def rename(self) -> None:
+        """Rename one of the scopes that are open, wherever that is."""
+        if not self.frames:
+            return
+        tracked = self.chance.choice(list(self.frames))
+        tracked.name = f"renamed {next(self.names)}"
+        if self.folds and self.chance.random() < 0.7:
+            others = [other.name for other in self.frames]
+            tracked.name = self.chance.choice([*others, "renamed 0", "renamed 1"])
+        kind = "request" if tracked.is_request else "user"
+        for recorder, frame in zip(self.recorders, self.frames[tracked], strict=True):
+            recorder.rename(frame, recorder.scope_site(tracked.name, kind))
 
     # ------------------------------------------------ bodies
 
@@ -206,14 +242,15 @@ class Machine:
             with pytest.raises(Expected):
                 function()
         elif step.kind == "scope":
+            scopes = self.scopes(step)
             with ExitStack() as stack:
-                for scope in self.scopes(step):
+                for scope in scopes:
                     stack.enter_context(scope)
-                with self.track(step):
+                with self.track(step, scopes):
                     self.body(step.inside)
         elif step.kind == "handle":
             scopes = [scope.start() for scope in self.scopes(step)]
-            with self.track(step):
+            with self.track(step, scopes):
                 self.body(step.inside)
             for scope in reversed(scopes):
                 scope.end()
@@ -244,6 +281,10 @@ class Machine:
         elif step.kind == "catch up":
             self.catch_up()
             function()
+        elif step.kind == "rename":
+            self.body(step.inside)
+            self.rename()
+            function()
         elif step.kind == "pool":
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 pool.submit(contextvars.copy_context().run, function).result()
@@ -258,7 +299,7 @@ class Machine:
                         self.body(step.inside if number == 1 else [])
                     yield number
             finally:
-                own.is_open = False
+                own.end()
 
         generator = self.wrapped(numbers, step)()
         if step.kind == "handed on":
@@ -325,10 +366,11 @@ class Machine:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         elif step.kind == "async scope":
+            scopes = self.scopes(step)
             async with AsyncExitStack() as stack:
-                for scope in self.scopes(step):
+                for scope in scopes:
                     await stack.enter_async_context(scope)
-                with self.track(step):
+                with self.track(step, scopes):
                     await asyncio.sleep(0)
                     await self.async_body(step.inside)
         elif step.kind in ("async generator", "async partial", "async handed on"):
@@ -377,7 +419,7 @@ class Machine:
                         await self.async_body(step.inside if number == 1 else [])
                     yield number
             finally:
-                own.is_open = False
+                own.end()
 
         generator = self.wrapped(numbers, step)()
         if step.kind == "async handed on":
