@@ -2139,7 +2139,7 @@ with_link(const Current *current, PyObject *attributes)
     return both != NULL ? both : Py_NewRef(attributes);
 }
 
-static int close_frame(Core *core, Frame *self, PyObject *error);
+static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere);
 
 /* ------------------------------------------------------------------ device time */
 
@@ -2274,7 +2274,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     if (is_timed_on_device(core, frame) && begin_on_device(core, frame) < 0) {
         PyObject *type, *raised, *traceback;
         PyErr_Fetch(&type, &raised, &traceback);
-        if (close_frame(core, self, Py_None) < 0)
+        if (close_frame(core, self, Py_None, 0) < 0)
             PyErr_Clear(); /* of two that handlers raised, the first */
         PyErr_Restore(type, raised, traceback);
         Py_DECREF(self);
@@ -2416,16 +2416,16 @@ unlink_frame(Current *current, frame_t *below, frame_t *frame)
     Py_XDECREF(frame->self);
 }
 
-/* End a frame while others, begun inside it, go on: what follows counts against the frame above. */
+/* End a frame while others, begun inside it, go on: what follows counts against the frame above. -1 where it is not in
+ * the chain. */
 static int
-cross(Core *core, Current *current, frame_t *frame, int64_t end_ns)
+cross(Current *current, frame_t *frame, int64_t end_ns)
 {
     frame_t *below = current->top;
     while (below != NULL && below->above != frame)
         below = below->above;
     if (below == NULL)
         return -1;
-    count(core, CROSSED);
     if (below->ring == frame->ring && below->task == frame->task)
         frame->children_ns += end_ns - below->counted_from_ns;
     below->counted_from_ns = end_ns;
@@ -2501,9 +2501,11 @@ is_answer(Core *core, Frame *ended, PyObject *error)
     return status >= 0 && status < FIRST_OF_SERVER;
 }
 
-/* -1 with an exception of the host's, else 0: what could not be recorded has been counted. */
+/* End a span with an exception, or the name of an error, or None. `anywhere`: it is no mistake that it ends before what
+ * is inside it, or in another context. -1 with an exception of the host's, else 0: what could not be recorded has been
+ * counted. */
 static int
-close_frame(Core *core, Frame *self, PyObject *error)
+close_frame(Core *core, Frame *self, PyObject *error, int anywhere)
 {
     int64_t end_ns = read_clock(core);
     frame_t *frame = &self->frame;
@@ -2535,12 +2537,14 @@ close_frame(Core *core, Frame *self, PyObject *error)
         publish_rest(core, current);
         above = current->top;
     } else if (current->top != NULL || current->base != NULL || current->link_id != 0) {
-        if (cross(core, current, frame, end_ns) < 0)
-            count(core, FOREIGN);
+        reason_t reason = cross(current, frame, end_ns) < 0 ? FOREIGN : CROSSED;
+        if (!anywhere)
+            count(core, reason);
     }
     if (published != NULL)
         pass_on(core, current, published, above);
-    PyObject *name = error == NULL || error == Py_None || is_answer(core, self, error)
+    PyObject *name = error != NULL && PyUnicode_CheckExact(error) ? Py_NewRef(error)
+                     : error == NULL || error == Py_None || is_answer(core, self, error)
                          ? NULL
                          : error_name((PyObject *)Py_TYPE(error));
     store(core, ring, frame, end_ns, -1, name);
@@ -2603,9 +2607,9 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
         current->top = above;
         publish_rest(core, current);
         above = current->top;
-    } else if (cross(core, current, frame, end_ns) < 0) {
-        count(core, FOREIGN);
-        found = 0;
+    } else {
+        found = cross(current, frame, end_ns) == 0;
+        count(core, found ? CROSSED : FOREIGN);
     }
     if (published != NULL)
         pass_on(core, current, published, above);
@@ -3110,7 +3114,7 @@ end_dropped(Scope *self)
 {
     PyObject *type, *raised, *traceback;
     PyErr_Fetch(&type, &raised, &traceback);
-    if (close_frame(self->core, self->frame, NULL) < 0)
+    if (close_frame(self->core, self->frame, NULL, 0) < 0)
         PyErr_WriteUnraisable(NULL);
     PyErr_Restore(type, raised, traceback);
 }
@@ -3144,7 +3148,7 @@ Scope_exit(Scope *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Frame *frame = self->frame;
     self->frame = NULL;
-    int closed = frame == NULL ? 0 : close_frame(self->core, frame, nargs > 1 ? args[1] : NULL);
+    int closed = frame == NULL ? 0 : close_frame(self->core, frame, nargs > 1 ? args[1] : NULL, 0);
     Py_XDECREF(frame);
     if (closed < 0)
         return NULL;
@@ -3506,6 +3510,8 @@ note_chain(open_spans_t *open, frame_t *top, Current *owner, Published *base)
 {
     const frame_t *renamed = open->renamed;
     int is_in_request = is_open_request(renamed->request);
+    if (is_in_request && top != NULL && top->root_id != renamed->root_id && top->state != CLOSED)
+        return 0;
     for (frame_t *frame = top; frame != NULL; frame = frame->above) {
         /* A request that is open is the root of all that is below it. */
         if (frame->state == CLOSED || (is_in_request && frame->root_id != renamed->root_id))
@@ -3613,10 +3619,30 @@ is_inner_now(const open_spans_t *open, const open_t *span)
     return span->above != NULL && is_open_around(span->owner, span->above, frame->ring, frame->node);
 }
 
+/* The same for the innermost span of this context, below which nothing has begun elsewhere: the way of nearly every
+ * request, whatever else is open. 0 where it is another one. */
+static int
+rename_alone(Core *core, frame_t *frame, PyObject *site)
+{
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    const Stretch *stretch = frame->self == NULL ? NULL : ((Frame *)frame->self)->stretch;
+    if (current == NULL || current->top != frame || frame->has_rows || frame->state == CLOSED || stretch != NULL)
+        return 0;
+    open_t span = {.frame = frame, .owner = current};
+    span.above = nearest_above(frame->above, &span.owner, current->base);
+    move_below(core, &span, site, span.above == NULL ? NULL : span.above->node);
+    frame->is_inner = frame->below_fold && frame->node->may_recur && span.above != NULL &&
+                      is_open_around(span.owner, span.above, frame->ring, frame->node);
+    return 1;
+}
+
 /* Let an open span be one of another site from now on; what is open below it moves with it. */
 static void
 rename_frame(Core *core, frame_t *frame, PyObject *site)
 {
+    if (rename_alone(core, frame, site))
+        return;
     open_spans_t open = {.renamed = frame};
     int failed = note_open(core, &open) < 0;
     if (failed || frame->place == 0) {
@@ -4644,11 +4670,11 @@ Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs > 0 && args[0] == Py_None) /* its begin could not be recorded */
         Py_RETURN_NONE;
-    if (nargs < 1 || nargs > 2 || Py_TYPE(args[0]) != &FrameType) {
-        PyErr_SetString(PyExc_TypeError, "close(frame, error=None)");
+    if (nargs < 1 || nargs > 3 || Py_TYPE(args[0]) != &FrameType) {
+        PyErr_SetString(PyExc_TypeError, "close(frame, error=None, anywhere=False)");
         return NULL;
     }
-    if (close_frame(self, (Frame *)args[0], nargs > 1 ? args[1] : NULL) < 0)
+    if (close_frame(self, (Frame *)args[0], nargs > 1 ? args[1] : NULL, nargs > 2 && args[2] == Py_True) < 0)
         return NULL;
     Py_RETURN_NONE;
 }

@@ -19,6 +19,8 @@ DIRECTIONS: tuple[str, ...] = ("h2d", "d2h", "d2d", "p2p", "h2h")
 DEVICE_DIRECTIONS: tuple[str, ...] = DIRECTIONS[:4]
 COPY_FRAMEWORKS: tuple[str, ...] = ("torch", "cupy", "numba", "cuda", "onnxruntime", "jax", "numpy")
 FRAMEWORKS: tuple[str, ...] = ("onnxruntime", "keras", "jax", "transformers", "sentence_transformers", "sklearn")
+SERVERS: tuple[str, ...] = ("asgi", "wsgi")
+TRACEPARENT: tuple[str, ...] = ("follow", "link", "off")
 VIEWS: Mapping[str, str] = {
     "brief": "one screen: requests or steps with their parts, where the time went, the device, the cost",
     "overview": "how much of the time anything of each kind ran, as unions of time",
@@ -144,6 +146,25 @@ class FrameworkRule:
     def text(self) -> str:
         """How messages call the rule."""
         return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsRule:
+    """Requests of the servers that the host imports, by endpoint and without a rule for any of them.
+
+    `servers` are of `SERVERS`. Requests to a path of `ignore`, exact or with a `*` at its end, are not recorded. `name`
+    is what spans are called, {method} and {route} filled in. `attributes` are those of OpenTelemetry's that may hold
+    what a caller sent, recorded because they are named. The caller's trace is followed, linked to, or left alone
+    (`traceparent`).
+    """
+
+    servers: tuple[str, ...] = SERVERS
+    ignore: tuple[str, ...] = ()
+    name: str = "{method} {route}"
+    attributes: tuple[str, ...] = ()
+    traceparent: str = "follow"
+    line: int = field(default=0, compare=False)
+    text: str = "requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +328,7 @@ class Profile:
     phases: str = "off"
     comm: str = "off"
     frameworks: tuple[FrameworkRule, ...] = ()
+    requests: tuple[RequestsRule, ...] = ()
     startup: str = "off"
     schedule: Schedule | None = None
     capture: Capture = field(default_factory=Capture)

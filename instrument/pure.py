@@ -454,8 +454,11 @@ class Core:
         if remote is not None:
             frame[10] = {**(frame[10] or {}), self._remote_key: remote}
 
-    def close(self, frame: Frame, error: BaseException | None = None) -> None:
-        """End a span. A frame that is not the current one was crossed or is ended elsewhere: counted, not fatal."""
+    def close(self, frame: Frame, error: BaseException | str | None = None, anywhere: bool = False) -> None:
+        """End a span, with an exception or the name of an error.
+
+        A frame that is not the current one was crossed or is ended elsewhere: counted but with `anywhere`, not fatal.
+        """
         end = _clock()
         if frame[11] == CLOSED:
             self.irregular["scope ended twice"] += 1
@@ -473,7 +476,7 @@ class Core:
                 self._current.set(frame[12] or frame[15] or owner)
             frame[12] = frame[15] = None
         elif current is not None:
-            self._cross(frame, current, end)
+            self._cross(frame, current, end, anywhere)
         if frame[14] is frame:
             frame[14] = None  # the collector alone could free it
         ring = self._ring()
@@ -586,15 +589,17 @@ class Core:
         if pair is not None:
             self._end_on_device(ring, frame, end)
 
-    def _cross(self, frame: Frame, current: Frame, end: int) -> None:
+    def _cross(self, frame: Frame, current: Frame, end: int, anywhere: bool) -> None:
         """End `frame` while `current`, opened inside it, goes on: what follows counts against the frame above."""
         for below in _upwards(current):
             if below[6] is frame:
                 break
         else:
-            self.irregular["span ended outside the context that began it"] += 1
+            if not anywhere:
+                self.irregular["span ended outside the context that began it"] += 1
             return
-        self.irregular["scope closed before a scope inside it"] += 1
+        if not anywhere:
+            self.irregular["scope closed before a scope inside it"] += 1
         if below[5] is frame[5] and below[8] == frame[8]:
             frame[4] += end - below[9]
         below[9] = end
@@ -607,8 +612,10 @@ class Core:
             held.top = frame[6]
 
     @staticmethod
-    def _error_of(frame: Frame, error: BaseException) -> str | None:
+    def _error_of(frame: Frame, error: BaseException | str) -> str | None:
         """The error's name. An exception that is an answer below 500 is none; a request bears the answer's status."""
+        if isinstance(error, str):
+            return error
         status = status_of(error)
         if status is not None and frame[0].site.kind == "request":
             frame[10] = {**(frame[10] or {}), STATUS: status}

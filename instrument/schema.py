@@ -46,9 +46,11 @@ from instrument.profile import (
     FRAMEWORKS,
     PROTOCOLS,
     RECORDED,
+    SERVERS,
     SORT_KEYS,
     STATES,
     TIME_UNITS,
+    TRACEPARENT,
     TRACER_OPTIONS,
     VIEWS,
     Argument,
@@ -65,6 +67,7 @@ from instrument.profile import (
     Otlp,
     Profile,
     Rate,
+    RequestsRule,
     Schedule,
     Summary,
 )
@@ -224,6 +227,11 @@ ARGUMENT_SYNTAX = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 CLASS_SYNTAX = r"[^\W\d]\w*"
 CHROME_SYNTAX = r"(?:[^{}]|\{(?:service|pid|window)\})+"
 SUMMARY_SYNTAX = rf"stderr|stdout|(?=[\s\S]*[./\\]){CHROME_SYNTAX}"
+PATH_SYNTAX = r"/[^\s*?#]*\*?"
+REQUEST_NAME_SYNTAX = r"(?=.*\{(?:method|route)\})(?:[^{}]|\{(?:method|route)\})+"
+REQUEST_ATTRIBUTE_SYNTAX = (
+    r"http\.request\.header\.[a-z0-9-]+|url\.path|url\.query|client\.address|user_agent\.original"
+)
 SOCKET_SYNTAX = r"auto|off|(?=[^{}]*/)[^{}]{1,80}"
 URL_SYNTAX = r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:[/?][^\s#]*)?"
 RATE_SYNTAX = r"([1-9][0-9]{0,8})/(s|min|h)"
@@ -243,6 +251,17 @@ _class_name = spelled(
 )
 _argument_path = spelled(ARGUMENT_SYNTAX, "a parameter's name, or a dotted path below it such as request.prompt")
 _chrome_path = spelled(CHROME_SYNTAX, "a path, in braces only {service}, {pid} and {window}", _with_fields)
+_path_pattern = spelled(
+    PATH_SYNTAX, "a path such as /health, or /internal/* for all that begin so", lambda text: f"/{text}"
+)
+_request_name = spelled(
+    REQUEST_NAME_SYNTAX, "text with {method} or {route} in it, and no other braces", lambda _: "{method} {route}"
+)
+_request_attribute = spelled(
+    REQUEST_ATTRIBUTE_SYNTAX,
+    "http.request.header.<name in small letters>, url.path, url.query, client.address or user_agent.original",
+    lambda text: f"http.request.header.{text.lower()}",
+)
 _socket_folder = spelled(
     SOCKET_SYNTAX,
     "off, auto, or a folder of the user's, with a '/' in it, at most 80 characters and no braces",
@@ -444,6 +463,18 @@ def _frameworks(node: Node) -> tuple[FrameworkRule, ...]:
     return rules
 
 
+def _requests(node: Node) -> tuple[RequestsRule, ...]:
+    if node.kind == "text" and node.text == "auto":
+        return (RequestsRule(line=node.line),)
+    if node.is_off:
+        return ()
+    if node.kind != "mapping":
+        node.refuse(
+            f"auto, off, or a mapping of {', '.join(KEYS['requests'])}", near=nearest(node.text, ("auto", "off"))
+        )
+    return (RequestsRule(**_fields(node, "requests"), line=node.line),)
+
+
 def _schedule(node: Node) -> Schedule:
     if node.kind != "list":
         return Schedule(**_fields(node, "schedule"))
@@ -510,6 +541,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "phases": Key("phases", one_of("auto", "off")),
         "comm": Key("comm", one_of("auto", "off")),
         "frameworks": Key("frameworks", _frameworks),
+        "requests": Key("requests", _requests),
         "startup": Key("startup", one_of("auto", "off")),
         "schedule": Key("schedule", _schedule),
         "capture": Key("capture", _part("capture", Capture)),
@@ -550,6 +582,13 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     "frameworks": {
         "name": Key("name", _framework, required=f"one of {', '.join(FRAMEWORKS)}"),
         "nodes": Key("nodes", flag),
+    },
+    "requests": {
+        "servers": Key("servers", one_or_more(one_of(*SERVERS))),
+        "ignore": Key("ignore", one_or_more(_path_pattern)),
+        "name": Key("name", _request_name),
+        "attributes": Key("attributes", one_or_more(_request_attribute)),
+        "traceparent": Key("traceparent", one_of(*TRACEPARENT)),
     },
     "schedule": {
         "skip_first": Key("skip_first", whole(0)),

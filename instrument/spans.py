@@ -120,6 +120,11 @@ LINK_TRACE_ID = "instrument.link.trace_id"
 """Beside it, the trace of that root in hexadecimal digits, where another tracer gave it."""
 
 
+LINK_REMOTE = "instrument.link.remote"
+"""The attribute of a request whose caller's span it is only linked to: that one's trace and span in hexadecimal digits,
+a hyphen between them."""
+
+
 def link_of(span_id: int, root_id: int, remote: RemoteParent | None) -> dict[Any, Any]:
     """The attributes of such a root."""
     link: dict[Any, Any] = {LINK: (span_id, root_id)}

@@ -893,7 +893,7 @@ def section_schema(section: str) -> dict[str, Any]:
     """The schema of one section of `KEYS`."""
     rules = {"functions": "function_rule", "layers": "layer_rule", "copies": "copy_rule", "schedule": "schedule"}
     rules["functions.attributes"] = "argument"
-    rules["frameworks"] = "framework_rule"
+    rules |= {"frameworks": "framework_rule", "requests": "requests"}
     first, _, rest = section.partition(".")
     found: dict[str, Any] = SCHEMA
     if section in rules or first in rules:

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from instrument.spans import LINK, LINK_TRACE_ID, DeviceInterval, Origin, Site, Span
+from instrument.spans import LINK, LINK_REMOTE, LINK_TRACE_ID, DeviceInterval, Origin, Site, Span
 
 SCOPE = "instrument"
 """The instrumentation scope of every span."""
@@ -41,7 +41,7 @@ _FILLED = frozenset(
     (
         *("code.file.path", "code.function.name", "code.line.number", "error.type", "thread.id", "thread.name"),
         *(f"instrument.{name}" for name in ("active_ns", "clipped", "instance", "kind", "self_ns", "task_id")),
-        *(LINK, LINK_TRACE_ID),
+        *(LINK, LINK_REMOTE, LINK_TRACE_ID),
     )
 )
 
@@ -115,7 +115,14 @@ def identify(spans: Sequence[Span], ids: Ids) -> Iterator[tuple[int, int, int, i
 
 
 def link_of(span: Span, ids: Ids) -> tuple[int, int] | None:
-    """Trace id and span id of the ended span that a root's task or thread came from; None where it came from none."""
+    """Trace id and span id of the span that a root is linked to; None where it is linked to none.
+
+    That is the ended span that its task or thread came from, or the caller's.
+    """
+    remote = span.attributes.get(LINK_REMOTE) if span.attributes else None
+    if isinstance(remote, str):
+        trace, _, own = remote.partition("-")
+        return int(trace, 16), int(own, 16)
     link = span.attributes.get(LINK) if span.attributes else None
     if not isinstance(link, tuple | list):
         return None

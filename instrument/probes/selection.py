@@ -21,6 +21,7 @@ from instrument.probes.holders import loaded_modules, namespace
 from instrument.probes.layers import Layers
 from instrument.probes.loaders import Loaders
 from instrument.probes.phases import Phases
+from instrument.probes.requests import Requests
 from instrument.probes.rules import Functions
 from instrument.probes.startup import Startup
 from instrument.probes.verdict import Verdict
@@ -60,6 +61,7 @@ class Probes(Protocol):
 
 
 FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
+    "requests": Requests,
     "functions": Functions,
     "layers": Layers,
     "copies": Copies,

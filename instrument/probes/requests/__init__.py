@@ -1,0 +1,97 @@
+"""Requests without a rule: what servers hand to the apps that they serve is recorded by endpoint.
+
+Each server is met at the place where it calls the app, each web framework where it has found the route. Nothing is ever
+imported by us, only met when the host has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from instrument.errors import FAULTS
+from instrument.probes.functions import Undo, undo_all
+from instrument.probes.requests import routes, servers
+from instrument.probes.requests.exchange import Exchanges
+from instrument.probes.verdict import Verdict
+from instrument.profile import RequestsRule
+from instrument.recorder import RECORDER, Recorder
+
+SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {"asgi": servers.ASGI, "wsgi": servers.WSGI}
+"""By what the profile calls them, the modules that have the seams of servers."""
+
+
+class Requests:
+    """The request rule of one session at work: at most one."""
+
+    def __init__(self, rules: Sequence[RequestsRule], recorder: Recorder = RECORDER) -> None:
+        self._recorder = recorder
+        self._undos: list[Undo] = []
+        self._met: dict[str, str] = {}
+        self._begin(rules)
+
+    def _begin(self, rules: Sequence[RequestsRule]) -> None:
+        self.rules = tuple(rules)
+        self._exchanges = [Exchanges(rule, self._recorder) for rule in rules]
+        self._seams = {
+            module: (kind, attach)
+            for rule in rules
+            for kind in rule.servers
+            for module, attach in SERVERS.get(kind, {}).items()
+        }
+
+    def wants(self, module_name: str) -> bool:
+        """Whether that module has a seam."""
+        return module_name in self._seams or (bool(self.rules) and module_name in routes.ROUTERS)
+
+    def imported(self, module: ModuleType) -> bool:
+        """A module with a seam is imported: attach. A version that has another seam is named in the verdicts."""
+        name = module.__name__
+        if name in self._met:
+            return False
+        try:
+            if name in self._seams:
+                kind, attach = self._seams[name]
+                self._undos += attach(module, self._exchanges[0])
+                self._met[name] = kind
+            else:
+                self._undos += routes.ROUTERS[name](module)
+                self._met[name] = ""
+        except AttributeError as missing:
+            self._met[name] = f"{name} {getattr(module, '__version__', '')} has no place where it can be met: {missing}"
+        except Exception as fault:
+            FAULTS.note(f"requests of {name}", fault)
+        return False
+
+    def change(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
+        """Take on another rule; requests that are open end as they began."""
+        self.undo()
+        self._begin(rules)
+        for module in modules:
+            if self.wants(module.__name__):
+                self.imported(module)
+
+    def probed(self) -> Mapping[str, Any]:
+        """The rule at work."""
+        return {f"requests {rule.text}": rule for rule in self.rules}
+
+    def undo(self) -> None:
+        """Give servers and routers their own functions back."""
+        for exchanges in self._exchanges:
+            exchanges.is_on = False
+        undo_all(self._undos)
+        self._met.clear()
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of the rule: which servers it has met, and what it has recorded."""
+        return [self._verdict(rule, exchanges) for rule, exchanges in zip(self.rules, self._exchanges, strict=True)]
+
+    def _verdict(self, rule: RequestsRule, exchanges: Exchanges) -> Verdict:
+        met = [name for name, kind in self._met.items() if kind in SERVERS]
+        lacking = [text for text in self._met.values() if " " in text]
+        if lacking:
+            return Verdict(rule.text, "unreachable", why="; ".join(lacking))
+        if not met:
+            return Verdict(rule.text, "waiting", why=f"no server of {', '.join(rule.servers)} is imported")
+        return Verdict(rule.text, "attached", why=f"at {', '.join(sorted(met))}")

@@ -1,0 +1,165 @@
+"""ASGI: each HTTP request and each websocket that a server hands to its app, as one span.
+
+The server's own call of the app is where we stand, outside of all middleware. The span ends when the last part of the
+answer has been sent; what the app does after that, such as background tasks, is no part of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from instrument.probes.requests.exchange import (
+    CLIENT_GONE,
+    CURRENT,
+    OUTCOME,
+    PORT,
+    SCHEME,
+    SERVER,
+    Exchange,
+    Exchanges,
+)
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class App:
+    """An ASGI application whose requests record. Passes the rest through: lifespan, and all of it while off."""
+
+    def __init__(self, app: Any, exchanges: Exchanges) -> None:
+        self.app = app
+        self._exchanges = exchanges
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.app, name)
+
+    def serves(self, exchanges: Exchanges) -> bool:
+        """Whether it records for these."""
+        return self._exchanges is exchanges
+
+    def __call__(self, scope: Message, receive: Receive, send: Send) -> Awaitable[Any]:
+        kind = scope["type"]
+        if (kind != "http" and kind != "websocket") or not self._exchanges.wanted(scope["path"]):
+            return self.app(scope, receive, send)  # type: ignore[no-any-return]
+        return self._record(kind, scope, receive, send)
+
+    async def _record(self, kind: str, scope: Message, receive: Receive, send: Send) -> Any:
+        method = scope.get("method", "GET")  # a websocket begins with one
+        facts = {SCHEME: scope.get("scheme", "http")}
+        server = scope.get("server")
+        if server is not None:
+            facts[SERVER], facts[PORT] = server
+        for name in self._exchanges.named:
+            if (told := _told(scope, name)) is not None:
+                facts[name] = told
+        exchange = self._exchanges.begin(kind, method, dict(scope["headers"]), facts)
+        talk = (_Http if kind == "http" else _Websocket)(exchange, receive, send)
+        token = CURRENT.set(exchange)
+        try:
+            result = await self.app(scope, talk.receive, talk.send)
+        except BaseException as error:
+            talk.broken_off()
+            exchange.end(error)
+            raise
+        finally:
+            CURRENT.reset(token)
+        exchange.end()
+        return result
+
+
+def _told(scope: Message, name: str) -> str | None:
+    """What the caller's request says of an attribute, None where it says nothing."""
+    if name == "url.path":
+        return str(scope["path"])
+    if name == "url.query":
+        return scope.get("query_string", b"").decode("latin-1") or None
+    if name == "client.address":
+        client = scope.get("client")
+        return None if client is None else str(client[0])
+    found = dict(scope["headers"]).get(b"user-agent")
+    return None if found is None else found.decode("latin-1")
+
+
+class _Http:
+    """What goes by between the server and the app for one HTTP request."""
+
+    __slots__ = ("_exchange", "_is_events", "_receive", "_send")
+
+    def __init__(self, exchange: Exchange, receive: Receive, send: Send) -> None:
+        self._exchange = exchange
+        self._receive = receive
+        self._send = send
+        self._is_events = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and self._exchange.is_open:
+            self._exchange.note(OUTCOME, CLIENT_GONE)
+        return message
+
+    async def send(self, message: Message) -> None:
+        kind, exchange = message["type"], self._exchange
+        if kind == "http.response.body":
+            body = message.get("body", b"")
+            if message.get("more_body", False):
+                exchange.is_streamed = True
+                if body:
+                    exchange.answer_bytes += len(body)
+                    exchange.item(body.count(b"\n\n") or 1 if self._is_events else 1)
+                await self._send(message)
+                return
+            if body:
+                exchange.answer_bytes += len(body)
+                if exchange.is_streamed:
+                    exchange.item(body.count(b"\n\n") or 1 if self._is_events else 1)
+            await self._send(message)
+            exchange.end()
+            return
+        if kind == "http.response.start":
+            exchange.status = message["status"]
+            for name, value in message.get("headers", ()):
+                if name == b"content-type":
+                    self._is_events = value.startswith(b"text/event-stream")
+                    break
+        await self._send(message)
+
+    def broken_off(self) -> None:
+        """The app has raised: without an answer yet the server will say 500."""
+        self._exchange.status = self._exchange.status or 500
+
+
+class _Websocket:
+    """What goes by between the server and the app for one websocket: its items are the messages that the app sends."""
+
+    __slots__ = ("_exchange", "_receive", "_send")
+
+    def __init__(self, exchange: Exchange, receive: Receive, send: Send) -> None:
+        self._exchange = exchange
+        self._receive = receive
+        self._send = send
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "websocket.disconnect":
+            self._exchange.note("websocket.close_code", message.get("code", 1005))
+        return message
+
+    async def send(self, message: Message) -> None:
+        kind, exchange = message["type"], self._exchange
+        if kind == "websocket.send":
+            exchange.is_streamed = True
+            exchange.answer_bytes += len(message.get("bytes") or message.get("text") or b"")
+            exchange.item()
+        elif kind == "websocket.accept":
+            exchange.status = 101
+        elif kind == "websocket.close" and not exchange.status:
+            exchange.status = 403  # refused before it was accepted, which servers answer so (ASGI, websocket spec)
+        elif kind == "websocket.http.response.start":
+            exchange.status = message["status"]
+        await self._send(message)
+
+    def broken_off(self) -> None:
+        """The app has raised: without an answer yet the server will say 500."""
+        self._exchange.status = self._exchange.status or 500

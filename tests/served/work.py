@@ -1,0 +1,6 @@
+def predict(name):
+    return name.upper()
+
+
+def after():
+    pass

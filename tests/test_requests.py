@@ -1,0 +1,271 @@
+"""`requests: auto`: unmodified apps on real servers, each request a span of its endpoint, in the trace of its caller.
+
+Each app of `served` answers the same paths. It is asked over HTTP without us and with us: the answers are the same, and
+what was sent, what the tally counted, what the trace files hold and what the collector got are the same requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from otlp_receiver import Receiver
+
+from instrument import chrome
+from instrument.spans import Span
+
+SERVED = Path(__file__).parent / "served"
+START_LIMIT_S = 60.0
+
+PROFILE = """
+service: served
+requests: {ignore: [/health]}
+functions: [{match: "work:*"}]
+export:
+  chrome: {path: "traces/{service}-{pid}-{window}.json"}
+"""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: the status that answers it, and the route of the app that does, "" for none."""
+
+    path: str
+    status: int
+    route: str
+    method: str = "GET"
+    body: str = ""
+
+
+def asks(prefix: str = "", template: str = "", parameter: str = "{name}") -> list[Ask]:
+    return [
+        Ask(f"{prefix}/items/a1", 200, f"{template}/items/{parameter}"),
+        Ask(f"{prefix}/items/b2?key=good", 200, f"{template}/items/{parameter}"),
+        Ask(f"{prefix}/echo", 200, f"{template}/echo", "POST", "some text"),
+        Ask(f"{prefix}/fail", 500, f"{template}/fail"),
+        Ask(f"{prefix}/refuse", 403, f"{template}/refuse"),
+        Ask(f"{prefix}/stream", 200, f"{template}/stream"),
+    ]
+
+
+NOWHERE = [Ask("/nowhere", 404, "")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An app on a server: how it is started, and what is asked. `needs` are modules that have to be installed."""
+
+    command: Sequence[str]
+    asks: Sequence[Ask]
+    needs: Sequence[str]
+    posts: int = 201
+    """What a framework answers a POST with."""
+    spends_status: bool = True
+    workers: int = 1
+
+
+def uvicorn(app: str, *more: str) -> list[str]:
+    return ["-m", "uvicorn", app, "--port", "{port}", "--log-level", "warning", *more]
+
+
+def gunicorn(app: str, *more: str) -> list[str]:
+    return ["-m", "gunicorn", app, "--bind", "127.0.0.1:{port}", "--log-level", "warning", "--no-control-socket", *more]
+
+
+STARLETTE = [*asks(), *asks("/sub/x", "/sub/{tenant}"), Ask("/items/c?key=bad", 401, ""), *NOWHERE]
+FASTAPI = [*asks(), *asks("/sub/x", "/sub/{tenant}"), *asks("/mounted", "/mounted"), *NOWHERE]
+FLASK = [*asks(parameter="<name>"), *asks("/sub/x", "/sub/<tenant>", "<name>"), *NOWHERE]
+DJANGO = [*asks(parameter="<name>"), *asks("/sub/x", "/sub/<tenant>", "<name>"), *NOWHERE]
+LITESTAR = [*asks(parameter="{name:str}"), *asks("/sub/x", "/sub/{tenant:str}", "{name:str}"), *NOWHERE]
+
+CASES = {
+    "FastAPI on uvicorn": Case(uvicorn("fastapi_app:app"), FASTAPI, ["fastapi", "uvicorn"]),
+    "Flask on gunicorn": Case(gunicorn("flask_app:app"), FLASK, ["flask", "gunicorn"]),
+}
+SLOW_CASES = {
+    "Starlette on uvicorn": Case(uvicorn("starlette_app:app"), STARLETTE, ["starlette", "uvicorn"]),
+    "Starlette on 4 workers of uvicorn": Case(
+        uvicorn("starlette_app:app", "--workers", "4"), STARLETTE, ["starlette", "uvicorn"], workers=4
+    ),
+    "Starlette on hypercorn": Case(
+        ["-m", "hypercorn", "starlette_app:app", "--bind", "127.0.0.1:{port}"], STARLETTE, ["hypercorn"]
+    ),
+    "Starlette on granian": Case(
+        ["-m", "granian", "--interface", "asgi", "starlette_app:app", "--port", "{port}", "--no-ws"],
+        STARLETTE,
+        ["granian"],
+    ),
+    "Litestar on uvicorn": Case(uvicorn("litestar_app:app"), LITESTAR, ["litestar"]),
+    "Quart on hypercorn": Case(
+        ["-m", "hypercorn", "quart_app:app", "--bind", "127.0.0.1:{port}"], FLASK, ["quart", "hypercorn"]
+    ),
+    "Django on uvicorn": Case(uvicorn("django_app:app"), DJANGO, ["django", "uvicorn"]),
+    "Django on gunicorn": Case(gunicorn("django_app:wsgi"), DJANGO, ["django", "gunicorn"]),
+    "Flask on gunicorn's threads": Case(
+        gunicorn("flask_app:app", "-k", "gthread", "--threads", "4", "--preload"), FLASK, ["flask", "gunicorn"]
+    ),
+    "FastAPI on gunicorn with workers of uvicorn": Case(
+        gunicorn("fastapi_app:app", "-k", "uvicorn_worker.UvicornWorker"), FASTAPI, ["fastapi", "uvicorn_worker"]
+    ),
+    "Flask on waitress": Case(["serve_waitress.py", "{port}"], FLASK, ["flask", "waitress"]),
+    "Flask on its own server": Case(
+        ["-m", "flask", "--app", "flask_app", "run", "--port", "{port}"], FLASK, ["flask", "werkzeug"]
+    ),
+}
+
+
+@dataclass
+class Answered:
+    """What a server gave back, and the trace id that its caller sent."""
+
+    ask: Ask
+    trace_id: int
+    status: int
+    body: bytes
+
+
+@dataclass
+class Served:
+    """What came of a server's run: answers, exit code and the requests in its trace files."""
+
+    answers: list[Answered] = field(default_factory=list)
+    code: int | None = None
+    output: str = ""
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def serving(
+    command: Sequence[str], folder: Path, environ: dict[str, str], *, ours: bool
+) -> Iterator[tuple[int, Served]]:
+    """A server program, started and stopped: its port, and what came of it once it has ended."""
+    port, served = _free_port(), Served()
+    words = [word.replace("{port}", str(port)) for word in command]
+    profile = folder / "profile.yaml"
+    prefix = ["-m", "instrument", "run", "--profile", str(profile), "--"] if ours else []
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("INSTRUMENT", "OTEL_"))}
+    own |= {"PYTHONPATH": str(SERVED), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **environ}
+    script = [str(SERVED / words[0]), *words[1:]] if words[0].endswith(".py") else words
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *prefix, *script],
+            cwd=folder,
+            env=own,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            until = time.monotonic() + START_LIMIT_S
+            while True:
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < until, log.read_text()
+                with contextlib.suppress(OSError):
+                    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                    asked.request("GET", "/health")
+                    if asked.getresponse().status == 200:
+                        asked.close()
+                        break
+                time.sleep(0.05)
+            yield port, served
+            process.send_signal(signal.SIGTERM)
+            served.code = process.wait(30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    served.output = log.read_text()
+
+
+def ask_all(port: int, wanted: Sequence[Ask], times: int) -> list[Answered]:
+    """Ask each so many times, each time as the caller of a trace of its own."""
+    answers = []
+    for number in range(times * len(wanted)):
+        ask = wanted[number % len(wanted)]
+        trace_id = (number + 1) << 64 | 0x5EED
+        headers = {"traceparent": f"00-{trace_id:032x}-{number + 1:016x}-01"}
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request(ask.method, ask.path, ask.body or None, headers)
+        response = connection.getresponse()
+        answers.append(Answered(ask, trace_id, response.status, response.read()))
+        connection.close()
+    return answers
+
+
+def requests_in(folder: Path) -> list[Span]:
+    found = []
+    for path in sorted((folder / "traces").glob("*.json")):
+        trace, _ = chrome.load(path)
+        assert dict(trace.losses) == {}
+        found += [span for span in trace.spans if span.site.kind == "request"]
+    return found
+
+
+def name_of(ask: Ask, status: int) -> str:
+    return f"{ask.method} {ask.route}".strip()
+
+
+def check(case: Case, folder: Path, times: int, receiver: Receiver | None = None) -> None:
+    (folder / "profile.yaml").write_text(PROFILE)
+    with serving(case.command, folder, {}, ours=False) as (port, bare):
+        expected = [(one.status, one.body) for one in ask_all(port, case.asks, 1)]
+    environ = {} if receiver is None else {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.http}
+    if receiver is not None:
+        (folder / "profile.yaml").write_text(PROFILE + "  otlp:\n")
+    with serving(case.command, folder, environ, ours=True) as (port, served):
+        answers = ask_all(port, case.asks, times)
+    assert [(one.status, one.body) for one in answers] == expected * times
+    assert served.code == bare.code
+    spans = requests_in(folder)
+    wanted = Counter((name_of(one.ask, one.status), one.status) for one in answers)
+    status = "http.response.status_code"
+    assert Counter((span.site.name, span.attributes.get(status)) for span in spans) == wanted, served.output
+    assert {span.remote.trace_id for span in spans if span.remote} == {one.trace_id for one in answers}
+    failed = {span.site.name for span in spans if span.error}
+    assert failed == {name_of(one.ask, one.status) for one in answers if one.status >= 500}
+    streamed = [span for span in spans if span.site.name.endswith("/stream")]
+    assert {span.attributes.get("items") for span in streamed} == {3}
+    inner = {span.attributes.get("http.response.body.size") for span in spans if span.site.name.endswith("/echo")}
+    assert inner == {9}
+    if receiver is not None:
+        received = [span for span in receiver.spans() if span.kind == "SERVER"]
+        assert Counter(span.name for span in received) == Counter(span.site.name for span in spans)
+
+
+def parametrised(cases: dict[str, Case]) -> pytest.MarkDecorator:
+    made = []
+    for name, case in cases.items():
+        missing = [module for module in case.needs if importlib.util.find_spec(module) is None]
+        marks = [pytest.mark.skipif(bool(missing), reason=f"could not find {' and '.join(missing)}")]
+        made.append(pytest.param(case, id=name, marks=marks))
+    return pytest.mark.parametrize("case", made)
+
+
+@parametrised(CASES)
+def test_each_request_is_a_span_of_its_endpoint_in_the_trace_of_its_caller(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path, 2)
+
+
+@pytest.mark.slow
+@parametrised(SLOW_CASES)
+def test_each_request_is_a_span_of_its_endpoint_on_other_servers(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path, -(-200 // len(case.asks)))
