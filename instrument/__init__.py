@@ -1,8 +1,8 @@
 """Instrumentation for inference services, selected by one `profile.yaml`.
 
-In code: `profiled`, `scope` and `loader` name what the service's authors want to see; `start`, `stop`, `summary` and
-`dump` run a session; `Profiler` looks at the steps of a loop. Without a change in the service: ``instrument run
---profile profile.yaml -- script.py``.
+In code: `profiled`, `scope` and `loader` name what the service's authors want to see, `annotate` says more of it;
+`start`, `stop`, `summary` and `dump` run a session; `Profiler` looks at the steps of a loop. Without a change in the
+service: ``instrument run --profile profile.yaml -- script.py``.
 
 Importing this package starts nothing and changes nothing; what a session needs is imported by `start`.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
 from instrument.probes.functions import profiled
 from instrument.probes.loaders import loader
-from instrument.probes.scopes import scope, scope_end, scope_start
+from instrument.probes.scopes import annotate, annotate_request, rename_span, scope, scope_end, scope_start, set_status
 
 if TYPE_CHECKING:
     from instrument.handlers import export_chrome, export_otlp, print_summary
@@ -35,6 +35,8 @@ __all__ = [
     "StateError",
     "TargetError",
     "TraceError",
+    "annotate",
+    "annotate_request",
     "disable",
     "dump",
     "enable",
@@ -45,11 +47,13 @@ __all__ = [
     "print_summary",
     "profiled",
     "reload",
+    "rename_span",
     "schedule",
     "scope",
     "scope_end",
     "scope_start",
     "session",
+    "set_status",
     "start",
     "stop",
     "summary",

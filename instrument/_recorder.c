@@ -50,6 +50,8 @@
 #define DEEPEST_CHAIN 64 /* of contexts that were copied one from another */
 #define ERROR_NAME_LIMIT 200 /* as in errors.py */
 #define TRIES 4 /* where finalisers of the host's undo what we do */
+#define VALUE_LIMIT 256      /* characters of an attribute, as in spans.py */
+#define ATTRIBUTE_LIMIT 128  /* of a span, as in spans.py */
 #define FIRST_OF_SERVER 500 /* statuses of HTTP from here on are errors */
 #define STACK_MARGIN (64 << 10)
 #define LINE 64 /* bytes that the processor fetches at once */
@@ -68,6 +70,8 @@ typedef enum {
     SATURATED,
     RENAMED_LATE,
     RENAMED_KIND,
+    ANNOTATED_LATE,
+    TOO_MANY_ATTRIBUTES,
     REASON_COUNT,
 } reason_t;
 
@@ -84,6 +88,8 @@ static const char *const REASONS[REASON_COUNT] = {
     [SATURATED] = "additions to totals that are as large as they can be",
     [RENAMED_LATE] = "span renamed that is not open",
     [RENAMED_KIND] = "span not renamed to a site of another kind",
+    [ANNOTATED_LATE] = "span annotated that is not open",
+    [TOO_MANY_ATTRIBUTES] = "attributes beyond the limit of a span",
 };
 
 /* Set in the id of a request that is a root, and in no other: a root id says whether it is a request's. */
@@ -375,7 +381,7 @@ static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mar
 static frame_t *free_frames;
 static uint32_t free_frame_count;
 static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status,
-    *str_make_scope, *str_pass_muted,
+    *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope, *str_pass_muted,
     *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_ag_frame, *str_anext, *str_asend, *str_athrow,
     *str_aclose, *str_throw, *str_close;
 static PyObject *name_of_type; /* the descriptor of `type.__name__` */
@@ -2315,12 +2321,32 @@ totals_here(Ring *ring, node_t *node)
     return totals;
 }
 
+/* The error of a span that has ended: what its status says, where somebody has set one, else what it was. Borrowed. */
+static PyObject *
+error_told(PyObject *attributes, PyObject *error)
+{
+    PyObject *status = PyDict_Check(attributes) ? PyDict_GetItemWithError(attributes, str_status_code) : NULL;
+    PyObject *type = status == NULL ? NULL : PyDict_GetItemWithError(attributes, str_error_type);
+    PyErr_Clear();
+    if (status == NULL || !PyUnicode_Check(status))
+        return error;
+    if (PyUnicode_Compare(status, str_ok) == 0)
+        return NULL;
+    if (PyUnicode_Compare(status, str_error) != 0)
+        return error;
+    if (type != NULL && PyUnicode_Check(type) && PyUnicode_GET_LENGTH(type) > 0)
+        return type;
+    return error != NULL ? error : str_other;
+}
+
 /* All that may run code of the host's comes first and last: in between, the ring is between two rows. */
 static void
 store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error)
 {
     PyObject *rare = NULL;
     uint64_t moved_bytes = 0;
+    if (frame->attributes != NULL)
+        error = error_told(frame->attributes, error);
     if (error != NULL || frame->attributes != NULL || active_ns >= 0) {
         rare = Py_BuildValue("(LOO)", active_ns, error != NULL ? error : Py_None,
                              frame->attributes != NULL ? frame->attributes : Py_None);
@@ -3079,6 +3105,131 @@ static PyTypeObject FunctionType_ = {
     .tp_getset = Function_getset,
 };
 
+/* ------------------------------------------------------------------ attributes of open spans */
+
+enum { GIVEN, INNERMOST, REQUEST };
+
+/* The innermost open span of this context, the open request that it is in, or the one that is given: NULL without one.
+ * Valid until code of the host's may run. */
+static frame_t *
+open_span(Core *core, int which, Frame *given)
+{
+    if (which == GIVEN)
+        return given->frame.state == CLOSED ? NULL : &given->frame;
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    if (current == NULL)
+        return NULL;
+    frame_t *frame = current->top;
+    if (frame == NULL && current->base != NULL)
+        frame = current->base->frame;
+    if (frame == NULL || which == INNERMOST)
+        return frame;
+    return is_open_request(frame->request) ? &((Frame *)frame->request)->frame : NULL;
+}
+
+/* An attribute that is kept as it is: one that runs no code and takes little memory. */
+static int
+is_plain_attribute(PyObject *name, PyObject *value)
+{
+    if (!PyUnicode_CheckExact(name) || PyUnicode_GET_LENGTH(name) > VALUE_LIMIT || PyUnicode_GET_LENGTH(name) == 0)
+        return 0;
+    if (PyUnicode_CheckExact(value))
+        return PyUnicode_GET_LENGTH(value) <= VALUE_LIMIT;
+    if (PyLong_CheckExact(value)) {
+        int overflow;
+        PyLong_AsLongLongAndOverflow(value, &overflow);
+        return !overflow;
+    }
+    return PyFloat_CheckExact(value) || PyBool_Check(value);
+}
+
+static int
+put_attribute(Core *core, PyObject *made, PyObject *name, PyObject *value)
+{
+    if (PyDict_GET_SIZE(made) >= ATTRIBUTE_LIMIT && PyDict_Contains(made, name) == 0) {
+        count(core, TOO_MANY_ATTRIBUTES);
+        return 0;
+    }
+    return PyDict_SetItem(made, name, value);
+}
+
+/* Set attributes of an open span: those of a dict, or by their names. What may have been handed on stays as it is: they
+ * are copied each time. -1 with an exception of the host's. */
+static int
+set_attributes(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
+{
+    frame_t *frame = open_span(core, which, given);
+    for (int tries = 0; frame != NULL && tries < TRIES; tries++) {
+        uint64_t span_id = frame->span_id;
+        PyObject *before = Py_XNewRef(frame->attributes), *name, *value;
+        PyObject *made = before != NULL && PyDict_Check(before) ? PyDict_Copy(before) : PyDict_New();
+        int failed = made == NULL;
+        for (Py_ssize_t i = 0; !failed && names != NULL && i < PyTuple_GET_SIZE(names); i++)
+            failed = put_attribute(core, made, PyTuple_GET_ITEM(names, i), values[i]) < 0;
+        for (Py_ssize_t at = 0; !failed && more != NULL && PyDict_Next(more, &at, &name, &value);)
+            failed = put_attribute(core, made, name, value) < 0;
+        /* To make a dict may have run code of the host's. */
+        frame = failed ? NULL : open_span(core, which, given);
+        if (frame != NULL && frame->span_id == span_id && frame->attributes == before) {
+            frame->attributes = made;
+            Py_XDECREF(before); /* the frame's */
+            Py_XDECREF(before);
+            return 0;
+        }
+        Py_XDECREF(before);
+        Py_XDECREF(made);
+    }
+    if (frame == NULL && !PyErr_Occurred()) {
+        if (which == GIVEN)
+            count(core, ANNOTATED_LATE);
+        return 0;
+    }
+    if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_MemoryError))
+        count(core, NO_DETAILS);
+    return forgive();
+}
+
+/* Set attributes that a service gives by their names. Those that have to be looked at go the long way in Python. */
+static PyObject *
+annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    if (!core->on && which != GIVEN)
+        Py_RETURN_NONE;
+    int plain = nargs == 0;
+    for (Py_ssize_t i = 0; plain && names != NULL && i < PyTuple_GET_SIZE(names); i++)
+        plain = is_plain_attribute(PyTuple_GET_ITEM(names, i), args[i]);
+    if (plain) {
+        if (set_attributes(core, which, given, NULL, names, args) < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    if (which != GIVEN && open_span(core, which, given) == NULL) {
+        if (forgive() < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    PyObject *more = PyDict_New(), *first = nargs > 0 ? args[0] : Py_None, *checked = NULL;
+    for (Py_ssize_t i = 0; more != NULL && i < named; i++)
+        if (PyDict_SetItem(more, PyTuple_GET_ITEM(names, i), args[nargs + i]) < 0)
+            Py_CLEAR(more);
+    if (nargs > 1)
+        PyErr_SetString(PyExc_TypeError, "annotate(attributes=None, /, **more)");
+    else if (more != NULL)
+        checked = PyObject_CallMethodObjArgs((PyObject *)core, str_annotate_checked, first, more, NULL);
+    int failed = nargs > 1;
+    if (!failed && checked != NULL && PyDict_Check(checked))
+        failed = set_attributes(core, which, given, checked, NULL, NULL) < 0;
+    else if (!failed)
+        failed = lose(core) < 0;
+    Py_XDECREF(checked);
+    Py_XDECREF(more);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 /* ------------------------------------------------------------------ scopes */
 
 static PyObject *
@@ -3155,7 +3306,19 @@ Scope_exit(Scope *self, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
+static PyObject *annotate_by(Core *, int, Frame *, PyObject *const *, Py_ssize_t, PyObject *);
+
+static PyObject *
+Scope_annotate(Scope *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    if (self->frame == NULL)
+        Py_RETURN_NONE;
+    return annotate_by(self->core, 0, self->frame, args, nargs, names);
+}
+
 static PyMethodDef Scope_methods[] = {
+    {"annotate", (PyCFunction)(void (*)(void))Scope_annotate, METH_FASTCALL | METH_KEYWORDS,
+     "annotate($self, attributes=None, /, **more)\n--\n\nSet attributes of the span; see instrument.annotate."},
     {"__enter__", (PyCFunction)Scope_enter, METH_NOARGS, NULL},
     {"__exit__", (PyCFunction)(void (*)(void))Scope_exit, METH_FASTCALL, NULL},
     {NULL},
@@ -4679,6 +4842,20 @@ Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
+static void
+rename_to(Core *core, frame_t *frame, PyObject *site)
+{
+    PyObject *kind = frame->state == CLOSED ? NULL : PyObject_GetAttr(frame->node->site, str_kind);
+    if (frame->state == CLOSED)
+        count(core, RENAMED_LATE);
+    else if (kind == NULL || !PyUnicode_Check(kind) || !kind_is(site, kind))
+        count(core, RENAMED_KIND);
+    else if (frame->node->site != site)
+        rename_frame(core, frame, site);
+    PyErr_Clear();
+    Py_XDECREF(kind);
+}
+
 static PyObject *
 Core_rename(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -4688,18 +4865,68 @@ Core_rename(Core *self, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "rename(frame, site)");
         return NULL;
     }
-    frame_t *frame = &((Frame *)args[0])->frame;
-    PyObject *kind = frame->state == CLOSED ? NULL : PyObject_GetAttr(frame->node->site, str_kind);
-    if (frame->state == CLOSED)
-        count(self, RENAMED_LATE);
-    else if (kind == NULL || !PyUnicode_Check(kind) || !kind_is(args[1], kind))
-        count(self, RENAMED_KIND);
-    else if (frame->node->site != args[1])
-        rename_frame(self, frame, args[1]);
-    PyErr_Clear();
-    Py_XDECREF(kind);
+    rename_to(self, &((Frame *)args[0])->frame, args[1]);
     Py_RETURN_NONE;
 }
+
+static PyObject *
+Core_rename_innermost(Core *self, PyObject *site)
+{
+    frame_t *frame = open_span(self, INNERMOST, NULL);
+    if (frame != NULL)
+        rename_to(self, frame, site);
+    if (forgive() < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* The site of an open span, by its frame, or of the innermost one of this context. */
+static PyObject *
+Core_site_of_open(Core *self, PyObject *frame)
+{
+    if (frame != Py_None && Py_TYPE(frame) != &FrameType) {
+        PyErr_SetString(PyExc_TypeError, "site_of_open(frame)");
+        return NULL;
+    }
+    frame_t *found = open_span(self, frame == Py_None ? INNERMOST : GIVEN, (Frame *)frame);
+    if (found == NULL && forgive() < 0)
+        return NULL;
+    return Py_NewRef(found == NULL ? Py_None : found->node->site);
+}
+
+static PyObject *
+Core_annotate(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs == 2 && args[0] == Py_None) /* its begin could not be recorded */
+        Py_RETURN_NONE;
+    if (nargs != 2 || Py_TYPE(args[0]) != &FrameType || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "annotate(frame, attributes)");
+        return NULL;
+    }
+    if (set_attributes(self, GIVEN, (Frame *)args[0], args[1], NULL, NULL) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Core_annotate_innermost(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    return annotate_by(self, INNERMOST, NULL, args, nargs, names);
+}
+
+static PyObject *
+Core_annotate_request(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    return annotate_by(self, REQUEST, NULL, args, nargs, names);
+}
+
+PyDoc_STRVAR(annotate_doc,
+             "annotate_innermost($self, attributes=None, /, **more)\n--\n\n"
+             "Set attributes of the innermost open span; see instrument.probes.scopes.annotate.");
+
+PyDoc_STRVAR(annotate_request_doc,
+             "annotate_request($self, attributes=None, /, **more)\n--\n\n"
+             "Set attributes of the open request; see instrument.probes.scopes.annotate_request.");
 
 static PyObject *
 Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
@@ -5560,6 +5787,14 @@ Core_count(Core *self, PyObject *what)
 static PyMethodDef Core_methods[] = {
     {"open", (PyCFunction)(void (*)(void))Core_open, METH_FASTCALL, "Begin a span and make it current."},
     {"close", (PyCFunction)(void (*)(void))Core_close, METH_FASTCALL, "End a span."},
+    {"annotate", (PyCFunction)(void (*)(void))Core_annotate, METH_FASTCALL, "Set attributes of an open span."},
+    {"annotate_innermost", (PyCFunction)(void (*)(void))Core_annotate_innermost, METH_FASTCALL | METH_KEYWORDS,
+     annotate_doc},
+    {"annotate_request", (PyCFunction)(void (*)(void))Core_annotate_request, METH_FASTCALL | METH_KEYWORDS,
+     annotate_request_doc},
+    {"rename_innermost", (PyCFunction)Core_rename_innermost, METH_O, "Rename the innermost open span of this context."},
+    {"site_of_open", (PyCFunction)Core_site_of_open, METH_O,
+     "The site of an open span, or with None of the innermost one; None where there is none."},
     {"rename", (PyCFunction)(void (*)(void))Core_rename, METH_FASTCALL,
      "Let an open span be one of another site of its kind from now on."},
     {"record", (PyCFunction)(void (*)(void))Core_record, METH_FASTCALL, "Store a span that has just ended."},
@@ -5825,6 +6060,12 @@ execute(PyObject *made)
         {&str_copy, "copy"},
         {&str_module_dunder, "__module__"},
         {&str_status, "http.response.status_code"},
+        {&str_status_code, "otel.status_code"},
+        {&str_error_type, "error.type"},
+        {&str_ok, "OK"},
+        {&str_error, "ERROR"},
+        {&str_other, "_OTHER"},
+        {&str_annotate_checked, "_annotate_checked"},
         {&str_make_scope, "make_scope"},
         {&str_pass_muted, "pass_muted"},
         {&str_min_ns, "min_ns"},

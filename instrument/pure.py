@@ -30,7 +30,7 @@ import time
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context, ContextVar
 from types import FunctionType
 from typing import Any
@@ -38,7 +38,7 @@ from typing import Any
 from instrument.errors import FAULTS, error_name
 from instrument.http_status import FIRST_OF_SERVER, STATUS, status_of
 from instrument.ring import REQUEST_BIT, First, Ring, Rings, Row
-from instrument.spans import Site
+from instrument.spans import ATTRIBUTE_LIMIT, ERROR_TYPE, OTHER_ERROR, STATUS_CODE, Site
 from instrument.tally import Node, Totals
 from instrument.unpatched import RLock
 
@@ -89,6 +89,17 @@ def task_probe() -> int:
 def _task_id() -> int:
     found = task_probe()
     return max(found, 0)
+
+
+def error_told(attributes: Mapping[Any, Any], error: str | None) -> str | None:
+    """The error of a span that has ended: what its status says, where somebody has set one, else what it was."""
+    status = attributes.get(STATUS_CODE)
+    if status == "OK":
+        return None
+    if status != "ERROR":
+        return error
+    told = attributes.get(ERROR_TYPE)
+    return told if isinstance(told, str) and told else error or OTHER_ERROR
 
 
 class Chain:
@@ -487,6 +498,50 @@ class Core:
         if frame[13] is not None:
             self._end_on_device(ring, frame, end)
 
+    def annotate(self, frame: Frame | None, attributes: Mapping[Any, Any], /) -> None:
+        """Set attributes of an open span. They are taken as they are, so long as there is room."""
+        if frame is None:
+            return
+        if frame[11] == CLOSED:
+            self.irregular["span annotated that is not open"] += 1
+            return
+        known = dict(frame[10] or {})  # a copy, since rows and other spans may have it
+        for name, value in attributes.items():
+            if len(known) < ATTRIBUTE_LIMIT or name in known:
+                known[name] = value
+            else:
+                self.irregular["attributes beyond the limit of a span"] += 1
+        frame[10] = known
+
+    def _innermost(self) -> Frame | None:
+        """The innermost open span of this context."""
+        return _open(_top(self._current.get()))
+
+    def annotate_innermost(self, attributes: Any = None, /, **more: Any) -> None:
+        """Set attributes of the innermost open span; see `instrument.probes.scopes.annotate`."""
+        frame = self._innermost() if self.on else None
+        if frame is not None:
+            self.annotate(frame, self._annotate_checked(attributes, more))
+
+    def annotate_request(self, attributes: Any = None, /, **more: Any) -> None:
+        """Set attributes of the open request; see `instrument.probes.scopes.annotate_request`."""
+        frame = self._innermost() if self.on else None
+        request = None if frame is None else frame[14]
+        if request is not None and request[11] != CLOSED:
+            self.annotate(request, self._annotate_checked(attributes, more))
+
+    def _annotate_checked(self, attributes: Any, more: dict[str, Any]) -> dict[Any, Any]:
+        raise NotImplementedError
+
+    def site_of_open(self, frame: Frame | None) -> Site | None:
+        """The site of an open span, or with None of the innermost one; None where there is none."""
+        found = self._innermost() if frame is None else frame
+        return None if found is None or found[11] == CLOSED else found[0].site
+
+    def rename_innermost(self, site: Site) -> None:
+        """Rename the innermost open span of this context."""
+        self.rename(self._innermost(), site)
+
     def rename(self, frame: Frame | None, site: Site) -> None:
         """Let an open span be one of another site of its kind from now on, and never raise.
 
@@ -622,6 +677,8 @@ class Core:
         return error_name(error) if status is None or status >= FIRST_OF_SERVER else None
 
     def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
+        if frame[10]:
+            error = error_told(frame[10], error)
         if ring is not frame[5]:
             self._renew(frame)
         head = ring.head
@@ -773,7 +830,8 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
             core._renew(frame)
         head = ring.head
         ring.rows[head & ring.mask] = (
-            frame[16], span_id, frame[2], frame[3], task, start, end, frame[4], -1, None, frame[10],
+            frame[16], span_id, frame[2], frame[3], task, start, end, frame[4], -1,
+            error_told(frame[10], None) if frame[10] else None, frame[10],
         )  # fmt: skip
         ring.head = head = head + 1
         if not head & ring.fold_mask:
@@ -949,6 +1007,11 @@ class Scope:
         if self._recorder.on and self._frame is None:
             self._frame = self._recorder.open(self._site, self._attributes)
         return self
+
+    def annotate(self, attributes: Any = None, /, **more: Any) -> None:
+        """Set attributes of the span; see `instrument.annotate`."""
+        if self._frame is not None:
+            self._recorder.annotate(self._frame, self._recorder._annotate_checked(attributes, more))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         frame, self._frame = self._frame, None

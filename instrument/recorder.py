@@ -16,10 +16,11 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import Context
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from instrument import native, pure, wrapping
+from instrument import annotation, native, pure, wrapping
 from instrument.errors import FAULTS, TargetError
 from instrument.http_status import ANSWERS
 from instrument.lines import CALLS, Lines, Numbers, unpacked
@@ -47,6 +48,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
+NAMES_OF_PLACE = 256
+"""Names that the spans of one place may be given while they are open."""
 KNOWN_SITES = 65_536
 """A service that decorates a function at each request makes a site each time: the first so many are known singly."""
 
@@ -70,6 +73,11 @@ class _Recording:
         def open(self, site: Site, attributes: Any = None, state: int = 1, /) -> Any: ...
         def close(self, frame: Any, error: BaseException | str | None = None, anywhere: bool = False, /) -> None: ...
         def rename(self, frame: Any, site: Site, /) -> None: ...
+        def rename_innermost(self, site: Site, /) -> None: ...
+        def site_of_open(self, frame: Any, /) -> Site | None: ...
+        def annotate(self, frame: Any, attributes: Mapping[Any, Any], /) -> None: ...
+        def annotate_innermost(self, attributes: Any = None, /, **more: Any) -> None: ...
+        def annotate_request(self, attributes: Any = None, /, **more: Any) -> None: ...
         def record(self, site: Site, start_ns: int, attributes: Any, pair: Any = None, /) -> None: ...
         def count(self, what: str, /) -> None: ...
         def count_device(self, ring: Any, index: int, host_ns: int, device_ns: int, elapsed_ns: int, /) -> bool: ...
@@ -115,6 +123,8 @@ class _Recording:
         self.scope_name_limit = SCOPE_NAME_LIMIT
         self.open_scope_limit = OPEN_SCOPE_LIMIT
         self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
+        self._renamed: dict[Site, dict[str, Site]] = {}  # by the place's own site
+        self._place_of: dict[Site, Site] = {}
         self._manual_open = 0
         self._paths = CallTree()
         self._reading = RLock()
@@ -189,6 +199,60 @@ class _Recording:
         if stream is not None:
             own = {**(own or {}), STREAM: stream_handle(stream)}
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), own)
+
+    # ---------------------------------------------------------------- what is known only later
+
+    def renamed_site(self, site: Site, name: str) -> Site:
+        """The site of a place under another name, the same each time.
+
+        Of names there are `NAMES_OF_PLACE` for a place, and as many in all as scopes have; beyond, it is the site that
+        the place has, counted.
+        """
+        place = self._place_of.get(site, site)
+        if name == place.name:
+            return place
+        known = self._renamed.setdefault(place, {})
+        found = known.get(name)
+        if found is None:
+            if len(known) >= NAMES_OF_PLACE or len(self._place_of) >= self.scope_name_limit:
+                self.count("span names beyond the limit of their place, counted under the name that it has")
+                return place
+            found = known.setdefault(name, replace(place, name=name))
+            self._place_of[found] = place
+            self.note_shape(found, self.shapes.get(place, "scope"))
+        return found
+
+    def rename_open(self, frame: Any, name: object) -> None:
+        """Give the span of a frame another name, or with None the innermost open one of this context. Never raises."""
+        site = self.site_of_open(frame)
+        known = annotation.name_of(name)
+        if site is None:
+            return
+        if known is None:
+            self._complain("span names that are no text", f"asked for a span's name, found {name!r:.60}; allowed: text")
+        elif site.kind == "step":
+            self._complain("steps not renamed", f"asked to rename {site.name}, found a step, which is counted by name")
+        elif frame is None:
+            self.rename_innermost(self.renamed_site(site, known))
+        else:
+            self.rename(frame, self.renamed_site(site, known))
+
+    def set_status_open(self, frame: Any, code: object, description: object, error_type: object) -> None:
+        """Say how the span of a frame ended, or with None the innermost open one of this context. Never raises."""
+        said = annotation.status_attributes(code, description, error_type)
+        if said is None:
+            self._complain("states that no span has", f"asked for status {code!r:.60}; allowed: ok, error")
+        elif frame is None:
+            self.annotate_innermost(said)
+        else:
+            self.annotate(frame, said)
+
+    def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
+        return annotation.checked(attributes, more, self._complain)
+
+    def _complain(self, what: str, words: str) -> None:
+        self.count(what)
+        FAULTS.note_of_rule("annotate", words)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
         """Open a span that `end_manual` will close; None when too many are open."""
@@ -511,6 +575,8 @@ class _Recording:
             self._paths = CallTree()
             self._shapes_of_nodes = (0, 0, array("i"), ())
         self._scope_sites.clear()
+        self._renamed.clear()
+        self._place_of.clear()
         self._manual_open = 0
         for site in list(self.muted):
             self.unmute(site)
@@ -585,6 +651,8 @@ class Scope:
 
         def __enter__(self) -> Any: ...
         def __exit__(self, kind: Any, error: BaseException | None, traceback: Any, /) -> None: ...
+        def annotate(self, attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
+            """Set attributes of the span; see `instrument.annotate`."""
 
     async def __aenter__(self) -> Scope:
         self.__enter__()
@@ -594,6 +662,16 @@ class Scope:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.__exit__(kind, error, traceback)
+
+    def rename(self, name: str) -> None:
+        """Give the span another name, from a small set; see `instrument.rename_span`."""
+        if self._frame is not None:
+            self._recorder.rename_open(self._frame, name)
+
+    def set_status(self, code: str, description: str | None = None, *, error_type: str | None = None) -> None:
+        """Say whether what the span times succeeded; see `instrument.set_status`."""
+        if self._frame is not None:
+            self._recorder.set_status_open(self._frame, code, description, error_type)
 
     def start(self) -> Scope:
         """Begin; `end` closes."""

@@ -113,6 +113,18 @@ class RemoteParent:
     in_server_span: bool = False
 
 
+VALUE_LIMIT = 256
+"""Characters of a text among a span's attributes, and of an attribute's name; of a longer text the rest is cut."""
+
+ATTRIBUTE_LIMIT = 128
+"""Attributes of a span, as OpenTelemetry limits them, and values of a list among them."""
+
+STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_description", "error.type"
+"""Attributes that say how a span ended, by OpenTelemetry's names: `OK` or `ERROR`, why, and the kind of error."""
+
+OTHER_ERROR = "_OTHER"
+"""The error of a span that failed and said no kind: OpenTelemetry's word."""
+
 LINK = "instrument.link"
 """The attribute of a root whose task or thread came from a span that had ended: that span's id, and its root's."""
 

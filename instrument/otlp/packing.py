@@ -15,7 +15,18 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from instrument.spans import LINK, LINK_REMOTE, LINK_TRACE_ID, DeviceInterval, Origin, Site, Span
+from instrument.spans import (
+    ERROR_TYPE,
+    LINK,
+    LINK_REMOTE,
+    LINK_TRACE_ID,
+    STATUS_CODE,
+    STATUS_DESCRIPTION,
+    DeviceInterval,
+    Origin,
+    Site,
+    Span,
+)
 
 SCOPE = "instrument"
 """The instrumentation scope of every span."""
@@ -41,7 +52,7 @@ _FILLED = frozenset(
     (
         *("code.file.path", "code.function.name", "code.line.number", "error.type", "thread.id", "thread.name"),
         *(f"instrument.{name}" for name in ("active_ns", "clipped", "instance", "kind", "self_ns", "task_id")),
-        *(LINK, LINK_REMOTE, LINK_TRACE_ID),
+        *(LINK, LINK_REMOTE, LINK_TRACE_ID, STATUS_CODE, STATUS_DESCRIPTION),
     )
 )
 
@@ -194,9 +205,17 @@ def _span_attributes(span: Span) -> dict[str, object]:
         found["instrument.task_id"] = span.task_id
     if span.clipped:
         found["instrument.clipped"] = True
-    if span.error is not None:
-        found["error.type"] = span.error
+    told = span.error if span.error is not None else span.attributes.get(ERROR_TYPE)
+    if told is not None:
+        found["error.type"] = told
     return found
+
+
+def status_of(span: Span) -> tuple[bool, str] | None:
+    """Whether a span failed, and why in words: None where nobody has said that it did or did not."""
+    if span.error is not None:
+        return True, str(plain(span.attributes.get(STATUS_DESCRIPTION) or span.error))
+    return (False, "") if span.attributes.get(STATUS_CODE) == "OK" else None
 
 
 def _given(kind: str, attributes: Iterable[tuple[str, object]]) -> dict[str, object]:
@@ -283,8 +302,10 @@ def _pack_facts(span: Span, threads: Mapping[int, str]) -> bytes:
         tail = _pack_tail(span.site, measured)
     kind = _SERVER_KIND if is_server(span) else _INTERNAL_KIND
     facts = tail + kind + _pack_thread(span.thread_id, threads.get(span.thread_id)) + pack_attributes(measured)
-    if span.error is not None:
-        facts += pack_field(b"\x7a", pack_text(b"\x12", span.error) + b"\x18\x02")
+    status = status_of(span)
+    if status is not None:
+        failed, message = status
+        facts += pack_field(b"\x7a", pack_text(b"\x12", message) + b"\x18\x02" if failed else b"\x18\x01")
     return facts
 
 

@@ -296,7 +296,9 @@ class Grpc:
             else:
                 attributes = packing.attributes_of(span, threads)
                 kind = SpanKind.SERVER if packing.is_server(span) else kind
-                status = unset if span.error is None else Status(StatusCode.ERROR, str(packing.plain(span.error)))
+                told = packing.status_of(span)
+                if told is not None:
+                    status = Status(StatusCode.ERROR, told[1]) if told[0] else Status(StatusCode.OK)
             link = packing.link_of(span, ids) if interval is None else None
             yield ReadableSpan(
                 str(packing.plain(name)),

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 from instrument.errors import FAULTS
 from instrument.probes.holders import isinstance_of
 from instrument.profile import Argument
-from instrument.spans import AttributeValue
+from instrument.spans import VALUE_LIMIT, AttributeValue
 from instrument.wrapping import Attributes
-
-VALUE_LIMIT = 256
 
 
 class _LeftOut:

@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from instrument import scope
+from instrument import annotate, scope
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
 
@@ -107,6 +107,37 @@ def with_scope() -> None:
             pass
 
 
+def nothing_named(**attributes: object) -> None: ...
+
+
+def annotate_here() -> None:
+    with scope("scope"):
+        for _ in range(CALLS):
+            annotate(tokens=3)
+
+
+def annotate_scope() -> None:
+    with scope("scope") as span:
+        for _ in range(CALLS):
+            span.annotate(tokens=3)
+
+
+def annotate_outside() -> None:
+    for _ in range(CALLS):
+        annotate(tokens=3)
+
+
+def call_named() -> None:
+    for _ in range(CALLS):
+        nothing_named(tokens=3)
+
+
+def scope_with_attribute() -> None:
+    for _ in range(CALLS):
+        with scope("scope") as span:
+            span.annotate(tokens=3)
+
+
 def consume(generator: Iterator[int]) -> None:
     for _ in generator:
         pass
@@ -137,6 +168,11 @@ def shapes() -> dict[str, tuple[Callable[[], object], str]]:
         "method of an instance that a rule names": (lambda: repeat_on(selected), "bare method"),
         "method of another instance of the class": (lambda: repeat_on(other), "bare method"),
         "with scope": (with_scope, "loop"),
+        "bare call with a keyword": (call_named, "loop"),
+        "annotate, one attribute": (annotate_here, "bare call with a keyword"),
+        "annotate of a scope": (annotate_scope, "bare call with a keyword"),
+        "annotate outside of a span": (annotate_outside, "bare call with a keyword"),
+        "with scope, and annotate in it": (scope_with_attribute, "loop"),
         "decorated coroutine": (lambda: run_coroutines(awaited), "bare await"),
         "decorated generator, a step": (lambda: consume(generated()), "bare generator"),
     }

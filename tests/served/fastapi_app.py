@@ -1,9 +1,8 @@
 import asyncio
 
+import work
 from fastapi import APIRouter, BackgroundTasks, FastAPI, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
-
-import work
 
 router = APIRouter()
 

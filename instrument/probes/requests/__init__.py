@@ -58,7 +58,7 @@ class Requests:
             else:
                 self._undos += routes.ROUTERS[name](module)
                 self._met[name] = ""
-        except AttributeError as missing:
+        except (AttributeError, TypeError) as missing:
             self._met[name] = f"{name} {getattr(module, '__version__', '')} has no place where it can be met: {missing}"
         except Exception as fault:
             FAULTS.note(f"requests of {name}", fault)

@@ -98,7 +98,7 @@ class Exchange:
     """One request and its answer. Used by one context at a time; what comes after its end changes nothing."""
 
     __slots__ = (
-        "_attributes", "_begun_ns", "_facts", "_first_ns", "_frame", "_gaps", "_items", "_last_ns", "_method", "_of", "_prefix",
+        "_begun_ns", "_facts", "_first_ns", "_frame", "_gaps", "_items", "_last_ns", "_method", "_of", "_prefix",
         "_protocol", "_recorder", "answer_bytes", "is_streamed", "route", "status",
     )  # fmt: skip
 
@@ -114,8 +114,7 @@ class Exchange:
         self._gaps: list[int] | None = None
         self.is_streamed = False
         self._begun_ns = _now()
-        self._attributes = attributes  # SHIM
-        self._frame = of.recorder.open(of.endpoints.site(protocol, method), attributes)
+        self._frame = of.recorder.open(of.endpoints.site(protocol, method), attributes or None)
 
     @property
     def is_open(self) -> bool:
@@ -179,7 +178,7 @@ class Exchange:
             if outcome is not None:
                 facts[OUTCOME] = outcome
         if facts:
-            self._attributes.update(facts)  # SHIM
+            self._recorder.annotate(frame, facts)
         failed = error if error is not None else str(self.status) if self.status >= FIRST_OF_SERVER else None
         self._recorder.close(frame, failed, True)  # by whichever task or middleware sends the last part
 

@@ -51,10 +51,10 @@ def _after(owner: Any, method: str, tell: Callable[[Exchange, Any], None]) -> Un
 
 
 def _function(owner: Any, method: str) -> Any:
-    """A method that is a plain function; in a version where it is something else (a slot), `AttributeError`."""
+    """A method that is a plain function. Raises `AttributeError` or `TypeError` in a version that has none."""
     found = getattr(owner, method)
-    if not isinstance(found, FunctionType):
-        raise AttributeError(f"{owner.__name__}.{method} is a {type(found).__name__}")
+    if not isinstance(found, FunctionType):  # such as a slot, which only looks like one
+        raise TypeError(f"{owner.__name__}.{method} is a {type(found).__name__}")
     return found
 
 
@@ -97,7 +97,7 @@ def _flask(module: Any) -> list[Undo]:
         if rule is not None:
             exchange.found(rule.rule)
 
-    owner = module.Flask if hasattr(module, "Flask") else module.Quart
+    owner = module.Quart if hasattr(module, "Quart") else module.Flask
     return [_before(owner, "full_dispatch_request", found)]
 
 
