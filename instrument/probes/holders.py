@@ -498,22 +498,25 @@ def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) ->
     second = {id(first): second for first, second in pairs}
     if not second:
         return
+    spared = {"instrument", *spared}
     for name, module in loaded_modules():
-        package = name.partition(".")[0]
-        if package == "instrument" or package in spared:
-            continue
         names = namespace(module)
+        # One loop in C, for hardly any module has such a name.
+        if second.keys().isdisjoint(map(id, list(names.values()))) or name.partition(".")[0] in spared:
+            continue
         for bound, value in list(names.items()):
             new = second.get(id(value))
             if new is not None:
                 names[bound] = new
 
 
-def loaded_modules() -> list[tuple[str, ModuleType]]:
-    """Name and module of everything in `sys.modules` that is a module. Runs no code of theirs."""
-    modules = [module for module in list(sys.modules.values()) if issubclass(type(module), ModuleType)]
-    named = [(namespace(module).get("__name__"), module) for module in modules]
-    return [(name, module) for name, module in named if isinstance(name, str)]
+def loaded_modules() -> Iterator[tuple[str, ModuleType]]:
+    """Name and module of everything in `sys.modules` now that is a module. Runs no code of theirs."""
+    for module in list(sys.modules.values()):
+        if issubclass(type(module), ModuleType):
+            name = namespace(module).get("__name__")
+            if isinstance(name, str):
+                yield name, module
 
 
 def namespace(module: ModuleType) -> dict[str, Any]:

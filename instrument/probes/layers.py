@@ -118,7 +118,8 @@ class Paths:
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
         """Place every module that is alive now; tells each name and child. Tens of milliseconds on a large heap."""
         start_ns = time.monotonic_ns()
-        modules = [thing for thing in gc.get_objects() if _is_instance(thing, self._module_type)]
+        # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]
         edges = []
         for parent in modules:
             for name, child in self._children(parent):
@@ -128,11 +129,6 @@ class Paths:
         end_ns = time.monotonic_ns()
         self._next_walk_ns = end_ns + WALK_SHARE * (end_ns - start_ns)
         return iter(edges)
-
-
-def _is_instance(thing: Any, module_type: type[Any]) -> bool:
-    # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
-    return issubclass(type(thing), module_type)
 
 
 def _torch_children(module: Any) -> Iterable[tuple[str, Any]]:
