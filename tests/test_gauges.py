@@ -823,7 +823,16 @@ def test_a_session_leaves_the_gauges_of_its_gpus_in_its_trace_file(run: Run, tmp
     profile = tmp_path / "p.yaml"
     profile.write_text("device: {cuda: off, nvml: 20ms}\nexport: {chrome: {path: '{pid}.json'}}\n")
     script = tmp_path / "service.py"
-    script.write_text("import time, instrument\nwith instrument.scope('work'):\n    time.sleep(0.3)\n")
+    # GPM's first value is the difference of two samples; when the second value comes, the first is kept.
+    script.write_text(
+        "import os, pathlib, time, instrument\n"
+        "calls = pathlib.Path(os.environ['FAKE_NVML_LOG'])\n"
+        "deadline = time.monotonic() + 60\n"
+        "with instrument.scope('work'):\n"
+        "    while not calls.exists() or calls.read_text().count('gpm_metrics') < 2:\n"
+        "        assert time.monotonic() < deadline\n"
+        "        time.sleep(0.01)\n"
+    )
     run(FULL, "", arguments=("-m", "instrument", "run", "--profile", str(profile), "--", str(script)))
     (path,) = tmp_path.glob("*.json")
     trace, _ = chrome.load(path)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -29,18 +29,30 @@ BOMBS = {
 }
 
 
-def report(*arguments: str) -> tuple[int, str, int]:
-    """The exit code of `instrument report`, what it printed, and the most memory that it took, in bytes."""
+class Report(NamedTuple):
+    code: int
+    text: str
+    peak_bytes: int
+    limits: list[str]
+    """What RLIMIT_DATA was before and after."""
+
+
+def report(*arguments: str) -> Report:
+    """What `instrument report` did, in a process of its own: the limit counts all that a process holds."""
     program = (
-        "import re, sys\nfrom instrument.cli import main\ncode = main(['report', *sys.argv[1:]])\n"
+        "import re, resource, sys\nfrom instrument.cli import main\n"
+        "before = resource.getrlimit(resource.RLIMIT_DATA)\n"
+        "try:\n    code = main(['report', *sys.argv[1:]])\nexcept SystemExit as error:\n    code = error.code\n"
         # Not ru_maxrss, which begins with what the process held that started this one.
-        "status = open('/proc/self/status').read()\n"
-        "print('peak', re.search(r'VmHWM:\\s+(\\d+)', status)[1], file=sys.stderr)\nsys.exit(code)"
+        "peak_kb = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
+        "print('measured', peak_kb, *before, *resource.getrlimit(resource.RLIMIT_DATA), file=sys.stderr)\n"
+        "sys.exit(code)"
     )
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    text, _, peak = done.stderr.rpartition("peak ")
-    return done.returncode, done.stdout + text, int(peak) * 1024
+    text, _, measured = done.stderr.rpartition("measured ")
+    peak_kb, *limits = measured.split()
+    return Report(done.returncode, done.stdout + text, int(peak_kb) * 1024, limits)
 
 
 @pytest.mark.slow
@@ -53,28 +65,25 @@ def test_a_packed_bomb_is_refused_within_half_a_gigabyte(says: str, tmp_path: Pa
         for _ in range(count // BLOCK):
             file.write(unit * BLOCK)
         file.write(tail)
-    code, text, peak_bytes = report(str(path))
-    assert (code, says in text, text.count("\n")) == (2, True, 1)
-    assert peak_bytes < 500_000_000
+    done = report(str(path))
+    assert (done.code, says in done.text, done.text.count("\n")) == (2, True, 1)
+    assert done.peak_bytes < 500_000_000
 
 
-def test_a_large_file_may_be_given_more_memory_and_the_limit_is_put_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from instrument.cli import main
-
+def test_a_large_file_may_be_given_more_memory_and_the_limit_is_put_back(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     slices = [f',{{"ph":"X","ts":{ts},"dur":1,"pid":1,"tid":1,"args":{{"a":"b"}}}}' for ts in range(100_000)]
     path.write_text('{"traceEvents":[{}' + "".join(slices) + "]}")
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    code, text, _ = report(str(path), "--memory", "30MB")
-    assert (code, "takes more than 30 MB of memory; if you trust it, give more with --memory" in text) == (2, True)
-    assert report(str(path), "--memory", "1GiB")[0] == 0
-    assert main(["report", str(path)]) == 0
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    with pytest.raises(SystemExit):
-        main(["report", str(path), "--memory", "1 G"])
-    assert "found '1 G'; allowed: a number and one of B kB" in capsys.readouterr().err
+    refused = report(str(path), "--memory", "30MB")
+    assert refused.code == 2
+    assert "takes more than 30 MB of memory; if you trust it, give more with --memory" in refused.text
+    read = [report(str(path), "--memory", "1GiB"), report(str(path))]
+    assert [done.code for done in read] == [0, 0]
+    for done in [refused, *read]:
+        assert done.limits[:2] == done.limits[2:]
+    wrong = report(str(path), "--memory", "1 G")
+    assert wrong.code == 2
+    assert "found '1 G'; allowed: a number and one of B kB" in wrong.text
 
 
 def test_events_that_say_nothing_end_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
