@@ -340,6 +340,7 @@ typedef struct {
     uint64_t uid; /* of the core when its paths were met: a reset gives the nodes up */
     uint64_t muted_calls;
     PyObject *site, *decide, *evaluate;
+    PyObject *works; /* tells the device timer by a call's arguments what the call works on, or NULL */
     PyObject *dict;
     PyObject *weak_references;
 } Function;
@@ -357,7 +358,7 @@ typedef struct stretch {
     Core *core;
     struct stretch *previous, *next; /* all of the core's */
     char listed;
-    PyObject *site;
+    PyObject *site, *attributes;
     Frame *frame;
     frame_t *inner; /* innermost frame of the body while it is suspended; the chain from here to `frame` owns itself */
     Published *parent; /* of the first step: whoever resumes it later may be another; NULL without one */
@@ -2155,12 +2156,14 @@ is_timed_on_device(const Core *core, const frame_t *frame)
     return core->begin_device != NULL && core->begin_device != Py_None && (frame->node->is_device || core->watches_all);
 }
 
-/* What runs in Python here is ours and may be interrupted by a signal handler: -1 with the host's exception. */
+/* What runs in Python here is ours and may be interrupted by a signal handler: -1 with the host's exception. `told` is
+ * what the timer is to know in place of the span's attributes, or NULL. */
 static int
-begin_on_device(Core *core, frame_t *frame)
+begin_on_device(Core *core, frame_t *frame, PyObject *told)
 {
     PyObject *begin = Py_NewRef(core->begin_device);
-    PyObject *args[] = {frame->node->site, frame->attributes != NULL ? frame->attributes : Py_None,
+    PyObject *attributes = told != NULL ? told : frame->attributes;
+    PyObject *args[] = {frame->node->site, attributes != NULL ? attributes : Py_None,
                         PyLong_FromUnsignedLongLong(frame->span_id)};
     PyObject *pair = args[2] == NULL ? NULL : PyObject_Vectorcall(begin, args, 3, NULL);
     Py_XDECREF(args[2]);
@@ -2277,7 +2280,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
         publish(core, current, frame);
     Py_DECREF(current);
     frame->start_ns = frame->counted_from_ns = read_clock(core);
-    if (is_timed_on_device(core, frame) && begin_on_device(core, frame) < 0) {
+    if (is_timed_on_device(core, frame) && begin_on_device(core, frame, NULL) < 0) {
         PyObject *type, *raised, *traceback;
         PyErr_Fetch(&type, &raised, &traceback);
         if (close_frame(core, self, Py_None, 0) < 0)
@@ -2672,6 +2675,42 @@ static void forget_paths(Function *);
 
 static PyObject *settle_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
 
+/* What a call works on, by its arguments: a new reference in `told`, NULL where nobody can tell. -1 with an exception of
+ * the host's. */
+static int
+tell_work(Function *self, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **told)
+{
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf), named_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    PyObject *positional = PyTuple_New(count), *named = PyDict_New();
+    int failed = positional == NULL || named == NULL;
+    for (Py_ssize_t i = 0; !failed && i < count; i++)
+        PyTuple_SET_ITEM(positional, i, Py_NewRef(args[i]));
+    for (Py_ssize_t i = 0; !failed && i < named_count; i++)
+        failed = PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[count + i]) < 0;
+    *told = failed ? NULL : PyObject_CallFunctionObjArgs(self->works, positional, named, NULL);
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
+    if (*told == Py_None)
+        Py_CLEAR(*told);
+    if (!PyErr_Occurred())
+        return 0;
+    if (is_hosts())
+        return -1;
+    note_fault("device timer");
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+begin_call_on_device(Function *self, frame_t *frame, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    PyObject *told = NULL;
+    int failed = self->works != NULL ? tell_work(self, args, nargsf, names, &told) : 0;
+    if (!failed)
+        failed = begin_on_device(self->core, frame, told);
+    Py_XDECREF(told);
+    return failed;
+}
+
 /* Call what is wrapped inside a span. `path` remembers where the site was met, which is borrowed. */
 static inline PyObject *
 call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
@@ -2705,7 +2744,7 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     node_t *node = frame->node;
     totals_t *totals = node->totals;
     __builtin_prefetch(totals, 1);
-    if (!is_timed_on_device(core, frame) || begin_on_device(core, frame) == 0)
+    if (!is_timed_on_device(core, frame) || begin_call_on_device(self, frame, args, nargsf, names) == 0)
         result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     /* What the end needs comes from memory while the clock is read. */
     __builtin_prefetch(frame, 1);
@@ -2945,12 +2984,13 @@ static PyObject *
 Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *words[] = {"recorder", "function", "site", "sites", "decide", "muted", "evaluate",
-                            "makes_async_generators", NULL};
+                            "makes_async_generators", "works", NULL};
     PyObject *core, *wrapped, *site, *sites = NULL, *decide = NULL, *muted = NULL, *evaluate = Py_None;
+    PyObject *works = Py_None;
     int makes_async_generators = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO!O$p:Function", words, &CoreType, &core, &wrapped, &site,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO!O$pO:Function", words, &CoreType, &core, &wrapped, &site,
                                      &PyDict_Type, &sites, &decide, &PySet_Type, &muted, &evaluate,
-                                     &makes_async_generators))
+                                     &makes_async_generators, &works))
         return NULL;
     if (sites != NULL && muted == NULL) {
         PyErr_SetString(PyExc_TypeError, "Function: sites go with decide and muted");
@@ -2967,6 +3007,7 @@ Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->muted_sites = Py_XNewRef(muted);
     self->is_followed = (char)(sites != NULL && follow_changes(sites));
     self->evaluate = evaluate == Py_None ? NULL : Py_NewRef(evaluate);
+    self->works = works == Py_None ? NULL : Py_NewRef(works);
     self->core = (Core *)Py_NewRef(core);
     self->wrapped = Py_NewRef(wrapped);
     self->site = self->path.site = Py_NewRef(site);
@@ -2985,6 +3026,7 @@ Function_traverse(Function *self, visitproc visit, void *arg)
     Py_VISIT(self->dict);
     Py_VISIT(self->sites);
     Py_VISIT(self->decide);
+    Py_VISIT(self->works);
     return 0;
 }
 
@@ -3010,6 +3052,7 @@ Function_dealloc(Function *self)
     Py_XDECREF(self->muted_sites);
     forget_known(self);
     Py_XDECREF(self->evaluate);
+    Py_XDECREF(self->works);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -3373,15 +3416,16 @@ static PyTypeObject ScopeType = {
 static PyObject *
 Stretch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *words[] = {"recorder", "site", NULL};
-    PyObject *core, *site;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O:Stretch", words, &CoreType, &core, &site))
+    static char *words[] = {"recorder", "site", "attributes", NULL};
+    PyObject *core, *site, *attributes = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|O:Stretch", words, &CoreType, &core, &site, &attributes))
         return NULL;
     Stretch *self = (Stretch *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
     self->core = (Core *)Py_NewRef(core);
     self->site = Py_NewRef(site);
+    self->attributes = attributes == Py_None ? NULL : Py_NewRef(attributes);
     self->next = self->core->stretches;
     if (self->next != NULL)
         self->next->previous = self;
@@ -3427,6 +3471,7 @@ Stretch_dealloc(Stretch *self)
     Py_XDECREF(self->parent);
     Py_XDECREF(self->core);
     Py_XDECREF(self->site);
+    Py_XDECREF(self->attributes);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -3435,6 +3480,7 @@ Stretch_traverse(Stretch *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->core);
     Py_VISIT(self->site);
+    Py_VISIT(self->attributes);
     Py_VISIT(self->frame);
     Py_VISIT(self->parent);
     return 0;
@@ -3458,7 +3504,7 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
     if (self->lost)
         Py_RETURN_NONE;
     if (self->frame == NULL) {
-        self->frame = open_frame(core, self->site, NULL, OPEN);
+        self->frame = open_frame(core, self->site, self->attributes, OPEN);
         if (self->frame == NULL) {
             self->lost = 1;
             if (lose(core) < 0)
@@ -3835,7 +3881,7 @@ struct step;
 typedef struct {
     PyObject_HEAD
     Core *core;
-    PyObject *site, *generator;
+    PyObject *site, *generator, *work; /* what it works on, for the device timer, or NULL */
     Stretch *stretch; /* NULL before the first step, and where recording was off then */
     struct step *under_way; /* borrowed */
     PyObject *finaliser; /* what its event loop wants to be told when it is given up */
@@ -3918,7 +3964,7 @@ begin_step(AsyncStep *step, int is_throw)
         self->has_begun = 1;
         if (self->core->on) {
             PyObject *stretch =
-                PyObject_CallFunctionObjArgs((PyObject *)&StretchType, self->core, self->site, NULL);
+                PyObject_CallFunctionObjArgs((PyObject *)&StretchType, self->core, self->site, self->work, NULL);
             if (stretch == NULL && lose(self->core) < 0)
                 return -1;
             Py_XSETREF(self->stretch, (Stretch *)stretch);
@@ -4188,6 +4234,7 @@ AsyncGenerator_traverse(AsyncGenerator *self, visitproc visit, void *arg)
     Py_VISIT(self->core);
     Py_VISIT(self->site);
     Py_VISIT(self->generator);
+    Py_VISIT(self->work);
     Py_VISIT(self->stretch);
     Py_VISIT(self->finaliser);
     return 0;
@@ -4232,6 +4279,7 @@ AsyncGenerator_dealloc(AsyncGenerator *self)
     Py_XDECREF(self->generator);
     Py_XDECREF(self->stretch);
     Py_XDECREF(self->finaliser);
+    Py_XDECREF(self->work);
     Py_DECREF(self->site);
     Py_DECREF(self->core);
     PyObject_GC_Del(self);
@@ -4299,11 +4347,16 @@ static PyTypeObject AsyncGeneratorType = {
 static PyObject *
 Function_call_async_generator(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
-    PyObject *generator = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    PyObject *generator = PyObject_Vectorcall(self->wrapped, args, nargsf, names), *work = NULL;
     if (generator == NULL || self->muted)
         return generator;
+    if (self->works != NULL && self->core->on && tell_work(self, args, nargsf, names, &work) < 0) {
+        Py_DECREF(generator);
+        return NULL;
+    }
     AsyncGenerator *made = PyObject_GC_New(AsyncGenerator, &AsyncGeneratorType);
     if (made == NULL) {
+        Py_XDECREF(work);
         if (lose(self->core) == 0)
             return generator;
         Py_DECREF(generator);
@@ -4313,6 +4366,7 @@ Function_call_async_generator(Function *self, PyObject *const *args, size_t narg
     made->core = (Core *)Py_NewRef((PyObject *)self->core);
     made->site = Py_NewRef(self->site);
     made->generator = generator;
+    made->work = work;
     PyObject_GC_Track(made);
     return (PyObject *)made;
 }

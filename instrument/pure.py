@@ -741,7 +741,12 @@ class Core:
         return found
 
 
-def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
+def make_function(
+    core: Any,
+    function: Callable[..., Any],
+    site: Site,
+    works: Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, Any] | None] | None = None,
+) -> Any:
     """A function around the function: `open`, the call and `close` in one body, three Python calls fewer."""
     current = core._current
     get, set_ = current.get, current.set
@@ -756,7 +761,7 @@ def make_function(core: Any, function: Callable[..., Any], site: Site) -> Any:
                 core.pass_muted(site)
             return function(*args, **kwargs)
         if device or core.watches_all:
-            with Scope(core, site):
+            with Scope(core, site, None if works is None else works(args, kwargs)):
                 return function(*args, **kwargs)
         try:
             ring = core._rings.local.ring
@@ -879,13 +884,14 @@ class Stretch:
     """A generator's span: current only while the body runs, its active time against whoever resumed it."""
 
     __slots__ = (
-        "_active_ns", "_caller", "_chain", "_core", "_inner", "_parent", "_place", "_resumed_ns", "_site",
-        "_suspended_ns", "frame",
+        "_active_ns", "_attributes", "_caller", "_chain", "_core", "_inner", "_parent", "_place", "_resumed_ns",
+        "_site", "_suspended_ns", "frame",
     )  # fmt: skip
 
-    def __init__(self, core: Core, site: Site) -> None:
+    def __init__(self, core: Core, site: Site, attributes: dict[Any, Any] | None = None) -> None:
         self._core = core
         self._site = site
+        self._attributes = attributes
         self.frame: Frame | None = None
         self._caller: Frame | None = None
         self._chain: Chain | None = None
@@ -901,7 +907,7 @@ class Stretch:
         core, frame = self._core, self.frame
         if frame is None:
             self._place = core._current.get()
-            frame = self.frame = core.open(self._site)
+            frame = self.frame = core.open(self._site, self._attributes)
             self._parent = frame[6]
             self._caller = frame[15] or frame[6]
             frame[15] = None

@@ -112,7 +112,7 @@ class _Recording:
             is_traced: Callable[[], bool],
             evaluate: Callable[[Any], Any] | None,
         ) -> Any: ...
-        def stretch(self, site: Site) -> Any: ...
+        def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any: ...
         def shelf(self, sample: float, spans_per_request: int) -> Any: ...
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
         def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]: ...
@@ -149,9 +149,10 @@ class _Recording:
         site: Site,
         attributes: wrapping.Attributes | None = None,
         passes: wrapping.Passes | None = None,
+        works: wrapping.Attributes | None = None,
     ) -> Function:
         """The function with a span around each call; see `instrument.wrapping`."""
-        return wrapping.wrap(self, function, site, attributes, passes)
+        return wrapping.wrap(self, function, site, attributes, passes, works)
 
     def retire(self, function: Any) -> None:
         """Let what `wrap` has made behave as the bare function from now on, whoever still holds it."""
@@ -603,11 +604,13 @@ class PureRecorder(_Recording, pure.Core):
         pure.Core.__init__(self, ring_bytes, OVERFLOW, RemoteParent, link_of, pure.task_probe, _thread_name)
         self._begin()
 
-    def make_function(self, function: Callable[..., Any], site: Site) -> Any:
-        return pure.make_function(self, function, site)
+    def make_function(self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None) -> Any:
+        return pure.make_function(self, function, site, works)
 
-    def make_async_generator(self, function: Callable[..., Any], site: Site) -> Any:
-        return wrapping.async_generator(self, function, site)
+    def make_async_generator(
+        self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
+    ) -> Any:
+        return wrapping.async_generator(self, function, site, works)
 
     def make_method(
         self,
@@ -619,8 +622,8 @@ class PureRecorder(_Recording, pure.Core):
     ) -> Any:
         return pure.make_method(self, function, sites, decide, is_traced)
 
-    def stretch(self, site: Site) -> Any:
-        return pure.Stretch(self, site)
+    def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any:
+        return pure.Stretch(self, site, attributes)
 
     def shelf(self, sample: float, spans_per_request: int) -> Any:
         return Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
@@ -706,11 +709,15 @@ else:
             self._begin()
             self.scope_type = NativeScope
 
-        def make_function(self, function: Callable[..., Any], site: Site) -> Any:
-            return _native.Function(self, function, site)
+        def make_function(
+            self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
+        ) -> Any:
+            return _native.Function(self, function, site, works=works)
 
-        def make_async_generator(self, function: Callable[..., Any], site: Site) -> Any:
-            return _native.Function(self, function, site, makes_async_generators=True)
+        def make_async_generator(
+            self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
+        ) -> Any:
+            return _native.Function(self, function, site, makes_async_generators=True, works=works)
 
         def make_method(
             self,
@@ -723,8 +730,8 @@ else:
             # What compiles a model takes the code of what a native function wraps, and never meets the probe.
             return _native.Function(self, function, None, sites, decide, self.muted, evaluate)
 
-        def stretch(self, site: Site) -> Any:
-            return _native.Stretch(self, site)
+        def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any:
+            return _native.Stretch(self, site, attributes)
 
         def shelf(self, sample: float, spans_per_request: int) -> Any:
             return _native.Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)

@@ -14,11 +14,8 @@ from instrument.spans import Interval, RemoteParent, Site, Span, length, union
 _native = native.find("_spans")
 
 STREAM = object()
-"""The key under which a span's attributes hold the handle of the stream that its device time is taken on, if its own.
-It is nothing that a reader sees."""
-
-WORK = object()
-"""Key under which the attributes that a device timer is handed hold the `Work` of the span."""
+"""The key under which a span's attributes hold what its device time is taken on, where that is known: the handle of a
+stream, or `Work`. It is nothing that a reader sees."""
 
 
 class Taken(NamedTuple):

@@ -22,8 +22,8 @@ from instrument.spans import Site
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-Attributes = Callable[[tuple[Any, ...], dict[str, Any]], dict[Any, Any]]
-"""Gives the attributes of a call's span from its arguments; never raises."""
+Attributes = Callable[[tuple[Any, ...], dict[str, Any]], "dict[Any, Any] | None"]
+"""Gives the attributes of a call's span from its arguments, None for none; never raises."""
 
 
 Passes = Callable[[tuple[Any, ...]], bool]
@@ -31,34 +31,43 @@ Passes = Callable[[tuple[Any, ...]], bool]
 
 
 def wrap(
-    recorder: Any, function: Function, site: Site, attributes: Attributes | None = None, passes: Passes | None = None
+    recorder: Any,
+    function: Function,
+    site: Site,
+    attributes: Attributes | None = None,
+    passes: Passes | None = None,
+    works: Attributes | None = None,
 ) -> Function:
     """The function with a span of the recorder around each call.
 
     The result is of the same kind (`inspect.iscoroutinefunction` and the like agree), has the same signature, name,
     doc and attributes, and carries its site as `__instrument__`. `attributes` is asked before each call of a function
     or coroutine, whose span then carries them, and takes a plain function off the fast path; so does `passes`, which
-    is asked first.
+    is asked first. `works` tells, as an attribute that no reader sees, what a call works on whose device time is asked
+    for.
     """
+    told = attributes or works
+    if attributes is not None and works is not None:
+        told = functools.partial(_both, attributes, works)
     made: Any
     if inspect.isasyncgenfunction(function):
         made = (
-            recorder.make_async_generator(function, site)
+            recorder.make_async_generator(function, site, works)
             if passes is None
-            else _make(_ASYNC_GENERATOR, recorder, function, site, None, passes)
+            else _make(_ASYNC_GENERATOR, recorder, function, site, works, passes)
         )
         recorder.note_shape(site, "generator")
     elif inspect.iscoroutinefunction(function) and not _is_marked(function):
-        made = _make(_COROUTINE, recorder, function, site, attributes, passes)
+        made = _make(_COROUTINE, recorder, function, site, told, passes)
         recorder.note_shape(site, "coroutine")
     elif inspect.isgeneratorfunction(function):
-        made = _make(_GENERATOR, recorder, function, site, None, passes)
+        made = _make(_GENERATOR, recorder, function, site, works, passes)
         recorder.note_shape(site, "generator")
     elif site.kind == "request" or attributes is not None or passes is not None:
-        made = _make(_OPENING, recorder, function, site, attributes, passes)
+        made = _make(_OPENING, recorder, function, site, told, passes)
         recorder.note_shape(site, "wrapper")
     else:
-        made = recorder.make_function(function, site)
+        made = recorder.make_function(function, site, works)
         if site.kind != "step":  # or a schedule that counts them would stand still
             recorder.may_mute(site, made)
     functools.update_wrapper(made, function)
@@ -67,6 +76,10 @@ def wrap(
             setattr(made, name, getattr(function, name))
     made.__instrument__ = site
     return made  # type: ignore[no-any-return]
+
+
+def _both(attributes: Attributes, works: Attributes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    return {**(attributes(args, kwargs) or {}), **(works(args, kwargs) or {})}
 
 
 def _is_marked(function: Any) -> bool:
@@ -154,6 +167,7 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes
     def wrapper({parameters}):
         {i}passed = not {i}recorder.on{or_passes}
         {i}generator = {i}function({arguments})
+        {i}told = None if {i}passed or {i}attributes is None else {i}attributes(({positional}), {{{named}}})
         {forget}
         {i}send = {i}generator.send
         {i}value = {i}thrown = None
@@ -168,7 +182,7 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes
                     {i}value, {i}thrown = (yield {i}item), None
                 except BaseException as {i}error:
                     {i}value, {i}thrown = None, {i}error
-        {i}stretch = {i}recorder.stretch({i}site)
+        {i}stretch = {i}recorder.stretch({i}site, {i}told)
         {i}resume, {i}suspend = {i}stretch.resume, {i}stretch.suspend
         try:
             while True:
@@ -200,8 +214,9 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes
     async def wrapper({parameters}):
         {i}passed = not {i}recorder.on{or_passes}
         {i}generator = {i}function({arguments})
+        {i}told = None if {i}passed or {i}attributes is None else {i}attributes(({positional}), {{{named}}})
         {forget}
-        {i}stretch = {i}idle if {i}passed else {i}recorder.stretch({i}site)
+        {i}stretch = {i}idle if {i}passed else {i}recorder.stretch({i}site, {i}told)
         {i}value = {i}thrown = None
         try:
             while True:
@@ -249,9 +264,9 @@ class _NoStretch:
 _NO_STRETCH = _NoStretch()
 
 
-def async_generator(recorder: Any, function: Callable[..., Any], site: Site) -> Any:
+def async_generator(recorder: Any, function: Callable[..., Any], site: Site, works: Attributes | None = None) -> Any:
     """An async generator function around another: the twin of what the native recorder makes."""
-    return _make(_ASYNC_GENERATOR, recorder, function, site, None)
+    return _make(_ASYNC_GENERATOR, recorder, function, site, works)
 
 
 def _make(

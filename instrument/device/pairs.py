@@ -82,9 +82,9 @@ class Pair:
     """
 
     __slots__ = (
-        "begin", "begin_key", "begin_ns", "begun", "beside", "beyond_ns", "context", "device_ns", "end_event",
-        "end_key", "end_ns", "error", "handle", "held", "is_beside", "last_ns", "place", "row", "running", "site",
-        "span_id", "stream", "taken", "thread_id", "timer", "whole",
+        "attributes", "begin", "begin_key", "begin_ns", "begun", "beside", "beyond_ns", "context", "device_ns",
+        "end_event", "end_key", "end_ns", "error", "handle", "held", "is_beside", "last_ns", "place", "row", "running",
+        "site", "span_id", "stream", "taken", "thread_id", "timer", "whole",
     )  # fmt: skip
 
     def __init__(self, timer: Times, context: Context, begin: Any, end: Any, begin_key: Any, end_key: Any) -> None:
@@ -104,6 +104,7 @@ class Pair:
         self.span_id = self.begun = self.taken = 0
         self.device_ns = self.beyond_ns = self.last_ns = 0
         self.site: Any = None
+        self.attributes: Any = None
         self.beside: Sequence[Pair] = ()
         self.is_beside = False
         self.held: list[Held] | None = None

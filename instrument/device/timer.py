@@ -30,8 +30,8 @@ from instrument.device.resolver import FIRST, INTERRUPTED, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.device.torch_events import TorchDriver
 from instrument.recorder import RECORDER, Recorder
-from instrument.rows import STREAM, WORK
-from instrument.spans import NO_DEVICE_TIME, Site, Span
+from instrument.rows import STREAM
+from instrument.spans import NO_DEVICE_TIME, Site, Span, Work
 from instrument.unpatched import Lock
 
 NO_STREAM_YET = "spans that began before their thread had used numba, whose streams are told by their use"
@@ -76,7 +76,7 @@ class Timer:
             return None
         begun = self._begin_at(places[0], span_id) if len(places) == 1 else self._begin_on(places, span_id)
         if begun.__class__ is Pair:
-            begun.site = site
+            begun.site, begun.attributes = site, attributes
         return begun
 
     def _begin_on(self, places: Sequence[Stream], span_id: int) -> Pair | Untimed | None:
@@ -155,12 +155,10 @@ class Timer:
         The framework that works is asked for its current stream on each device that it will work on, where the span
         tells the two, else every framework for its current one.
         """
-        work = None
-        if attributes is not None:
-            if STREAM in attributes:
-                device = self._device_of(attributes[STREAM])
-                return () if device < 0 else ((device, attributes[STREAM]),)
-            work = attributes.get(WORK)
+        work = None if attributes is None else attributes.get(STREAM)
+        if work is not None and work.__class__ is not Work:
+            device = self._device_of(work)
+            return () if device < 0 else ((device, work),)
         if work is None and site is not None and site.work is not None:
             work = site.work()
         if work is not None and (tell := self.frameworks.get(work.framework)) is not None:
@@ -192,7 +190,7 @@ class Timer:
 
     def begin_again(self, whole: Pair) -> None:
         """Another stretch of a span, in a pair of its own. One that cannot be timed is counted."""
-        pair = self.begin(whole.site, None, whole.span_id)
+        pair = self.begin(whole.site, whole.attributes, whole.span_id)
         if isinstance(pair, Pair):
             # No look of the resolver's comes to a pair in between that has not ended.
             for one in (pair, *pair.beside):
@@ -243,12 +241,13 @@ class Timer:
         self.wake()
 
     def _mark_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
-        """On a thread that has not used the device yet, whose default stream would be that of no context.
+        """On a thread on which another device is current, or none yet: its default stream would be that one's.
 
         `refused` is what `mark` has answered, and the answer now.
         """
         driver = self.driver
-        if -refused != cuda.NO_CONTEXT:
+        is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD
+        if -refused != cuda.NO_CONTEXT and not (is_other and driver.current_device() != context.device):
             return refused
         error = driver.push(context.handle)
         if error:

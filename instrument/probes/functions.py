@@ -39,6 +39,7 @@ from instrument.main_module import names_of
 from instrument.probes import holders
 from instrument.probes.holders import isinstance_of, namespace, own_names, type_attribute, type_namespace
 from instrument.probes.scopes import OFF
+from instrument.probes.work import CallWork
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import KINDS, PHASES, Site
 from instrument.wrapping import Attributes, Passes
@@ -420,7 +421,8 @@ class Probe:
     ) -> None:
         self.target = target
         self.site = site
-        self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes)
+        works = CallWork.of(recorder, target.function) if site.device else None
+        self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes, works)
         self._place: Place | None = None
         self.is_set = False
 
@@ -592,7 +594,7 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
     for suffix, function in parts:
         own = name + suffix if name else _qualname(function) + suffix if suffix else None
         site = site_of(function, name=own, kind=kind, device=device, phase=phase)
-        wrapped = RECORDER.wrap(function, site)
+        wrapped = RECORDER.wrap(function, site, works=CallWork.of(RECORDER, function) if device else None)
         if function is target:
             return wrapped
         target = holders.change(target, function, wrapped)

@@ -27,9 +27,10 @@ from instrument.probes.functions import Undo, matches, replace, undo_all
 from instrument.probes.lineages import subclasses
 from instrument.probes.regions import DYNAMO, WRAPPING, Regions, Selected, known_as, selects
 from instrument.probes.verdict import Verdict
+from instrument.probes.work import ModuleWork, tensors_near, tensors_of
 from instrument.profile import LayerRule
 from instrument.recorder import RECORDER, Recorder
-from instrument.spans import Site, Work
+from instrument.spans import Site
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
@@ -84,6 +85,11 @@ class Paths:
             names.extend([] if wraps else [place[1]])
             key = id(parent)
         return ".".join(reversed(names))
+
+    def parent_of(self, module: Any) -> Any:
+        """The module in which another sits, as far as that is known; else None."""
+        place = self._places.get(id(module))
+        return None if place is None else place[0]()
 
     def known(self) -> set[str]:
         """The paths of all layers that have been placed."""
@@ -351,21 +357,29 @@ class Layers:
     def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
         """The site of a layer that a rule selects, None where none does. `method` does the work of the class.
 
-        A rule that asks for device time has a site for each set of devices that the parameters of a `module` lie on.
+        A rule that asks for device time has a site for each set of devices that a `module` works on.
         """
         found = self._first(known_as(cls), path)
         if found is None:
             return None
         rule, selected = found
-        work = ModuleWork(module) if rule.device and module is not None else None
-        key = (rule.name, rule.device, cls, path, () if work is None else work().devices)
+        tensors = self._tensors_of(module) if rule.device and module is not None else []
+        work = ModuleWork(tensors) if tensors else None
+        key = (rule.name, rule.device, cls, path, () if work is None else work.devices)
         site = self._shared.get(key)
         if site is None:
             made = self._site(rule, cls, path, method)
-            site = self._shared.setdefault(key, dataclasses.replace(made, work=work) if key[-1] else made)
+            site = self._shared.setdefault(key, made if work is None else dataclasses.replace(made, work=work))
             self._recorder.may_mute(site)
+        elif isinstance(site.work, ModuleWork):
+            site.work.follow(tensors)
         selected[site] = None
         return site
+
+    def _tensors_of(self, module: Any) -> Sequence[Any]:
+        """Where they lie, a layer works: its own tensors, else one of its neighbours'."""
+        own = tensors_of(module)
+        return own or tensors_near(module, self._paths.parent_of, lambda parent: dict(_torch_children(parent)).values())
 
     @staticmethod
     def _site(rule: LayerRule, cls: type[Any], path: str, method: str) -> Site:
@@ -416,20 +430,6 @@ class Layers:
         if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
             why = f"no layer sits at such a path{_nearest(rule.match[0], sorted(paths))}"
         return Verdict(rule.text, "waiting", why=why)
-
-
-class ModuleWork:
-    """Tells on which CUDA devices the parameters of a module lie: it may move, or lie on several."""
-
-    __slots__ = ("_parameters",)
-
-    def __init__(self, module: Any) -> None:
-        by_device = {parameter.device: parameter for parameter in module.parameters()}
-        self._parameters = [weakref.ref(parameter) for parameter in by_device.values()]
-
-    def __call__(self) -> Work:
-        there = [parameter for follow in self._parameters if (parameter := follow()) is not None]
-        return Work("torch", tuple(sorted({parameter.device.index for parameter in there if parameter.is_cuda})))
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from instrument.probes.functions import replace
 from instrument.probes.lineages import subclasses
 from instrument.probes.switch import Switch
 from instrument.probes.verdict import Verdict
+from instrument.probes.work import CallWork
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
 
@@ -193,7 +194,8 @@ class Phases(Switch):
         """The function with the site of a phase of objects of a class, at their first call."""
         key = phase, id(subject), id(function)
         site = self._site(phase, function, subject)
-        made = self._recorder.make_function(function, site)
+        works = CallWork(self._recorder, is_method=False) if site.device else None
+        made = self._recorder.make_function(function, site, works)
         recording = self._recordings.setdefault(key, made)
         if recording is made:  # two threads may be first
             self._recorder.may_mute(site, made)

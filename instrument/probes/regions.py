@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, matches, replace, undo_all
 from instrument.probes.verdict import Verdict
+from instrument.probes.work import ModuleWork, tensors_of
 from instrument.profile import LayerRule
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import Site
@@ -92,7 +93,7 @@ class Regions:
         self._roots: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._recorder = recorder
         self._sites: dict[int, Site | None] = {}  # by identity of the module
-        self._shared: dict[tuple[str | None, bool, str, str, str], Site] = {}
+        self._shared: dict[tuple[str | None, bool, str, str, str, tuple[int, ...]], Site] = {}
         self._undos: list[Undo] = []
         self._compiled: list[weakref.ref[Any]] = []  # modules whose compiled call is ours
 
@@ -233,13 +234,17 @@ class Regions:
         if found is None:
             return None
         rule, selected = found
-        key = (rule.name, rule.device, name, kind, path)
+        tensors = tensors_of(module) if rule.device else []
+        work = ModuleWork(tensors) if tensors else None
+        key = (rule.name, rule.device, name, kind, path, () if work is None else work.devices)
         site = self._shared.get(key)
         if site is None:
             facts = (("region", kind),)
-            new = Site(rule.name or name, "layer", instance=path, device=rule.device, attributes=facts)
+            new = Site(rule.name or name, "layer", instance=path, device=rule.device, attributes=facts, work=work)
             site = self._shared.setdefault(key, new)
             self._recorder.may_mute(site)
+        elif isinstance(site.work, ModuleWork):
+            site.work.follow(tensors)
         selected[site] = None
         return site
 

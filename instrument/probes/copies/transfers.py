@@ -19,7 +19,7 @@ from instrument.probes.functions import Undo, replace, undo_all
 from instrument.probes.holders import rebind
 from instrument.profile import CopyRule
 from instrument.recorder import RECORDER, Recorder, stream_handle
-from instrument.rows import STREAM, WORK
+from instrument.rows import STREAM
 from instrument.spans import Site, Work
 
 
@@ -136,7 +136,7 @@ class Transfers:
             if begin is None or where is NOWHERE:
                 return None
             if where is None or isinstance(where, Work):
-                return begin(None, {WORK: where or Work(framework)}, 0)
+                return begin(None, {STREAM: where or Work(framework)}, 0)
             return begin(None, {STREAM: stream_handle(where)}, 0)
         except Exception as fault:
             FAULTS.note("copy probe", fault)
