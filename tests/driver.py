@@ -144,6 +144,7 @@ class FakeDriver:
             ("break_device", None, ctypes.c_int, ctypes.c_int, number),
             ("destroy_context", None, ctypes.c_void_p),
             ("limit_events", None, number),
+            ("limit_queue", None, number),
             ("symbol", text, ctypes.c_int),
             ("calls", number, ctypes.c_int, ctypes.c_int),
             ("forget_calls", None),
@@ -247,6 +248,13 @@ class FakeDriver:
     def destroy_context(self, context: Any) -> None:
         """Some other part of the process destroys a context, or resets the device whose primary one it is."""
         self.library.fake_destroy_context(int(context))
+
+    def limit_queue(self, limit: int) -> None:
+        """No more than so many things of a stream can wait for the device: a launch or record waits for room then.
+
+        To be said before any stream has work. In virtual time the wait is a jump.
+        """
+        self.library.fake_limit_queue(limit)
 
     def limit_events(self, limit: int) -> None:
         """No more than so many events can live at a time: cuEventCreate is out of memory then."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.fake_driver
 
 BLOCKING, NON_BLOCKING = 0, 1
 LEGACY, PER_THREAD = 0, 2
+MS = 10**6
 GLOBAL, THREAD_LOCAL, RELAXED = (cuda.CUstreamCaptureMode(mode) for mode in range(3))
 UNSAFE, INVALIDATED, IMPLICIT, CAPTURED_EVENT = 900, 901, 906, 907
 NOT_READY, INVALID_HANDLE, INVALID_CONTEXT, IS_DESTROYED = 600, 400, 201, 709
@@ -795,6 +797,53 @@ def test_a_call_may_block_its_thread_and_no_other(fake_driver: FakeDriver) -> No
     assert thread.is_alive()
     thread.join()
     assert fake_driver.done_ns(made) <= fake_driver.now_ns()
+
+
+def test_a_full_launch_queue_makes_its_callers_wait(fake_driver: FakeDriver) -> None:
+    # CUDA Programming Guide: a launch waits while the queue has no room
+    fake_driver.limit_queue(4)
+    start()
+    one, other = stream(), stream()
+    begun_ns = fake_driver.now_ns()
+    for _ in range(4):
+        fake_driver.launch(one, 10 * MS)
+    assert fake_driver.now_ns() == begun_ns
+    recorded(one)
+    assert fake_driver.now_ns() == begun_ns + 10 * MS
+    recorded(other)
+    assert fake_driver.now_ns() == begun_ns + 10 * MS
+
+
+def test_a_stream_waits_for_its_host_functions_and_so_may_its_callers(fake_driver: FakeDriver) -> None:
+    # cuda.h: cuLaunchHostFunc; that calls may wait for it is what LMCache (2823, 2952) met
+    fake_driver.reset(virtual=False)
+    start()
+    one, other = stream(), stream()
+    called, go_on = threading.Event(), threading.Event()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def function(_: Any) -> None:
+        called.set()
+        go_on.wait(60)
+
+    fake_driver.launch(one, 5 * MS)
+    assert fake_driver.library.cuLaunchHostFunc(ctypes.c_void_p(int(one)), function, None) == 0
+    assert called.wait(60)
+    recorded(other)
+    answers: list[Any] = []
+
+    def record() -> None:
+        start()
+        answers.append(recorded(one))
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    while fake_driver.calls("cuEventRecord") < 2:
+        time.sleep(0.001)
+    assert not answers
+    go_on.set()
+    thread.join()
+    value(cuda.cuEventSynchronize(answers[0]))
 
 
 def test_errors_have_the_names_of_the_real_ones(fake_driver: FakeDriver) -> None:

@@ -27,9 +27,10 @@ def scope(
     `name` groups the spans in reports and should come from a small set; data belongs into `attributes`. `kind` is one
     of `instrument.spans.KINDS`, else `user`; `phase`, one of `instrument.spans.PHASES` or a name of your own, says what
     part of the work it is and makes the kind `phase`. `device` asks for device time too, on the current stream of
-    torch, cupy or numba; `stream` names another one: an object with `__cuda_stream__`, or its address. Exceptions pass
-    untouched and mark the span. Safe around ``await``. Costs one branch while recording is off. Raises `TargetError`
-    for a name, kind, phase or stream that cannot be one.
+    torch, cupy or numba on the device that is current; `stream` names another one, of whichever device: an object with
+    `__cuda_stream__`, such as `torch.cuda.current_stream(1)`, or its address. Exceptions pass untouched and mark the
+    span. Safe around ``await``. Costs one branch while recording is off. Raises `TargetError` for a name, kind, phase
+    or stream that cannot be one.
     """
     return RECORDER.make_scope(name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream)
 
