@@ -4887,9 +4887,16 @@ Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs > 0 && args[0] == Py_None) /* its begin could not be recorded */
         Py_RETURN_NONE;
-    if (nargs < 1 || nargs > 3 || Py_TYPE(args[0]) != &FrameType) {
-        PyErr_SetString(PyExc_TypeError, "close(frame, error=None, anywhere=False)");
+    if (nargs < 1 || nargs > 4 || Py_TYPE(args[0]) != &FrameType) {
+        PyErr_SetString(PyExc_TypeError, "close(frame, error=None, anywhere=False, attributes=None)");
         return NULL;
+    }
+    frame_t *frame = &((Frame *)args[0])->frame;
+    if (nargs > 3 && PyDict_Check(args[3]) && frame->state != CLOSED) {
+        if (frame->attributes == NULL)
+            frame->attributes = Py_NewRef(args[3]); /* the caller gives it away */
+        else if (set_attributes(self, GIVEN, (Frame *)args[0], args[3], NULL, NULL) < 0)
+            return NULL;
     }
     if (close_frame(self, (Frame *)args[0], nargs > 1 ? args[1] : NULL, nargs > 2 && args[2] == Py_True) < 0)
         return NULL;

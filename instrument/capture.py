@@ -14,7 +14,7 @@ from instrument.profile import Capture, Rate
 from instrument.recorder import Recorder
 from instrument.ring import Row, is_request_root
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
-from instrument.spans import RemoteParent, Site, Span
+from instrument.spans import RemoteParent, Site, Span, remote_of
 
 
 class Trees:
@@ -112,7 +112,7 @@ class Trees:
 
     def _end_request(self, row: Row, thread_id: int) -> None:
         self._counts["requests"] += 1
-        remote = (row[10] or {}).get(RemoteParent)
+        remote = remote_of((row[10] or {}).get(RemoteParent))
         root = (row, thread_id)
         if self._asked_for(row, remote):
             self._hand_over(root, self._decide(row, keep=True), remote)
@@ -165,7 +165,7 @@ class Trees:
             self._recent_rows -= len(held) + 1
             if end_ns >= start_ns - self._capture.before_ns:
                 self._decide(root[0], keep=True)
-                self._hand_over(root, held, (root[0][10] or {}).get(RemoteParent))
+                self._hand_over(root, held, remote_of((root[0][10] or {}).get(RemoteParent)))
 
     def counts(self) -> Mapping[str, Any]:
         """Requests seen and kept, and what was not kept, by reason."""

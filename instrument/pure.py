@@ -465,8 +465,14 @@ class Core:
         if remote is not None:
             frame[10] = {**(frame[10] or {}), self._remote_key: remote}
 
-    def close(self, frame: Frame, error: BaseException | str | None = None, anywhere: bool = False) -> None:
-        """End a span, with an exception or the name of an error.
+    def close(
+        self,
+        frame: Frame,
+        error: BaseException | str | None = None,
+        anywhere: bool = False,
+        attributes: dict[Any, Any] | None = None,
+    ) -> None:
+        """End a span, with an exception or the name of an error, and attributes that the caller gives away.
 
         A frame that is not the current one was crossed or is ended elsewhere: counted but with `anywhere`, not fatal.
         """
@@ -474,6 +480,8 @@ class Core:
         if frame[11] == CLOSED:
             self.irregular["scope ended twice"] += 1
             return
+        if attributes is not None:
+            self.annotate(frame, attributes)
         frame[11] = CLOSED
         self._suspended.pop(frame[1], None)
         place = self._current.get()

@@ -9,6 +9,7 @@ of them. There a number is one of 64 bits, else `OverflowError` is raised. As ma
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
@@ -125,6 +126,26 @@ STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_d
 OTHER_ERROR = "_OTHER"
 """The error of a span that failed and said no kind: OpenTelemetry's word."""
 
+_TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+def remote_of(told: object) -> RemoteParent | None:
+    """The span that a recorder noted of another tracer: itself, or the `traceparent` that told of it.
+
+    A header that is not sound (W3C Trace Context, 3.2) counts as none.
+    """
+    if not isinstance(told, bytes):
+        return told if isinstance(told, RemoteParent) else None
+    found = _TRACEPARENT.fullmatch(told.strip())
+    if found is None:
+        return None
+    version, trace, span, flags, more = found.groups()
+    trace_id, span_id = int(trace, 16), int(span, 16)
+    if version == b"ff" or (version == b"00" and more) or not trace_id or not span_id:
+        return None
+    return RemoteParent(trace_id, span_id, int(flags, 16))
+
+
 LINK = "instrument.link"
 """The attribute of a root whose task or thread came from a span that had ended: that span's id, and its root's."""
 
@@ -137,9 +158,10 @@ LINK_REMOTE = "instrument.link.remote"
 a hyphen between them."""
 
 
-def link_of(span_id: int, root_id: int, remote: RemoteParent | None) -> dict[Any, Any]:
+def link_of(span_id: int, root_id: int, remote: RemoteParent | bytes | None) -> dict[Any, Any]:
     """The attributes of such a root."""
     link: dict[Any, Any] = {LINK: (span_id, root_id)}
+    remote = remote_of(remote)
     return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}
 
 

@@ -26,6 +26,7 @@ from instrument.spans import (
     Origin,
     Site,
     Span,
+    remote_of,
 )
 
 SCOPE = "instrument"
@@ -132,8 +133,8 @@ def link_of(span: Span, ids: Ids) -> tuple[int, int] | None:
     """
     remote = span.attributes.get(LINK_REMOTE) if span.attributes else None
     if isinstance(remote, str):
-        trace, _, own = remote.partition("-")
-        return int(trace, 16), int(own, 16)
+        found = remote_of(f"00-{remote}-00".encode("ascii", "replace"))
+        return None if found is None else (found.trace_id, found.span_id)
     link = span.attributes.get(LINK) if span.attributes else None
     if not isinstance(link, tuple | list):
         return None

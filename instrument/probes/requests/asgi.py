@@ -9,16 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from instrument.probes.requests.exchange import (
-    CLIENT_GONE,
-    CURRENT,
-    OUTCOME,
-    PORT,
-    SCHEME,
-    SERVER,
-    Exchange,
-    Exchanges,
-)
+from instrument.errors import FAULTS
+from instrument.probes.requests.exchange import Exchange, Exchanges
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -41,32 +33,44 @@ class App:
 
     def __call__(self, scope: Message, receive: Receive, send: Send) -> Awaitable[Any]:
         kind = scope["type"]
-        if (kind != "http" and kind != "websocket") or not self._exchanges.wanted(scope["path"]):
+        if kind not in ("http", "websocket") or not self._exchanges.recorder.on:
             return self.app(scope, receive, send)  # type: ignore[no-any-return]
         return self._record(kind, scope, receive, send)
 
     async def _record(self, kind: str, scope: Message, receive: Receive, send: Send) -> Any:
-        method = scope.get("method", "GET")  # a websocket begins with one
-        facts = {SCHEME: scope.get("scheme", "http")}
-        server = scope.get("server")
-        if server is not None:
-            facts[SERVER], facts[PORT] = server
-        for name in self._exchanges.named:
-            if (told := _told(scope, name)) is not None:
-                facts[name] = told
-        exchange = self._exchanges.begin(kind, method, dict(scope["headers"]), facts)
-        talk = (_Http if kind == "http" else _Websocket)(exchange, receive, send)
-        token = CURRENT.set(exchange)
+        exchange = self._begin(kind, scope)
+        if exchange is None:
+            return await self.app(scope, receive, send)
         try:
-            result = await self.app(scope, talk.receive, talk.send)
+            if kind == "http":
+                result = await self.app(scope, receive, _Http(exchange, send).send)
+            else:
+                talk = _Websocket(exchange, receive, send)
+                result = await self.app(scope, talk.receive, talk.send)
         except BaseException as error:
-            talk.broken_off()
+            exchange.status = exchange.status or 500  # without an answer yet the server will say so
             exchange.end(error)
             raise
-        finally:
-            CURRENT.reset(token)
-        exchange.end()
+        if exchange.frame is not None:
+            exchange.end() if kind == "websocket" else exchange.broken_off()
         return result
+
+    def _begin(self, kind: str, scope: Message) -> Exchange | None:
+        """Begin the span of a request; None where it is not to be recorded, or for a fault of ours."""
+        exchanges = self._exchanges
+        try:
+            if not exchanges.wanted(scope["path"]):
+                return None
+            server = scope.get("server")
+            facts = exchanges.at(scope.get("scheme", "http"), server if server is None else tuple(server))
+            for name in exchanges.named:
+                if (told := _told(scope, name)) is not None:
+                    facts[name] = told
+            method = scope.get("method", "GET")  # a websocket begins with one
+            return exchanges.begin(kind, method, dict(scope["headers"]), facts)
+        except Exception as fault:
+            FAULTS.note("begin of a request", fault)
+            return None
 
 
 def _told(scope: Message, name: str) -> str | None:
@@ -83,51 +87,36 @@ def _told(scope: Message, name: str) -> str | None:
 
 
 class _Http:
-    """What goes by between the server and the app for one HTTP request."""
+    """What the app sends for one HTTP request."""
 
-    __slots__ = ("_exchange", "_is_events", "_receive", "_send")
+    __slots__ = ("_exchange", "_is_events", "_send")
 
-    def __init__(self, exchange: Exchange, receive: Receive, send: Send) -> None:
+    def __init__(self, exchange: Exchange, send: Send) -> None:
         self._exchange = exchange
-        self._receive = receive
         self._send = send
         self._is_events = False
 
-    async def receive(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.disconnect" and self._exchange.is_open:
-            self._exchange.note(OUTCOME, CLIENT_GONE)
-        return message
-
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
+        """What the server's own `send` gives, awaited by the app; of the last part what ends the span after it."""
         kind, exchange = message["type"], self._exchange
         if kind == "http.response.body":
             body = message.get("body", b"")
-            if message.get("more_body", False):
-                exchange.is_streamed = True
-                if body:
-                    exchange.answer_bytes += len(body)
-                    exchange.item(body.count(b"\n\n") or 1 if self._is_events else 1)
-                await self._send(message)
-                return
-            if body:
-                exchange.answer_bytes += len(body)
-                if exchange.is_streamed:
-                    exchange.item(body.count(b"\n\n") or 1 if self._is_events else 1)
-            await self._send(message)
-            exchange.end()
-            return
+            exchange.answer_bytes += len(body)
+            is_last = not message.get("more_body", False)
+            if body and (exchange.stream is not None or not is_last):
+                exchange.item((body.count(b"\n\n") or 1) if self._is_events else 1)
+            return self._send_last(message) if is_last else self._send(message)
         if kind == "http.response.start":
             exchange.status = message["status"]
             for name, value in message.get("headers", ()):
                 if name == b"content-type":
                     self._is_events = value.startswith(b"text/event-stream")
                     break
-        await self._send(message)
+        return self._send(message)
 
-    def broken_off(self) -> None:
-        """The app has raised: without an answer yet the server will say 500."""
-        self._exchange.status = self._exchange.status or 500
+    async def _send_last(self, message: Message) -> None:
+        await self._send(message)
+        self._exchange.end()
 
 
 class _Websocket:
@@ -143,13 +132,12 @@ class _Websocket:
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "websocket.disconnect":
-            self._exchange.note("websocket.close_code", message.get("code", 1005))
+            self._exchange.facts["websocket.close_code"] = message.get("code", 1005)
         return message
 
     async def send(self, message: Message) -> None:
         kind, exchange = message["type"], self._exchange
         if kind == "websocket.send":
-            exchange.is_streamed = True
             exchange.answer_bytes += len(message.get("bytes") or message.get("text") or b"")
             exchange.item()
         elif kind == "websocket.accept":
@@ -159,7 +147,3 @@ class _Websocket:
         elif kind == "websocket.http.response.start":
             exchange.status = message["status"]
         await self._send(message)
-
-    def broken_off(self) -> None:
-        """The app has raised: without an answer yet the server will say 500."""
-        self._exchange.status = self._exchange.status or 500

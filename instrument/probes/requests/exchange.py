@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from instrument.errors import FAULTS
 from instrument.http_status import FIRST_OF_SERVER, STATUS
 from instrument.probes.requests.endpoints import Endpoints
 from instrument.probes.requests.traceparent import Extract, extractor
 from instrument.profile import RequestsRule
 from instrument.recorder import RECORDER, Recorder
-from instrument.spans import LINK_REMOTE, RemoteParent
+from instrument.spans import LINK_REMOTE, RemoteParent, remote_of
 
 HEADER = "http.request.header."
 """How attributes begin that hold a header of a request."""
@@ -43,6 +44,9 @@ OUTCOMES: Mapping[str, str] = {
 GAPS_KEPT = 10_000
 """Items of one answer whose distances the median is of: the first so many."""
 
+PLACES_KNOWN = 100
+"""Addresses of servers whose attributes are kept ready."""
+
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
 """The exchange that this context works for."""
 
@@ -65,66 +69,103 @@ class Exchanges:
         """What else of the caller's request is to be recorded, by OpenTelemetry's names."""
         self._extract: Extract | None = None if rule.traceparent == "off" else extractor()
         self._links = rule.traceparent == "link"
+        self._at: dict[Any, dict[str, Any]] = {}
 
     def wanted(self, path: str) -> bool:
         """Whether a request to a path is to be recorded now."""
-        if not self.is_on or not self.recorder.on:
+        if not self.is_on:
             return False
         current = CURRENT.get()
-        if current is not None and current.is_open:
+        if current is not None and current.frame is not None:
             return False  # an app within an app: its request is one already
         return path not in self._exact and not (self._begins and path.startswith(self._begins))
 
-    def begin(
-        self, protocol: str, method: str, headers: Mapping[bytes, bytes], facts: dict[Any, Any] | None = None
-    ) -> Exchange:
+    def at(self, scheme: str, server: tuple[str, int | None] | None) -> dict[str, Any]:
+        """The attributes that say where a request has come to."""
+        known = self._at.get((scheme, server))
+        if known is None:
+            known = {SCHEME: scheme}
+            if server is not None:
+                known[SERVER] = server[0]
+                if server[1] is not None:
+                    known[PORT] = server[1]
+            if len(self._at) < PLACES_KNOWN:
+                self._at[scheme, server] = known
+        return known.copy()
+
+    def begin(self, protocol: str, method: str, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Exchange:
         """Begin the span of a request with these headers, whose names are in small letters, and these attributes."""
-        attributes: dict[Any, Any] = {}
-        if self._extract is not None and (remote := self._extract(headers)) is not None:
+        attributes: dict[Any, Any] | None = None
+        if self._extract is not None and (caller := self._extract(headers)) is not None:
             if self._links:
-                attributes[LINK_REMOTE] = f"{remote.trace_id:032x}-{remote.span_id:016x}"
+                if (span := remote_of(caller)) is not None:
+                    facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
             else:
-                attributes[RemoteParent] = remote
+                attributes = {RemoteParent: caller}
         length = headers.get(b"content-length")
         if length is not None and length.isdigit() and len(length) < 19:
-            attributes[REQUEST_BYTES] = int(length)
-        for header, name in self._headers.items():
-            if header in headers:
-                attributes[name] = [headers[header].decode("latin-1")]
-        return Exchange(self, protocol, method, attributes, facts if facts is not None else {})
+            facts[REQUEST_BYTES] = int(length)
+        if self._headers:
+            for header, name in self._headers.items():
+                if (value := headers.get(header)) is not None:
+                    facts[name] = [value.decode("latin-1")]
+        frame = self.recorder.open(self.endpoints.site(protocol, method), attributes)
+        exchange = Exchange(self, protocol, method, facts, frame)
+        CURRENT.set(exchange)
+        return exchange
+
+
+class Stream:
+    """The items of an answer that comes in parts."""
+
+    __slots__ = ("first_ns", "gaps", "items", "last_ns")
+
+    def __init__(self) -> None:
+        self.first_ns = self.last_ns = self.items = 0
+        self.gaps: list[int] = []
+
+    def item(self, count: int) -> None:
+        """So many have been handed to the server at once."""
+        now_ns = _now()
+        if not self.items:
+            self.first_ns = now_ns
+        elif len(self.gaps) < GAPS_KEPT:
+            self.gaps.append(now_ns - self.last_ns)
+        self.last_ns = now_ns
+        self.items += count
+
+    def facts(self, begun_ns: int) -> dict[str, Any]:
+        """What is known of them, as attributes."""
+        found = {FIRST_ITEM: self.first_ns - begun_ns, ITEMS: self.items}
+        if self.gaps:
+            found[LONGEST_GAP] = max(self.gaps)
+            found[MEDIAN_GAP] = sorted(self.gaps)[(len(self.gaps) - 1) // 2]
+        return found
 
 
 class Exchange:
-    """One request and its answer. Used by one context at a time; what comes after its end changes nothing."""
+    """One request and its answer. Used by one context at a time; what comes after its end changes nothing.
 
-    __slots__ = (
-        "_begun_ns", "_facts", "_first_ns", "_frame", "_gaps", "_items", "_last_ns", "_method", "_of", "_prefix",
-        "_protocol", "_recorder", "answer_bytes", "is_streamed", "route", "status",
-    )  # fmt: skip
+    `frame` is that of its span, None once the last byte has gone. `stream` is there once the answer comes in parts.
+    """
 
-    def __init__(
-        self, of: Exchanges, protocol: str, method: str, attributes: dict[Any, Any], facts: dict[Any, Any]
-    ) -> None:
+    # Of the class until they differ: most requests set few of them, and each costs.
+    route = ""
+    status = answer_bytes = 0
+    stream: Stream | None = None
+    _prefix = ""
+
+    def __init__(self, of: Exchanges, protocol: str, method: str, facts: dict[Any, Any], frame: Any) -> None:
         self._of = of
-        self._recorder = of.recorder
-        self._protocol, self._method = protocol, method
-        self._prefix = self.route = ""
-        self._facts = facts
-        self.status = self.answer_bytes = self._items = self._first_ns = self._last_ns = 0
-        self._gaps: list[int] | None = None
-        self.is_streamed = False
+        self._endpoint = protocol, method
         self._begun_ns = _now()
-        self._frame = of.recorder.open(of.endpoints.site(protocol, method), attributes or None)
+        self.facts = facts
+        self.frame = frame
 
     @property
     def is_open(self) -> bool:
         """Whether the last byte is still to come."""
-        return self._frame is not None
-
-    @property
-    def items(self) -> int:
-        """Items of the answer so far."""
-        return self._items
+        return self.frame is not None
 
     def enter(self, prefix: str) -> None:
         """An app that is mounted below a prefix has been found; the route lies within it."""
@@ -133,57 +174,41 @@ class Exchange:
     def found(self, route: str) -> None:
         """The route has been found: from here on the span is one of its endpoint."""
         route = self._prefix + route
-        if self._frame is not None and route != self.route:
+        if self.frame is not None and route != self.route:
             self.route = route
-            self._recorder.rename(self._frame, self._of.endpoints.site(self._protocol, self._method, route))
-
-    def note(self, name: str, value: Any) -> None:
-        """Let the span have an attribute."""
-        self._facts[name] = value
+            self._of.recorder.rename(self.frame, self._of.endpoints.site(*self._endpoint, route))
 
     def item(self, count: int = 1) -> None:
-        """Items of a streamed answer have been handed to the server."""
-        now_ns = _now()
-        if not self._items:
-            self._first_ns = now_ns
-        elif self._gaps is None:
-            self._gaps = [now_ns - self._last_ns]
-        elif len(self._gaps) < GAPS_KEPT:
-            self._gaps.append(now_ns - self._last_ns)
-        self._last_ns = now_ns
-        self._items += count
+        """Items of an answer that comes in parts have been handed to the server."""
+        if self.stream is None:
+            self.stream = Stream()
+        self.stream.item(count)
 
     def end(self, error: BaseException | None = None) -> None:
         """The last byte has gone to the server, or nothing more will come."""
-        frame, self._frame = self._frame, None
+        frame, self.frame = self.frame, None
         if frame is None:
             return
-        facts = self._facts
-        if self.status:
-            facts[STATUS] = self.status
-        if self.answer_bytes:
-            facts[ANSWER_BYTES] = self.answer_bytes
-        if self.is_streamed and self._items:
-            facts[FIRST_ITEM] = self._first_ns - self._begun_ns
-            facts[ITEMS] = self._items
-            if self._gaps:
-                facts[LONGEST_GAP] = max(self._gaps)
-                facts[MEDIAN_GAP] = sorted(self._gaps)[(len(self._gaps) - 1) // 2]
-        if not self.route and self._prefix:
-            self._recorder.rename(
-                frame, self._of.endpoints.site(self._protocol, self._method, self._prefix + "/{path}")
-            )
-        if error is not None and OUTCOME not in facts:
-            outcome = OUTCOMES.get(type(error).__name__)
-            if outcome is not None:
+        of, facts, status = self._of, self.facts, self.status
+        try:
+            if self._prefix and not self.route:
+                route = self._prefix + "/{path}"
+                of.recorder.rename(frame, of.endpoints.site(*self._endpoint, route))
+            if status:
+                facts[STATUS] = status
+            if self.answer_bytes:
+                facts[ANSWER_BYTES] = self.answer_bytes
+            if self.stream is not None and self.stream.items:
+                facts.update(self.stream.facts(self._begun_ns))
+            if error is not None and (outcome := OUTCOMES.get(type(error).__name__)) is not None:
                 facts[OUTCOME] = outcome
-        if facts:
-            self._recorder.annotate(frame, facts)
-        failed = error if error is not None else str(self.status) if self.status >= FIRST_OF_SERVER else None
-        self._recorder.close(frame, failed, True)  # by whichever task or middleware sends the last part
+        except Exception as fault:
+            FAULTS.note("end of a request", fault)
+        failed = error if error is not None else str(status) if status >= FIRST_OF_SERVER else None
+        of.recorder.close(frame, failed, True, facts)  # by whichever task or middleware sends the last part
 
-    def __del__(self) -> None:
-        """End what its server has dropped."""
-        if getattr(self, "_frame", None) is not None:
-            self.note(OUTCOME, CLIENT_GONE)
+    def broken_off(self) -> None:
+        """Nobody takes the rest of the answer."""
+        if self.frame is not None:
+            self.facts[OUTCOME] = CLIENT_GONE
             self.end()
