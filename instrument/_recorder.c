@@ -2329,9 +2329,14 @@ static PyObject *
 error_told(PyObject *attributes, PyObject *error)
 {
     PyObject *status = PyDict_Check(attributes) ? PyDict_GetItemWithError(attributes, str_status_code) : NULL;
-    PyObject *type = status == NULL ? NULL : PyDict_GetItemWithError(attributes, str_error_type);
+    if (status == NULL) {
+        if (PyErr_Occurred())
+            PyErr_Clear();
+        return error;
+    }
+    PyObject *type = PyDict_GetItemWithError(attributes, str_error_type);
     PyErr_Clear();
-    if (status == NULL || !PyUnicode_Check(status))
+    if (!PyUnicode_Check(status))
         return error;
     if (PyUnicode_Compare(status, str_ok) == 0)
         return NULL;

@@ -1,20 +1,34 @@
 """Which trees are kept: each request's spans are held until it ends, and its end decides.
 
-A request is kept when it is sampled, slow or failed. Trees without a request (an engine's steps, background work) are
-kept by the sample alone, and at once, because such a root may stay open for the life of the process.
+A request is kept when it is sampled, slow, failed, or bears the attributes that are asked for. Trees without a request
+(an engine's steps, background work) are kept by the sample alone, and at once, because such a root may stay open for
+the life of the process.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Set
+from operator import ge, gt, le, lt
 from typing import Any
 
-from instrument.profile import Capture, Rate
+from instrument.lines import WIDTH
+from instrument.profile import Capture, Rate, Usual, Where
 from instrument.recorder import Recorder
 from instrument.ring import Row, is_request_root
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
 from instrument.spans import RemoteParent, Site, Span, remote_of
+from instrument.tally import percentiles
+
+LEAST_CALLS = 100
+"""Requests of an endpoint from which on it is told what is usual there: those before wait for that."""
+
+LONGEST_NS = (1 << 63) - 1
+
+USUAL_FOR_NS = 10**9
+"""How long what is usual counts as known."""
+
+_COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
 
 
 class Trees:
@@ -41,6 +55,10 @@ class Trees:
         self._recent: deque[tuple[int, list[Held]]] = deque()
         self._recent_rows = 0
         self._allowance = _Allowance(capture.limit)
+        self._usual = _UsualTimes(recorder, capture.slow_over)
+        self._early: OrderedDict[object, list[list[Held]]] = OrderedDict()
+        """Requests, each with its rows, of endpoints of which too few have ended."""
+        self._early_rows = 0
         self._counts: Counter[str] = Counter()
 
     @property
@@ -56,6 +74,10 @@ class Trees:
         """Decide by other settings from now on."""
         if capture.limit != self._capture.limit:
             self._allowance = _Allowance(capture.limit)
+        if capture.slow_over != self._capture.slow_over:
+            self._usual = _UsualTimes(self._recorder, capture.slow_over)
+            self._early.clear()
+            self._early_rows = 0
         self._capture = capture
         self._shelf.change(capture.sample, spans_per_request)
 
@@ -71,8 +93,10 @@ class Trees:
                     loose.setdefault(row[3], []).append(self._recorder.span(row, thread_id))
         # A request's children may lie in the ring of another thread, read after its own: decide when all are sorted.
         ended.sort(key=lambda held: held[0][6])
+        self._usual.look([row for row, _ in ended])
         for row, thread_id in ended:
             self._end_request(row, thread_id)
+        self._judge_early()
         for root_id, spans in loose.items():
             remote = self._remotes.get(root_id)
             for span in spans:
@@ -101,6 +125,9 @@ class Trees:
                 passed[span.root_id] = self._is_passed(span.root_id, requests.get(span.root_id))
         self._recent = deque((end_ns, held) for end_ns, held in self._recent if not passed.get(held[0][0][1]))
         self._recent_rows = sum(len(held) for _, held in self._recent)
+        for endpoint, waiting in self._early.items():
+            self._early[endpoint] = [held for held in waiting if not passed.get(held[0][0][1])]
+        self._early_rows = sum(len(held) for waiting in self._early.values() for held in waiting)
         return [span for span in spans if passed[span.root_id]]
 
     def _is_passed(self, root_id: int, request: Span | None) -> bool:
@@ -124,11 +151,37 @@ class Trees:
                 self._decide(row, keep=False)
                 self._counts["requests beyond the capture limit"] += 1
         else:
-            self._pass(root, self._decide(row, keep=False))
+            is_early = self._usual.is_early(row)
+            held = self._decide(row, keep=False, wanted=is_early)
+            if is_early:
+                self._wait(root, held)
+            self._pass(root, held)
 
-    def _decide(self, row: Row, *, keep: bool) -> list[Held]:
-        held: list[Held] = self._shelf.decide(row[3], keep, keep or bool(self._capture.before_ns))
+    def _decide(self, row: Row, *, keep: bool, wanted: bool = False) -> list[Held]:
+        held: list[Held] = self._shelf.decide(row[3], keep, keep or wanted or bool(self._capture.before_ns))
         return held
+
+    def _wait(self, root: Held, held: list[Held]) -> None:
+        """Hold a request until it is known what is usual for its endpoint."""
+        self._early.setdefault(self._usual.endpoint(root[0]), []).append([root, *held])
+        self._early_rows += len(held) + 1
+        while self._early_rows > HELD_ROWS:
+            _, waiting = self._early.popitem(last=False)
+            self._early_rows -= sum(map(len, waiting))
+
+    def _judge_early(self) -> None:
+        """Keep the slow ones among the first requests of the endpoints of which enough have ended by now."""
+        for endpoint in [known for known in self._early if self._usual.limit_ns(known) is not None]:
+            for root, *held in self._early.pop(endpoint):
+                row = root[0]
+                self._early_rows -= len(held) + 1
+                if row[3] in self._remotes or not self._usual.is_slow(row):
+                    continue
+                if self._allowance.take(row[6]):
+                    self._decide(row, keep=True)
+                    self._hand_over(root, held, (row[10] or {}).get(RemoteParent))
+                else:
+                    self._counts["requests beyond the capture limit"] += 1
 
     def _asked_for(self, row: Row, remote: RemoteParent | None) -> bool:
         """A caller that traces has decided already; otherwise the sample does."""
@@ -138,8 +191,13 @@ class Trees:
         return bool(remote.flags & 1) if remote is not None else is_sampled(row[3], self._capture.sample)
 
     def _stands_out(self, row: Row) -> bool:
-        slow_ns = self._capture.slow_ns
-        return (self._capture.errors and row[9] is not None) or (slow_ns is not None and row[6] - row[5] >= slow_ns)
+        slow_ns, where = self._capture.slow_ns, self._capture.where
+        return (
+            (self._capture.errors and row[9] is not None)
+            or (slow_ns is not None and row[6] - row[5] >= slow_ns)
+            or self._usual.is_slow(row)
+            or (bool(where) and all(_holds(one, row, self._recorder.site_of(row)) for one in where))
+        )
 
     def _hand_over(self, root: Held, held: list[Held], remote: RemoteParent | None) -> None:
         self._remotes[root[0][3]] = remote
@@ -163,7 +221,7 @@ class Trees:
         while self._recent:
             end_ns, (root, *held) = self._recent.popleft()
             self._recent_rows -= len(held) + 1
-            if end_ns >= start_ns - self._capture.before_ns:
+            if end_ns >= start_ns - self._capture.before_ns and root[0][3] not in self._remotes:
                 self._decide(root[0], keep=True)
                 self._hand_over(root, held, remote_of((root[0][10] or {}).get(RemoteParent)))
 
@@ -188,6 +246,80 @@ class Ends:
         """The ends since the last time, in order."""
         site_of = self._recorder.site_of
         return sorted(row[6] for _, rows in self._cursor.read() for row in rows if site_of(row) in sites)
+
+
+def _holds(condition: Where, row: Row, site: Site) -> bool:
+    """Whether a condition holds for what a span was given, or else for what its site was."""
+    found = (row[10] or {}).get(condition.attribute)
+    if found is None:
+        found = dict(site.attributes).get(condition.attribute)
+    values = found if isinstance(found, list | tuple) else (found,)
+    return any(_fits(value, *comparison) for value in values for comparison in condition.any_of)
+
+
+def _fits(found: object, how: str, wanted: str | bool | float) -> bool:
+    if how == "=":
+        return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
+    return isinstance(found, int | float) and not isinstance(found, bool) and _COMPARED[how](found, wanted)
+
+
+class _UsualTimes:
+    """How long the requests of each endpoint may take before they are slow, by the tally's histograms.
+
+    An endpoint is what the requests of one site are. The tally counts them since the session began.
+    """
+
+    def __init__(self, recorder: Recorder, usual: Usual | None) -> None:
+        self._recorder = recorder
+        self._usual = usual
+        self._limits: dict[object, int] = {}
+        self._at_ns = 0
+
+    def endpoint(self, row: Row) -> object:
+        """What requests are compared with each other."""
+        return self._recorder.site_of(row).key
+
+    def limit_ns(self, endpoint: object) -> int | None:
+        """The longest time that is not slow there, None where too few have ended."""
+        return self._limits.get(endpoint)
+
+    def is_slow(self, row: Row) -> bool:
+        if self._usual is None:
+            return False
+        limit_ns = self.limit_ns(self.endpoint(row))
+        return limit_ns is not None and row[6] - row[5] > limit_ns
+
+    def is_early(self, row: Row) -> bool:
+        """Whether it cannot be told yet if a request was slow."""
+        return self._usual is not None and self.limit_ns(self.endpoint(row)) is None
+
+    def look(self, ended: Iterable[Row]) -> None:
+        """Learn what is usual where these requests have ended, if that has not been known or for long."""
+        usual = self._usual
+        newest_ns = max((row[6] for row in ended), default=0) if usual is not None else 0
+        if usual is None or not newest_ns:
+            return
+        if newest_ns - self._at_ns < USUAL_FOR_NS and not any(map(self.is_early, ended)):
+            return
+        self._at_ns = newest_ns
+        lines = self._recorder.lines(merged=True)
+        endpoints = lines.tree.by_site(_endpoint)
+        places: dict[object, list[int]] = {}
+        for place in lines.merged()[::WIDTH]:
+            endpoint = endpoints[lines.site_of[place]]
+            if endpoint is not None:
+                places.setdefault(endpoint, []).append(place)
+        for endpoint, known in places.items():
+            histogram = lines.histogram(known, None)
+            calls = sum(histogram.values())
+            (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
+            if calls >= LEAST_CALLS and time_ns is not None:
+                self._limits[endpoint] = round(time_ns * usual.factor)
+
+
+def _endpoint(site: Site) -> object:
+    """What requests of a site are compared with each other by; None for what is no request."""
+    return site.key if site.kind == "request" else None
 
 
 class _Allowance:

@@ -192,10 +192,33 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
-    """Which requests are kept in full: a share of all, those slower than `slow_ns`, and those that failed.
+class Usual:
+    """A time by what is usual: `factor` times that below which a `fraction` of an endpoint's requests lie."""
 
-    `limit` bounds how many are kept, `before_ns` adds what came before the request.
+    fraction: float
+    factor: float
+
+
+Comparison = tuple[str, str | bool | int | float]
+"""How an attribute must be to a value: `=`, `>=`, `>`, `<=` or `<`, all but the first for numbers alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A condition on an attribute: that any of the comparisons holds."""
+
+    attribute: str
+    any_of: tuple[Comparison, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Which requests are kept in full: a share of all, those that are slow, those that failed, and those that bear
+    attributes.
+
+    A request is slow that takes longer than `slow_ns`, or than `slow_over` says of its endpoint. It bears attributes
+    when every condition of `where` holds for its own span as it ends, whatever the spans below it bear. `limit` bounds
+    how many are kept, `before_ns` adds what came before the request.
     """
 
     sample: float = 1.0
@@ -203,6 +226,8 @@ class Capture:
     errors: bool = True
     limit: Rate | None = None
     before_ns: int = 0
+    slow_over: Usual | None = None
+    where: tuple[Where, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ from instrument.profile import (
     RequestsRule,
     Schedule,
     Summary,
+    Usual,
+    Where,
 )
 from instrument.spans import KINDS
 
@@ -234,6 +236,10 @@ REQUEST_ATTRIBUTE_SYNTAX = (
 )
 SOCKET_SYNTAX = r"auto|off|(?=[^{}]*/)[^{}]{1,80}"
 URL_SYNTAX = r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:[/?][^\s#]*)?"
+USUAL_SYNTAX = r"p([1-9][0-9]?(?:\.[0-9]{1,3})?)\*([1-9][0-9]{0,2}(?:\.[0-9]{1,3})?)"
+COMPARED_SYNTAX = r"([<>]=?) ?([+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?)"
+WHERE_SYNTAX = rf"{COMPARED_SYNTAX}|[^<>][\s\S]*"
+ATTRIBUTE_SYNTAX = r"\S(?:[\s\S]{0,254}\S)?"
 RATE_SYNTAX = r"([1-9][0-9]{0,8})/(s|min|h)"
 HEADER_NAME_SYNTAX = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 HEADER_VALUE_SYNTAX = r"[\t -~]*"
@@ -281,6 +287,64 @@ def _rate(node: Node) -> Rate:
         allowed = "a count a second, minute or hour, such as 5/s, 30/min, 100/h"
         node.refuse(allowed, near=near if re.fullmatch(RATE_SYNTAX, near) else "")
     return Rate(int(parts[1]), RATE_UNITS[parts[2]])
+
+
+_read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the endpoint's own such as p99*1.5, or ")
+
+
+def _slow(node: Node) -> int | Usual:
+    """A time in ns, or one by what is usual."""
+    text = node.text if node.kind == "text" else ""
+    parts = re.fullmatch(USUAL_SYNTAX, text)
+    if parts:
+        return Usual(round(float(parts[1]) / 100, 6), float(parts[2]))
+    meant = re.fullmatch(USUAL_SYNTAX, re.sub(r"[ %]", "", text.lower()).replace("x", "*"))
+    if meant:
+        node.refuse("a percentile of the endpoint's own such as p99*1.5", near=meant[0])
+    found: int = _read_slow(node)
+    return found
+
+
+def _capture(**values: Any) -> Capture:
+    slow = values.pop("slow", None)
+    return Capture(**values, **{"slow_over" if isinstance(slow, Usual) else "slow_ns": slow})
+
+
+_COMPARED = "text, a number, true or false, a comparison such as '>=500', or a list of these"
+
+
+def _compared(node: Node) -> tuple[str, str | bool | int | float]:
+    """How an attribute must be: the operator, and the value that it is compared with."""
+    if node.kind == "bool":
+        if node.text.lower() not in ("true", "false"):
+            node.refuse("true or false; put text in quotes", near=f'"{node.text}"')
+        return "=", node.text.lower() == "true"
+    if node.kind in ("int", "float") and _DECIMAL.fullmatch(node.text):
+        return "=", _number(node.text)
+    if node.kind != "text" or not re.fullmatch(WHERE_SYNTAX, node.text):
+        node.refuse(_COMPARED)
+    parts = re.fullmatch(COMPARED_SYNTAX, node.text)
+    return (parts[1], _number(parts[2])) if parts else ("=", node.text)
+
+
+def _number(text: str) -> int | float:
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else float(text)
+
+
+_read_compared = one_or_more(_compared)
+
+
+def _where(node: Node) -> tuple[Where, ...]:
+    if node.kind != "mapping":
+        node.refuse("a mapping of attributes to what they must be, such as {tenant: x}")
+    found = []
+    with node.document.all_or_nothing():
+        for name, (key, value) in node.pairs.items():
+            if not re.fullmatch(ATTRIBUTE_SYNTAX, name):
+                key.note("an attribute's name of at most 256 characters", found=f"the name {clip(name)!r}")
+            elif value.kind != "null":
+                found.append(Where(name, value.attempt(_read_compared)))
+    return tuple(found)
 
 
 def _url(node: Node) -> str:
@@ -544,7 +608,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "requests": Key("requests", _requests),
         "startup": Key("startup", one_of("auto", "off")),
         "schedule": Key("schedule", _schedule),
-        "capture": Key("capture", _part("capture", Capture)),
+        "capture": Key("capture", _part("capture", _capture)),
         "limits": Key("limits", _part("limits", Limits)),
         "device": Key("device", _part("device", Device)),
         "control": Key("control", _part("control", Control)),
@@ -600,8 +664,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "capture": {
         "sample": Key("sample", _share),
-        "slow": Key("slow_ns", _duration("250ms")),
+        "slow": Key("slow", _slow),
         "errors": Key("errors", flag),
+        "where": Key("where", _where),
         "limit": Key("limit", _rate),
         "before": Key("before_ns", _duration("2s")),
     },

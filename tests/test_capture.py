@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import outline, tree_of
 
-from instrument.capture import Trees
-from instrument.profile import Capture, Rate
+import instrument.capture as capture_module
+from instrument import pure
+from instrument.capture import LEAST_CALLS, Trees
+from instrument.profile import Capture, Rate, Usual, Where
 from instrument.recorder import PureRecorder, Recorder
 from instrument.spans import RemoteParent, Site, Span
 
@@ -227,3 +231,193 @@ def test_both_recorders_keep_the_same_of_any_course(
         return told, kept.of.counts(), kept.of._shelf.held
 
     assert course(Recorder(1 << 20)) == course(PureRecorder(1 << 20))
+
+
+# -------------------------------------------------------------------- by attributes
+
+
+@pytest.mark.parametrize(
+    ("any_of", "given", "is_kept"),
+    [
+        ([("=", "x")], "x", True),
+        ([("=", "x")], "y", False),
+        ([("=", "x")], None, False),
+        ([("=", "a"), ("=", "b")], "b", True),
+        ([(">=", 500)], 503, True),
+        ([(">=", 500)], 404, False),
+        ([(">=", 500)], "503", False),
+        ([(">=", 1)], True, False),
+        ([("<", 0.5), (">", 2)], 2.5, True),
+        ([("=", True)], True, True),
+        ([("=", 1)], True, False),
+        ([("=", 1)], 1.0, True),
+        ([("=", "x")], ["w", "x"], True),
+    ],
+)
+def test_a_request_is_kept_that_bears_an_attribute(recorder: Any, any_of: Any, given: Any, is_kept: bool) -> None:
+    kept = Kept(recorder, Capture(**NOTHING, where=(Where("a.b", tuple(any_of)),)))
+    with recorder.make_scope("request", kind="request") as request:
+        if given is not None:
+            request.annotate({"a.b": given})
+    assert len(kept.read()) == is_kept
+
+
+def test_all_conditions_must_hold_for_the_requests_own_span(recorder: Any) -> None:
+    where = (Where("a", (("=", 1),)), Where("declared", (("=", "x"),)))
+    kept = Kept(recorder, Capture(**NOTHING, where=where))
+    site = Site("request", "request", attributes=(("declared", "x"), ("a", 2)))
+    for attributes in ({"a": 1}, {"a": 2}, None, {"a": 1, "declared": "y"}):
+        frame = recorder.open(site)
+        recorder.close(recorder.open(LEAF, {"a": 1}))
+        if attributes:
+            recorder.annotate(frame, attributes)
+        recorder.close(frame)
+    ((root, _),) = kept.read()
+    assert root.attributes == {"a": 1}
+
+
+def test_what_is_kept_for_its_attributes_counts_against_the_limit(recorder: Any) -> None:
+    kept = Kept(recorder, Capture(**NOTHING, where=(Where("a", (("=", 1),)),), limit=Rate(2, 3600 * 10**9)))
+    for _ in range(5):
+        frame = recorder.open(REQUEST, {"a": 1})
+        recorder.close(frame)
+    assert len(kept.read()) == 2
+    assert kept.of.counts()["requests beyond the capture limit"] == 3
+
+
+# -------------------------------------------------------------------- by what is usual
+
+
+class Clock:
+    """Stands for the clock of the recorder in Python."""
+
+    now_ns = 10**9
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pure, "_clock", clock)
+    return clock
+
+
+def ask(recorder: Any, clock: Clock, site: Site, took_ns: int) -> int:
+    frame = recorder.open(site)
+    leaf = recorder.open(LEAF)
+    span_id = int(frame[1])
+    clock.now_ns += took_ns
+    recorder.close(leaf)
+    recorder.close(frame)
+    clock.now_ns += 1000
+    return span_id
+
+
+HALF_AS_LONG_AGAIN = Capture(sample=0.0, slow_over=Usual(0.99, 1.5))
+
+
+@pytest.mark.parametrize("look_every", [1, 7, 500, 10_000])
+def test_of_5000_requests_those_that_are_slow_for_their_endpoint_are_kept_and_hardly_another(
+    clock: Clock, look_every: int
+) -> None:
+    chance = random.Random(5)
+    recorder = PureRecorder(1 << 25)
+    recorder.on = True
+    kept = Kept(recorder, HALF_AS_LONG_AGAIN)
+    quick, slow = Site("GET /quick", "request"), Site("GET /slow", "request")
+    planted = set(chance.sample(range(5000), 25))
+    wanted, found = set(), set()
+    for number in range(5000):
+        # The one takes longer as a rule than the other when it is slow.
+        site, usual_ns = (quick, 10**6) if number % 3 else (slow, 50 * 10**6)
+        took_ns = round(usual_ns * chance.lognormvariate(0, 0.1)) * (3 if number in planted else 1)
+        span_id = ask(recorder, clock, site, took_ns)
+        if number in planted:
+            wanted.add(span_id)
+        if number % look_every == 0:
+            found |= {tree[0].span_id for tree in kept.read()}
+    trees = kept.read()
+    assert all([span.site for span in tree] == [tree[0].site, LEAF] for tree in trees)
+    found |= {tree[0].span_id for tree in trees}
+    assert wanted <= found
+    assert len(found - wanted) <= 3
+
+
+def test_an_endpoint_with_few_requests_keeps_none_as_slow(clock: Clock) -> None:
+    recorder = PureRecorder(1 << 22)
+    recorder.on = True
+    kept = Kept(recorder, HALF_AS_LONG_AGAIN)
+    for number in range(LEAST_CALLS - 1):
+        ask(recorder, clock, REQUEST, 10**9 if number == 5 else 10**6)
+        assert kept.read() == []
+    ask(recorder, clock, REQUEST, 10**6)
+    # The slowest of a hundred is the one beyond the percentile; now that there are so many, it is known to be slow.
+    ((root, leaf),) = kept.read()
+    assert root.total_ns == leaf.total_ns == 10**9
+
+
+def test_early_requests_are_kept_once_and_not_beyond_the_limit(clock: Clock) -> None:
+    recorder = PureRecorder(1 << 22)
+    recorder.on = True
+    capture = replace(HALF_AS_LONG_AGAIN, before_ns=10**12, limit=Rate(1, 10**15))
+    kept = Kept(recorder, replace(capture, errors=True))
+    slow = {ask(recorder, clock, REQUEST, 10**9) for _ in range(2)}
+    for _ in range(LEAST_CALLS * 3):
+        ask(recorder, clock, REQUEST, 10**6)
+    trees = kept.read()
+    ids = [tree[0].span_id for tree in trees]
+    assert len(ids) == len(set(ids)) == 1
+    assert set(ids) < slow
+    assert kept.of.counts()["requests beyond the capture limit"] == 1
+
+
+def test_early_requests_wait_in_bounded_memory(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_module, "HELD_ROWS", 100)
+    recorder = PureRecorder(1 << 24)
+    recorder.on = True
+    kept = Kept(recorder, HALF_AS_LONG_AGAIN)
+    for number in range(200):
+        ask(recorder, clock, Site(f"GET /{number}", "request"), 10**6)
+    assert kept.read() == []
+    assert kept.of._early_rows == sum(len(held) for each in kept.of._early.values() for held in each) <= 100
+
+
+def test_of_5000_recorded_requests_all_slow_ones_are_kept_and_others_only_where_they_were_as_slow(
+    make_recorder: Any,
+) -> None:
+    recorder = make_recorder(1 << 26)
+    chance = random.Random(6)
+    kept = Kept(recorder, HALF_AS_LONG_AGAIN)
+    planted = set(chance.sample(range(5000), 25))
+    wanted, took_ns = set(), {}
+    for number in range(5000):
+        span_id = serve(recorder, 3, sleep_s=0.03 if number in planted else 0.0)
+        if number in planted:
+            wanted.add(span_id)
+    for span in recorder.spans():
+        if span.site is REQUEST:
+            took_ns[span.span_id] = span.total_ns
+    p99_ns = sorted(took_ns.values())[round(len(took_ns) * 0.99) - 1]
+    trees = kept.read()
+    found = {tree[0].span_id for tree in trees}
+    assert all(len(tree) == 4 for tree in trees)
+    slow = {span_id for span_id, total_ns in took_ns.items() if total_ns > 1.5 * 1.01 * p99_ns}
+    not_slow = {span_id for span_id, total_ns in took_ns.items() if total_ns < 1.5 * 0.99 * p99_ns}
+    assert slow <= found
+    assert not found & not_slow
+    assert wanted <= found or p99_ns > 20_000_000  # a machine on which one of a hundred waits so long
+
+
+def test_a_profile_that_asks_otherwise_forgets_what_waits(clock: Clock) -> None:
+    recorder = PureRecorder(1 << 22)
+    recorder.on = True
+    kept = Kept(recorder, HALF_AS_LONG_AGAIN)
+    ask(recorder, clock, REQUEST, 10**9)
+    kept.read()
+    kept.of.change(Capture(**NOTHING), 100)
+    for _ in range(LEAST_CALLS):
+        ask(recorder, clock, REQUEST, 10**6)
+    assert kept.read() == []
+    assert kept.of._early_rows == 0

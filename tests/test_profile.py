@@ -48,6 +48,8 @@ from instrument.profile import (
     Rate,
     Schedule,
     Summary,
+    Usual,
+    Where,
 )
 from instrument.schema import DURATION_UNITS, KEYS, SIZE_UNITS, load, loads
 from instrument.spans import KINDS, PHASES
@@ -608,6 +610,8 @@ export:
             ("capture: {slow: 250}", "250ms"),
             ("capture: {slow: '250'}", "250ms"),
             ("capture: {slow: 5sec}", "5s"),
+            ("capture: {slow: p99 x 1.5}", "p99*1.5"),
+            ("capture: {where: {country: NO}}", '"NO"'),
             ("capture: {before: 1.5}", "1.5s"),
             ("capture: {limit: 30}", "30/min"),
             ("export: {chrome: {path: '{servise}.json'}}", "{service}.json"),
@@ -927,6 +931,9 @@ class TestSchema:
             "SUMMARY",
             "SOCKET",
             "RATE",
+            "USUAL",
+            "WHERE",
+            "ATTRIBUTE",
             "ARGUMENT",
             "HEADER_NAME",
             "HEADER_VALUE",
@@ -999,7 +1006,7 @@ BEYOND_THE_SCHEMA = re.compile(
     r"|export\.otlp\.(certificate|client_certificate|client_key): .* (a file that is there|a key alone)"
     r"|device\.(nvml|host): .*, from 10ms$"
     r"|export\.otlp\.timeout: .*, from 1ms$"
-    r"|: found '[0-9.]{7,}[A-Za-z]+'; allowed: (auto, off, or )?a number with a unit"
+    r"|: found '[0-9.]{7,}[A-Za-z]+'; allowed: (auto, off, or |a percentile .*, or )?a number with a unit"
     # Two values against each other.
     r"|schedule: .* 0 <= start < end"
     r"|frameworks\[\d+\]: .* allowed: each framework once"
@@ -1025,6 +1032,13 @@ AMOUNT = st.builds(
 DURATION = st.just(0) | st.builds("{}{}".format, AMOUNT, st.sampled_from([*DURATION_UNITS]))
 SIZE = st.just(0) | st.builds("{}{}".format, AMOUNT, st.sampled_from([*SIZE_UNITS]))
 COUNT = st.integers(0, 20) | st.sampled_from([10**18 - 1, 10**18])
+COMPARED = (
+    TEXT
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.floats(-1e6, 1e6, allow_nan=False).map(lambda number: round(number, 3))
+    | st.builds("{}{}".format, st.sampled_from([">=", ">", "< ", "<=", "=", "!="]), AMOUNT | st.just("x"))
+)
 URL = st.builds(
     "{}://{}{}{}".format,
     st.sampled_from(["http", "https"]),
@@ -1071,7 +1085,12 @@ PROFILES = mapping(
     | mapping(skip_first=COUNT, closed=COUNT, ready=COUNT, record=COUNT, repeat=COUNT),
     capture=mapping(
         sample=st.sampled_from([0, 1, 0.5, 1e-7, 1.5, -1]),
-        slow=DURATION,
+        slow=DURATION | st.sampled_from(["p99*1.5", "p99.9*2", "p50*10", "p100*2", "p99*0.5", "p99", "p99 * 1.5"]),
+        where=st.dictionaries(
+            st.sampled_from(["tenant", "http.status", " x", "a" * 257]) | TEXT,
+            one_or_more(COMPARED) | st.none(),
+            max_size=2,
+        ),
         errors=st.booleans(),
         limit=st.builds("{}/{}".format, COUNT, st.sampled_from(["s", "min", "h"])),
         before=DURATION,
@@ -1224,6 +1243,49 @@ def test_a_suggested_quantity_is_one_that_is_accepted_in_its_place(text: str, me
 def test_an_exclamation_mark_without_quotes_is_told_to_need_them(text: str) -> None:
     with pytest.raises(ProfileError, match="a pattern that begins with ! needs quotes"):
         read(text)
+
+
+def test_a_slow_request_may_be_told_by_what_is_usual_for_its_endpoint() -> None:
+    capture = read("capture: {slow: p99.9*1.5}").capture
+    assert (capture.slow_ns, capture.slow_over) == (None, Usual(0.999, 1.5))
+    assert read("capture: {slow: 250ms}").capture == Capture(slow_ns=250_000_000)
+
+
+def test_requests_may_be_kept_by_their_attributes() -> None:
+    capture = read(
+        """
+        capture:
+          where:
+            tenant: x
+            http.response.status_code: '>=500'
+            tier: [gold, 1, 2.5, "< 3"]
+            streamed: true
+            nothing: null
+        """
+    ).capture
+    assert capture.where == (
+        Where("tenant", (("=", "x"),)),
+        Where("http.response.status_code", ((">=", 500),)),
+        Where("tier", (("=", "gold"), ("=", 1), ("=", 2.5), ("<", 3))),
+        Where("streamed", (("=", True),)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("capture: {slow: p100*2}", "1:17: capture.slow: found 'p100*2'"),
+        ("capture: {slow: p99*0.5}", "1:17: capture.slow: found 'p99*0.5'"),
+        ("capture: {where: tenant}", "1:18: capture.where: found 'tenant'"),
+        ("capture: {where: {a: []}}", "1:22: capture.where.a: found an empty list"),
+        ("capture: {where: {a: {b: c}}}", "1:22: capture.where.a: found a mapping"),
+        ("capture: {where: {a: '>x'}}", "1:22: capture.where.a: found '>x'"),
+        ("capture: {where: {a: [1, '<>5']}}", "1:26: capture.where.a[1]: found '<>5'"),
+        ("capture: {where: {'': 5}}", "1:19: capture.where"),
+    ],
+)
+def test_conditions_that_cannot_be_are_told_with_their_place(text: str, told: str) -> None:
+    assert told in problem(text)
 
 
 def test_any_name_may_be_a_phase() -> None:
