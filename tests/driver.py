@@ -440,7 +440,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Has a marked test run by the process of its module, unless this is it."""
     if _loaded is not None or not item.get_closest_marker("fake_driver") or why_not():
         return None
@@ -453,4 +453,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in _children[item.path].run(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What tests of the same module have set up that ran here, and the next one does not need.
+    item.session._setupstate.teardown_exact(nextitem)
     return True

@@ -61,21 +61,30 @@ class ModuleWork:
 
     def follow(self, tensors: Iterable[Any]) -> None:
         """Go by these from now on, unless those before are still there."""
-        if not self.is_alive:
+        if self.now() is None:
             by_device = {tensor.device: tensor for tensor in tensors}
             self._tensors = [weakref.ref(tensor) for tensor in by_device.values()]
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether there is anything to go by."""
-        return any(follow() is not None for follow in self._tensors)
+    def now(self) -> tuple[int, ...] | None:
+        """The devices, None where there is nothing left to go by."""
+        tensors = self._tensors
+        if len(tensors) == 1:  # as nearly always: a third of the time
+            tensor = tensors[0]()
+            if tensor is None:
+                return None
+            self._devices = (tensor.device.index,) if tensor.is_cuda else ()
+            return self._devices
+        there = [tensor for follow in tensors if (tensor := follow()) is not None]
+        if not there:
+            return None
+        self._devices = tuple(sorted({tensor.device.index for tensor in there if tensor.is_cuda}))
+        return self._devices
 
     @property
     def devices(self) -> tuple[int, ...]:
-        there = [tensor for follow in self._tensors if (tensor := follow()) is not None]
-        if there:
-            self._devices = tuple(sorted({tensor.device.index for tensor in there if tensor.is_cuda}))
-        return self._devices
+        """The devices, where there is nothing left to go by those before."""
+        found = self.now()
+        return self._devices if found is None else found
 
     def __call__(self) -> Work:
         return Work("torch", self.devices)
@@ -176,7 +185,7 @@ class CallWork:
                     return devices
             elif issubclass(kind, _CONTAINERS):
                 tensors += [part for part in islice(_parts(thing), HELD) if issubclass(type(part), tensor_type)]
-        if (self._names or self._cells) and (devices := self._named.devices(self._models_named)):
+        if (self._names or self._cells) and (devices := self._named.devices(self._models_named, None)):
             return devices
         return tuple(sorted({tensor.device.index for tensor in tensors if tensor.is_cuda}))
 
@@ -187,9 +196,12 @@ class CallWork:
             if len(self._kept) >= KEPT:
                 self._kept.clear()
             self._kept[id(thing)] = found
-        return found.devices(lambda: models_in([thing], self._torch.nn.Module))
+        return found.devices(self._models_of, thing)
 
-    def _models_named(self) -> Sequence[Any]:
+    def _models_of(self, thing: Any) -> Sequence[Any]:
+        return models_in([thing], self._torch.nn.Module)
+
+    def _models_named(self, _: None) -> Sequence[Any]:
         """The models that the function's code names: what its closure holds, and globals of its module."""
         held = [self._globals[name] for name in self._names if name in self._globals]
         for cell in self._cells:
@@ -213,19 +225,20 @@ class _Found:
         self._work: ModuleWork | None = None
         self._calls, self._pause = 0, 1
 
-    def devices(self, models: Callable[[], Sequence[Any]]) -> tuple[int, ...]:
+    def devices(self, models: Callable[[Any], Sequence[Any]], thing: Any) -> tuple[int, ...]:
         """Where its models lie now, by those that `models` finds in it."""
-        work = self._work
-        if work is None or not work.is_alive:
-            if self._calls:
-                self._calls -= 1
-                return ()
-            found = [tensor for model in models() for tensor in tensors_of(model) if tensor.is_cuda]
-            if not found:
-                self._calls, self._pause = self._pause, min(2 * self._pause, SELDOM)
-                return ()
-            work = self._work = ModuleWork(found)
-        return work.devices
+        there = None if self._work is None else self._work.now()
+        if there is not None:
+            return there
+        if self._calls:
+            self._calls -= 1
+            return ()
+        found = [tensor for model in models(thing) for tensor in tensors_of(model) if tensor.is_cuda]
+        if not found:
+            self._calls, self._pause = self._pause, min(2 * self._pause, SELDOM)
+            return ()
+        self._work = ModuleWork(found)
+        return self._work.devices
 
 
 def models_in(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
