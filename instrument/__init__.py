@@ -19,6 +19,7 @@ from instrument.probes.scopes import annotate, annotate_request, rename_span, sc
 
 if TYPE_CHECKING:
     from instrument.handlers import export_chrome, export_otlp, print_summary
+    from instrument.probes.requests.propagation import inject
     from instrument.process import disable, dump, enable, flush, reload, session, start, stop, summary
     from instrument.profiler import Session
     from instrument.steps import Profiler
@@ -43,6 +44,7 @@ __all__ = [
     "export_chrome",
     "export_otlp",
     "flush",
+    "inject",
     "loader",
     "print_summary",
     "profiled",
@@ -67,6 +69,7 @@ _ROOM_OF = {
     "Profiler": "steps",
     "export_chrome": "handlers",
     "export_otlp": "handlers",
+    "inject": "probes.requests.propagation",
     "print_summary": "handlers",
     "schedule": "window",
 }

@@ -1586,14 +1586,22 @@ nearest_open(Published *published)
     return published;
 }
 
-/* The context that was copied came from this span, which has ended. */
-static void
-note_link(Core *core, Current *current, uint64_t span_id, uint64_t root_id, PyObject *request)
+/* What a request noted of another tracer, borrowed, or NULL. No exception is set. */
+static PyObject *
+remote_in(const Core *core, PyObject *request)
 {
     PyObject *attributes = request == NULL ? NULL : ((Frame *)request)->frame.attributes, *remote = NULL;
     if (attributes != NULL && PyDict_Check(attributes) &&
         (remote = PyDict_GetItemWithError(attributes, core->remote_key)) == NULL)
         PyErr_Clear();
+    return remote;
+}
+
+/* The context that was copied came from this span, which has ended. */
+static void
+note_link(Core *core, Current *current, uint64_t span_id, uint64_t root_id, PyObject *request)
+{
+    PyObject *remote = remote_in(core, request);
     PyObject *before = current->linked;
     current->link_id = span_id;
     current->link_root = root_id;
@@ -5566,6 +5574,20 @@ Core_current_id(Core *self, PyObject *Py_UNUSED(none))
 }
 
 static PyObject *
+Core_current_trace(Core *self, PyObject *Py_UNUSED(none))
+{
+    const frame_t *frame = open_span(self, INNERMOST, NULL);
+    if (frame == NULL) {
+        if (PyErr_Occurred() && forgive() < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    PyObject *remote = remote_in(self, frame->request);
+    return Py_BuildValue("KKO", (unsigned long long)frame->span_id, (unsigned long long)frame->root_id,
+                         remote != NULL ? remote : Py_None);
+}
+
+static PyObject *
 Core_publish(Core *self, PyObject *Py_UNUSED(none))
 {
     if (publish_here(self) < 0)
@@ -5875,6 +5897,8 @@ static PyMethodDef Core_methods[] = {
     {"nodes_from", (PyCFunction)Core_nodes_from, METH_VARARGS, "Sites and parents of the nodes from a number on."},
     {"open_rows", (PyCFunction)Core_open_rows, METH_NOARGS, "(thread id, row) of each span that is open now."},
     {"innermost_manual", (PyCFunction)Core_innermost_manual, METH_O, "The innermost manual frame, by name or None."},
+    {"current_trace", (PyCFunction)Core_current_trace, METH_NOARGS,
+     "Identities of the innermost open span and of its tree's root, and what the request noted of another tracer."},
     {"current_id", (PyCFunction)Core_current_id, METH_NOARGS, "Identity of the current span, 0 if there is none."},
     {"publish", (PyCFunction)Core_publish, METH_NOARGS, "Make the current span known to a context about to be copied."},
     {"copy_context", (PyCFunction)Core_copy_context, METH_NOARGS,

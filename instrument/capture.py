@@ -179,7 +179,7 @@ class Trees:
                     continue
                 if self._allowance.take(row[6]):
                     self._decide(row, keep=True)
-                    self._hand_over(root, held, (row[10] or {}).get(RemoteParent))
+                    self._hand_over(root, held, remote_of((row[10] or {}).get(RemoteParent)))
                 else:
                     self._counts["requests beyond the capture limit"] += 1
 

@@ -42,7 +42,8 @@ from instrument.recorder import RECORDER, await_first_span
 from instrument.report.summary import made, summary, views_for
 from instrument.report.view import HeldSpans, Options, Recording, View
 from instrument.schema import loads
-from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup, Trace
+from instrument.shelf import is_sampled
+from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup, Trace, remote_of
 from instrument.step_spans import Loop, with_steps
 from instrument.stretch import Stretch, held_now
 from instrument.tally import Tally
@@ -149,6 +150,7 @@ class Session:
             if self._exporter is not None:
                 self._exporter.prepare()
                 RECORDER.remote_parent = otlp.current_parent
+            RECORDER.trace_of = self._trace_of
             self._undos.append(contexts.watch())
             if self._timing is not None:
                 self._undos.append(self._timing.install())
@@ -269,7 +271,7 @@ class Session:
 
     def _undo(self) -> None:
         RECORDER.on = False
-        RECORDER.remote_parent = None
+        RECORDER.remote_parent = RECORDER.trace_of = None
         while self._undos:
             _attempt("way back", self._undos.pop())
 
@@ -340,6 +342,13 @@ class Session:
         if self._ids is None:
             self._ids = otlp.Ids()
         return self._ids
+
+    def _trace_of(self, span_id: int, root_id: int, told: Any) -> tuple[int, int, int]:
+        """Trace id, span id and flags of a span: those of the caller's trace, or of our own, by the sample."""
+        ids, remote = self.ids(), remote_of(told)
+        if remote is not None:
+            return remote.trace_id, ids.span_id(span_id), remote.flags
+        return ids.trace_id(root_id), ids.span_id(span_id), int(is_sampled(root_id, self.profile.capture.sample))
 
     def count_loss(self, what: str, count: int) -> None:
         """Have the reports tell of something that was recorded and not kept."""

@@ -705,6 +705,14 @@ class Core:
         frame = _open(_top(self._current.get()))
         return 0 if frame is None else int(frame[1])
 
+    def current_trace(self) -> tuple[int, int, Any] | None:
+        """Identities of the innermost open span and its tree's root, and what its request noted of another tracer."""
+        frame = self._innermost()
+        if frame is None:
+            return None
+        request = frame[14]
+        return frame[1], frame[3], None if request is None else (request[10] or {}).get(self._remote_key)
+
     def publish_to(self, context: Context) -> None:
         """Make the current span known to a context that has just been copied from this one."""
         place = self._current.get()

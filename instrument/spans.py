@@ -146,6 +146,12 @@ def remote_of(told: object) -> RemoteParent | None:
     return RemoteParent(trace_id, span_id, int(flags, 16))
 
 
+FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
+"""Attributes of a span whose result comes in parts: how long after its begin the first and the last one came."""
+
+ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
+"""Beside them: how many parts came, and the largest and the median of the times between two that came one by one."""
+
 LINK = "instrument.link"
 """The attribute of a root whose task or thread came from a span that had ended: that span's id, and its root's."""
 

@@ -128,6 +128,7 @@ def test_the_public_names_are_these() -> None:
         "export_chrome",
         "export_otlp",
         "flush",
+        "inject",
         "loader",
         "print_summary",
         "profiled",

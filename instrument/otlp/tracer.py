@@ -27,6 +27,8 @@ def current_parent() -> RemoteParent | None:
         return None
     try:
         current = trace.get_current_span()
+        if getattr(current, "is_of_instrument", False):
+            return None  # there is none of OpenTelemetry's own: this is one of ours, as it is told of it
         context = current.get_span_context()
         if context.is_valid:
             is_local = not context.is_remote

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
+from instrument.report.answers import CLASSES, Answers, Streams
 from instrument.report.device import Coverage, endpoint_table, none_held, other_endpoints
 from instrument.report.stretches import owners, phases, sites
 from instrument.report.table import (
@@ -82,8 +83,10 @@ class Endpoint:
     """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`. Of the latter
     every request has some, perhaps 0.
 
-    `errors` ended with an exception. Percentiles are those of `tally.percentiles`. `ratio` is of the wall of all
-    requests of the view. One with `remaining` stands for so many endpoints that were left out.
+    `errors` failed: with an exception, or by the server's own fault. `statuses` are answers by class, such as `2xx`,
+    and `streams` those that came in parts, where spans tell of them. Percentiles are those of `tally.percentiles`.
+    `ratio` is of the wall of all requests of the view. One with `remaining` stands for so many endpoints that were left
+    out.
     """
 
     name: str
@@ -103,6 +106,8 @@ class Endpoint:
     unknown_p50_ns: int
     unknown_p99_ns: int
     unknown_ratio: float | None
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    streams: Streams | None = None
     remaining: int = 0
 
 
@@ -164,6 +169,11 @@ class RequestTimes:
             otherwise = f'{why} {how} of one: with scope(name, kind="request").'
             return [*lines, *none_held("request", otherwise, complete=complete), ""]
         lines += [*section_title("Endpoints"), *_endpoint_lines(self.endpoints, unit), ""]
+        if any(one.statuses for one in self.endpoints):
+            lasted_ns = self.coverage.until_ns - self.coverage.since_ns
+            lines += [*section_title("Answers"), *_answer_lines(self.endpoints, lasted_ns), ""]
+        if any(one.streams for one in self.endpoints):
+            lines += [*section_title("Streamed answers"), *_stream_lines(self.endpoints, unit), ""]
         lines += [*section_title("Where the time went"), *_phase_lines(self.endpoints, unit), ""]
         for one in self.devices:
             lines += [*section_title(f"Device {one.device}"), *endpoint_table(one.endpoints, unit)]
@@ -254,11 +264,13 @@ class _Found:
     errors: int = 0
     phases: dict[str | None, list[int]] = field(default_factory=dict)
     unknown: list[int] = field(default_factory=list)
+    answers: Answers = field(default_factory=Answers)
 
     def add(self, span: Span, times: Mapping[str | None, int], unknown_ns: int) -> None:
         self.walls.append(span.total_ns)
         self.errors += span.error is not None
         self.unknown.append(unknown_ns)
+        self.answers.add(span)
         for name, time_ns in times.items():
             self.phases.setdefault(name, []).append(time_ns)
 
@@ -266,6 +278,7 @@ class _Found:
         self.walls += other.walls
         self.errors += other.errors
         self.unknown += other.unknown
+        self.answers.merge(other.answers)
         for name, times in other.phases.items():
             self.phases.setdefault(name, []).extend(times)
 
@@ -295,6 +308,8 @@ def _endpoint(name: str, found: _Found, all_ns: int, options: Options, remaining
         unknown_p50_ns=unknown_p50_ns,
         unknown_p99_ns=unknown_p99_ns,
         unknown_ratio=share(unknown_ns, wall_ns),
+        statuses=found.answers.statuses(),
+        streams=found.answers.streams(),
         remaining=remaining,
     )
 
@@ -368,6 +383,31 @@ def _endpoint_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
         shown = [_time(time_ns, unit, 11) for time_ns in times]
         cells.append([_name(one), str(one.requests), str(one.errors), *shown, tenths(one.ratio, 1)])
     return [*named_table(header, cells, 0), "Of all: of the sum of the walls of all requests."]
+
+
+def _answer_lines(endpoints: Sequence[Endpoint], lasted_ns: int) -> list[str]:
+    shown = [name for name in CLASSES if any(name in one.statuses for one in endpoints)]
+    cells = []
+    for one in endpoints:
+        rate = compact(one.requests * 1e9 / lasted_ns) if lasted_ns > 0 else MISSING
+        cells.append([_name(one), rate, *(str(one.statuses.get(name, 0)) for name in shown)])
+    return [*named_table(["Request", "A second", *shown], cells, 0), "A second: over the window. 4xx is no error."]
+
+
+def _stream_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
+    header = ["Request", "Streams", "Items", "First p50", "First p99", "Item p50", "Item p99", "Longest"]
+    cells = []
+    for one in endpoints:
+        found = one.streams
+        if found is not None:
+            first = (found.first_p50_ns, found.first_p99_ns)
+            times = (*first, found.item_p50_ns, found.item_p99_ns, found.longest_gap_ns)
+            cells.append([_name(one), str(found.count), str(found.items), *(_time(ns, unit, 11) for ns in times)])
+    return [
+        *named_table(header, cells, 0),
+        "First: from the begin of the request to its first item. Item: from the first to the last one, for each",
+        "after the first. Longest: between two items that came one by one.",
+    ]
 
 
 def _time(time_ns: float | None, unit: str, room: int = WHOLE_DIGITS) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, undo_all
-from instrument.probes.requests import routes, servers
+from instrument.probes.requests import propagation, routes, servers
 from instrument.probes.requests.exchange import Exchanges
 from instrument.probes.verdict import Verdict
 from instrument.profile import RequestsRule
@@ -43,7 +43,9 @@ class Requests:
 
     def wants(self, module_name: str) -> bool:
         """Whether that module has a seam."""
-        return module_name in self._seams or (bool(self.rules) and module_name in routes.ROUTERS)
+        return bool(self.rules) and (
+            module_name in self._seams or module_name in routes.ROUTERS or module_name == propagation.MODULE
+        )
 
     def imported(self, module: ModuleType) -> bool:
         """A module with a seam is imported: attach. A version that has another seam is named in the verdicts."""
@@ -55,6 +57,9 @@ class Requests:
                 kind, attach = self._seams[name]
                 self._undos += attach(module, self._exchanges[0])
                 self._met[name] = kind
+            elif name == propagation.MODULE:
+                self._undos += propagation.attach(module, self._recorder)
+                self._met[name] = ""
             else:
                 self._undos += routes.ROUTERS[name](module)
                 self._met[name] = ""

@@ -18,7 +18,7 @@ from instrument.probes.requests.endpoints import Endpoints
 from instrument.probes.requests.traceparent import Extract, extractor
 from instrument.profile import RequestsRule
 from instrument.recorder import RECORDER, Recorder
-from instrument.spans import LINK_REMOTE, RemoteParent, remote_of
+from instrument.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LINK_REMOTE, LONGEST_GAP, MEDIAN_GAP, RemoteParent, remote_of
 
 HEADER = "http.request.header."
 """How attributes begin that hold a header of a request."""
@@ -26,10 +26,6 @@ HEADER = "http.request.header."
 SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
 REQUEST_BYTES = "http.request.body.size"
 ANSWER_BYTES = "http.response.body.size"
-FIRST_ITEM = "first_item_ns"
-ITEMS = "items"
-LONGEST_GAP = "longest_gap_ns"
-MEDIAN_GAP = "median_gap_ns"
 OUTCOME = "instrument.outcome"
 """How a request ended that was not answered in full: one of `OUTCOMES`, by what broke it off."""
 
@@ -136,7 +132,7 @@ class Stream:
 
     def facts(self, begun_ns: int) -> dict[str, Any]:
         """What is known of them, as attributes."""
-        found = {FIRST_ITEM: self.first_ns - begun_ns, ITEMS: self.items}
+        found = {FIRST_ITEM: self.first_ns - begun_ns, LAST_ITEM: self.last_ns - begun_ns, ITEMS: self.items}
         if self.gaps:
             found[LONGEST_GAP] = max(self.gaps)
             found[MEDIAN_GAP] = sorted(self.gaps)[(len(self.gaps) - 1) // 2]

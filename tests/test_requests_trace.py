@@ -1,0 +1,148 @@
+"""A request in the trace of its caller, and what the service sends in the trace of the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import instrument
+from instrument.otlp.packing import Ids, link_of
+from instrument.probes.requests import SERVERS, asgi
+from instrument.probes.requests.exchange import Exchanges
+from instrument.profile import Capture, Profile, RequestsRule
+from instrument.recorder import RECORDER
+from instrument.spans import Span, remote_of
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+CALLER = f"00-{TRACE}-00f067aa0ba902b7-01"
+
+
+@pytest.fixture
+def session() -> Iterator[instrument.Session]:
+    instrument.start(Profile(requests=(RequestsRule(),), capture=Capture(sample=1.0)))
+    yield instrument.session()
+    instrument.stop()
+
+
+def serve(app: Any, headers: dict[str, str], rule: RequestsRule | None = None) -> list[dict[str, Any]]:
+    """What an ASGI app sends for a request with these headers."""
+    sent = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "GET", "path": "/", "scheme": "http", "server": ("127.0.0.1", 80),
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }  # fmt: skip
+    asyncio.run(asgi.App(app, Exchanges(rule or RequestsRule()))(scope, receive, send))
+    return sent
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+def request_of(session: instrument.Session) -> Span:
+    (span,) = [span for span in RECORDER.spans() if span.site.kind == "request"]
+    return span
+
+
+@pytest.mark.parametrize(
+    ("header", "is_taken"),
+    [
+        (CALLER, True),
+        (CALLER.replace("-01", "-00"), True),
+        (f"cc-{TRACE}-00f067aa0ba902b7-01-what comes later", True),
+        (f"{CALLER}-more", False),
+        (f"ff-{TRACE}-00f067aa0ba902b7-01", False),
+        (f"00-{'0' * 32}-00f067aa0ba902b7-01", False),
+        (f"00-{TRACE}-{'0' * 16}-01", False),
+        (CALLER.upper(), False),
+        ("nothing of the kind", False),
+    ],
+)
+def test_a_sound_traceparent_is_followed_and_another_one_is_none(
+    session: instrument.Session, header: str, is_taken: bool
+) -> None:
+    serve(answer, {"traceparent": header})
+    remote = request_of(session).remote
+    assert (remote is not None and f"{remote.trace_id:032x}" == TRACE) == is_taken
+
+
+def test_a_request_may_be_linked_to_its_caller_or_know_nothing_of_it(session: instrument.Session) -> None:
+    serve(answer, {"traceparent": CALLER}, RequestsRule(traceparent="link"))
+    span = request_of(session)
+    assert (span.remote, link_of(span, Ids())) == (None, (int(TRACE, 16), 0x00F067AA0BA902B7))
+
+
+def test_a_request_whose_rule_is_off_knows_nothing_of_its_caller(session: instrument.Session) -> None:
+    serve(answer, {"traceparent": CALLER}, RequestsRule(traceparent="off"))
+    span = request_of(session)
+    assert (span.remote, link_of(span, Ids())) == (None, None)
+
+
+def test_what_is_sent_by_hand_continues_the_trace_of_the_caller(session: instrument.Session) -> None:
+    sent: dict[str, str] = {}
+
+    async def calls(scope: Any, receive: Any, send: Any) -> None:
+        with instrument.scope("call"):
+            instrument.inject(sent)
+        await answer(scope, receive, send)
+
+    serve(calls, {"traceparent": CALLER})
+    (call,) = [span for span in RECORDER.spans() if span.site.name == "call"]
+    told = remote_of(sent["traceparent"].encode())
+    assert told is not None
+    assert (told.trace_id, told.span_id, told.flags) == (int(TRACE, 16), session.ids().span_id(call.span_id), 1)
+    instrument.inject(sent := {})
+    assert sent == {}
+
+
+def test_what_opentelemetry_sends_and_makes_continues_the_request(session: instrument.Session) -> None:
+    from opentelemetry import propagate, trace
+    from opentelemetry.sdk.trace import TracerProvider
+
+    tracer = TracerProvider().get_tracer("service")
+    sent: dict[str, str] = {}
+    made = []
+
+    async def calls(scope: Any, receive: Any, send: Any) -> None:
+        propagate.inject(sent)
+        with tracer.start_as_current_span("theirs") as span:
+            made.append(span)
+        await answer(scope, receive, send)
+
+    serve(calls, {})
+    span = request_of(session)
+    trace_id, own = session.ids().of(span)
+    told = remote_of(sent["traceparent"].encode())
+    assert told is not None
+    assert (told.trace_id, told.span_id) == (trace_id, own)
+    assert (made[0].parent.trace_id, made[0].parent.span_id) == (trace_id, own)
+    assert span.remote is None
+    assert not trace.get_current_span().get_span_context().is_valid
+
+
+def test_a_request_below_a_span_of_opentelemetry_is_its_child(session: instrument.Session) -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from instrument import otlp
+
+    RECORDER.remote_parent = otlp.current_parent
+    with TracerProvider().get_tracer("service").start_as_current_span("theirs") as around:
+        serve(answer, {"traceparent": CALLER})
+    remote = request_of(session).remote
+    assert remote is not None
+    assert (remote.span_id, remote.is_local) == (around.get_span_context().span_id, True)
+
+
+def test_every_kind_of_server_has_seams() -> None:
+    assert all(SERVERS.values())
