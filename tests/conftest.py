@@ -31,6 +31,22 @@ settings.register_profile(
 settings.register_profile("quick", settings.get_profile("instrument"), max_examples=10)
 settings.load_profile("instrument")  # or what --hypothesis-profile says
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    # In the order below: pytest-xdist would begin with the files that have most tests.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that import large packages come last, for what looks through all that a process holds takes longer then."""
+
+    def lateness(item: pytest.Item) -> tuple[bool, bool]:
+        return "late_imports" in getattr(item, "fixturenames", ()), "frameworks" in item.path.name
+
+    items.sort(key=lateness)
+
+
 FRAMEWORK_ENTRIES = [
     ("onnxruntime", "InferenceSession", "run"),
     ("transformers.generation.utils", "GenerationMixin", "generate"),

@@ -17,10 +17,16 @@ from instrument.errors import FAULTS
 from instrument.probes.comm import OPERATIONS, Comm
 from instrument.recorder import Recorder
 
-torch = pytest.importorskip("torch")
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("this torch has no gloo", allow_module_level=True)
-dist = torch.distributed
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global torch, dist
+    torch = pytest.importorskip("torch")
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+
 
 HEAD = """
 import datetime, json, sys, time

@@ -9,13 +9,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-torch = pytest.importorskip("torch")
+from instrument.probes.copies import torch as room
+from instrument.probes.copies.transfers import Transfers
+from instrument.profile import DIRECTIONS, CopyRule
+from instrument.recorder import Recorder
+from instrument.spans import Work
 
-from instrument.probes.copies import torch as room  # noqa: E402 - after the skip
-from instrument.probes.copies.transfers import Transfers  # noqa: E402
-from instrument.profile import DIRECTIONS, CopyRule  # noqa: E402
-from instrument.recorder import Recorder  # noqa: E402
-from instrument.spans import Work  # noqa: E402
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global torch
+    torch = pytest.importorskip("torch")
 
 
 @pytest.mark.slow
@@ -74,16 +79,17 @@ class Tensor(NamedTuple):
         ("cpu", ("cuda:1",), {}, (1,)),
         ("cpu", (1,), {}, (1,)),
         ("cpu", (), {"device": "cuda:1"}, (1,)),
-        ("cpu", (torch.device("cuda:1"),), {}, (1,)),
-        ("cpu", (Tensor(torch.device("cuda:1")),), {}, (1,)),
+        ("cpu", (lambda: torch.device("cuda:1"),), {}, (1,)),
+        ("cpu", (lambda: Tensor(torch.device("cuda:1")),), {}, (1,)),
         ("cpu", ("cuda",), {}, None),
         ("cpu", (), {}, None),
-        ("cpu", (torch.float32,), {}, None),
+        ("cpu", (lambda: torch.float32,), {}, None),
         ("cpu", (True,), {}, None),
     ],
 )
 def test_a_copy_runs_on_the_device_that_it_comes_from_or_goes_to(
     source: str, args: Any, kwargs: Any, devices: tuple[int, ...] | None
 ) -> None:
-    work = room._where((Tensor(torch.device(source)), *args), kwargs)
+    made = [arg() if callable(arg) else arg for arg in args]
+    work = room._where((Tensor(torch.device(source)), *made), kwargs)
     assert work == (None if devices is None else Work("torch", devices))

@@ -42,7 +42,9 @@ NOT_BLOCKING, GLOBAL, SLACK_NS = 1, 0, 5_000
 
 def has_card(count: int = 1) -> bool:
     """Whether torch is there and has so many devices."""
-    if not HAS_TORCH or fake_plugin._loaded is not None:  # which stands for the driver of this process
+    if not HAS_TORCH or not Path("/dev/nvidiactl").exists():  # to import torch for it takes seconds
+        return False
+    if fake_plugin._loaded is not None:  # which stands for the driver of this process
         return False
     import torch
 

@@ -1,5 +1,7 @@
 """The example service by itself, without instrumentation: what it promises must hold before anything is measured."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import os
@@ -11,28 +13,32 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("httpx")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
-import httpx
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from chat.engine import Engine, EngineBusyError, Generation  # noqa: E402
-from chat.load import make_request  # noqa: E402
-from chat.model import ChatModel, Size, make_cache  # noqa: E402
 from chat.text import END, VOCABULARY, decode, decode_next, encode  # noqa: E402
-from chat.weights import load_weights, make_weights, save_weights  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(EXAMPLES)}
-CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global httpx, torch, Engine, EngineBusyError, Generation, make_request, ChatModel, Size, make_cache, CPU
+    global load_weights, make_weights, save_weights
+    for name in ("torch", "httpx", "starlette", "uvicorn"):
+        pytest.importorskip(name)
+    import httpx
+    import torch
+    from chat.engine import Engine, EngineBusyError, Generation
+    from chat.load import make_request
+    from chat.model import ChatModel, Size, make_cache
+    from chat.weights import load_weights, make_weights, save_weights
+
+    CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +46,12 @@ def model() -> ChatModel:
     model = ChatModel(Size()).eval()
     model.load_state_dict(make_weights(Size()))
     return model
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
 
 
 def start_server(*options: str) -> tuple[subprocess.Popen[str], str]:
@@ -102,7 +114,7 @@ def test_the_module_tree_has_the_paths_that_the_profile_names(model: ChatModel) 
     assert {f"model.layers.{n}.{part}" for n in range(4) for part in ("attention", "mlp")} <= paths
 
 
-@torch.inference_mode()
+@pytest.mark.usefixtures("without_gradients")
 def test_decoding_with_the_cache_gives_the_scores_of_a_whole_pass(model: ChatModel) -> None:
     tokens = torch.tensor([encode("Tell me about the sea and the night train")])
     positions = torch.arange(tokens.shape[1])[None]
@@ -113,7 +125,6 @@ def test_decoding_with_the_cache_gives_the_scores_of_a_whole_pass(model: ChatMod
     torch.testing.assert_close(torch.cat([prompt, *steps], dim=1), whole, rtol=0, atol=1e-10)
 
 
-@torch.inference_mode()
 def scores_of_slot(model: ChatModel, slot: int, company: int) -> torch.Tensor:
     """Scores of 40 decoded tokens in one of 16 slots, the other slots filled with sequences of the seed `company`."""
     generator = torch.Generator().manual_seed(company)
@@ -134,6 +145,7 @@ def scores_of_slot(model: ChatModel, slot: int, company: int) -> torch.Tensor:
     return torch.stack(seen)
 
 
+@pytest.mark.usefixtures("without_gradients")
 def test_slot_and_company_change_scores_far_less_than_two_tokens_differ(model: ChatModel) -> None:
     alone = scores_of_slot(model, 3, company=1)
     best, second = alone.topk(2).values.unbind(1)

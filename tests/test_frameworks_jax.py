@@ -14,18 +14,23 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-np = pytest.importorskip("numpy")
-jax = pytest.importorskip("jax")
-
-import jax.numpy as jnp  # noqa: E402 - after the skip
-
-from instrument.probes.frameworks.jax import FUNCTIONS  # noqa: E402
-from instrument.probes.selection import Selection  # noqa: E402
-from instrument.recorder import Recorder  # noqa: E402
+from instrument.probes.frameworks.jax import FUNCTIONS
+from instrument.probes.selection import Selection
+from instrument.recorder import Recorder
 
 PROFILE = "frameworks: [jax]"
-X = np.ones(3, np.float32)
-ARRAY = type(jnp.asarray(X))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global np, jax, jnp, X, ARRAY
+    np = pytest.importorskip("numpy")
+    jax = pytest.importorskip("jax")
+    import jax.numpy as jnp
+
+    X = np.ones(3, np.float32)
+    ARRAY = type(jnp.asarray(X))
 
 
 def test_calls_of_a_jitted_function_are_spans_under_its_own_name(

@@ -15,47 +15,33 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-np = pytest.importorskip("numpy")
 if importlib.util.find_spec("keras") is None:
     pytest.skip("needs keras", allow_module_level=True)
 os.environ.setdefault("KERAS_BACKEND", "jax" if importlib.util.find_spec("jax") else "torch")
 
-import keras  # noqa: E402 - after its backend is chosen
-
-from instrument.probes.selection import Selection  # noqa: E402
-from instrument.recorder import Recorder  # noqa: E402
+from instrument.probes.selection import Selection
+from instrument.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
-BACKEND = keras.backend.backend()
+BACKEND = os.environ["KERAS_BACKEND"]
 OTHER = {"jax": "torch", "torch": "jax"}[BACKEND]
-X = np.ones((2, 4), np.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global np, keras, keras_models, X, Block, Model
+    np = pytest.importorskip("numpy")
+    import keras
+    import keras_models
+    from keras_models import Block, Model
+
+    X = np.ones((2, 4), np.float32)
 
 
 def text(span: Any) -> str:
     return f"{span.site.name} {span.site.instance or '-'}" + (f" !{span.error}" if span.error else "")
-
-
-class Block(keras.layers.Layer):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.up = keras.layers.Dense(8, name="up")
-        self.down = keras.layers.Dense(4, name="down")
-
-    def call(self, x: Any) -> Any:
-        return self.down(self.up(x))
-
-
-class Model(keras.Model):
-    def __init__(self) -> None:
-        super().__init__(name="tiny")
-        self.blocks = [Block(name="first"), Block(name="second")]
-        self.head = keras.layers.Dense(2, name="head")
-
-    def call(self, x: Any) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def functional() -> Any:
@@ -85,7 +71,7 @@ def test_layers_record_by_path_and_type_under_the_names_that_lead_to_them(
         """
     )
     site = next(span.site for span in recorder.spans() if span.site.name == "block")
-    assert (site.kind, site.qualname, site.file) == ("layer", "Block.call", __file__)
+    assert (site.kind, site.qualname, site.file) == ("layer", "Block.call", keras_models.__file__)
     states = [str(verdict) for verdict in selection.verdicts()]
     assert {"first.*: first.up: attached", "first.*: first.down: attached"} <= set(states)
     assert {"type Block: first: attached", "type Block: second: attached"} <= set(states)

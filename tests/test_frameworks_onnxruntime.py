@@ -14,20 +14,24 @@ from typing import Any
 import pytest
 from trees import outline, tree, tree_of
 
-np = pytest.importorskip("numpy")
-onnx = pytest.importorskip("onnx")
-ort = pytest.importorskip("onnxruntime")
+import instrument
+from instrument.probes.frameworks import nodes as nodes_room
+from instrument.probes.frameworks.nodes import MODULE
+from instrument.probes.frameworks.onnxruntime import METHODS
+from instrument.probes.selection import Selection
+from instrument.recorder import Recorder
+from instrument.schema import loads
 
-import instrument  # noqa: E402 - after the skip
-from instrument.probes.frameworks import nodes as nodes_room  # noqa: E402
-from instrument.probes.frameworks.nodes import MODULE  # noqa: E402
-from instrument.probes.frameworks.onnxruntime import METHODS  # noqa: E402
-from instrument.probes.selection import Selection  # noqa: E402
-from instrument.recorder import Recorder  # noqa: E402
-from instrument.schema import loads  # noqa: E402
 
-Session = ort.InferenceSession.__mro__[1]
-X = np.arange(4, dtype=np.float32).reshape(1, 4)
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global np, onnx, ort, Session, X
+    np = pytest.importorskip("numpy")
+    onnx = pytest.importorskip("onnx")
+    ort = pytest.importorskip("onnxruntime")
+    Session = ort.InferenceSession.__mro__[1]
+    X = np.arange(4, dtype=np.float32).reshape(1, 4)
 
 
 def model(path: Path | None = None) -> Any:

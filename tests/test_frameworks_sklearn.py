@@ -10,25 +10,30 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-np = pytest.importorskip("numpy")
-sklearn = pytest.importorskip("sklearn")
+from instrument.errors import FAULTS
+from instrument.probes.frameworks.sklearn import METHODS
+from instrument.probes.lineages import subclasses
+from instrument.probes.selection import Selection
+from instrument.recorder import Recorder
 
-from sklearn.base import BaseEstimator, TransformerMixin, clone  # noqa: E402 - after the skip
-from sklearn.ensemble import RandomForestClassifier, VotingClassifier  # noqa: E402
-from sklearn.linear_model import LinearRegression, LogisticRegression  # noqa: E402
-from sklearn.pipeline import Pipeline, make_pipeline  # noqa: E402
-from sklearn.preprocessing import StandardScaler  # noqa: E402
 
-from instrument.errors import FAULTS  # noqa: E402
-from instrument.probes.frameworks.sklearn import METHODS  # noqa: E402
-from instrument.probes.lineages import subclasses  # noqa: E402
-from instrument.probes.selection import Selection  # noqa: E402
-from instrument.recorder import Recorder  # noqa: E402
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global np, sklearn, X, Y, ALL, BaseEstimator, TransformerMixin, clone, RandomForestClassifier, VotingClassifier
+    global LinearRegression, LogisticRegression, Pipeline, make_pipeline, StandardScaler
+    np = pytest.importorskip("numpy")
+    sklearn = pytest.importorskip("sklearn")
+    from sklearn.base import BaseEstimator, TransformerMixin, clone
+    from sklearn.ensemble import RandomForestClassifier, VotingClassifier
+    from sklearn.linear_model import LinearRegression, LogisticRegression
+    from sklearn.pipeline import Pipeline, make_pipeline
+    from sklearn.preprocessing import StandardScaler
 
-X = np.random.default_rng(0).normal(size=(20, 3))
-Y = (X[:, 0] > 0).astype(int)
-CLASSES = [BaseEstimator, TransformerMixin, *TransformerMixin.__mro__, *subclasses(BaseEstimator)]
-ALL = list(dict.fromkeys(base for cls in CLASSES for base in cls.__mro__))
+    X = np.random.default_rng(0).normal(size=(20, 3))
+    Y = (X[:, 0] > 0).astype(int)
+    classes = [BaseEstimator, TransformerMixin, *TransformerMixin.__mro__, *subclasses(BaseEstimator)]
+    ALL = list(dict.fromkeys(base for cls in classes for base in cls.__mro__))
 
 
 def methods() -> dict[Any, Any]:

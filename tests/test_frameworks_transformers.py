@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
-
-from transformers.generation.utils import GenerationMixin  # noqa: E402 - after the skip
-from transformers.pipelines.base import Pipeline  # noqa: E402
-
-from instrument.probes.selection import Selection  # noqa: E402
-from instrument.recorder import Recorder  # noqa: E402
+from instrument.probes.selection import Selection
+from instrument.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global torch, transformers, tokenizers, GenerationMixin, Pipeline
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers.generation.utils import GenerationMixin
+    from transformers.pipelines.base import Pipeline
 
 
 def text(span: Any) -> str:

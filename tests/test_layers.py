@@ -12,40 +12,24 @@ from typing import Any, NamedTuple
 import pytest
 from trees import outline, tree
 
-torch = pytest.importorskip("torch")
-
-import instrument  # noqa: E402 - after the skip
-from instrument.errors import FAULTS  # noqa: E402 - after the skip
-from instrument.probes.layers import VAIN_WALKS, Layers  # noqa: E402
-from instrument.probes.work import ModuleWork  # noqa: E402
-from instrument.profile import LayerRule  # noqa: E402
-from instrument.recorder import Recorder  # noqa: E402
-from instrument.schema import loads  # noqa: E402
-from instrument.spans import Work  # noqa: E402
-
-nn = torch.nn
+import instrument
+from instrument.errors import FAULTS
+from instrument.probes.layers import VAIN_WALKS, Layers
+from instrument.probes.work import ModuleWork
+from instrument.profile import LayerRule
+from instrument.recorder import Recorder
+from instrument.schema import loads
+from instrument.spans import Work
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
-
-    def forward(self, x: Any) -> Any:
-        return self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([MLP() for _ in range(depth)])
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Any) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global torch, nn, torch_models, MLP, Stack
+    torch = pytest.importorskip("torch")
+    import torch_models
+    from torch import nn
+    from torch_models import MLP, Stack
 
 
 def path(span: Any) -> str:
@@ -70,12 +54,12 @@ def attached(recorder: Recorder) -> Iterator[Any]:
 
 def test_layers_by_path_record_with_class_and_path(recorder: Recorder, attached: Any) -> None:
     layers = attached(LayerRule(match=("layers.*",), text="layers[0]"))
-    model = Model()
+    model = Stack()
     model(torch.zeros(1, 4))
     assert tree(recorder, path) == "MLP layers.0\nMLP layers.1"
     assert [len(selected) for _, selected in layers._at_work] == [2]
     site = recorder.spans()[0].site
-    assert (site.kind, site.qualname, site.file) == ("layer", "MLP.forward", __file__)
+    assert (site.kind, site.qualname, site.file) == ("layer", "MLP.forward", torch_models.__file__)
 
 
 @pytest.mark.parametrize("built", ["before", "after"])
@@ -87,9 +71,9 @@ def test_layers_by_type_and_by_both_whether_built_before_or_after(
         LayerRule(types=("MLP",), name="mlp"),
         LayerRule(match=("head",)),
     )
-    model = Model(1) if built == "before" else None
+    model = Stack(1) if built == "before" else None
     attached(*rules)
-    model = model or Model(1)
+    model = model or Stack(1)
     model(torch.zeros(1, 4))
     assert tree(recorder, path) == outline(
         """
@@ -102,7 +86,7 @@ def test_layers_by_type_and_by_both_whether_built_before_or_after(
 
 def test_excluded_paths_do_not_record(recorder: Recorder, attached: Any) -> None:
     attached(LayerRule(match=("**",), exclude=("layers.*.**",), types=("Linear",)))
-    Model()(torch.zeros(1, 4))
+    Stack()(torch.zeros(1, 4))
     assert tree(recorder, path) == "Linear head"
 
 
@@ -133,7 +117,7 @@ def test_a_class_that_inherits_its_forward_is_seen_by_its_own_name(recorder: Rec
 
 def test_copies_and_pickles_of_a_model_run_their_own_weights_and_record(recorder: Recorder, attached: Any) -> None:
     attached(LayerRule(match=("layers.*",)))
-    model = Model(1)
+    model = Stack(1)
     with torch.no_grad():
         model(torch.zeros(1, 4))
         twin = copy.deepcopy(model)
@@ -147,9 +131,9 @@ def test_copies_and_pickles_of_a_model_run_their_own_weights_and_record(recorder
 
 
 def test_nothing_of_ours_is_in_a_saved_model(attached: Any) -> None:
-    untouched = sorted(vars(Model(1).layers[0]))
+    untouched = sorted(vars(Stack(1).layers[0]))
     attached(LayerRule(match=("**",)))
-    model = Model(1)
+    model = Stack(1)
     model(torch.zeros(1, 4))
     assert sorted(vars(model.layers[0])) == untouched
     assert b"instrument" not in pickle.dumps(model)
@@ -166,7 +150,7 @@ def test_torch_compile_keeps_one_full_graph_and_a_compiled_region_records_nothin
         graphs.append(graph)
         return graph.forward
 
-    model = Model(1)
+    model = Stack(1)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     x = torch.ones(1, 4)
     for _ in range(3):
@@ -207,12 +191,12 @@ def test_an_exception_in_a_layer_passes_and_marks_it(recorder: Recorder, attache
 
 
 def test_undo_restores_every_class_and_models_built_before_stay_usable(recorder: Recorder, attached: Any) -> None:
-    before = nn.Linear.forward, MLP.forward, Model.forward
+    before = nn.Linear.forward, MLP.forward, Stack.forward
     layers = attached(LayerRule(match=("**",)))
-    model = Model()
+    model = Stack()
     assert nn.Linear.forward is not before[0]
     layers.undo()
-    assert (nn.Linear.forward, MLP.forward, Model.forward) == before
+    assert (nn.Linear.forward, MLP.forward, Stack.forward) == before
     model(torch.zeros(1, 4))
     assert recorder.spans() == []
 
@@ -264,7 +248,7 @@ def test_a_fault_of_ours_does_not_reach_the_definition_of_a_class(
 def test_switched_off_layers_record_nothing(recorder: Recorder, attached: Any) -> None:
     attached(LayerRule(types=("Linear",)))
     recorder.on = False
-    Model()(torch.zeros(1, 4))
+    Stack()(torch.zeros(1, 4))
     assert recorder.spans() == []
 
 

@@ -14,38 +14,23 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-torch = pytest.importorskip("torch")
-
-from instrument.probes.layers import Layers  # noqa: E402 - after the skip
-from instrument.profile import LayerRule  # noqa: E402
-from instrument.recorder import Recorder  # noqa: E402
-
-nn = torch.nn
+from instrument.probes.layers import Layers
+from instrument.profile import LayerRule
+from instrument.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global torch, nn, X, MLP, Model
+    torch = pytest.importorskip("torch")
+    from torch import nn
+    from torch_models import MLP, Model
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
+    X = torch.ones(1, 4)
 
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = MLP()
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-
-X = torch.ones(1, 4)
 
 WHOLE = """
     Model
@@ -152,9 +137,9 @@ def replica(model: Any) -> Any:
         weight_normed,
         functional,
         graded,
-        torch.func.vmap,
+        lambda model: torch.func.vmap(model),
         ensemble,
-        nn.DataParallel,
+        lambda model: nn.DataParallel(model),
         replica,
     ],
     ids=[
@@ -264,7 +249,7 @@ def compiled_in_place(module: Any) -> Any:
 REGIONS = {
     "compiled": (compiled, "inside a compiled region"),
     "compiled in place": (compiled_in_place, "inside a compiled region"),
-    "scripted": (torch.jit.script, "inside a ScriptModule"),
+    "scripted": (lambda module: torch.jit.script(module), "inside a ScriptModule"),
     "traced": (lambda module: torch.jit.trace(module, X), "inside a ScriptModule"),
 }
 

@@ -14,22 +14,21 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import chrome_rules
 import pytest
 from otlp_receiver import Received, receiver
 
-pytest.importorskip("torch")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("httpx")
-
 from instrument import chrome
 from instrument.profile import VIEWS
 from instrument.report.requests import requests
 from instrument.report.view import Options, Recording
 from instrument.spans import Interval, Span, Trace, length, union
+
+if not all(map(find_spec, ("torch", "starlette", "uvicorn", "httpx"))):
+    pytest.skip("needs torch, starlette, uvicorn and httpx", allow_module_level=True)
 
 ROOT = Path(__file__).parent.parent
 DEMONSTRATION = ROOT / "configs" / "chat.yaml"

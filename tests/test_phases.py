@@ -24,10 +24,19 @@ from instrument.recorder import Recorder
 from instrument.schema import loads
 from instrument.spans import Span
 
-torch = pytest.importorskip("torch")
-nn = torch.nn
-X = torch.ones(2, 4)
 ENGINE = "_engine_run_backward"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global torch, nn, X, torch_models, Nested
+    torch = pytest.importorskip("torch")
+    import torch_models
+    from torch import nn
+    from torch_models import Nested
+
+    X = torch.ones(2, 4)
 
 
 @pytest.fixture
@@ -37,18 +46,6 @@ def phases(recording: Recorder) -> Iterator[Phases]:
     made.imported(torch)
     yield made
     made.undo()
-
-
-class Model(nn.Module):
-    """A model of two layers, nested as models are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.body(x))
 
 
 def named(span: Span) -> str:
@@ -64,14 +61,18 @@ def train(model: Any, optimizer: Any, criterion: Any = None) -> None:
 
 
 def test_a_step_is_the_outermost_forwards_one_backward_and_one_optimizer(phases: Phases, recording: Recorder) -> None:
-    model = Model()
+    model = Nested()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
-    assert tree(recording, named) == "forward Model\nforward MSELoss\nbackward\noptimizer SGD"
+    assert tree(recording, named) == "forward Nested\nforward MSELoss\nbackward\noptimizer SGD"
     kinds = {(span.site.kind, dict(span.site.attributes)["phase"]) for span in recording.spans()}
     assert kinds == {("phase", "forward"), ("phase", "backward"), ("phase", "optimizer")}
-    (forward, *_) = (span for span in recording.spans() if span.site.instance == "Model")
-    assert (forward.site.module, forward.site.qualname, forward.site.file) == (__name__, "Model", __file__)
-    assert forward.site.line == Model.forward.__code__.co_firstlineno
+    (forward, *_) = (span for span in recording.spans() if span.site.instance == "Nested")
+    assert (forward.site.module, forward.site.qualname, forward.site.file) == (
+        "torch_models",
+        "Nested",
+        torch_models.__file__,
+    )
+    assert forward.site.line == Nested.forward.__code__.co_firstlineno
 
 
 def test_several_optimizers_are_each_a_phase_and_one_that_steps_others_is_one(
@@ -88,18 +89,18 @@ def test_several_optimizers_are_each_a_phase_and_one_that_steps_others_is_one(
             for one in self.others:
                 one.step()
 
-    model = Model()
+    model = Nested()
     first = torch.optim.SGD(model.body.parameters(), lr=0.1)
     second = torch.optim.AdamW(model.head.parameters())
     model(X).sum().backward()
     first.step()
     second.step()
     Both(first, second).step()
-    assert tree(recording, named) == "forward Model\nbackward\noptimizer SGD\noptimizer AdamW\noptimizer Both"
+    assert tree(recording, named) == "forward Nested\nbackward\noptimizer SGD\noptimizer AdamW\noptimizer Both"
 
 
 def test_the_closure_of_an_optimizer_has_phases_of_its_own(phases: Phases, recording: Recorder) -> None:
-    model = Model()
+    model = Nested()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
 
     def closure() -> Any:
@@ -112,7 +113,7 @@ def test_the_closure_of_an_optimizer_has_phases_of_its_own(phases: Phases, recor
     assert tree(recording, named) == outline(
         """
         optimizer LBFGS
-          forward Model
+          forward Nested
           backward
         """
     )
@@ -122,15 +123,15 @@ def test_the_closure_of_an_optimizer_has_phases_of_its_own(phases: Phases, recor
 def test_what_a_checkpoint_computes_again_is_a_part_of_backward(
     phases: Phases, recording: Recorder, reentrant: bool
 ) -> None:
-    model = Model()
+    model = Nested()
     x = X.clone().requires_grad_()
     out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
     out.sum().backward()
     assert tree(recording, named) == outline(
         """
-        forward Model
+        forward Nested
         backward
-          recompute Model
+          recompute Nested
         """
     )
     (again,) = (span for span in recording.spans() if span.site.name == "recompute")
@@ -157,7 +158,7 @@ def test_an_optimizer_within_backward_is_a_part_of_it(phases: Phases, recording:
 
 
 def test_threads_have_phases_of_their_own(phases: Phases, recording: Recorder) -> None:
-    model = Model()
+    model = Nested()
     seen = []
 
     def forward(module: Any, args: Any, out: Any) -> None:
@@ -168,7 +169,7 @@ def test_threads_have_phases_of_their_own(phases: Phases, recording: Recorder) -
     model.body.register_forward_hook(forward)
     model(X)
     threads = {span.thread_id: span.site.instance for span in recording.spans()}
-    assert sorted(threads.values()) == ["Linear", "Model"]
+    assert sorted(threads.values()) == ["Linear", "Nested"]
 
 
 def test_a_forward_that_raises_is_over_and_keeps_its_exception(phases: Phases, recording: Recorder) -> None:
@@ -187,19 +188,19 @@ def test_a_forward_that_raises_is_over_and_keeps_its_exception(phases: Phases, r
     [
         lambda model: torch.compile(model, backend="eager", fullgraph=True),
         lambda model: (model.compile(backend="eager", fullgraph=True), model)[1],
-        nn.DataParallel,
+        lambda model: nn.DataParallel(model),
     ],
     ids=["torch.compile", "Module.compile", "DataParallel"],
 )
 def test_what_compiles_or_distributes_a_model_is_one_forward_by_the_models_name(
     phases: Phases, recording: Recorder, wrap: Callable[[Any], Any]
 ) -> None:
-    plain = Model()
+    plain = Nested()
     wrapped = wrap(copy.deepcopy(plain))
     out = wrapped(X)
     out.sum().backward()
     wrapped(X)
-    assert tree(recording, named) == "forward Model\nbackward\nforward Model"
+    assert tree(recording, named) == "forward Nested\nbackward\nforward Nested"
     assert torch.equal(out, plain(X))
     torch._dynamo.reset()
 
@@ -210,7 +211,7 @@ def test_no_graph_breaks_and_what_is_compiled_stays_right_when_the_phases_go(
     class Whole(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.model = Model()
+            self.model = Nested()
 
         def forward(self, x: Any) -> Any:
             return self.model(x) + self.model(x)
@@ -245,7 +246,7 @@ def test_no_graph_breaks_and_what_is_compiled_stays_right_when_the_phases_go(
 def test_a_compiled_optimizer_and_a_compiled_step_compute_the_same(phases: Phases, recording: Recorder) -> None:
     def trained(compiles: bool) -> Any:
         torch.manual_seed(1)
-        model = Model()
+        model = Nested()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step() -> None:
@@ -269,7 +270,7 @@ def test_undo_gives_back_the_very_same_objects_also_of_optimizers_that_came_late
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    model = Model()
+    model = Nested()
     torch.optim.SGD(model.parameters(), lr=0.1)
     kept = {
         "call": nn.Module.__call__,
@@ -282,8 +283,8 @@ def test_undo_gives_back_the_very_same_objects_also_of_optimizers_that_came_late
     late = Late(model.parameters(), lr=0.1)
     model(X).sum().backward()
     late.step()
-    assert tree(recording, named) == "forward Model\nbackward\noptimizer Late"
-    assert inspect.signature(model) == inspect.signature(Model())
+    assert tree(recording, named) == "forward Nested\nbackward\noptimizer Late"
+    assert inspect.signature(model) == inspect.signature(Nested())
     made.undo()
     assert kept == {
         "call": nn.Module.__call__,
@@ -302,7 +303,7 @@ def test_layers_and_scopes_lie_below_their_phase(recording: Recorder) -> None:
     selection = Selection(loads("phases: auto\nlayers: [{type: Linear}]", environ={}), recording)
     selection.attach()
     try:
-        model = Model()
+        model = Nested()
         with scope("step"):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert tree(recording) == outline(
@@ -318,7 +319,7 @@ def test_layers_and_scopes_lie_below_their_phase(recording: Recorder) -> None:
         told = [str(verdict) for verdict in selection.verdicts() if verdict.rule == "phases"]
         assert told[:3] == [
             "phases: backward: attached",
-            "phases: forward: attached (Model)",
+            "phases: forward: attached (Nested)",
             "phases: optimizer: attached (SGD)",
         ]
         assert told[3].startswith(

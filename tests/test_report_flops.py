@@ -23,9 +23,15 @@ from instrument.report.operators import OPERATORS, Operators, operators
 from instrument.report.view import Options, Recording
 from instrument.spans import FLOPS, DeviceInterval, Flops, Origin, Site, Span, Trace
 
-torch = pytest.importorskip("torch")
-flop_counter = pytest.importorskip("torch.utils.flop_counter")
 US, MS = 1_000, 1_000_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global torch, flop_counter
+    torch = pytest.importorskip("torch")
+    flop_counter = pytest.importorskip("torch.utils.flop_counter")
 
 
 def view(trace: Trace, **options: object) -> Operators:

@@ -23,10 +23,15 @@ from instrument.report.startup import StartupView, startup
 from instrument.report.view import Options, Recording
 from instrument.schema import loads
 
-torch = pytest.importorskip("torch")
-dynamo = importlib.import_module("torch._dynamo.callback")
-
 PROFILE = "startup: auto"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global torch, dynamo
+    torch = pytest.importorskip("torch")
+    dynamo = importlib.import_module("torch._dynamo.callback")
 
 
 def recorded(selection: Selection) -> list[str]:

@@ -25,10 +25,15 @@ from instrument.operator_spans import with_operators
 from instrument.schema import loads
 from instrument.spans import FLOPS, Origin, Site, Span, Trace, is_operator
 
-torch = pytest.importorskip("torch")
-
 PID = 4321
 US = 1_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports() -> None:
+    """Imported by the first test: this file is collected by every process of the tests and run by one."""
+    global torch
+    torch = pytest.importorskip("torch")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 from instrument import chrome
 from instrument.profile import VIEWS
 
-torch = pytest.importorskip("torch")
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("needs torch", allow_module_level=True)
 
 CONFIG = Path(__file__).parent.parent / "configs" / "training.yaml"
 
