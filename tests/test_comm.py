@@ -7,11 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from trees import outline
 
 from instrument.errors import FAULTS
 from instrument.probes.comm import OPERATIONS, Comm
@@ -28,7 +26,7 @@ def late_imports() -> None:
         pytest.skip("this torch has no gloo")
 
 
-HEAD = """
+BOTH = """
 import datetime, json, sys, time
 import torch
 import torch.distributed as dist
@@ -38,65 +36,119 @@ import instrument
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 other = 1 - rank
-"""
+told = {}
 
-TAIL = """
-spans = sorted(instrument.session().trace().spans, key=lambda span: span.span_id)
-comm = [span for span in spans if span.site.kind == "comm"]
-print(json.dumps({
-    "names": [span.site.name for span in comm],
-    "attributes": [dict(span.attributes) for span in comm],
-    "sites": [dict(span.site.attributes) for span in comm],
-    "times": [[span.start_ns, span.end_ns] for span in comm],
-    "verdicts": [str(verdict) for verdict in instrument.session().verdicts()],
-    "notes": instrument.session().notes(),
-}))
+def ends(part):
+    # what has been recorded since the part before
+    spans = sorted(instrument.session().trace().spans, key=lambda span: span.span_id)
+    before = sum(len(known["names"]) for known in told.values())
+    comm = [span for span in spans if span.site.kind == "comm"][before:]
+    told[part] = {
+        "names": [span.site.name for span in comm],
+        "attributes": [dict(span.attributes) for span in comm],
+        "sites": [dict(span.site.attributes) for span in comm],
+        "times": [[span.start_ns, span.end_ns] for span in comm],
+        "verdicts": [str(verdict) for verdict in instrument.session().verdicts()],
+        "notes": instrument.session().notes(),
+    }
+
+ones = torch.ones(1024)
+dist.all_reduce(ones)
+assert ones[0] == 2
+dist.broadcast(ones, src=0)
+dist.reduce(ones, dst=0)
+parts = [torch.empty(1024) for _ in range(2)]
+dist.all_gather(parts, ones)
+dist.all_gather_into_tensor(torch.empty(2048), ones)
+dist.reduce_scatter_tensor(torch.empty(512), ones)
+dist.all_to_all_single(torch.empty(1024), ones)
+dist.gather(ones, parts if rank == 0 else None, dst=0)
+dist.scatter(ones, parts if rank == 0 else None, src=0)
+dist.barrier()
+ends("waiting")
+
+ones = torch.ones(1024)
+work = dist.all_reduce(ones, async_op=True)
+time.sleep(0.02)
+work.wait()
+work.wait()
+assert ones[0] == 2
+dist.barrier()
+ends("asynchronous")
+
+box = torch.zeros(256)
+if rank == 0:
+    dist.send(torch.ones(256), dst=1)
+    dist.irecv(box, src=1).wait()
+else:
+    dist.recv(box, src=0)
+    dist.isend(torch.ones(256), dst=0).wait()
+assert box[0] == 1
+batch = [dist.P2POp(dist.isend, torch.ones(16), other), dist.P2POp(dist.irecv, torch.ones(16), other)]
+for work in dist.batch_isend_irecv(batch):
+    work.wait()
+objects = [{"a": rank}]
+dist.broadcast_object_list(objects, src=0)
+assert objects == [{"a": 0}]
+ends("sends")
+
+half = dist.new_group([0, 1], group_desc="half")
+dist.all_reduce(torch.ones(4), group=half)
+torch.manual_seed(rank)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+gradient = model.module.weight.grad.clone()
+assert torch.equal(gradient, torch.full((1, 4), 3.0)), gradient
+from torch.distributed import _functional_collectives as functional
+assert functional.all_reduce(torch.ones(3), "sum", half)[0] == 2
+dist.barrier()
+ends("groups")
+
+if rank == 0:
+    try:
+        dist.monitored_barrier(timeout=datetime.timedelta(milliseconds=200))
+        raise AssertionError("rank 1 was not waited for")
+    except RuntimeError as error:
+        assert "monitoredBarrier" in str(error)
+else:
+    time.sleep(1)
+ends("failing")
+
+print(json.dumps(told))
 sys.stdout.flush()
 dist.destroy_process_group()
 """
 
+Told = list[dict[str, dict[str, Any]]]
 
-def run_two(tmp_path: Path, program: str) -> list[dict[str, Any]]:
-    """What two processes under `instrument run` tell of themselves."""
-    (tmp_path / "profile.yaml").write_text("comm: auto")
-    (tmp_path / "both.py").write_text(HEAD + outline(program) + TAIL)
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What two processes under `instrument run` tell of themselves, by the parts of their program."""
+    folder = tmp_path_factory.mktemp("comm")
+    (folder / "profile.yaml").write_text("comm: auto")
+    (folder / "both.py").write_text(BOTH)
     command = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "both.py"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     running = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            cwd=tmp_path, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [*command, str(rank), str(folder / "store")],
+            cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for rank in range(2)
     ]  # fmt: skip
     try:
-        told = [one.communicate(timeout=120) for one in running]
+        written = [one.communicate(timeout=120) for one in running]
     finally:
         for one in running:
             one.kill()
-    assert [one.returncode for one in running] == [0, 0], [errors for _, errors in told]
-    return [json.loads(out.splitlines()[-1]) for out, _ in told]
+    assert [one.returncode for one in running] == [0, 0], [errors for _, errors in written]
+    assert str(folder) not in "".join(out for out, _ in written)
+    return [json.loads(out.splitlines()[-1]) for out, _ in written]
 
 
-def test_collectives_that_wait_are_one_span_each_with_bytes_and_group(tmp_path: Path) -> None:
-    first, second = run_two(
-        tmp_path,
-        """
-        ones = torch.ones(1024)
-        dist.all_reduce(ones)
-        assert ones[0] == 2
-        dist.broadcast(ones, src=0)
-        dist.reduce(ones, dst=0)
-        parts = [torch.empty(1024) for _ in range(2)]
-        dist.all_gather(parts, ones)
-        dist.all_gather_into_tensor(torch.empty(2048), ones)
-        dist.reduce_scatter_tensor(torch.empty(512), ones)
-        dist.all_to_all_single(torch.empty(1024), ones)
-        dist.gather(ones, parts if rank == 0 else None, dst=0)
-        dist.scatter(ones, parts if rank == 0 else None, src=0)
-        dist.barrier()
-        """,
-    )
+def test_collectives_that_wait_are_one_span_each_with_bytes_and_group(told: Told) -> None:
+    first, second = (one["waiting"] for one in told)
     names = [
         "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
         "all_to_all_single", "gather", "scatter", "barrier",
@@ -111,22 +163,10 @@ def test_collectives_that_wait_are_one_span_each_with_bytes_and_group(tmp_path: 
     told = [verdict for verdict in first["verdicts"] if verdict.startswith("comm")]
     assert told[0].startswith("comm: attached (1 all_gather, 1 all_gather_into_tensor, 1 all_reduce")
     assert told[1].startswith("comm: torch: partly (not seen: what C++ starts by itself: the all-reduce of Distributed")
-    assert str(tmp_path) not in json.dumps(first["sites"] + first["attributes"])
 
 
-def test_an_asynchronous_one_is_its_call_and_its_wait_with_the_time_in_flight(tmp_path: Path) -> None:
-    first, _ = run_two(
-        tmp_path,
-        """
-        ones = torch.ones(1024)
-        work = dist.all_reduce(ones, async_op=True)
-        time.sleep(0.02)
-        work.wait()
-        work.wait()
-        assert ones[0] == 2
-        dist.barrier()
-        """,
-    )
+def test_an_asynchronous_one_is_its_call_and_its_wait_with_the_time_in_flight(told: Told) -> None:
+    first, _ = (one["asynchronous"] for one in told)
     assert first["names"] == ["all_reduce", "all_reduce.wait", "barrier"]
     call, wait, _ = first["attributes"]
     (start_ns, end_ns), (wait_ns, waited_ns), _ = first["times"]
@@ -137,26 +177,8 @@ def test_an_asynchronous_one_is_its_call_and_its_wait_with_the_time_in_flight(tm
     assert wait_ns >= end_ns
 
 
-def test_sends_and_receives_say_with_whom_and_batches_of_them_are_seen(tmp_path: Path) -> None:
-    first, second = run_two(
-        tmp_path,
-        """
-        box = torch.zeros(256)
-        if rank == 0:
-            dist.send(torch.ones(256), dst=1)
-            dist.irecv(box, src=1).wait()
-        else:
-            dist.recv(box, src=0)
-            dist.isend(torch.ones(256), dst=0).wait()
-        assert box[0] == 1
-        batch = [dist.P2POp(dist.isend, torch.ones(16), other), dist.P2POp(dist.irecv, torch.ones(16), other)]
-        for work in dist.batch_isend_irecv(batch):
-            work.wait()
-        objects = [{"a": rank}]
-        dist.broadcast_object_list(objects, src=0)
-        assert objects == [{"a": 0}]
-        """,
-    )
+def test_sends_and_receives_say_with_whom_and_batches_of_them_are_seen(told: Told) -> None:
+    first, second = (one["sends"] for one in told)
     batch = ["send", "recv", "send.wait", "recv.wait"]
     objects = ["broadcast", "broadcast"]
     assert first["names"] == ["send", "send.wait", "recv", "recv.wait", *batch, *objects]
@@ -165,41 +187,15 @@ def test_sends_and_receives_say_with_whom_and_batches_of_them_are_seen(tmp_path:
     assert second["attributes"][0] == {"bytes": 1024, "peer": 0}
 
 
-def test_groups_ddp_and_functional_collectives_work_as_before(tmp_path: Path) -> None:
-    first, _ = run_two(
-        tmp_path,
-        """
-        half = dist.new_group([0, 1], group_desc="half")
-        dist.all_reduce(torch.ones(4), group=half)
-        torch.manual_seed(rank)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-        model(torch.ones(2, 4) * (rank + 1)).sum().backward()
-        gradient = model.module.weight.grad.clone()
-        assert torch.equal(gradient, torch.full((1, 4), 3.0)), gradient
-        from torch.distributed import _functional_collectives as functional
-        assert functional.all_reduce(torch.ones(3), "sum", half)[0] == 2
-        dist.barrier()
-        """,
-    )
+def test_groups_ddp_and_functional_collectives_work_as_before(told: Told) -> None:
+    first, _ = (one["groups"] for one in told)
     assert first["sites"][first["names"].index("all_reduce")]["group"] == "half"
     assert first["names"][-1] == "barrier"
     assert not any("fault" in note for note in first["notes"])
 
 
-def test_one_that_fails_raises_what_it_raises_and_its_span_says_so(tmp_path: Path) -> None:
-    first, _ = run_two(
-        tmp_path,
-        """
-        if rank == 0:
-            try:
-                dist.monitored_barrier(timeout=datetime.timedelta(milliseconds=200))
-                raise AssertionError("rank 1 was not waited for")
-            except RuntimeError as error:
-                assert "monitoredBarrier" in str(error)
-        else:
-            time.sleep(1)
-        """,
-    )
+def test_one_that_fails_raises_what_it_raises_and_its_span_says_so(told: Told) -> None:
+    first, _ = (one["failing"] for one in told)
     assert first["names"] == ["monitored_barrier"]
     assert first["attributes"] == [{"error": "RuntimeError"}]
 
