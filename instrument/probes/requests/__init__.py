@@ -12,13 +12,17 @@ from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, undo_all
-from instrument.probes.requests import propagation, routes, servers
+from instrument.probes.requests import grpc, propagation, routes, servers
 from instrument.probes.requests.exchange import Exchanges
 from instrument.probes.verdict import Verdict
 from instrument.profile import RequestsRule
 from instrument.recorder import RECORDER, Recorder
 
-SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {"asgi": servers.ASGI, "wsgi": servers.WSGI}
+SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
+    "asgi": servers.ASGI,
+    "wsgi": servers.WSGI,
+    "grpc": grpc.GRPC,
+}
 """By what the profile calls them, the modules that have the seams of servers."""
 
 

@@ -2,7 +2,8 @@
 
 A request span is named by its method and the template of its route, such as `GET /items/{id}`, never by its path. Until
 the route is found, and where there is none, it is named by its method alone; a method that HTTP does not know is
-`_OTHER`, and `HTTP` in the name (OpenTelemetry, semantic conventions for HTTP spans).
+`_OTHER`, and `HTTP` in the name (OpenTelemetry, semantic conventions for HTTP spans). Over gRPC the method is all there
+is, `package.Service/Method`; methods that no server has are `_OTHER`, and `grpc` in the name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ENDPOINT_LIMIT = 1_000
 BEYOND = "endpoints beyond the limit, counted by their method"
 
 Key = tuple[str, str, str]
-"""Protocol (`http`, `websocket`, `grpc`), method and route of an endpoint."""
+"""Protocol (`http`, `websocket`, `grpc`), method and route of an endpoint; over gRPC there is no route."""
 
 
 class Endpoints:
@@ -44,16 +45,16 @@ class Endpoints:
         protocol, method, route = key
         if protocol != "grpc" and method not in METHODS:
             return self.site(protocol, "_OTHER", route)
-        if route and len(self._sites) >= ENDPOINT_LIMIT:
+        if (route or protocol == "grpc") and method and len(self._sites) >= ENDPOINT_LIMIT:
             self._recorder.count(BEYOND)
-            return self.site(protocol, method)
+            return self.site(protocol, "" if protocol == "grpc" else method)
         return self._sites.setdefault(key, self._described(protocol, method, route))
 
     def _described(self, protocol: str, method: str, route: str) -> Site:
         facts: dict[str, AttributeValue]
         if protocol == "grpc":
-            facts = {"rpc.system": "grpc", "rpc.service": method, "rpc.method": route}
-            return Site(f"{method}/{route}", "request", attributes=tuple(facts.items()))
+            facts = {"rpc.system.name": "grpc", "rpc.method": method or "_OTHER"}
+            return Site(method or "grpc", "request", attributes=tuple(facts.items()))
         facts = {"http.request.method": method}
         if route:
             facts["http.route"] = route

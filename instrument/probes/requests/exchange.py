@@ -142,7 +142,8 @@ class Stream:
 class Exchange:
     """One request and its answer. Used by one context at a time; what comes after its end changes nothing.
 
-    `frame` is that of its span, None once the last byte has gone. `stream` is there once the answer comes in parts.
+    `frame` is that of its span, None once the last byte has gone; its `facts` belong to the span then, and must not be
+    changed any more. `stream` is there once the answer comes in parts.
     """
 
     # Of the class until they differ: most requests set few of them, and each costs.
@@ -180,8 +181,8 @@ class Exchange:
             self.stream = Stream()
         self.stream.item(count)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """The last byte has gone to the server, or nothing more will come."""
+    def end(self, error: BaseException | str | None = None) -> None:
+        """The last byte has gone to the server, or nothing more will come: with an exception, or an error's name."""
         frame, self.frame = self.frame, None
         if frame is None:
             return
