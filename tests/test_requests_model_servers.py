@@ -1,0 +1,117 @@
+"""`requests: auto` over model servers: each request is one, whichever of their processes it passes through.
+
+The servers are started as their documentation says, without us and with us; who is not installed is skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from otlp_receiver import free_port
+from test_requests import SERVED, requests_in
+
+START_LIMIT_S = 120.0
+TIMES = 200
+PROFILE = """
+service: served
+requests: {ignore: [/health, /v2/health/*]}
+functions: [{match: "work:*"}]
+export:
+  chrome: {path: "traces/{service}-{pid}-{window}.json"}
+"""
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"could not find {' and '.join(missing)}")
+
+
+@dataclass(frozen=True)
+class Ask:
+    path: str
+    body: Any = None
+
+    def of(self, port: int, trace_id: int) -> tuple[int, bytes]:
+        """Ask as the caller of a trace: status and body of the answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        headers = {"traceparent": f"00-{trace_id:032x}-{trace_id & 0xFFFF:016x}-01", "content-type": "application/json"}
+        body = None if self.body is None else json.dumps(self.body)
+        connection.request("GET" if body is None else "POST", self.path, body, headers)
+        answer = connection.getresponse()
+        found = answer.status, answer.read()
+        connection.close()
+        return found
+
+
+@contextlib.contextmanager
+def serving(
+    command: Sequence[str], folder: Path, *, ours: bool, ready: str = "/health", stop: int = signal.SIGTERM
+) -> Iterator[int]:
+    """A server program, started and stopped: its port. What is left of it is killed."""
+    port = free_port()
+    (folder / "profile.yaml").write_text(PROFILE)
+    prefix = ["-m", "instrument", "run", "--profile", str(folder / "profile.yaml"), "--"] if ours else []
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("INSTRUMENT", "OTEL_"))}
+    own |= {"PYTHONPATH": str(SERVED), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *prefix, *(word.replace("{port}", str(port)) for word in command)],
+            cwd=folder,
+            env=own,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        until = time.monotonic() + START_LIMIT_S
+        while True:
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < until, (folder / "log").read_text()
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if Ask(ready).of(port, 1)[0] == 200:
+                    break
+            time.sleep(0.1)
+        yield port
+        process.send_signal(stop)
+        process.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def ask_all(port: int, asks: Sequence[Ask], times: int = TIMES) -> tuple[list[tuple[int, bytes]], set[int]]:
+    """Ask each in turn so many times in all, each as the caller of a trace of its own."""
+    traces = [(number + 1) << 64 | 0x5EED for number in range(times)]
+    return [asks[number % len(asks)].of(port, trace) for number, trace in enumerate(traces)], set(traces)
+
+
+@pytest.mark.slow
+@needs("litserve")
+def test_litserve_has_one_request_a_request_in_its_api_servers(tmp_path: Path) -> None:
+    command = [str(SERVED / "litserve_app.py"), "{port}"]
+    asks = [Ask("/predict", {"item": "one"}), Ask("/stream", {"item": "abc"}), Ask("/predict", {})]
+    with serving(command, tmp_path, ours=False, stop=signal.SIGINT) as port:
+        expected, _ = ask_all(port, asks)
+    with serving(command, tmp_path, ours=True, stop=signal.SIGINT) as port:
+        answers, traces = ask_all(port, asks)
+    assert answers == expected
+    wanted = Counter(("POST " + asks[number % len(asks)].path, status) for number, (status, _) in enumerate(answers))
+    spans = requests_in(tmp_path)
+    status = "http.response.status_code"
+    assert Counter((span.site.name, span.attributes[status]) for span in spans) == wanted
+    assert {span.remote.trace_id for span in spans if span.remote} == traces
