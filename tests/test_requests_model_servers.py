@@ -24,6 +24,8 @@ import pytest
 from otlp_receiver import free_port
 from test_requests import SERVED, requests_in
 
+from instrument.spans import Span
+
 START_LIMIT_S = 120.0
 TIMES = 200
 PROFILE = """
@@ -32,6 +34,17 @@ requests: {ignore: [/health, /v2/health/*]}
 functions: [{match: "work:*"}]
 export:
   chrome: {path: "traces/{service}-{pid}-{window}.json"}
+"""
+
+
+MLSERVER = """
+import json, pathlib, sys
+from mlserver.cli.main import main
+settings = json.loads(sys.argv[1])
+settings["http_port"] = int(settings["http_port"])
+pathlib.Path("settings.json").write_text(json.dumps(settings))
+sys.argv[1:] = ["start", "."]
+main()
 """
 
 
@@ -100,6 +113,16 @@ def ask_all(port: int, asks: Sequence[Ask], times: int = TIMES) -> tuple[list[tu
     return [asks[number % len(asks)].of(port, trace) for number, trace in enumerate(traces)], set(traces)
 
 
+def check_all(spans: Sequence[Span], wanted: Counter[tuple[str, Any]], traces: set[int]) -> None:
+    """Each request is there once, by endpoint and status, in the trace of its caller."""
+    statuses = ("http.response.status_code", "rpc.response.status_code")
+    found = Counter(
+        (span.site.name, next(map(span.attributes.get, filter(span.attributes.get, statuses)))) for span in spans
+    )
+    assert found == wanted
+    assert Counter(span.remote.trace_id for span in spans if span.remote) == dict.fromkeys(traces, 1)
+
+
 @pytest.mark.slow
 @needs("litserve")
 def test_litserve_has_one_request_a_request_in_its_api_servers(tmp_path: Path) -> None:
@@ -110,8 +133,50 @@ def test_litserve_has_one_request_a_request_in_its_api_servers(tmp_path: Path) -
     with serving(command, tmp_path, ours=True, stop=signal.SIGINT) as port:
         answers, traces = ask_all(port, asks)
     assert answers == expected
-    wanted = Counter(("POST " + asks[number % len(asks)].path, status) for number, (status, _) in enumerate(answers))
-    spans = requests_in(tmp_path)
-    status = "http.response.status_code"
-    assert Counter((span.site.name, span.attributes[status]) for span in spans) == wanted
-    assert {span.remote.trace_id for span in spans if span.remote} == traces
+    names = ("POST /predict", "POST /stream", "POST /predict")
+    wanted = Counter((names[number % 3], status) for number, (status, _) in enumerate(answers))
+    assert {status for _, status in wanted} == {200, 500}
+    check_all(requests_in(tmp_path), wanted, traces)
+
+
+@pytest.mark.slow
+@needs("mlserver")
+def test_mlserver_has_one_request_a_request_over_rest_and_over_grpc(tmp_path: Path) -> None:
+    import grpc
+    from mlserver.grpc import dataplane_pb2, dataplane_pb2_grpc
+
+    def asked(item: str) -> Ask:
+        tensor = {"name": "item", "shape": [1], "datatype": "BYTES", "data": [item]}
+        return Ask("/v2/models/shop/infer", {"id": "1", "inputs": [tensor]})
+
+    def ask_over_grpc(port: int) -> tuple[list[bytes], set[int]]:
+        tensor = dataplane_pb2.ModelInferRequest.InferInputTensor(
+            name="item", datatype="BYTES", shape=[1], contents=dataplane_pb2.InferTensorContents(bytes_contents=[b"x"])
+        )
+        request = dataplane_pb2.ModelInferRequest(model_name="shop", id="1", inputs=[tensor])
+        traces = [(number + 1) << 64 | 0x69C for number in range(TIMES)]
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            infer = dataplane_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+            answers = [
+                infer(request, metadata=(("traceparent", f"00-{trace:032x}-{number + 1:016x}-01"),), timeout=60)
+                for number, trace in enumerate(traces)
+            ]
+        return [answer.SerializeToString(deterministic=True) for answer in answers], set(traces)
+
+    model = {"name": "shop", "implementation": "mlserver_runtime.Shop"}
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "model-settings.json").write_text(json.dumps(model))
+    asks, found = [asked("one"), asked("stone"), Ask("/v2/models/shop"), Ask("/nowhere")], []
+    for ours in (False, True):
+        ports = {"grpc_port": free_port(), "metrics_port": free_port()}
+        settings = {"host": "127.0.0.1", "http_port": "{port}", "parallel_workers": 2, **ports}
+        command = ["-c", MLSERVER, json.dumps(settings)]
+        with serving(command, tmp_path, ours=ours, ready="/v2/health/ready") as port:
+            found.append((*ask_all(port, asks), *ask_over_grpc(ports["grpc_port"])))
+    (expected, _, expected_grpc, _), (answers, traces, answers_grpc, traces_grpc) = found
+    assert (answers, answers_grpc) == (expected, expected_grpc)
+    infer = "POST /v2/models/{model_name}/infer"
+    names = (infer, infer, "GET /v2/models/{model_name}", "GET")
+    wanted = Counter((names[number % 4], status) for number, (status, _) in enumerate(answers))
+    wanted["inference.GRPCInferenceService/ModelInfer", "OK"] = TIMES
+    check_all(requests_in(tmp_path), wanted, traces | traces_grpc)
