@@ -150,11 +150,17 @@ class Account:
     def notes(self, *, with_muted: bool = True) -> list[str]:
         """Everything that could not be observed, and what went wrong, in sentences.
 
-        Without those on sites that are or were muted, where a table says it; not on those whose probe is off.
+        Without those on sites that are or were muted, where a table says it; not on those whose probe is off, nor on
+        what only a preset asks for and this program does not do, such as copies where there is no device.
         """
         verdicts = without_others(self.verdicts(), board.marks())
         untold = ("attached", "uncalled") if self.tells_waiting else ("attached", "uncalled", "waiting")
-        notes = [str(verdict) for verdict in verdicts if verdict.state not in untold]
+        idle = self.selection.idle_of_preset()
+        notes = [
+            str(verdict)
+            for verdict in verdicts
+            if verdict.state not in untold and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
+        ]
         uncalled = sum(verdict.state == "uncalled" for verdict in verdicts)
         if uncalled:
             notes.append(f"{uncalled} targets were never called" if uncalled > 1 else "1 target was never called")

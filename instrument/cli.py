@@ -29,6 +29,7 @@ from instrument.document import nearest
 from instrument.errors import InstrumentError, ProfileError
 from instrument.main_module import MAINS
 from instrument.memory_limit import within_memory
+from instrument.presets import PRESETS, path_of, text_of
 from instrument.probes.scopes import OFF
 from instrument.probes.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
 from instrument.probes.verdict import STATES as STATES_OF_TARGETS
@@ -67,6 +68,9 @@ def _flush(stream: TextIO | None) -> None:
         stream.flush()
 
 
+_DEFAULT = f"default: the variable INSTRUMENT_PROFILE, else the preset {PRESETS[0]}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="instrument",
@@ -79,24 +83,27 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         allow_abbrev=False,
         help="run a Python service under a profile",
-        usage="instrument run [--profile P] -- script.py [argument ...] | -m module [argument ...]",
+        usage="instrument run [--profile P | --preset NAME] -- script.py [argument ...] | -m module [argument ...]",
         description="The service runs as it would under `python`, with its own exit code and signals. Child processes "
-        "that inherit the environment are instrumented too.",
+        f"that inherit the environment are instrumented too. Without a profile the preset {PRESETS[0]} is taken.",
     )
-    run.add_argument("--profile", metavar="P", help="profile.yaml (default: the variable INSTRUMENT_PROFILE)")
+    run.add_argument("--profile", metavar="P", help=f"profile.yaml ({_DEFAULT})")
+    run.add_argument("--preset", choices=PRESETS, help="a profile that comes with the package")
     run.set_defaults(verb=_run, takes_host=True)
 
     check = verbs.add_parser(
         "check",
         help="load a profile, import what it names, show what each rule matches and what it cannot reach",
-        usage="instrument check [--json] [--strict] P [module ...] [-- script.py [argument ...] | -- -m module ...]",
+        usage="instrument check [--json] [--strict] [P [module ...] | --preset NAME] "
+        "[-- script.py [argument ...] | -- -m module ...]",
         description="With a command it runs as under `instrument run`, and what is shown is what became of the rules "
         "at its end, in all of its processes. States: "
         + "; ".join(f"{state}: {meaning}" for state, meaning in STATES_OF_TARGETS.items())
         + ". Exit code 2: a bad profile, or a rule that matches nothing.",
     )
+    check.add_argument("profile", metavar="P", nargs="?", help=f"profile.yaml ({_DEFAULT})")
     check.add_argument(
-        "profile", metavar="P", nargs="?", help="profile.yaml (default: the variable INSTRUMENT_PROFILE)"
+        "--preset", choices=PRESETS, help="print the YAML of a preset; with --json or a command, check it instead"
     )
     check.add_argument("modules", nargs="*", metavar="module", help="modules to import besides those the rules name")
     check.add_argument(
@@ -236,7 +243,7 @@ def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.
         if word == "--":
             own, host = given[:i], given[i + 1 :]
             break
-        if word == "--profile":
+        if word in ("--profile", "--preset"):
             i += 2
             continue
         if word == "-h" or word.startswith("--"):
@@ -249,11 +256,25 @@ def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.
 
 # -------------------------------------------------------------------- verbs
 
+_WITHOUT_PROFILE = (
+    f"no profile, so the preset {PRESETS[0]} (`instrument check --preset {PRESETS[0]}` prints it; "
+    f"for training loops: --preset {PRESETS[1]})"
+)
+
+
+def _wanted(options: argparse.Namespace) -> tuple[str, bool]:
+    """The file of the profile that `run` or `check` is to take, and whether nobody has named one."""
+    if options.profile and options.preset:
+        raise InstrumentError(
+            f"found both the profile {options.profile} and --preset {options.preset}; give one of them, or put the "
+            f"line `preset: {options.preset}` into the profile"
+        )
+    named = path_of(options.preset) if options.preset else options.profile or os.environ.get("INSTRUMENT_PROFILE")
+    return named or path_of(PRESETS[0]), not named
+
 
 def _run(options: argparse.Namespace, host: list[str]) -> int:
-    wanted = options.profile or os.environ.get("INSTRUMENT_PROFILE")
-    if not wanted:
-        raise ProfileError(["instrument run: no profile; give --profile P or set INSTRUMENT_PROFILE"])
+    wanted, is_unnamed = _wanted(options)
     if not host or host in (["-m"], ["-c"]):
         raise InstrumentError("run: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
     if not OFF:
@@ -268,6 +289,8 @@ def _run(options: argparse.Namespace, host: list[str]) -> int:
     environ["PYTHONPATH"] = os.pathsep.join(paths)
     if not OFF:
         hello.listen(os.getpid())
+    if is_unnamed and not OFF:
+        print(f"instrument: {_WITHOUT_PROFILE}", file=sys.stderr)
     _flush(sys.stdout)
     _flush(sys.stderr)
     # Becoming the host, not calling it: its own __main__, exit code, signals and tracebacks.
@@ -347,11 +370,10 @@ def _interpreter_flags() -> list[str]:
 def _check(options: argparse.Namespace, host: list[str]) -> int:
     if options.modules and host:
         raise InstrumentError("check: modules are imported where there is no command; leave one of both out")
-    wanted = options.profile or os.environ.get("INSTRUMENT_PROFILE")
-    if not wanted:
-        raise ProfileError(
-            ["instrument check: no profile; give one, as in `instrument check profile.yaml`, or set INSTRUMENT_PROFILE"]
-        )
+    wanted, is_unnamed = _wanted(options)
+    if options.preset and not host and not options.json:
+        sys.stdout.write(text_of(options.preset))
+        return 0
     profile = load(wanted)
     problems: list[str] = []
     command: dict[str, Any] | None = None
@@ -365,6 +387,8 @@ def _check(options: argparse.Namespace, host: list[str]) -> int:
     if options.json:
         print(json.dumps(_document(profile, verdicts, command), indent=2))
     else:
+        if is_unnamed:
+            print(_WITHOUT_PROFILE)
         _print_verdicts(profile, verdicts, command)
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -528,7 +552,7 @@ def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
         value = setting(profile, name)
         if name.endswith(".headers"):
             value = [header for header, _ in value or ()]
-        elif value is not None:
+        elif value is not None or origin == "preset":
             value = profile.told.get(name, value)
         if value is not None or origin != "default":
             found.append((name, value, origin))

@@ -336,12 +336,15 @@ class Profile:
     what a training loop does with torch (forward, backward, optimizer), `comm`, for what torch.distributed does, and
     `startup`, for the time of imports and what loads and compiles models.
 
+    `preset` is the one that the file named; what that gave stands in the other fields, as if the file had said it.
     `source` is the file's path, or the name that `loads` was given. `origins` tells, for each setting that a variable
-    can give, where its value came from: ``profile``, the variable's name, or ``default``; `told` how it is shown, where
-    its value may hold a secret. Two profiles are equal when they ask for the same, wherever they were written.
+    can give, where its value came from: ``profile``, the variable's name, or ``default``, and for each that the preset
+    gave ``preset``; `told` how it is shown, where its value may hold a secret or is of the preset. Two profiles are
+    equal when they ask for the same, wherever they were written.
     """
 
     service: str = "unknown_service"
+    preset: str | None = field(default=None, compare=False)
     tracer_option: str = "Default"
     state: str = "All"
     clock: str = "monotonic"

@@ -6,7 +6,7 @@
 
 A key whose value is null counts as left out (for an export: on, with its defaults). Values may hold references to
 variables, as `document` tells. What the profile leaves out comes from the `OTEL_*` variable of `VARIABLES`, then from
-the default; `Profile.origins` says which it was.
+the default; `Profile.origins` says which it was. `presets` tells what a preset gives.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from instrument.document import (
 )
 from instrument.environment import settings
 from instrument.errors import ProfileError
+from instrument.presets import PRESETS, named_by, refined
 from instrument.profile import (
     AUTO_NS,
     CLOCKS,
@@ -91,6 +92,7 @@ FILE_BYTES = 2**20
 def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> Profile:
     """Read a profile from a file. `environ` stands in for `os.environ`.
 
+    The file of a preset is read as a profile that names it and says no more.
     Raises `ProfileError` with every mistake of the file, or with the reason why it cannot be read.
     """
     given: object = path
@@ -99,6 +101,8 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
             [f"profile: found {given!r:.60}; allowed: a Profile, or the path of a file as str or PathLike"]
         )
     name = os.fspath(path)
+    if preset := named_by(path):
+        return loads(f"preset: {preset}", name=name, environ=environ)
     try:
         with Path(path).open("rb") as file:
             data = file.read(FILE_BYTES + 1)
@@ -130,10 +134,18 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     if len(text) > FILE_BYTES:
         raise _unreadable(name, _TOO_LARGE)
     document = Document(text, name=name, environ=settings() if environ is None else environ)
-    values = document.read(_part("", dict))
+    given: dict[str, str] = {}
+
+    def read(root: Node) -> dict[str, Any]:
+        whole, of_preset = refined(root)
+        given.update(of_preset)
+        return _fields(whole, "")
+
+    values = document.read(read)
     if document.problems:
         raise ProfileError(document.problems)
-    profile = Profile(**values, source=name, origins=document.origins, told=document.told)
+    origins = {**document.origins, **dict.fromkeys(given, "preset")}
+    profile = Profile(**values, source=name, origins=origins, told={**document.told, **given})
     schedule = profile.schedule
     if schedule is None or schedule.step is None:
         return profile
@@ -448,6 +460,19 @@ def _variable(node: Node, path: str) -> tuple[str, Read, Node | None]:
     return "default", string, None
 
 
+def _unless_off(read: Read, section: str) -> Read:
+    """Reads an export, or the word `off`, which takes away what a preset has."""
+
+    def read_unless_off(node: Node) -> Any:
+        if node.is_off:
+            return None
+        if node.kind != "mapping":
+            node.refuse(f"off, or a mapping of {', '.join(KEYS[section])}")
+        return read(node)
+
+    return read_unless_off
+
+
 def _part(section: str, build: Callable[..., Any]) -> Read:
     return lambda node: build(**_fields(node, section))
 
@@ -499,7 +524,7 @@ def _copy_rule(node: Node) -> CopyRule:
     return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B{of}")
 
 
-_FRAMEWORKS = f"auto, or a list of {', '.join(FRAMEWORKS)}"
+_FRAMEWORKS = f"auto, off, or a list of {', '.join(FRAMEWORKS)}"
 _framework = one_of(*FRAMEWORKS)
 
 
@@ -515,8 +540,10 @@ def _framework_rule(node: Node) -> FrameworkRule:
 def _frameworks(node: Node) -> tuple[FrameworkRule, ...]:
     if node.kind == "text" and node.text == "auto":
         return tuple(FrameworkRule(name, auto=True, line=node.line) for name in FRAMEWORKS)
+    if node.is_off:
+        return ()
     if node.kind != "list":
-        node.refuse(_FRAMEWORKS, near=nearest(node.text, ("auto", *FRAMEWORKS)))
+        node.refuse(_FRAMEWORKS, near=nearest(node.text, ("auto", "off", *FRAMEWORKS)))
     rules: tuple[FrameworkRule, ...] = each(_framework_rule, _FRAMEWORKS)(node)
     first: dict[str, int] = {}
     with node.document.all_or_nothing():
@@ -594,6 +621,7 @@ _RULES = "a list of rules, each with a '-' of its own"
 KEYS: Mapping[str, Mapping[str, Key]] = {
     "": {
         "service": Key("service", string),
+        "preset": Key("preset", one_of(*PRESETS)),
         "tracer_option": Key("tracer_option", one_of(*TRACER_OPTIONS)),
         "state": Key("state", one_of(*STATES)),
         "clock": Key("clock", one_of(*CLOCKS)),
@@ -686,9 +714,9 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "socket": Key("socket", _folder_or_off),
     },
     "export": {
-        "chrome": Key("chrome", _part("export.chrome", Chrome), blank=True),
-        "otlp": Key("otlp", _otlp, blank=True),
-        "summary": Key("summary", _part("export.summary", Summary), blank=True),
+        "chrome": Key("chrome", _unless_off(_part("export.chrome", Chrome), "export.chrome"), blank=True),
+        "otlp": Key("otlp", _unless_off(_otlp, "export.otlp"), blank=True),
+        "summary": Key("summary", _unless_off(_part("export.summary", Summary), "export.summary"), blank=True),
     },
     "export.chrome": {
         "path": Key("path", _chrome_path),

@@ -23,7 +23,7 @@ FLOORS: list[list[str]] = [
         "document", "native", "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello",
         "memory_limit", "annotation",
     ],
-    ["profile", "pure", "wrapping", "shelf", "recorder", "imports", "main_module", "import_times", "device"],
+    ["profile", "presets", "pure", "wrapping", "shelf", "recorder", "imports", "main_module", "import_times", "device"],
     [
         "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
         "report", "stretch", "lock", "ticks",

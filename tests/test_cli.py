@@ -398,7 +398,7 @@ def test_check_shows_what_each_rule_matches_and_fails_on_one_that_matches_nothin
         (["check", "missing.yaml"], "missing.yaml"),
         (["check", "broken.yaml"], "broken.yaml:1:"),
         (["check", "import.yaml"], "broken_module fails to import: RuntimeError: boom"),
-        (["run", "--", "main.py"], "give --profile P or set INSTRUMENT_PROFILE"),
+        (["run", "--preset", "servin", "--", "main.py"], "invalid choice: 'servin'"),
         (["run", "--profile", "profile.yaml"], "nothing to run"),
         (["run", "--profile", "profile.yaml", "--", "absent.py"], "found no such file"),
         (["run", "--profile", "profile.yaml", "--", "uvicorn", "app:app"], "a module is run with -- -m uvicorn"),

@@ -20,6 +20,7 @@ from jsonschema import Draft202012Validator
 import instrument
 from instrument import schema as module
 from instrument.errors import InstrumentError, ProfileError
+from instrument.presets import PRESETS
 from instrument.profile import (
     COMPRESSIONS,
     COPY_FRAMEWORKS,
@@ -177,6 +178,7 @@ class TestWhatEachKeyGives:
             ("export: {summary: null, chrome: {}}", (True, False, True)),
             ("export: {otlp: {endpoint: ''}}", (False, False, False)),
             ("export: {}", (False, False, False)),
+            ("export: {chrome: off, otlp: off, summary: off}", (False, False, False)),
         ],
     )
     def test_an_export_is_on_with_its_key_and_off_without(self, text: str, expected: tuple[bool, ...]) -> None:
@@ -654,7 +656,7 @@ export:
             ("functions: ['a:b']", "1:13: functions[0]: found 'a:b'; allowed: a mapping of match, "),
             ("functions: [null]", "1:13: functions[0]: found nothing"),
             ("frameworks: [null]", "1:14: frameworks[0]: found nothing; allowed: onnxruntime, "),
-            ("frameworks: 1", "1:13: frameworks: found the number 1; allowed: auto, or a list of onnxruntime, "),
+            ("frameworks: 1", "1:13: frameworks: found the number 1; allowed: auto, off, or a list of onnxruntime, "),
             ("frameworks: [{nodes: true}]", "1:14: frameworks[0].name: found nothing; allowed: one of onnxruntime, "),
             ("frameworks: [jax, jax]", "1:19: frameworks[1]: found jax twice; allowed: each framework once (first in"),
             (
@@ -710,7 +712,10 @@ export:
             ("device: {host: often}", "1:16: device.host: found 'often'; allowed: auto, off, or a number with a unit"),
             ("device: {nvml: 0}", "1:16: device.nvml: found the number 0"),
             ("device: {nvml: on}", "1:16: device.nvml: found the boolean on"),
-            ("export: {chrome: true}", "1:18: export.chrome: found the boolean true; allowed: a mapping of path"),
+            (
+                "export: {chrome: true}",
+                "1:18: export.chrome: found the boolean true; allowed: off, or a mapping of path",
+            ),
             ("export: {chrome: {path: 'x{host}'}}", "1:25: export.chrome.path: found 'x{host}'"),
             ("export: {chrome: {path: 'x{pid'}}", "1:25: export.chrome.path: found 'x{pid'"),
             ("export: {chrome: {path: '{pid!r}'}}", "1:25: export.chrome.path: found '{pid!r}'"),
@@ -952,6 +957,7 @@ class TestSchema:
             DIRECTIONS,
             COPY_FRAMEWORKS,
             FRAMEWORKS,
+            PRESETS,
             VIEWS,
             SORT_KEYS,
         ):
@@ -1058,6 +1064,7 @@ def mapping(**keys: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]
 
 PROFILES = mapping(
     service=TEXT,
+    preset=st.sampled_from(PRESETS),
     tracer_option=st.sampled_from(TRACER_OPTIONS),
     state=st.sampled_from(STATES),
     functions=st.lists(
@@ -1077,7 +1084,7 @@ PROFILES = mapping(
     loaders=st.sampled_from(["auto", "off", False]),
     phases=st.sampled_from(["auto", "off", False]),
     comm=st.sampled_from(["auto", "off", False]),
-    frameworks=st.sampled_from(["auto", "all", *FRAMEWORKS])
+    frameworks=st.sampled_from(["auto", "off", False, "all", *FRAMEWORKS])
     | st.lists(
         st.sampled_from(FRAMEWORKS) | mapping(name=st.sampled_from(FRAMEWORKS), nodes=st.booleans()), max_size=3
     ),
@@ -1105,15 +1112,18 @@ PROFILES = mapping(
         watch=st.booleans(), socket=st.sampled_from(["auto", "off", False, "a/b", "/x", "./{a}", "/" * 81])
     ),
     export=mapping(
-        chrome=mapping(path=st.lists(st.sampled_from(["a/", "{pid}", "{window}", "{service}", ".json"])).map("".join)),
-        otlp=mapping(
+        chrome=st.sampled_from(["off", False, "on"])
+        | mapping(path=st.lists(st.sampled_from(["a/", "{pid}", "{window}", "{service}", ".json"])).map("".join)),
+        otlp=st.sampled_from(["off", False, True])
+        | mapping(
             endpoint=URL,
             protocol=st.sampled_from(PROTOCOLS),
             headers=st.dictionaries(st.sampled_from(["a", "X-B", "c!"]), TEXT | st.none(), max_size=2),
             timeout=DURATION,
             compression=st.sampled_from(COMPRESSIONS),
         ),
-        summary=mapping(
+        summary=st.sampled_from(["off", False, "stderr"])
+        | mapping(
             to=st.sampled_from(["stderr", "stdout", "a.txt", "{pid}/b"]),
             views=one_or_more(st.sampled_from(list(VIEWS))),
             sorted_by=st.sampled_from(SORT_KEYS),

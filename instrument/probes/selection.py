@@ -203,6 +203,20 @@ class Selection:
             self.settle()
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
+    def idle_of_preset(self) -> set[str]:
+        """What verdicts call the rules that only a preset asks for, where something of theirs has met nothing yet.
+
+        Not requests, which whoever takes a preset for a service wants to see.
+        """
+        names: set[str] = set()
+        with self._lock:
+            for key, family in self._families.items():
+                if self.profile.origins.get(key) == "preset" and key != "requests":
+                    verdicts = family.verdicts()
+                    if any(verdict.state == "waiting" for verdict in verdicts):
+                        names.update(verdict.rule for verdict in verdicts)
+        return names
+
     def sites_of(self, label: str) -> set[Site]:
         """What calls of a function that a rule names, `module:qualname`, are recorded as."""
         family = self._families.get("functions")

@@ -47,7 +47,7 @@ LOSSES = 3
 NOTE_LINES = 6
 """Lines for what was not observed, at most; `cost` has all of it."""
 
-NO_REQUEST = "No request was recorded: a rule with `kind: request` in the profile names them."
+NO_REQUEST = "No request was recorded; `requests: auto` or a rule of `kind: request` finds them."
 MORE = "More: `instrument report FILE --view requests,events,cost`; `instrument report --help` has the list."
 
 
@@ -166,6 +166,8 @@ def _request_lines(times: RequestTimes, unit: str) -> list[str]:
         its = (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns, endpoint.max_ns)
         shown = [_time(time_ns, unit) for time_ns in its]
         cells.append([_named(endpoint), str(endpoint.requests), str(endpoint.errors), *shown, ""])
+        if not endpoint.phases:
+            continue  # all of it would be unknown
         room -= len(endpoint.phases) + 1
         if room < 0:
             room = 0

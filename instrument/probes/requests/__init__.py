@@ -76,6 +76,7 @@ class Requests:
     def change(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
         """Take on another rule; requests that are open end as they began."""
         self.undo()
+        self._met.clear()
         self._begin(rules)
         for module in modules:
             if self.wants(module.__name__):
@@ -86,11 +87,10 @@ class Requests:
         return {f"requests {rule.text}": rule for rule in self.rules}
 
     def undo(self) -> None:
-        """Give servers and routers their own functions back."""
+        """Give servers and routers their own functions back; the verdicts still tell what was met."""
         for exchanges in self._exchanges:
             exchanges.is_on = False
         undo_all(self._undos)
-        self._met.clear()
 
     def verdicts(self) -> list[Verdict]:
         """What became of the rule: which servers it has met, and what it has recorded."""
