@@ -146,3 +146,56 @@ def test_a_request_below_a_span_of_opentelemetry_is_its_child(session: instrumen
 
 def test_every_kind_of_server_has_seams() -> None:
     assert all(SERVERS.values())
+
+
+def secret_request(requests: str, tmp_path: Any) -> str:
+    """All that comes out of a session in which one request was full of secrets."""
+    from instrument.schema import loads
+
+    path = tmp_path / "trace.json"
+    canaries = {name: f"{name} c4n4ry" for name in ("authorization", "cookie", "x-tenant", "user-agent", "referer")}
+
+    async def reads(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await answer(scope, receive, send)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"body c4n4ry", "more_body": False}
+
+    async def send(_: dict[str, Any]) -> None:
+        pass
+
+    session = instrument.start(loads(requests, environ={}))
+    try:
+        (rule,) = session.profile.requests
+        scope = {
+            "type": "http", "method": "GET-c4n4ry", "path": "/items/c4n4ry", "scheme": "http", "server": ("::1", 80),
+            "query_string": b"key=c4n4ry", "client": ("c4n4ry", 1),
+            "headers": [(name.encode(), value.encode()) for name, value in canaries.items()],
+        }  # fmt: skip
+        asyncio.run(asgi.App(reads, Exchanges(rule))(scope, receive, send))
+        instrument.dump(path)
+        return path.read_text() + instrument.summary(views=["brief", "requests", "events"])
+    finally:
+        instrument.stop()
+
+
+def test_nothing_that_a_caller_sends_comes_out_unless_it_is_named(tmp_path: Any) -> None:
+    told = secret_request("requests: auto", tmp_path)
+    assert ("_OTHER" in told, "c4n4ry" in told) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("http.request.header.x-tenant", "x-tenant c4n4ry"),
+        ("url.path", "/items/c4n4ry"),
+        ("url.query", "key=c4n4ry"),
+        ("client.address", "c4n4ry"),
+        ("user_agent.original", "user-agent c4n4ry"),
+    ],
+)
+def test_what_the_profile_names_comes_out_and_nothing_else(name: str, told: str, tmp_path: Any) -> None:
+    found = secret_request(f"requests: {{attributes: [{name}]}}", tmp_path)
+    assert told in found
+    assert found.count("c4n4ry") == 1

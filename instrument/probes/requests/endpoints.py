@@ -43,7 +43,7 @@ class Endpoints:
 
     def _made(self, key: Key) -> Site:
         protocol, method, route = key
-        if protocol != "grpc" and method not in METHODS:
+        if protocol != "grpc" and method not in METHODS and method != "_OTHER":
             return self.site(protocol, "_OTHER", route)
         if (route or protocol == "grpc") and method and len(self._sites) >= ENDPOINT_LIMIT:
             self._recorder.count(BEYOND)
