@@ -36,7 +36,7 @@ from typing import Any, TypeVar, overload
 
 from instrument.errors import FAULTS, TargetError
 from instrument.main_module import names_of
-from instrument.probes import holders
+from instrument.probes import decorated, holders
 from instrument.probes.holders import isinstance_of, namespace, own_names, type_attribute, type_namespace
 from instrument.probes.scopes import OFF
 from instrument.probes.work import CallWork
@@ -453,9 +453,9 @@ class Probe:
     @property
     def parts(self) -> Iterator[Any]:
         """What holds the function in what was made of it."""
+        yield vars(self.wrapped)
         if type(self.wrapped) is FunctionType:
             yield from self.wrapped.__closure__ or ()
-            yield self.wrapped.__dict__
 
     def _name_property(self) -> None:
         """A property that gets another function forgets its name, which stands in its error messages."""
@@ -595,6 +595,7 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
         own = name + suffix if name else _qualname(function) + suffix if suffix else None
         site = site_of(function, name=own, kind=kind, device=device, phase=phase)
         wrapped = RECORDER.wrap(function, site, works=CallWork.of(RECORDER, function) if device else None)
+        decorated.note(site, wrapped)
         if function is target:
             return wrapped
         target = holders.change(target, function, wrapped)

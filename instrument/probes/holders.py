@@ -83,6 +83,11 @@ class Swap:
         del self._firsts[-1]
         self._sort(found)
 
+    @property
+    def has_found(self) -> bool:
+        """Whether anything of the host's holds one of the firsts, before `to` is called."""
+        return bool(self._holders)
+
     def _sort(self, found: list[Any]) -> None:
         """Take over those of the holders found that are the host's."""
         if sys.version_info < (3, 11):  # where the frame of a suspended call holds its variables, not the call

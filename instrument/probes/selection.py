@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from instrument import imports, main_module
 from instrument.main_module import names_of
+from instrument.probes import decorated
 from instrument.probes.comm import Comm
 from instrument.probes.copies import Copies
 from instrument.probes.frameworks import Frameworks
@@ -229,7 +230,8 @@ class Selection:
             for family in self._families.values():
                 if isinstance(family, (Functions, Layers)) and (attach := family.detach(site)) is not None:
                     return partial(self._attach_again, attach)
-        return None
+            attach = decorated.detach(site)
+            return None if attach is None else partial(self._attach_again, attach)
 
     def _attach_again(self, attach: Undo) -> None:
         with self._lock:
