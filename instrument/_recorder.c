@@ -149,6 +149,7 @@ typedef struct totals {
     uint64_t errors, moved_bytes;
     int64_t device_ns, beyond_ns; /* beyond: by what the elapsed time exceeds the total */
     int64_t first_total_ns;       /* of the call that began first */
+    uint64_t steps;               /* of generators, also of those that go on */
     chunk_t *chunks[CHUNKS];
 } totals_t;
 
@@ -300,9 +301,18 @@ typedef struct core {
     uint64_t reasons[REASON_COUNT];
     PyObject *counts; /* what Python code counts, by its text */
     Scope *no_scope; /* what `scope` gives where there is no memory for one */
-    PyObject *user_sites; /* sites of scopes of kind user, by name */
+    PyObject *user_sites; /* sites of scopes of kind user, by name; of a muted one a scope that is handed out again */
     PyObject *scope_type;
+    PyObject *passes; /* what counts the calls of each muted site */
 } Core;
+
+/* Counts the calls of a muted site. */
+typedef struct {
+    PyObject_HEAD
+    Core *core;
+    uint64_t calls;
+    uint64_t cut; /* spans of generators that were ended early */
+} Pass;
 
 /* Where a site was met last: the steps to its nodes from two parents. */
 typedef struct {
@@ -329,16 +339,16 @@ typedef struct {
     Core *core;
     PyObject *wrapped;
     /* Of a method whose instances have sites of their own: {identity: site or None}, what tells that of an instance
-     * which is not there yet, and the set of the sites that are muted. `evaluate` sets what evaluates Python's frames
-     * and returns what did: a compiler of the host's must not take `decide` for its own. */
-    PyObject *sites, *muted_sites;
+     * which is not there yet. `evaluate` sets what evaluates Python's frames and returns what did: a compiler of the
+     * host's must not take `decide` for its own. */
+    PyObject *sites;
     known_t *known; /* by the instance's address, or NULL */
     uint32_t known_slots; /* a power of two */
     char is_followed; /* whether `sites` tells when it changes */
-    char muted;
+    char muted; /* whether calls pass without a span */
     path_t path; /* of its site */
     uint64_t uid; /* of the core when its paths were met: a reset gives the nodes up */
-    uint64_t muted_calls;
+    Pass *pass; /* what counts them, or NULL */
     PyObject *site, *decide, *evaluate;
     PyObject *works; /* tells the device timer by a call's arguments what the call works on, or NULL */
     PyObject *dict;
@@ -382,7 +392,7 @@ static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mar
 static frame_t *free_frames;
 static uint32_t free_frame_count;
 static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status,
-    *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope, *str_pass_muted,
+    *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,
     *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_ag_frame, *str_anext, *str_asend, *str_athrow,
     *str_aclose, *str_throw, *str_close;
 static PyObject *name_of_type; /* the descriptor of `type.__name__` */
@@ -1099,16 +1109,16 @@ end:
     return found;
 }
 
-/* [(node index, calls, total ns)] of each call path. */
+/* [(node index, calls, total ns, steps of generators)] of each call path. */
 static PyObject *
 Ring_usage(Ring *self, PyObject *Py_UNUSED(none))
 {
     PyObject *found = PyList_New(0);
     for (uint32_t n = 0; found != NULL && n < self->totals.slots * PAGE; n++) {
         totals_t *totals = known_totals(&self->totals, n);
-        if (totals == NULL || totals->calls == 0)
+        if (totals == NULL || (totals->calls == 0 && totals->steps == 0))
             continue;
-        PyObject *item = Py_BuildValue("(IKL)", n, totals->calls, totals->total_ns);
+        PyObject *item = Py_BuildValue("(IKLK)", n, totals->calls, totals->total_ns, totals->steps);
         if (item == NULL || PyList_Append(found, item) < 0)
             Py_CLEAR(found);
         Py_XDECREF(item);
@@ -1166,7 +1176,7 @@ static PyMethodDef Ring_methods[] = {
     {"newest", (PyCFunction)Ring_newest, METH_O, "Rows from a number on, the head, and how many came too late."},
     {"first_after", (PyCFunction)Ring_first_after, METH_O, "The number of the first row that ended after a time."},
     {"held", (PyCFunction)Ring_held, METH_VARARGS, "Rows that ended after a time, the first end, ids of marked ones."},
-    {"usage", (PyCFunction)Ring_usage, METH_NOARGS, "Node index, calls and total ns of each call path."},
+    {"usage", (PyCFunction)Ring_usage, METH_NOARGS, "Node index, calls, total ns and steps of each call path."},
     {"copied_totals", (PyCFunction)Ring_copied_totals, METH_NOARGS, "Totals by node index, as tuples."},
     {"firsts", (PyCFunction)Ring_firsts, METH_NOARGS, "Begin and length of the first call by node index."},
     {"_preset_totals", (PyCFunction)Ring_preset_totals, METH_VARARGS, "For tests: begin a call path's totals at these."},
@@ -2598,6 +2608,101 @@ close_frame(Core *core, Frame *self, PyObject *error, int anywhere)
     return failed;
 }
 
+/* ------------------------------------------------------------------ muted sites */
+
+static inline void
+count_passed(Pass *pass)
+{
+    pass->calls += (uint64_t)pass->core->on;
+}
+
+static PyTypeObject PassType;
+
+/* What counts the calls of a site, borrowed; NULL where it is not muted. Sites are compared by identity: runs no code. */
+static inline Pass *
+pass_of(Core *core, PyObject *site)
+{
+    if (__builtin_expect(PyDict_GET_SIZE(core->passes) == 0, 1))
+        return NULL;
+    PyObject *found = PyDict_GetItemWithError(core->passes, site);
+    if (found == NULL)
+        PyErr_Clear(); /* a site of a test's own that cannot be hashed */
+    return found != NULL && Py_TYPE(found) == &PassType ? (Pass *)found : NULL;
+}
+
+static PyObject *
+Pass_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *words[] = {"recorder", NULL};
+    PyObject *core;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:Pass", words, &CoreType, &core))
+        return NULL;
+    Pass *self = (Pass *)type->tp_alloc(type, 0);
+    if (self != NULL)
+        self->core = (Core *)Py_NewRef(core);
+    return (PyObject *)self;
+}
+
+static int
+Pass_traverse(Pass *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->core);
+    return 0;
+}
+
+static void
+Pass_dealloc(Pass *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->core);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* For a wrapper that asks whether its recorder is on. */
+static PyObject *
+Pass_on(Pass *self, void *Py_UNUSED(closure))
+{
+    count_passed(self);
+    Py_RETURN_FALSE;
+}
+
+static PyObject *
+Pass_count(Pass *self, PyObject *Py_UNUSED(none))
+{
+    count_passed(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef Pass_methods[] = {
+    {"count", (PyCFunction)Pass_count, METH_NOARGS, "Count a call."},
+    {NULL},
+};
+
+static PyMemberDef Pass_members[] = {
+    {"calls", T_ULONGLONG, offsetof(Pass, calls), READONLY, "calls that passed"},
+    {"cut", T_ULONGLONG, offsetof(Pass, cut), READONLY, "spans of generators that were ended early"},
+    {NULL},
+};
+
+static PyGetSetDef Pass_getset[] = {
+    {"on", (getter)Pass_on, NULL, "False, whoever asks; it is counted as a call", NULL},
+    {NULL},
+};
+
+static PyTypeObject PassType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument._recorder.Pass",
+    .tp_basicsize = sizeof(Pass),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "Counts the calls of a muted site: Pass(recorder).",
+    .tp_new = Pass_new,
+    .tp_dealloc = (destructor)Pass_dealloc,
+    .tp_traverse = (traverseproc)Pass_traverse,
+    .tp_methods = Pass_methods,
+    .tp_members = Pass_members,
+    .tp_getset = Pass_getset,
+};
+
 /* ------------------------------------------------------------------ functions */
 
 static inline frame_t *
@@ -2811,7 +2916,8 @@ Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *na
 {
     Core *core = self->core;
     if (!core->on || self->muted) {
-        self->muted_calls += core->on;
+        if (self->pass != NULL)
+            count_passed(self->pass);
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     }
     return call_in_span(self, self->path.site, &self->path, args, nargsf, names);
@@ -2972,18 +3078,10 @@ Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, 
     }
     if (site == NULL)
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    if (PySet_GET_SIZE(self->muted_sites) != 0) {
-        PyObject *kept = Py_NewRef(site); /* comparing and counting may run code */
-        int is_muted = PySet_Contains(self->muted_sites, site);
-        if (is_muted == 1) {
-            PyObject *none = PyObject_CallMethodOneArg((PyObject *)self->core, str_pass_muted, site);
-            if (none != NULL || forgive() == 0)
-                result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-            Py_XDECREF(none);
-        } else if (is_muted == 0 || forgive() == 0) {
-            result = call_in_span(self, site, path, args, nargsf, names);
-        }
-        Py_DECREF(kept);
+    Pass *pass = pass_of(self->core, site);
+    if (pass != NULL) {
+        count_passed(pass);
+        result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     } else {
         result = call_in_span(self, site, path, args, nargsf, names);
     }
@@ -2996,17 +3094,15 @@ static PyObject *Function_call_async_generator(Function *, PyObject *const *, si
 static PyObject *
 Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *words[] = {"recorder", "function", "site", "sites", "decide", "muted", "evaluate",
-                            "makes_async_generators", "works", NULL};
-    PyObject *core, *wrapped, *site, *sites = NULL, *decide = NULL, *muted = NULL, *evaluate = Py_None;
-    PyObject *works = Py_None;
+    static char *words[] = {"recorder", "function", "site", "sites", "decide", "evaluate", "makes_async_generators",
+                            "works", NULL};
+    PyObject *core, *wrapped, *site, *sites = NULL, *decide = NULL, *evaluate = Py_None, *works = Py_None;
     int makes_async_generators = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO!O$pO:Function", words, &CoreType, &core, &wrapped, &site,
-                                     &PyDict_Type, &sites, &decide, &PySet_Type, &muted, &evaluate,
-                                     &makes_async_generators, &works))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO$pO:Function", words, &CoreType, &core, &wrapped, &site,
+                                     &PyDict_Type, &sites, &decide, &evaluate, &makes_async_generators, &works))
         return NULL;
-    if (sites != NULL && muted == NULL) {
-        PyErr_SetString(PyExc_TypeError, "Function: sites go with decide and muted");
+    if (sites != NULL && decide == NULL) {
+        PyErr_SetString(PyExc_TypeError, "Function: sites go with decide");
         return NULL;
     }
     Function *self = (Function *)type->tp_alloc(type, 0);
@@ -3017,7 +3113,6 @@ Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                                                  : Function_call_by_instance);
     self->sites = Py_XNewRef(sites);
     self->decide = Py_XNewRef(decide);
-    self->muted_sites = Py_XNewRef(muted);
     self->is_followed = (char)(sites != NULL && follow_changes(sites));
     self->evaluate = evaluate == Py_None ? NULL : Py_NewRef(evaluate);
     self->works = works == Py_None ? NULL : Py_NewRef(works);
@@ -3040,6 +3135,7 @@ Function_traverse(Function *self, visitproc visit, void *arg)
     Py_VISIT(self->sites);
     Py_VISIT(self->decide);
     Py_VISIT(self->works);
+    Py_VISIT(self->pass);
     return 0;
 }
 
@@ -3062,7 +3158,7 @@ Function_dealloc(Function *self)
     Py_XDECREF(self->site);
     Py_XDECREF(self->sites);
     Py_XDECREF(self->decide);
-    Py_XDECREF(self->muted_sites);
+    Py_XDECREF(self->pass);
     forget_known(self);
     Py_XDECREF(self->evaluate);
     Py_XDECREF(self->works);
@@ -3117,12 +3213,6 @@ static PyMethodDef Function_methods[] = {
     {NULL},
 };
 
-static PyMemberDef Function_members[] = {
-    {"__instrument_muted__", T_BOOL, offsetof(Function, muted), 0, "whether calls pass without a span"},
-    {"__instrument_muted_calls__", T_ULONGLONG, offsetof(Function, muted_calls), 0, "calls that passed so"},
-    {NULL},
-};
-
 /* What asks `isinstance(f, FunctionType)` or `inspect.isfunction(f)` wants to know how to call it: like the function. */
 static PyObject *
 Function_class(Function *self, void *Py_UNUSED(closure))
@@ -3133,8 +3223,28 @@ Function_class(Function *self, void *Py_UNUSED(closure))
     return Py_NewRef((PyObject *)(PyFunction_Check(wrapped) ? &PyFunction_Type : Py_TYPE(self)));
 }
 
+static PyObject *
+Function_pass(Function *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->pass != NULL ? (PyObject *)self->pass : self->muted ? Py_False : Py_None);
+}
+
+static int
+Function_set_pass(Function *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    if (value == NULL || (value != Py_None && value != Py_False && Py_TYPE(value) != &PassType)) {
+        PyErr_SetString(PyExc_TypeError, "what counts the calls of a muted function is a Pass, False or None");
+        return -1;
+    }
+    self->muted = value != Py_None;
+    Py_XSETREF(self->pass, Py_TYPE(value) == &PassType ? (Pass *)Py_NewRef(value) : NULL);
+    return 0;
+}
+
 static PyGetSetDef Function_getset[] = {
     {"__class__", (getter)Function_class, NULL, NULL, NULL},
+    {"__instrument_pass__", (getter)Function_pass, (setter)Function_set_pass,
+     "what counts the calls that pass without a span; False: they do, and nothing counts them; None: none does", NULL},
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
     {NULL},
 };
@@ -3157,7 +3267,6 @@ static PyTypeObject FunctionType_ = {
     .tp_dictoffset = offsetof(Function, dict),
     .tp_weaklistoffset = offsetof(Function, weak_references),
     .tp_methods = Function_methods,
-    .tp_members = Function_members,
     .tp_getset = Function_getset,
 };
 
@@ -3343,6 +3452,11 @@ static PyObject *
 Scope_enter(Scope *self, PyObject *Py_UNUSED(none))
 {
     if (self->site != NULL && self->core->on && self->frame == NULL) {
+        Pass *pass = pass_of(self->core, self->site);
+        if (pass != NULL) {
+            count_passed(pass);
+            return Py_NewRef((PyObject *)self);
+        }
         self->frame = open_frame(self->core, self->site, self->attributes, OPEN);
         if (self->frame == NULL && lose(self->core) < 0)
             return NULL;
@@ -3510,12 +3624,29 @@ move_frame(frame_t *frame, Ring *ring, uint64_t task)
     }
 }
 
+static PyObject *Stretch_finish(Stretch *, PyObject *);
+static int told(PyObject *);
+
+/* True where its site is muted: it has begun no span then, or has ended the one that it had, and the generator goes on
+ * without. One that has scopes open inside waits until they are closed. */
 static PyObject *
 Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
 {
     Core *core = self->core;
     if (self->lost)
         Py_RETURN_NONE;
+    Pass *pass = pass_of(core, self->site);
+    if (pass != NULL && (self->frame == NULL || self->inner == &self->frame->frame)) {
+        if (self->frame == NULL) {
+            self->lost = 1;
+            count_passed(pass);
+        } else {
+            pass->cut++;
+            if (told(Stretch_finish(self, Py_None)) < 0)
+                return NULL;
+        }
+        Py_RETURN_TRUE;
+    }
     if (self->frame == NULL) {
         self->frame = open_frame(core, self->site, self->attributes, OPEN);
         if (self->frame == NULL) {
@@ -3541,6 +3672,9 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
     frame_t *frame = self->inner;
     if (frame == NULL) /* finished already */
         Py_RETURN_NONE;
+    totals_t *totals = totals_here(ring, own->node);
+    if (totals != NULL)
+        totals->steps++;
     Py_INCREF(ring);
     Py_INCREF(current);
     for (; frame != own; frame = frame->above) {
@@ -3670,7 +3804,8 @@ Stretch_finish(Stretch *self, PyObject *error)
 }
 
 static PyMethodDef Stretch_methods[] = {
-    {"resume", (PyCFunction)Stretch_resume, METH_NOARGS, "The body goes on."},
+    {"resume", (PyCFunction)Stretch_resume, METH_NOARGS,
+     "The body goes on. True where the site is muted, and the span has ended or never begins."},
     {"suspend", (PyCFunction)Stretch_suspend, METH_NOARGS, "The body stands still, or has ended."},
     {"finish", (PyCFunction)Stretch_finish, METH_O, "The generator has ended, with this exception or None."},
     {NULL},
@@ -3975,7 +4110,10 @@ begin_step(AsyncStep *step, int is_throw)
         if (!step->begins || is_throw)
             return 0; /* it ends before its body could begin */
         self->has_begun = 1;
-        if (self->core->on) {
+        Pass *pass = self->core->on ? pass_of(self->core, self->site) : NULL;
+        if (pass != NULL) {
+            count_passed(pass);
+        } else if (self->core->on) {
             PyObject *stretch =
                 PyObject_CallFunctionObjArgs((PyObject *)&StretchType, self->core, self->site, self->work, NULL);
             if (stretch == NULL && lose(self->core) < 0)
@@ -3986,10 +4124,17 @@ begin_step(AsyncStep *step, int is_throw)
     if (self->stretch == NULL || self->under_way != NULL)
         return 0;
     self->under_way = step;
-    if (told(Stretch_resume(self->stretch, NULL)) == 0)
+    PyObject *passes = Stretch_resume(self->stretch, NULL);
+    if (passes == Py_None) {
+        Py_DECREF(passes);
         return 0;
+    }
     self->under_way = NULL;
-    return -1;
+    if (passes == NULL)
+        return -1;
+    Py_DECREF(passes);
+    Py_CLEAR(self->stretch); /* the site is muted */
+    return 0;
 }
 
 /* The step is over, with the exception that is raised now or without one, which stays as it is. -1 where one is. */
@@ -4361,6 +4506,8 @@ static PyObject *
 Function_call_async_generator(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *generator = PyObject_Vectorcall(self->wrapped, args, nargsf, names), *work = NULL;
+    if (self->pass != NULL)
+        count_passed(self->pass);
     if (generator == NULL || self->muted)
         return generator;
     if (self->works != NULL && self->core->on && tell_work(self, args, nargsf, names, &work) < 0) {
@@ -4775,10 +4922,11 @@ Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwar
     self->rings = PyList_New(0);
     self->counts = PyDict_New();
     self->user_sites = PyDict_New();
+    self->passes = PyDict_New();
     self->variable = PyContextVar_New("instrument_current", NULL);
     self->ended = empty_ring();
-    if (self->rings == NULL || self->counts == NULL || self->user_sites == NULL || self->variable == NULL ||
-        self->ended == NULL)
+    if (self->rings == NULL || self->counts == NULL || self->user_sites == NULL || self->passes == NULL ||
+        self->variable == NULL || self->ended == NULL)
         Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -4819,6 +4967,7 @@ Core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->counts);
     Py_VISIT(self->user_sites);
     Py_VISIT(self->scope_type);
+    Py_VISIT(self->passes);
     return 0;
 }
 
@@ -4860,6 +5009,7 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->counts);
     Py_XDECREF(self->user_sites);
     Py_XDECREF(self->scope_type);
+    Py_XDECREF(self->passes);
     Py_XDECREF(self->no_scope);
     for (uint32_t i = 0; i < self->node_count; i++) {
         PyMem_Free(self->nodes[i]->table);
@@ -5070,6 +5220,11 @@ Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
         PyObject *site = PyDict_GetItemWithError(self->user_sites, args[0]); /* borrowed */
         if (site != NULL) {
             PyTypeObject *type = (PyTypeObject *)self->scope_type;
+            if (Py_TYPE(site) == type) { /* of a muted one: handed out again as long as nobody has it */
+                if (Py_REFCNT(site) == 1 && ((Scope *)site)->frame == NULL)
+                    return Py_NewRef(site);
+                site = ((Scope *)site)->site;
+            }
             Py_INCREF(site);
             Scope *scope = (Scope *)type->tp_alloc(type, 0);
             if (scope == NULL) {
@@ -5924,6 +6079,7 @@ static PyMemberDef Core_members[] = {
     {"ended_rows", T_ULONGLONG, offsetof(Core, ended_rows), READONLY, "rows of rings that were given up"},
     {"ended_too_short", T_ULONGLONG, offsetof(Core, ended_too_short), READONLY, "the same of `too_short`"},
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
+    {"passes", T_OBJECT, offsetof(Core, passes), READONLY, "what counts the calls of each muted site"},
     {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
     {"answers", T_OBJECT, offsetof(Core, answers), 0, "exceptions that answer a request, as http_status.ANSWERS has them"},
     {"tells_of_tasks", T_OBJECT, offsetof(Core, tells_of_tasks), 0, "says whether a loop calls publish for a task, or None"},
@@ -6136,7 +6292,8 @@ execute(PyObject *made)
     }
 #endif
     PyTypeObject *types[] = {&RingType,    &MarkType,  &CurrentType,        &PublishedType, &FrameType, &FunctionType_,
-                             &ScopeType,   &StretchType, &AsyncGeneratorType, &AsyncStepType, &ShelfType, &CoreType};
+                             &ScopeType,   &StretchType, &AsyncGeneratorType, &AsyncStepType, &ShelfType, &PassType,
+                             &CoreType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyType_Ready(types[i]) < 0)
             return -1;
@@ -6157,7 +6314,6 @@ execute(PyObject *made)
         {&str_other, "_OTHER"},
         {&str_annotate_checked, "_annotate_checked"},
         {&str_make_scope, "make_scope"},
-        {&str_pass_muted, "pass_muted"},
         {&str_min_ns, "min_ns"},
         {&str_device, "device"},
         {&str_end, "end"},
@@ -6186,6 +6342,7 @@ execute(PyObject *made)
     if (PyModule_AddObjectRef(made, "Core", (PyObject *)&CoreType) < 0 ||
         PyModule_AddObjectRef(made, "Frame", (PyObject *)&FrameType) < 0 ||
         PyModule_AddObjectRef(made, "Function", (PyObject *)&FunctionType_) < 0 ||
+        PyModule_AddObjectRef(made, "Pass", (PyObject *)&PassType) < 0 ||
         PyModule_AddObjectRef(made, "Ring", (PyObject *)&RingType) < 0 ||
         PyModule_AddObjectRef(made, "Scope", (PyObject *)&ScopeType) < 0 ||
         PyModule_AddObjectRef(made, "Shelf", (PyObject *)&ShelfType) < 0 ||

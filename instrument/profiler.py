@@ -118,7 +118,7 @@ class Session:
             self._exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
             self._outbox = Outbox(self._exporter, self._timing)
         self._costs = Costs(RECORDER)
-        self._budget = Budget(RECORDER, self._costs.added_ns, lambda: self._costs.passed_ns, self.selection.detach)
+        self._budget = Budget(RECORDER, self._costs.usual_ns, lambda: self._costs.passed_ns, self.selection.detach)
         self._reader = Reader(RECORDER, self.selection, self._keep, self.origin)
         self.account = Account(
             recorder=RECORDER,

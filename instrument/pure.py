@@ -145,6 +145,34 @@ def _upwards(frame: Frame | None) -> Iterator[Frame]:
     last[6] = None
 
 
+class Pass:
+    """Counts the calls of a muted site. To a wrapper it is a recorder that is off, which counts who asks."""
+
+    __slots__ = ("_by_thread", "_core", "cut")
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.cut = 0  # spans of generators that were ended early
+        self._by_thread: dict[int, int] = {}  # each thread adds to its own, or some would be lost
+
+    @property
+    def calls(self) -> int:
+        """Calls that passed."""
+        return sum(self._by_thread.copy().values())
+
+    @property
+    def on(self) -> bool:
+        """False, whoever asks; it is counted as a call."""
+        self.count()
+        return False
+
+    def count(self) -> None:
+        """Count a call."""
+        if self._core.on:
+            thread, by_thread = threading.get_ident(), self._by_thread
+            by_thread[thread] = by_thread.get(thread, 0) + 1
+
+
 class Core:
     """Rows, totals and open spans of one process.
 
@@ -166,6 +194,7 @@ class Core:
         self.remote_parent: Callable[[], Any] | None = None
         self.begin_device: Callable[[Site | None, Any, int], Any] | None = None
         self.watches_all = False
+        self.passes: dict[Site, Pass] = {}
         self.node_limit = NODE_LIMIT
         self._ring_bytes = ring_bytes
         self._remote_key = remote_key
@@ -767,14 +796,12 @@ def make_function(
     current = core._current
     get, set_ = current.get, current.set
     next_id = core._next_id
-    muted = core.muted
+    switch = core  # what counts the calls while the site is muted, see `instrument.wrapping.turn`
     clock = _clock
     device = site.device
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not core.on or (muted and site in muted):
-            if core.on:
-                core.pass_muted(site)
+        if not switch.on:
             return function(*args, **kwargs)
         if device or core.watches_all:
             with Scope(core, site, None if works is None else works(args, kwargs)):
@@ -870,7 +897,7 @@ def make_method(
     is_traced: Callable[[], bool],
 ) -> Any:
     """A method around the method, which records where the instance has a site."""
-    open_, close, muted, pass_muted = core.open, core.close, core.muted, core.pass_muted
+    open_, close, passes = core.open, core.close, core.passes
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         # First of all, for it is all that a compiler may see of us: a graph must not break here.
@@ -880,8 +907,8 @@ def make_method(
         site = sites[key] if key in sites else decide(self)
         if site is None:
             return function(self, *args, **kwargs)
-        if site in muted:
-            pass_muted(site)
+        if passes and (passing := passes.get(site)) is not None:
+            passing.count()
             return function(self, *args, **kwargs)
         frame = open_(site)
         try:
@@ -918,9 +945,21 @@ class Stretch:
         self._resumed_ns = 0
         self._suspended_ns = 0
 
-    def resume(self) -> None:
-        """The body goes on."""
+    def resume(self) -> bool | None:
+        """The body goes on. True where its site is muted: it has begun no span then, or has ended the one that it had.
+
+        One that has scopes open inside waits until they are closed.
+        """
         core, frame = self._core, self.frame
+        if core.passes and (frame is None or self._inner is frame):
+            passing = core.passes.get(self._site)
+            if passing is not None:
+                if frame is None:
+                    passing.count()
+                else:
+                    passing.cut += 1
+                self.finish(None)
+                return True
         if frame is None:
             self._place = core._current.get()
             frame = self.frame = core.open(self._site, self._attributes)
@@ -932,10 +971,10 @@ class Stretch:
             core._suspended[frame[1]] = frame
             core._begun_in[frame[1]] = frame[6]
             self._resumed_ns = frame[7]
-            return
+            return None
         inner = self._inner
         if inner is None:
-            return
+            return None
         now = _clock()
         gap_ns = now - self._suspended_ns
         ring, task = core._ring(), task_probe()
@@ -961,9 +1000,11 @@ class Stretch:
             own[9] += gap_ns
             own[5], own[8], own[12] = ring, task, None
         frame[5], frame[8], frame[12] = ring, task, None
+        ring.steps[frame[16]] = ring.steps.get(frame[16], 0) + 1
         self._resumed_ns = now
         if frame[13] is not None:
             frame[13].resume()
+        return None
 
     def suspend(self) -> None:
         """The body stands still, or has ended."""
@@ -1026,8 +1067,12 @@ class Scope:
         self._frame: Frame | None = None
 
     def __enter__(self) -> Scope:
-        if self._recorder.on and self._frame is None:
-            self._frame = self._recorder.open(self._site, self._attributes)
+        recorder = self._recorder
+        if recorder.on and self._frame is None:
+            if recorder.passes and (passing := recorder.passes.get(self._site)) is not None:
+                passing.count()
+            else:
+                self._frame = recorder.open(self._site, self._attributes)
         return self
 
     def annotate(self, attributes: Any = None, /, **more: Any) -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from array import array
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import Context
 from dataclasses import replace
@@ -50,6 +49,10 @@ SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
 NAMES_OF_PLACE = 256
 """Names that the spans of one place may be given while they are open."""
+
+STEP = "step"
+"""The shape of what is no probe: a step of a generator after its first."""
+
 KNOWN_SITES = 65_536
 """A service that decorates a function at each request makes a site each time: the first so many are known singly."""
 
@@ -69,6 +72,7 @@ class _Recording:
         remote_parent: Callable[[], RemoteParent | None] | None
         begin_device: Callable[[Site | None, Any, int], Any] | None
         watches_all: bool
+        passes: dict[Site, Any]
 
         def open(self, site: Site, attributes: Any = None, state: int = 1, /) -> Any: ...
         def close(
@@ -120,6 +124,7 @@ class _Recording:
             is_traced: Callable[[], bool],
             evaluate: Callable[[Any], Any] | None,
         ) -> Any: ...
+        def new_pass(self) -> Any: ...
         def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any: ...
         def shelf(self, sample: float, spans_per_request: int) -> Any: ...
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
@@ -138,9 +143,10 @@ class _Recording:
         self._manual_open = 0
         self._paths = CallTree()
         self._reading = RLock()
-        self.muted: set[Site] = set()
-        self._passed: Counter[Site] = Counter()
-        self._functions: dict[Site, weakref.WeakSet[Any]] = {}
+        self._counters: dict[Site, Any] = {}  # what counts, or has counted, the calls of each muted site
+        self._mutable: dict[
+            Site, weakref.WeakSet[Any] | None
+        ] = {}  # with the functions that have a switch of their own
         self.shapes: dict[Site, str] = {}
         """How the probe of a site is made, as `measure_costs` names it; `scope` where it is not said."""
         self._shapes_noted = 0
@@ -166,9 +172,9 @@ class _Recording:
 
     def retire(self, function: Any) -> None:
         """Let what `wrap` has made behave as the bare function from now on, whoever still holds it."""
-        site = vars(function).get("__instrument__")
-        if site in self._functions:
-            self._functions[site].discard(function)
+        functions = self._mutable.get(vars(function).get("__instrument__"))
+        if functions is not None:
+            functions.discard(function)
         wrapping.retire(function)
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
@@ -184,6 +190,7 @@ class _Recording:
             site = self._scope_sites.setdefault(
                 (name, kind, device, phase), Site(name, kind, module, qualname, file, line, "", device, declared)
             )
+            self.may_mute(site, shape="scope")
         return site
 
     def make_scope(
@@ -266,7 +273,12 @@ class _Recording:
         FAULTS.note_of_rule("annotate", words)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
-        """Open a span that `end_manual` will close; None when too many are open."""
+        """Open a span that `end_manual` will close; None when too many are open.
+
+        Its site is never muted: `scope_end` would close another scope in place of one that did not begin.
+        """
+        if self._mutable.pop(site, self) is not self:
+            self.unmute(site)
         if self._manual_open >= self.open_scope_limit:
             self.count("scopes not begun because too many are open")
             return None
@@ -313,54 +325,77 @@ class _Recording:
 
     # ---------------------------------------------------------------- muting
 
-    def may_mute(self, site: Site, function: Any = None) -> None:
-        """Let the site be muted: that of a plain function, which is given, or of a probe that asks `muted` itself."""
-        if not self.note_shape(site, "method" if function is None else "call"):
+    def may_mute(self, site: Site, function: Any = None, shape: str = "") -> None:
+        """Let the site be muted: that of a function that `wrap` has made, or of a probe that asks `passes` itself."""
+        if not self.note_shape(site, shape or ("method" if function is None else "call")):
             return
-        self._functions.setdefault(site, weakref.WeakSet())
-        if function is not None:
-            self._functions[site].add(function)
+        functions = self._mutable.setdefault(site, None)
+        if function is None:
+            return
+        if functions is None:
+            functions = self._mutable[site] = weakref.WeakSet()
+        functions.add(function)
+        if site in self.passes:
+            wrapping.turn(function, self.passes[site])
+
+    @property
+    def muted(self) -> set[Site]:
+        """The sites that are muted now."""
+        return set(self.passes)
+
+    def can_mute(self, site: Site) -> bool:
+        """Whether `mute` would do anything, or has."""
+        return site in self._mutable
 
     def mute(self, site: Site) -> bool:
-        """Let the site's calls pass without a span from now on, counted. False where it cannot be muted."""
-        if site not in self._functions or site in self.muted:
+        """Let the calls of a site that begin from now on pass without a span, counted. False where it cannot be muted.
+
+        Calls that are open end as they began; the span of a generator ends when it next goes on.
+        """
+        if site not in self._mutable or site in self.passes:
             return False
-        self.muted.add(site)
-        self._tell_functions(site, muted=True)
+        if site not in self._counters:
+            self._counters[site] = self.new_pass()
+        self.passes[site] = self._counters[site]
+        self._turn(site, self._counters[site])
         return True
 
     def unmute(self, site: Site) -> None:
         """Record the site's calls again."""
-        self.muted.discard(site)
-        self._tell_functions(site, muted=False)
+        self.passes.pop(site, None)
+        self._turn(site, None)
 
-    def _tell_functions(self, site: Site, *, muted: bool) -> None:
-        """The recorder in Python asks the set at each call; a native function has a switch of its own."""
-        if self.native:
-            for function in self._functions.get(site, ()):
-                function.__instrument_muted__ = muted
+    def _turn(self, site: Site, passing: Any) -> None:
+        """Tell the functions of a site that their calls pass, or that they are recorded again."""
+        for function in list(self._mutable.get(site) or ()):
+            wrapping.turn(function, passing or self)
 
-    def pass_muted(self, site: Site) -> None:
-        """Count a call of a muted site."""
-        self._passed[site] += 1
+    def pass_muted(self, site: Site) -> bool:
+        """Whether a site is muted, whose call is counted then: for probes that ask at each call."""
+        passing = self.passes.get(site)
+        if passing is None:
+            return False
+        passing.count()
+        return True
 
     def muted_calls(self) -> dict[Site, int]:
         """How many calls of each site passed without a span."""
-        passed = dict(self._passed)
-        if self.native:
-            for site, functions in list(self._functions.items()):
-                calls = sum(function.__instrument_muted_calls__ for function in functions)
-                if calls:
-                    passed[site] = passed.get(site, 0) + calls
-        return passed
+        return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
 
-    def usage(self) -> Iterator[tuple[int, Site, int, int]]:
-        """Thread id, site, calls and total ns of every call path that was recorded: what a look at the load needs."""
+    def cut_spans(self) -> dict[Site, int]:
+        """How many spans of generators ended early, because their site was muted while they stood still."""
+        return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
+
+    def usage(self) -> Iterator[tuple[int, Site, int, int, int]]:
+        """Thread id, site, calls, total ns and steps of every call path that was recorded: for a look at the load.
+
+        The steps are those of generators after their first, also of such as go on.
+        """
         for ring in self.rings():
             cells = ring.usage()
             site = self.paths().site
-            for index, calls, total_ns in cells:
-                yield ring.thread_id, site(index), calls, total_ns
+            for index, calls, total_ns, steps in cells:
+                yield ring.thread_id, site(index), calls, total_ns, steps
 
     def site_calls(self) -> dict[Site, int]:
         """How often each site was called, on all threads together: what a report of the tally needs beside it."""
@@ -585,17 +620,13 @@ class _Recording:
             self._reset(ring_bytes)
             self._paths = CallTree()
             self._shapes_of_nodes = (0, 0, array("i"), ())
-        self._scope_sites.clear()
         self._renamed.clear()
         self._place_of.clear()
         self._manual_open = 0
-        for site in list(self.muted):
+        for site in self.muted:
             self.unmute(site)
-        self._passed.clear()
-        if self.native:
-            for functions in list(self._functions.values()):
-                for function in functions:
-                    function.__instrument_muted_calls__ = 0
+        self._counters.clear()
+        self._scope_sites.clear()
 
     def after_fork_in_child(self) -> None:
         """Start clean in a forked child: own rings, no parents from before the fork."""
@@ -631,6 +662,9 @@ class PureRecorder(_Recording, pure.Core):
         evaluate: Callable[[Any], Any] | None,
     ) -> Any:
         return pure.make_method(self, function, sites, decide, is_traced)
+
+    def new_pass(self) -> Any:
+        return pure.Pass(self)
 
     def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any:
         return pure.Stretch(self, site, attributes)
@@ -738,7 +772,10 @@ else:
             evaluate: Callable[[Any], Any] | None,
         ) -> Any:
             # What compiles a model takes the code of what a native function wraps, and never meets the probe.
-            return _native.Function(self, function, None, sites, decide, self.muted, evaluate)
+            return _native.Function(self, function, None, sites, decide, evaluate)
+
+        def new_pass(self) -> Any:
+            return _native.Pass(self)
 
         def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any:
             return _native.Stretch(self, site, attributes)
@@ -753,8 +790,17 @@ else:
 
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
             if site.kind == "user" and not (site.device or site.attributes) and site is not OVERFLOW:
-                self.user_sites[site.name] = site
+                self.user_sites[site.name] = NativeScope(self, site) if site in self.passes else site
             return NativeScope(self, site, attributes)
+
+        def _turn(self, site: Site, passing: Any) -> None:
+            """A scope that is muted is one object, as long as nobody keeps it: to make one costs more than to pass."""
+            super()._turn(site, passing)
+            known = self.user_sites.get(site.name)
+            if passing is not None and known is site:
+                self.user_sites[site.name] = NativeScope(self, site)
+            elif passing is None and known is not site and isinstance(known, NativeScope) and known._site is site:
+                self.user_sites[site.name] = site
 
     class NativeScope(Scope, _native.Scope):
         __slots__ = ()

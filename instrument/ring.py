@@ -45,7 +45,7 @@ class Ring:
 
     __slots__ = (
         "capacity", "ended", "first_calls", "fold_mask", "folded", "head", "lock", "mask", "name", "nodes", "rows",
-        "thread_id", "too_short", "top", "totals", "waiting",
+        "steps", "thread_id", "too_short", "top", "totals", "waiting",
     )  # fmt: skip
 
     def __init__(self, capacity: int, thread_id: int, name: str, nodes: list[Node]) -> None:
@@ -61,6 +61,7 @@ class Ring:
         self.first_calls: dict[int, First] = {}
         self.waiting: Waiting | None = None
         self.too_short = 0
+        self.steps: dict[int, int] = {}
         self.thread_id = thread_id
         self.name = name
         self.ended = False
@@ -180,11 +181,13 @@ class Ring:
                 if high > totals.max_ns:
                     totals.max_ns = high
 
-    def usage(self) -> list[tuple[int, int, int]]:
-        """Node index, calls and total ns of each call path."""
+    def usage(self) -> list[tuple[int, int, int, int]]:
+        """Node index, calls, total ns and steps of each call path: those of generators, also of such as go on."""
         with self.lock:
             self.fold(self.nodes)
-            return [(index, totals.calls, totals.total_ns) for index, totals in self.totals.items()]
+            steps = self.steps.copy()
+            used = [(index, one.calls, one.total_ns, steps.pop(index, 0)) for index, one in self.totals.items()]
+            return used + [(index, 0, 0, count) for index, count in steps.items()]
 
     def count_device(self, index: int, host_ns: int, device_ns: int, elapsed_ns: int) -> bool:
         """Add the device time of a call that was counted as long as its host time; False where no such call was.

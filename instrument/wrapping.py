@@ -56,20 +56,20 @@ def wrap(
             if passes is None
             else _make(_ASYNC_GENERATOR, recorder, function, site, works, passes)
         )
-        recorder.note_shape(site, "generator")
+        shape = "generator"
     elif inspect.iscoroutinefunction(function) and not _is_marked(function):
         made = _make(_COROUTINE, recorder, function, site, told, passes)
-        recorder.note_shape(site, "coroutine")
+        shape = "coroutine"
     elif inspect.isgeneratorfunction(function):
         made = _make(_GENERATOR, recorder, function, site, works, passes)
-        recorder.note_shape(site, "generator")
+        shape = "generator"
     elif site.kind == "request" or attributes is not None or passes is not None:
         made = _make(_OPENING, recorder, function, site, told, passes)
-        recorder.note_shape(site, "wrapper")
+        shape = "wrapper"
     else:
         made = recorder.make_function(function, site, works)
-        if site.kind != "step":  # or a schedule that counts them would stand still
-            recorder.may_mute(site, made)
+        shape = "call"
+    recorder.may_mute(site, made, shape)
     functools.update_wrapper(made, function)
     for name in ("cache_info", "cache_clear"):  # of functools.lru_cache: methods of its type, which are not copied
         if hasattr(function, name) and not hasattr(made, name):
@@ -97,30 +97,34 @@ def _innermost(function: Any) -> Any:
     return function
 
 
+def turn(made: Any, switch: Any) -> None:
+    """Let what `wrap` has made ask `switch` whether it is on, in place of its recorder, or that again.
+
+    One that is a muted site's `Pass` lets each call pass and counts it. To those calls it costs one branch and the
+    counting, to others nothing. Calls that are under way end as they began.
+    """
+    if type(made) is not FunctionType:
+        made.__instrument_pass__ = None if hasattr(switch, "passes") else switch
+        return
+    for name, cell in zip(made.__code__.co_freevars, made.__closure__ or (), strict=True):
+        if name == "switch" or (made.__code__.co_filename == "<instrument>" and name.endswith("switch")):
+            cell.cell_contents = switch
+
+
+class _Off:
+    on = False
+
+
+_OFF = _Off()
+
+
 def retire(made: Any) -> None:
     """Let what `wrap` has made pass every call to the bare function from now on, at the cost of one branch.
 
     For one that has been taken off and that somebody still holds. Calls that are under way end as they began.
     """
     vars(made).pop("__instrument__", None)
-    if type(made) is not FunctionType:
-        made.__instrument_muted__ = True
-        return
-    for name, cell in zip(made.__code__.co_freevars, made.__closure__ or (), strict=True):
-        if name in ("recorder", "core") or (made.__code__.co_filename == "<instrument>" and name.endswith("recorder")):
-            cell.cell_contents = _Retired(cell.cell_contents)
-
-
-class _Retired:
-    """A recorder that is off for ever to what asks it; spans that are open end in the real one."""
-
-    on = False
-
-    def __init__(self, recorder: Any) -> None:
-        self._recorder = recorder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._recorder, name)
+    turn(made, _OFF if type(made) is FunctionType else False)
 
 
 # What wrappers are made of. `{i}` begins the names that are ours, so that a parameter may have any name. A wrapper lets
@@ -128,11 +132,11 @@ class _Retired:
 # function, which resolve the names in its annotations; the bodies need none.
 
 _OPENING = """
-def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes):
+def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes):
     {i}span = {i}recorder.span_of({i}site)
 
     def wrapper({parameters}):
-        if not {i}recorder.on{or_passes}:
+        if {is_off}:
             return {i}function({arguments})
         # Not `open` and `close`: a signal handler may raise between a call and the `try` after it.
         with {i}span() if {i}attributes is None else {i}recorder.span_of(
@@ -144,11 +148,11 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes
 """
 
 _COROUTINE = """
-def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes):
+def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes):
     {i}span = {i}recorder.span_of({i}site)
 
     async def wrapper({parameters}):
-        if not {i}recorder.on{or_passes}:
+        if {is_off}:
             {i}coroutine = {i}function({arguments})
             {forget}
             return await {i}coroutine
@@ -163,56 +167,55 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes
 """
 
 _GENERATOR = """
-def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes):
+def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes):
     def wrapper({parameters}):
-        {i}passed = not {i}recorder.on{or_passes}
+        {i}passed = {is_off}
         {i}generator = {i}function({arguments})
         {i}told = None if {i}passed or {i}attributes is None else {i}attributes(({positional}), {{{named}}})
         {forget}
         {i}send = {i}generator.send
         {i}value = {i}thrown = None
-        if {i}passed:
-            # Not `yield from`, which would close the generator where GeneratorExit is thrown into it.
-            while True:
-                try:
-                    {i}item = {i}send({i}value) if {i}thrown is None else {i}generator.throw({i}thrown)
-                except StopIteration as {i}done:
-                    return {i}done.value
-                try:
-                    {i}value, {i}thrown = (yield {i}item), None
-                except BaseException as {i}error:
-                    {i}value, {i}thrown = None, {i}error
-        {i}stretch = {i}recorder.stretch({i}site, {i}told)
-        {i}resume, {i}suspend = {i}stretch.resume, {i}stretch.suspend
-        try:
-            while True:
-                {i}resume()
-                try:
-                    {i}item = {i}send({i}value) if {i}thrown is None else {i}generator.throw({i}thrown)
-                except StopIteration as {i}done:
-                    return {i}done.value
-                finally:
-                    {i}suspend()
-                # What is thrown in, GeneratorExit too, is the body's to answer: by a value, by one item more.
-                try:
-                    {i}value, {i}thrown = (yield {i}item), None
-                except BaseException as {i}error:
-                    {i}value, {i}thrown = None, {i}error
-        except GeneratorExit:
-            raise
-        except BaseException as {i}error:
-            {i}stretch.finish({i}error)
-            raise
-        finally:
-            {i}stretch.finish(None)
+        if not {i}passed:
+            {i}stretch = {i}recorder.stretch({i}site, {i}told)
+            {i}resume, {i}suspend = {i}stretch.resume, {i}stretch.suspend
+            try:
+                while not {i}resume():
+                    try:
+                        {i}item = {i}send({i}value) if {i}thrown is None else {i}generator.throw({i}thrown)
+                    except StopIteration as {i}done:
+                        return {i}done.value
+                    finally:
+                        {i}suspend()
+                    # What is thrown in, GeneratorExit too, is the body's to answer: by a value, by one item more.
+                    try:
+                        {i}value, {i}thrown = (yield {i}item), None
+                    except BaseException as {i}error:
+                        {i}value, {i}thrown = None, {i}error
+            except GeneratorExit:
+                raise
+            except BaseException as {i}error:
+                {i}stretch.finish({i}error)
+                raise
+            finally:
+                {i}stretch.finish(None)
+        # Not `yield from`, which would close the generator where GeneratorExit is thrown into it.
+        while True:
+            try:
+                {i}item = {i}send({i}value) if {i}thrown is None else {i}generator.throw({i}thrown)
+            except StopIteration as {i}done:
+                return {i}done.value
+            try:
+                {i}value, {i}thrown = (yield {i}item), None
+            except BaseException as {i}error:
+                {i}value, {i}thrown = None, {i}error
 
     return wrapper
 """
 
 _ASYNC_GENERATOR = """
-def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes):
+def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes):
     async def wrapper({parameters}):
-        {i}passed = not {i}recorder.on{or_passes}
+        {i}passed = {is_off}
         {i}generator = {i}function({arguments})
         {i}told = None if {i}passed or {i}attributes is None else {i}attributes(({positional}), {{{named}}})
         {forget}
@@ -220,7 +223,8 @@ def {i}make({i}function, {i}recorder, {i}site, {i}attributes, {i}idle, {i}passes
         {i}value = {i}thrown = None
         try:
             while True:
-                {i}stretch.resume()
+                if {i}stretch.resume():
+                    {i}stretch = {i}idle  # muted meanwhile
                 try:
                     {i}item = await (
                         {i}generator.asend({i}value) if {i}thrown is None else {i}generator.athrow({i}thrown)
@@ -282,7 +286,7 @@ def _make(
     is_plain = isinstance(function, FunctionType) and isinstance(code, CodeType)
     shape = _parameters(code) if is_plain else _ANY  # type: ignore[arg-type]
     made = _template(template, shape, may_pass=passes is not None)(
-        function, recorder, site, attributes, _NO_STRETCH, passes
+        function, recorder, recorder, site, attributes, _NO_STRETCH, passes
     )
     if template is _GENERATOR and _is_awaitable(function):
         made = types.coroutine(made)
@@ -351,8 +355,10 @@ def _template(template: str, shape: _Shape, *, may_pass: bool) -> Callable[..., 
     while any(name.startswith(ours) for name in shape.names):
         ours += "_"
     forget = "del " + ", ".join(shape.names) if shape.names else "pass"
-    or_passes = f" or {ours}passes(({shape.positional}))" if may_pass else ""
-    source = template.format(i=ours, forget=forget, or_passes=or_passes, **shape._asdict())
+    is_off = f"not {ours}switch.on"
+    if may_pass:  # what passes is no call of the site, and is not to be counted as one while that is muted
+        is_off = f"not {ours}recorder.on or {ours}passes(({shape.positional})) or {is_off}"
+    source = template.format(i=ours, forget=forget, is_off=is_off, **shape._asdict())
     made: dict[str, Any] = {}
     exec(compile(source, "<instrument>", "exec", dont_inherit=True), made)  # noqa: S102 - names alone are filled in
     return made[f"{ours}make"]  # type: ignore[no-any-return]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from trees import tree
 
 from instrument.governor import Budget, Governor
+from instrument.probes import decorated
+from instrument.probes.loaders import _recorded
+from instrument.recorder import RECORDER
 from instrument.spans import Site
 
 COSTS_NS = dict.fromkeys(("call", "method", "wrapper", "coroutine", "generator", "scope"), 100.0)
@@ -114,16 +119,6 @@ def test_each_thread_has_the_budget_for_itself(recorder: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert clock.second() == []
-
-
-def test_requests_coroutines_and_scopes_are_never_muted(recorder: Any) -> None:
-    request = recorder.wrap(lambda: None, Site("request", "request"))
-    clock = Clock(recorder, BUDGET)
-    called(request, 20_000)
-    for _ in range(20_000):
-        with recorder.make_scope("scope"):
-            pass
     assert clock.second() == []
 
 
@@ -274,3 +269,220 @@ def test_a_functions_probe_is_taken_off_and_put_on_again_wherever_it_is_held(
     attach()  # too late: it is nobody's any more
     assert vars(module)["hot"] is vars(other)["copied"] is bare
     assert selection.detach(Site("never seen")) is None
+
+
+SHAPES = ("call", "wrapper", "coroutine", "generator", "async generator", "scope", "kept scope", "loader")
+
+
+def user_of(recorder: Any, shape: str) -> tuple[Callable[[], object], str]:
+    """What uses a probe of a shape once, and the name of its site."""
+    site = Site("used")
+    if shape == "call":
+        return recorder.wrap(lambda: None, site), "used"
+    if shape == "wrapper":
+        return recorder.wrap(lambda: None, site, lambda args, kwargs: {}), "used"
+    if shape == "scope":
+
+        def with_scope() -> None:
+            with recorder.scope("used"):
+                pass
+
+        return with_scope, "used"
+    if shape == "kept scope":
+        kept = recorder.scope("used", attributes={"a": 1})
+
+        def with_kept() -> None:
+            with kept:
+                pass
+
+        return with_kept, "used"
+    if shape == "loader":
+        return lambda: _recorded(recorder, site, lambda: None, ()), "used"
+
+    async def coroutine() -> None: ...
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    async def async_generator() -> AsyncIterator[int]:
+        yield 1
+
+    made = recorder.wrap({"coroutine": coroutine, "generator": generator}.get(shape, async_generator), site)
+
+    def drive() -> None:
+        thing = made()
+        if shape == "generator":
+            list(thing)
+            return
+        for step in [thing] if shape == "coroutine" else [thing.__anext__(), thing.__anext__()]:
+            with contextlib.suppress(StopIteration, StopAsyncIteration):
+                step.send(None)
+
+    return drive, "used"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_probe_is_muted_where_its_thread_is_over_the_budget_counted_and_comes_back(
+    recorder: Any, shape: str
+) -> None:
+    use, name = user_of(recorder, shape)
+    if shape == "loader":
+        use()
+        recorder.may_mute(next(iter(recorder.site_calls())), shape="wrapper")
+        recorder.reset()
+    clock = Clock(recorder, BUDGET)
+    called(use, 1_000)
+    assert clock.second() == []
+    called(use, 10_500)
+    assert clock.second() == [name]
+    called(use, 300)
+    assert (recorder.tally().calls, list(recorder.muted_calls().values())) == (11_500, [300])
+    assert clock.governor.notes()[0].startswith("used (")
+    assert clock.second() == []
+    use()
+    assert recorder.tally().calls == 11_501
+    assert recorder.counts() == {}
+
+
+def test_requests_and_steps_are_recorded_over_the_budget_and_named(recorder: Any) -> None:
+    request = recorder.wrap(lambda: None, Site("request", "request"))
+    step = recorder.wrap(lambda: None, Site("step", "step"))
+    inside = recorder.wrap(request, Site("inside"))
+    clock = Clock(recorder, BUDGET)
+    called(inside, 20_000)
+    called(step, 20_000)
+    assert clock.second() == ["inside"]
+    assert recorder.tally().calls == 60_000
+    notes = clock.governor.notes_off()
+    assert [note.partition(":")[0] for note in notes] == ["request (request)", "step (step)"]
+    assert (
+        "its spans cost 0.2 % of a thread's time, of the budget of 0.1 % of each thread's time; requests are"
+        in notes[0]
+    )
+
+
+def test_a_scope_opened_by_hand_is_never_muted(recorder: Any) -> None:
+    clock = Clock(recorder, BUDGET)
+    for _ in range(20_000):
+        outer = recorder.scope("outer").start()
+        inner = recorder.scope("inner").start()
+        inner.end()
+        outer.end()
+    assert clock.second() == []
+    assert "outer (" in clock.governor.notes()[0]
+    assert "it cannot be muted" in clock.governor.notes()[0]
+
+
+def test_a_scope_whose_counting_costs_too_much_is_named_with_what_it_costs(recorder: Any) -> None:
+    clock = Clock(recorder, BUDGET)
+    clock.governor = Governor(recorder, BUDGET, COSTS_NS, 0, {"scope": 50.0}, lambda site: None)
+
+    def use() -> None:
+        with recorder.scope("hot"):
+            pass
+
+    for _ in range(3):
+        called(use, 40_000)
+        assert clock.second() == ["hot"]
+    named, costs = clock.governor.notes()
+    assert "80000 calls were not recorded" in named
+    assert "to count its calls alone cost 0.2 % of a thread's time, of the budget of 0.1 %" in costs
+    assert "a scope cannot be taken off" in costs
+
+
+def test_what_counting_costs_is_taken_from_what_the_others_may_cost_but_for_half_of_the_budget(recorder: Any) -> None:
+    clock = Clock(recorder, BUDGET)
+    clock.governor = Governor(recorder, BUDGET, COSTS_NS, 0, {"scope": 50.0}, lambda site: None)
+    first, second = (recorder.wrap(lambda: None, Site(name)) for name in ("first", "second"))
+
+    def use() -> None:
+        with recorder.scope("hot"):
+            pass
+
+    called(use, 40_000)
+    assert clock.second() == ["hot"]
+    called(use, 40_000)  # 2 ms of counting, of 1 ms
+    called(first, 4_000)
+    assert clock.second() == ["hot"]
+    called(use, 40_000)
+    called(first, 4_000)
+    called(second, 3_000)
+    assert len(clock.second()) == 2  # either will do
+
+
+def test_a_generator_that_goes_on_for_ever_is_seen_by_its_steps_and_goes_on_without_a_span(recorder: Any) -> None:
+    def numbers() -> Iterator[int]:
+        number = 0
+        while True:
+            yield number
+            number += 1
+
+    clock = Clock(recorder, BUDGET)
+    clock.governor = Governor(recorder, BUDGET, {**COSTS_NS, "step": 50.0}, 0)
+    inside = recorder.wrap(lambda: None, Site("inside"))
+    endless = recorder.wrap(numbers, Site("endless"))()
+    with recorder.scope("around"):
+        assert [next(endless) for _ in range(10)] == list(range(10))
+        assert clock.second() == []
+        for _ in range(30_000):
+            next(endless)
+        assert clock.second() == ["endless"]
+        assert next(endless) == 30_010
+        inside()
+    assert tree(recorder) == "around\n  endless\n  inside"
+    assert recorder.muted_calls() == {}  # it was begun, and has a row
+    (note,) = clock.governor.notes()
+    assert note.startswith("endless (user): 1 generators went on without their span, to stay within the budget")
+    endless.close()
+    assert recorder.counts() == {}
+
+
+def test_a_site_that_has_to_be_muted_again_soon_waits_longer_each_time(recorder: Any) -> None:
+    short = recorder.wrap(lambda: None, Site("short"))
+    clock = Clock(recorder, BUDGET)
+    states = []
+    for _ in range(16):
+        if not recorder.muted:
+            called(short, 20_000)  # a burst
+        states.append(len(clock.second()))
+    assert states == [1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_decorated_function_is_taken_off_and_put_on_again_wherever_it_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, other = types.ModuleType("decorated_module"), types.ModuleType("other_module")
+    for made in (module, other):
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+    exec(
+        "from instrument import profiled\n"
+        "@profiled\ndef hot(a, *, b=2):\n    'Hot.'\n    return a + b\n"
+        "class Engine:\n    @profiled\n    @staticmethod\n    def step():\n        return hot(1)\n",
+        vars(module),
+    )
+    hot, engine = vars(module)["hot"], vars(module)["Engine"]
+    bare = hot.__wrapped__
+    vars(module)["bare"] = bare
+    vars(other)["copied"] = hot
+    vars(other)["table"] = {"hot": (hot,)}
+    site, step = hot.__instrument__, engine.step.__instrument__
+    attach, attach_step = decorated.detach(site), decorated.detach(step)
+    RECORDER.on = True
+    try:
+        twin = vars(module)["hot"]
+        assert twin is not hot
+        assert vars(other)["copied"] is vars(other)["table"]["hot"][0] is twin
+        assert (twin(1, b=3), engine.step(), twin.__name__, twin.__doc__) == (4, 3, "hot", "Hot.")
+        twin.counter = 1
+        vars(other)["later"] = twin
+        assert RECORDER.calls == 0
+        attach()
+        attach_step()
+        assert vars(module)["hot"] is vars(other)["copied"] is vars(other)["table"]["hot"][0] is hot
+        assert vars(other)["later"] is hot
+        assert (hot.counter, hot.__wrapped__, vars(module)["bare"]) == (1, bare, bare)
+        assert engine.step() == 3
+        assert RECORDER.calls == 2
+    finally:
+        RECORDER.on = False
+    assert decorated.detach(Site("never seen")) is None

@@ -637,7 +637,7 @@ def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recor
     assert list(Totals.of_core(cell).histogram.values()) == [(1 << 32) + 3]
     (reason,) = recorder.counts()
     assert reason == "additions to totals that are as large as they can be"
-    assert recorder.usage().__next__()[2:] == ((1 << 32) + 3, full)
+    assert recorder.usage().__next__()[2:] == ((1 << 32) + 3, full, 0)
 
 
 @needs_native

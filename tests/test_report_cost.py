@@ -137,7 +137,7 @@ def test_a_muted_site_is_named_once() -> None:
         def busy() -> None: ...
 
         busy()
-        ((_, site, _, _),) = RECORDER.usage()
+        ((_, site, *_),) = RECORDER.usage()
         assert RECORDER.mute(site)
         for _ in range(3):
             busy()

@@ -50,7 +50,7 @@ def loader(iterable: T, name: str | None = None) -> T:
         raise TargetError(f"loader: found name {name!r}; allowed: text that says what is loaded")
     own = getattr(iterable, "__name__", None)
     site = RECORDER.scope_site(name or (own if isinstance(own, str) and own else kind.__name__), "loader")
-    RECORDER.note_shape(site, "wrapper")
+    RECORDER.may_mute(site, shape="wrapper")
     made: T = _stand_in(iterable, site)
     return made
 
@@ -139,6 +139,12 @@ def _resuming_async(name: str) -> Callable[..., Any]:
         if not RECORDER.on:
             return await method(*args)
         waiting = Waiting() if _listeners else None
+        if RECORDER.pass_muted(self._instrument_site):
+            try:
+                return await method(*args)
+            finally:
+                if waiting is not None:
+                    waiting.end()
         frame = RECORDER.open(self._instrument_site)
         try:
             item = await method(*args)
@@ -168,6 +174,8 @@ def _timed(recorder: Recorder, site: Site, method: Callable[..., Any], args: Any
 
 
 def _recorded(recorder: Recorder, site: Site, method: Callable[..., Any], args: Any) -> Any:
+    if recorder.pass_muted(site):
+        return method(*args)
     frame = recorder.open(site)
     try:
         item = method(*args)
@@ -303,7 +311,7 @@ class Loaders(Switch):
         new = Site("DataLoader", "loader", _TORCH, "_BaseDataLoaderIter.__next__", instance=dataset.__name__)
         # setdefault, because two threads may be first: one site for each class or the tally would split.
         site = self._sites.setdefault(dataset, new)
-        self._recorder.note_shape(site, "wrapper")
+        self._recorder.may_mute(site, shape="wrapper")
         return site
 
     def verdicts(self) -> list[Verdict]:

@@ -195,8 +195,7 @@ class Regions:
         site = self._sites[key] if key in self._sites else self._decide(module)
         if site is None:
             return call(*args, **kwargs)
-        if site in self._recorder.muted:
-            self._recorder.pass_muted(site)
+        if self._recorder.pass_muted(site):
             return call(*args, **kwargs)
         frame = self._recorder.open(site)
         try:

@@ -94,7 +94,7 @@ class KerasLayers:
 
     def _wrap(self, call: FunctionType) -> Any:
         recorder, sites, decide, symbolic_type = self._recorder, self._sites, self._decide, self._symbolic_type
-        open_, close, muted, pass_muted = recorder.open, recorder.close, recorder.muted, recorder.pass_muted
+        open_, close, pass_muted = recorder.open, recorder.close, recorder.pass_muted
         in_symbolic_scope = _named("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
         is_clean = _named("jax._src.core", "trace_state_clean", lambda: True)
         is_compiling = compiling_test()
@@ -111,8 +111,7 @@ class KerasLayers:
             if not is_clean():
                 probe.hidden += 1
                 return call(self, *args, **kwargs)
-            if site in muted:
-                pass_muted(site)
+            if pass_muted(site):
                 return call(self, *args, **kwargs)
             frame = open_(site)
             try:
