@@ -6,6 +6,7 @@ import compileall
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that import large packages come last, for what looks through all that a process holds takes longer then."""
+    lateness: Counter[Path] = Counter()
+    for item in items:
+        asked_for = getattr(item, "fixturenames", ())
+        late = 3 if "frameworks" in item.path.name else 2 if "late_imports" in asked_for else int("torch" in asked_for)
+        lateness[item.path] = max(lateness[item.path], late)
+    items.sort(key=lambda item: lateness[item.path])
 
-    def lateness(item: pytest.Item) -> tuple[bool, bool]:
-        return "late_imports" in getattr(item, "fixturenames", ()), "frameworks" in item.path.name
 
-    items.sort(key=lateness)
+@pytest.fixture
+def torch() -> Any:
+    """torch, for single tests of files that do without it otherwise."""
+    return pytest.importorskip("torch")
 
 
 FRAMEWORK_ENTRIES = [

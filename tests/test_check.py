@@ -336,8 +336,7 @@ def test_the_process_that_saw_more_knows_better(verdicts: list[Any], whole: list
         assert found == set(whole)
 
 
-def test_layers_that_torch_has_compiled_away_and_paths_that_no_layer_has_are_named(recorder: Any) -> None:
-    torch = pytest.importorskip("torch")
+def test_layers_that_torch_has_compiled_away_and_paths_that_no_layer_has_are_named(recorder: Any, torch: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     rules = "layers: [{type: Linear}, {match: '1'}, {match: 'lyers.*'}, {type: Conv2d}]"
     selection = Selection(loads(rules, environ={}), recorder)
@@ -353,8 +352,7 @@ def test_layers_that_torch_has_compiled_away_and_paths_that_no_layer_has_are_nam
     assert found[3][1] == "no layer that it selects has run"
 
 
-def test_a_path_rule_with_a_typo_names_the_nearest_path(recorder: Any) -> None:
-    torch = pytest.importorskip("torch")
+def test_a_path_rule_with_a_typo_names_the_nearest_path(recorder: Any, torch: Any) -> None:
     selection = Selection(loads("layers: [{match: 'encoder.lyers.0'}]", environ={}), recorder)
     selection.attach()
     try:

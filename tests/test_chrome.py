@@ -23,9 +23,6 @@ from hypothesis import strategies as st
 from instrument import chrome
 from instrument.chrome import reading, slices
 from instrument.errors import TraceError
-from instrument.report.benchmark import benchmark
-from instrument.report.phases import phases
-from instrument.report.view import Options, Recording
 from instrument.spans import (
     GAUGES,
     HOST,
@@ -1018,26 +1015,6 @@ def test_the_slice_that_says_how_long_torch_profiler_watched_is_no_call(tmp_path
     trace, tally = chrome.load(path)
     assert [span.site.name for span in trace.spans] == ["aten::add"]
     assert tally.calls == 1
-
-
-def test_the_steps_of_a_trace_of_torch_profiler_are_steps(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    path = tmp_path / "torch.json"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
-    with torch.profiler.profile(
-        activities=activities, schedule=schedule, on_trace_ready=lambda one: one.export_chrome_trace(str(path))
-    ) as profile:
-        for _ in range(6):
-            torch.ones(4).add_(1)
-            profile.step()
-    loaded, tally = chrome.load(path)
-    steps = [one for one in loaded.spans if one.site.kind == "step"]
-    assert [(one.site.name, one.attributes["step"]) for one in steps] == [("ProfilerStep", n) for n in (2, 3, 4)]
-    recording = Recording(lambda: tally, lambda: loaded)
-    (loop,) = benchmark(recording, Options()).loops
-    assert (loop.name, loop.steps) == ("ProfilerStep", 3)
-    assert phases(recording, Options()).of == "step"
 
 
 @pytest.mark.parametrize(

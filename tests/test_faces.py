@@ -537,8 +537,7 @@ class TestMiniCaffe:
         work()
         assert [row.path[-1].name for row in session.tally().rows()] == ["mine", "work"]
 
-    def test_layers_are_recorded_by_default(self) -> None:
-        torch = pytest.importorskip("torch")
+    def test_layers_are_recorded_by_default(self, torch: Any) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
         minicaffe.enable()
         minicaffe.open_scope("forward")

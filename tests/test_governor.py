@@ -135,8 +135,7 @@ def test_release_and_reset_bring_everything_back(recorder: Any) -> None:
     assert recorder.tally().calls == 0
 
 
-def test_a_layer_can_be_muted(recorder: Any) -> None:
-    torch = pytest.importorskip("torch")
+def test_a_layer_can_be_muted(recorder: Any, torch: Any) -> None:
     from instrument.probes.layers import Layers
     from instrument.profile import LayerRule
 

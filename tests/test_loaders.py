@@ -257,9 +257,9 @@ def select(recorder: Recorder) -> Iterator[Callable[[], Selection]]:
 
 
 def test_every_dataloader_of_torch_records_by_the_class_of_its_data(
-    recorder: Recorder, select: Callable[[], Selection]
+    recorder: Recorder, select: Callable[[], Selection], torch: Any
 ) -> None:
-    data = pytest.importorskip("torch").utils.data
+    data = torch.utils.data
 
     class Numbers(data.Dataset):  # type: ignore[misc, name-defined]
         def __len__(self) -> int:
@@ -288,17 +288,17 @@ def test_every_dataloader_of_torch_records_by_the_class_of_its_data(
 
 
 def test_a_failing_dataset_raises_as_before_and_marks_the_span(
-    recorder: Recorder, select: Callable[[], Selection]
+    recorder: Recorder, select: Callable[[], Selection], torch: Any
 ) -> None:
-    data = pytest.importorskip("torch").utils.data
+    data = torch.utils.data
     select()
     with pytest.raises(IndexError):
         list(data.DataLoader([1, 2], sampler=[0, 5]))
     assert tree(recorder) == "DataLoader\nDataLoader !IndexError"
 
 
-def test_undo_gives_torch_its_own_method_back(recorder: Recorder) -> None:
-    module = pytest.importorskip("torch.utils.data.dataloader")
+def test_undo_gives_torch_its_own_method_back(recorder: Recorder, torch: Any) -> None:
+    module = torch.utils.data.dataloader
     before = module._BaseDataLoaderIter.__next__
     loaders = Loaders(recorder=recorder)
     assert str(loaders.verdicts()[0]) == "loaders: waiting (torch.utils.data not imported)"

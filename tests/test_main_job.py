@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import chrome_rules
 import pytest
@@ -170,7 +171,7 @@ def test_the_trace_keeps_every_rule_of_the_format(run: Run) -> None:
     assert chrome_rules.problems(json.loads(gzip.decompress(run.trace_path.read_bytes()))) == []
 
 
-def test_the_summary_explains_the_service_and_names_what_it_could_not_see(run: Run) -> None:
+def test_the_summary_explains_the_service_and_names_what_it_could_not_see(run: Run, torch: Any) -> None:
     for wanted in (
         "Profiling Report",
         "Framework overhead",
@@ -181,8 +182,6 @@ def test_the_summary_explains_the_service_and_names_what_it_could_not_see(run: R
         "Chrome trace: traces/chat-",
     ):
         assert wanted in run.stderr
-    import torch
-
     if torch.version.cuda is None:
         assert "no copy to or from one can happen" in " ".join(run.stderr.split())
 
@@ -239,7 +238,7 @@ def test_each_instant_of_a_request_has_its_phase_and_the_engine_had_begun_with_i
     assert all(a < b for a, b in zip(first, sorted(span.end_ns for span in named(run, "prefill")), strict=True))
 
 
-def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run) -> None:
+def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run, torch: Any) -> None:
     steps, prompts, decodes = (len(named(run, name)) for name in ("engine.step", "Engine.prefill", "Engine.decode"))
     passes = prompts + decodes
     walls = sorted(span.total_ns for span in named(run, "http.request"))
@@ -305,8 +304,6 @@ def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run) -
     (probe,) = (line for line in told if line.startswith("decode_next [chat.text.decode_next]"))
     assert probe.split()[2:4] == ["phase", str(len(named(run, "decode_next")))]
 
-    import torch
-
     if torch.cuda.is_available():
         assert cells(run, "Operator Report", "Engine.decode")[0] == str(decodes)
         assert any("starved" in line for line in section(run, "Device Report"))
@@ -341,7 +338,7 @@ def test_a_collector_that_is_not_there_costs_the_service_nothing_but_a_line(tmp_
 
 
 @pytest.mark.slow
-def test_the_demonstration_prints_one_screen(tmp_path: Path) -> None:
+def test_the_demonstration_prints_one_screen(tmp_path: Path, torch: Any) -> None:
     command = [sys.executable, "-m", "instrument", "run", "--profile", str(DEMONSTRATION), "--", "-m", "chat.server"]
     lines = demonstrate(tmp_path, [], ["--", *command, "--port", "0"], stderr=subprocess.STDOUT).splitlines()
     assert len(lines) <= 60
@@ -350,8 +347,6 @@ def test_the_demonstration_prints_one_screen(tmp_path: Path) -> None:
     first_words = {line.split()[0] for line in lines if line}
     wanted = ["Window:", "http.request", "queue", "generate", "Where", "Device:", "Process:", "Cost:", "Chrome"]
     assert [word for word in wanted if word not in first_words] == []
-    import torch
-
     if torch.version.cuda is None and torch.version.hip is None:
         assert any(line.startswith("Device: no device time: ") for line in lines), lines
 

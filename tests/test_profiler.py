@@ -827,8 +827,7 @@ def test_a_budget_never_mutes_what_a_schedule_counts(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_what_was_not_observed_is_told_alike_before_and_after_the_end(used: bool) -> None:
-    torch = pytest.importorskip("torch")
+def test_what_was_not_observed_is_told_alike_before_and_after_the_end(used: bool, torch: Any) -> None:
     text = "phases: auto\nloaders: auto\ncomm: auto\ncopies: [{directions: [h2h]}, {directions: [h2d]}]"
     session = instrument.start(loads(text, environ={}))
     try:

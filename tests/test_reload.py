@@ -202,8 +202,7 @@ def test_a_table_that_took_over_a_probe_has_the_bare_function_when_the_rule_is_g
     assert routes[0] is getattr(module, what) is bare
 
 
-def test_layers_keep_their_sites_and_classes_get_their_own_forward_back(recorder: Any) -> None:
-    torch = pytest.importorskip("torch")
+def test_layers_keep_their_sites_and_classes_get_their_own_forward_back(recorder: Any, torch: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     linear, relu = torch.nn.Linear.forward, torch.nn.ReLU.forward
     selection = Selection(loads("layers: [{type: Linear}]", environ={}), recorder)

@@ -232,9 +232,8 @@ def test_a_module_that_runs_as_main_is_named_as_out_of_reach_where_nobody_saw_it
 
 
 def test_layers_and_copies_wait_for_torch_and_say_what_became_of_them(
-    select: Callable[[str], Selection], recorder: Recorder
+    select: Callable[[str], Selection], recorder: Recorder, torch: Any
 ) -> None:
-    torch = pytest.importorskip("torch")
     selection = select(
         """
         layers:

@@ -746,8 +746,7 @@ def test_a_summary_leaves_out_the_first_steps_that_it_is_asked_to(steps: int) ->
     assert profiler.benchmark().steps == steps - 10
 
 
-def test_a_training_loop_prints_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    torch = pytest.importorskip("torch")
+def test_a_training_loop_prints_its_steps(capsys: pytest.CaptureFixture[str], torch: Any) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(32, 8), torch.randn(32, 1))
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -774,9 +773,7 @@ def test_a_training_loop_prints_its_steps(capsys: pytest.CaptureFixture[str]) ->
     assert "Linear" in printed
 
 
-def test_whoever_waits_for_a_loader_on_the_thread_of_the_steps_is_reader_cost() -> None:
-    torch = pytest.importorskip("torch")
-
+def test_whoever_waits_for_a_loader_on_the_thread_of_the_steps_is_reader_cost(torch: Any) -> None:
     class Slow(torch.utils.data.Dataset):  # type: ignore[misc,name-defined]
         def __len__(self) -> int:
             return 12
@@ -815,8 +812,7 @@ def test_whoever_waits_for_a_loader_on_the_thread_of_the_steps_is_reader_cost() 
     assert profiler.step_info() == "batch_cost: - s ips: - steps/s"
 
 
-def test_what_torch_profiler_saw_meanwhile_is_in_the_views_of_a_window() -> None:
-    torch = pytest.importorskip("torch")
+def test_what_torch_profiler_saw_meanwhile_is_in_the_views_of_a_window(torch: Any) -> None:
     kept = []
     watching = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with Profiler(loads("", environ={})) as profiler, watching:

@@ -22,6 +22,9 @@ from instrument.errors import ProfileError
 from instrument.faces import fluid, paddle, singa
 from instrument.handlers import Window
 from instrument.operator_spans import with_operators
+from instrument.report.benchmark import benchmark
+from instrument.report.phases import phases
+from instrument.report.view import Options, Recording
 from instrument.schema import loads
 from instrument.spans import FLOPS, Origin, Site, Span, Trace, is_operator
 
@@ -495,3 +498,22 @@ def test_json_of_a_window_counts_operators_once() -> None:
     told = json.loads(json.dumps({name: document(view) for name, view in views.items()}))
     rows = [row for row in told["operators"]["blocks"][0]["rows"] if row["depth"] == 0 and row["name"] == "aten::relu"]
     assert [row["calls"] for row in rows] == [2]
+
+
+def test_the_steps_of_a_trace_of_torch_profiler_are_steps(tmp_path: Path) -> None:
+    path = tmp_path / "torch.json"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+    with torch.profiler.profile(
+        activities=activities, schedule=schedule, on_trace_ready=lambda one: one.export_chrome_trace(str(path))
+    ) as profile:
+        for _ in range(6):
+            torch.ones(4).add_(1)
+            profile.step()
+    loaded, tally = chrome.load(path)
+    steps = [one for one in loaded.spans if one.site.kind == "step"]
+    assert [(one.site.name, one.attributes["step"]) for one in steps] == [("ProfilerStep", n) for n in (2, 3, 4)]
+    recording = Recording(lambda: tally, lambda: loaded)
+    (loop,) = benchmark(recording, Options()).loops
+    assert (loop.name, loop.steps) == ("ProfilerStep", 3)
+    assert phases(recording, Options()).of == "step"
