@@ -314,6 +314,14 @@ def test_both_twins_write_the_same_bytes(tmp_path: Path, spans: list[Span], more
         assert native == chrome.dump(path, original, Tally.of_spans(spans)).read_bytes()
 
 
+def test_a_place_whose_work_is_a_function_of_the_process_comes_back_without_it(tmp_path: Path) -> None:
+    site = Site("Linear", "layer", instance="head", device=True, work=lambda: None)  # type: ignore[arg-type, return-value]
+    original = trace(Span(site, 1, 0, 1, 1, 0, 0, 10, 10, 10))
+    path = chrome.dump(tmp_path / "trace.json", original, Tally.of_spans(original.spans))
+    (found,) = chrome.load(path)[0].spans
+    assert (found.site.key, found.site.work) == (site.key, None)
+
+
 def test_intervals_that_claim_one_place_come_back_as_they_stand_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
