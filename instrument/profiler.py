@@ -44,7 +44,7 @@ from instrument.report.view import HeldSpans, Options, Recording, View
 from instrument.schema import loads
 from instrument.shelf import is_sampled
 from instrument.spans import Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup, Trace, remote_of
-from instrument.step_spans import Loop, with_steps
+from instrument.step_spans import Loop, steps_of_batches, with_steps
 from instrument.stretch import Stretch, held_now
 from instrument.tally import Tally
 from instrument.threads import Thread
@@ -484,16 +484,27 @@ class Session:
     ) -> Trace:
         """The newest spans that the rings still hold, as they lie in the window; open ones are clipped and marked.
 
-        Steps of the outermost `Profiler` that counts any are spans, too. `origin` is that of the window's end,
-        where it has ended before now.
+        Steps of the outermost `Profiler` that counts any are spans, too, and where nobody says what a step is and the
+        profile wants the phases of training and its loaders, the steps that these show. `origin` is that of the
+        window's end, where it has ended before now.
         """
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
         trace = self.trace_of(self.take(first, last, window, origin))
-        trace = with_steps(trace, self.loop.within(max(first, trace.held_from_ns), last))
+        if self._finds_steps:
+            trace = with_steps(trace, steps_of_batches(trace.spans))
+        else:
+            trace = with_steps(trace, self.loop.within(max(first, trace.held_from_ns), last))
         if start_ns is None and end_ns is None:
             trace.cost = self.account.cost(last - first)  # of the very time that the trace says to be its own
         return trace
+
+    @property
+    def _finds_steps(self) -> bool:
+        """Whether the steps of a training loop are looked for in what is recorded."""
+        profile = self.profile
+        is_wanted = profile.phases == profile.loaders == "auto" and profile.schedule is None
+        return is_wanted and self.loop.is_unused
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
         """What the rings hold of that time, at 0.3 us a span; `trace_of` makes a trace of it later."""
@@ -531,7 +542,7 @@ class Session:
 
     def _held(self) -> HeldSpans | None:
         """What there is to say of the spans that the rings hold now, None where only they themselves tell."""
-        if self.end_ns is not None or self.selection.times_nodes():
+        if self.end_ns is not None or self.selection.times_nodes() or self._finds_steps:
             return None
         held, from_ns = held_now(RECORDER, self.start_ns)
         first_ns = max(from_ns, self.start_ns)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -74,6 +74,11 @@ class Loop:
             self._steps.pop()
         return True
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no loop has said anything of steps."""
+        return not self._orders and not self._steps
+
     def leave(self, whose: object) -> None:
         """No more steps of that loop will come."""
         self._orders.pop(whose, None)
@@ -93,6 +98,63 @@ class Loop:
                 found.append(step)
         found.reverse()
         return found
+
+
+def steps_of_batches(spans: Sequence[Span]) -> list[Step]:
+    """The steps of training loops that say nothing of steps, numbered from 0: from the fetch of a batch to the next.
+
+    Batches are one step up to that in which an optimizer has run, so those whose gradients are added up are one. A
+    batch without a backward pass is in none, as those of an evaluation. The last step ends with its optimizer.
+    None where spans of steps or requests say what is done. n log n for n spans.
+    """
+    fetches: dict[int, list[Span]] = {}
+    passes: dict[int, list[Span]] = {}
+    for span in spans:
+        if span.site.kind in ("step", "request"):
+            return []
+        if span.site.kind == "loader":
+            fetches.setdefault(span.thread_id, []).append(span)
+        elif _phase(span) in ("backward", "optimizer"):
+            passes.setdefault(span.thread_id, []).append(span)
+    return [
+        step
+        for thread_id, own in fetches.items()
+        for step in _steps_of_thread(thread_id, _outermost(own), sorted(passes.get(thread_id, ()), key=_start))
+    ]
+
+
+def _steps_of_thread(thread_id: int, fetches: Sequence[Span], passes: Sequence[Span]) -> Iterator[Step]:
+    numbers = itertools.count()
+    starts = [span.start_ns for span in passes]
+    begin_ns: int | None = None
+    for fetch, following in itertools.zip_longest(fetches, fetches[1:]):
+        first = bisect_left(starts, fetch.start_ns)
+        own = passes[first : len(passes) if following is None else bisect_left(starts, following.start_ns)]
+        if not own:
+            begin_ns = None
+            continue
+        begin_ns = fetch.start_ns if begin_ns is None else begin_ns
+        if any(_phase(span) == "optimizer" for span in own):
+            end_ns = max(span.end_ns for span in own) if following is None else following.start_ns
+            yield Step(next(numbers), begin_ns, end_ns, thread_id)
+            begin_ns = None
+
+
+def _outermost(spans: Sequence[Span]) -> list[Span]:
+    """Spans of one thread, in order, without those that lie in another."""
+    found: list[Span] = []
+    for span in sorted(spans, key=_start):
+        if not found or span.start_ns >= found[-1].end_ns:
+            found.append(span)
+    return found
+
+
+def _start(span: Span) -> int:
+    return span.start_ns
+
+
+def _phase(span: Span) -> object:
+    return dict(span.site.attributes).get("phase") if span.site.kind == "phase" else None
 
 
 def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:

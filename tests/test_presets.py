@@ -260,6 +260,8 @@ def test_a_loop_of_torch_runs_under_the_preset_training(folder: Path) -> None:
     assert "no profile" not in done.stderr
     for name in ("forward", "backward", "optimizer", "DataLoader"):
         assert name in done.stderr
+    assert re.search(r"^step +2 ", done.stderr, re.MULTILINE)
+    assert "request" not in done.stderr.partition("More:")[0]
     assert "h2d" not in done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,7 +136,9 @@ def test_no_number_is_made_a_second_time() -> None:
 
 def test_a_batch_job_has_steps_and_their_phases_in_place_of_requests() -> None:
     text = text_of(job())
-    assert "No request was recorded" in text
+    assert re.search(r"^Window: .* s; steps: 20$", text, re.MULTILINE)
+    assert "request" not in text.partition("More:")[0]
+    assert "--view benchmark,phases" in text
     assert row(text, "train")[:5] == ["20", "9", "9", "9", "9"]
     assert row(text, "forward") == ["20", "4", "44.4%"]
     assert row(text, "others")[0] == "-"

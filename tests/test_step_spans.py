@@ -18,7 +18,7 @@ import instrument
 from instrument import Profiler, chrome, schedule, scope
 from instrument.schema import loads
 from instrument.spans import Origin, Site, Span, Trace, assign_self_times, length, union
-from instrument.step_spans import Step, with_steps
+from instrument.step_spans import Step, steps_of_batches, with_steps
 from instrument.steps import Window
 
 
@@ -218,3 +218,54 @@ def test_what_a_span_that_windows_cut_was_by_itself_lies_in_the_window_where_it_
     first, second = ({span.site.name: span for span in window.trace.spans} for window in found)
     assert first["epoch"].self_ns >= 18e6
     assert second["epoch"].self_ns == 0
+
+
+# ---------------------------------------------------------------- the steps of a loop that says nothing of steps
+
+FETCH = Site("DataLoader", "loader")
+FORWARD, BACKWARD, OPTIMIZER = (
+    Site(name, "phase", attributes=(("phase", name),)) for name in ("forward", "backward", "optimizer")
+)
+
+
+def calls(*sites: Site, thread_id: int = 1) -> list[Span]:
+    """Spans of 8 ns each that begin every 10 ns."""
+    return [Span(site, at + 1, 0, at + 1, thread_id, 0, 10 * at, 10 * at + 8, 8, 8) for at, site in enumerate(sites)]
+
+
+def test_the_steps_of_a_training_loop_are_its_batches() -> None:
+    batch = (FETCH, FORWARD, BACKWARD, OPTIMIZER)
+    assert steps_of_batches(calls(*batch, *batch, FETCH)) == [Step(0, 0, 40, 1), Step(1, 40, 80, 1)]
+
+
+def test_the_last_step_ends_with_its_optimizer_where_no_batch_follows() -> None:
+    assert steps_of_batches(calls(FETCH, FORWARD, BACKWARD, OPTIMIZER)) == [Step(0, 0, 38, 1)]
+
+
+def test_batches_whose_gradients_are_added_up_are_one_step() -> None:
+    batch = (FETCH, FORWARD, BACKWARD)
+    assert steps_of_batches(calls(*batch, *batch, OPTIMIZER, FETCH)) == [Step(0, 0, 70, 1)]
+
+
+def test_an_evaluation_is_no_step_and_in_none() -> None:
+    train, test = (FETCH, FORWARD, BACKWARD, OPTIMIZER), (FETCH, FORWARD)
+    found = steps_of_batches(calls(*train, FETCH, *test, *test, FETCH, *train))
+    assert found == [Step(0, 0, 40, 1), Step(1, 100, 138, 1)]
+
+
+def test_a_loader_within_a_loader_begins_no_step_of_its_own() -> None:
+    spans = calls(FETCH, FORWARD, BACKWARD, OPTIMIZER)
+    inner = Span(FETCH, 9, 1, 1, 1, 0, 2, 6, 4, 4)
+    assert steps_of_batches([*spans, inner]) == [Step(0, 0, 38, 1)]
+
+
+@pytest.mark.parametrize("kind", ["step", "request"])
+def test_where_something_else_says_what_is_done_no_steps_are_found(kind: str) -> None:
+    spans = calls(FETCH, FORWARD, BACKWARD, OPTIMIZER, Site("serve", kind))
+    assert steps_of_batches(spans) == []
+
+
+def test_a_loop_that_only_computes_has_no_steps() -> None:
+    assert steps_of_batches(calls(FETCH, FORWARD, FETCH, FORWARD)) == []
+    assert steps_of_batches(calls(FORWARD, BACKWARD, OPTIMIZER)) == []
+    assert steps_of_batches(calls(FETCH) + calls(FORWARD, BACKWARD, OPTIMIZER, thread_id=2)) == []

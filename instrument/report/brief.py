@@ -48,7 +48,7 @@ NOTE_LINES = 6
 """Lines for what was not observed, at most; `cost` has all of it."""
 
 NO_REQUEST = "No request was recorded; `requests: auto` or a rule of `kind: request` finds them."
-MORE = "More: `instrument report FILE --view requests,events,cost`; `instrument report --help` has the list."
+MORE = "More: `instrument report FILE --view {}`; `instrument report --help` has the list."
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ class Brief:
         lines += [*_place_lines(self.places, unit), ""]
         lines += [*_device_lines(self.device, why), *_process_line(self.device)]
         lines += [*_cost_lines(self)]
-        lines += [*_losses(self.losses), *_notes(others), MORE]
+        lines += [*_losses(self.losses), *_notes(others)]
+        lines.append(MORE.format("benchmark,phases" if self.steps is not None else "requests,events,cost"))
         return [*lines, ""]
 
     def _served(self) -> list[str]:
@@ -96,6 +97,8 @@ class Brief:
             errors = sum(endpoint.errors for endpoint in self.requests.endpoints)
             ended = f"{errors} of them ended with an error" if errors else "none ended with an error"
             lines = wrapped(f"Window: {window}; requests: {self.requests.requests}{cut}; {ended}")
+        elif self.steps is not None and not cut:
+            lines = [f"Window: {window}; steps: {sum(loop.steps for loop in self.steps.loops)}"]
         else:
             lines = wrapped(f"Window: {window}. {NO_REQUEST if not cut else f'No whole request is held{cut}.'}")
         if self.requests.coverage.complete:
