@@ -95,7 +95,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_every_request_sent_arrives_as_one_request_span(run: Run) -> None:
-    requests = [span for span in run.received.values() if span.name == "http.request"]
+    requests = [span for span in run.received.values() if span.name == "POST /generate"]
     assert len(requests) == REQUESTS
     assert {span.kind for span in requests} == {"SERVER"}
     assert {span.parent_id for span in requests} == {0}
@@ -144,9 +144,9 @@ def paths(trace: Trace) -> Counter[str]:
 
 def test_requests_engine_phases_and_layers_nest_as_they_run(run: Run) -> None:
     found = paths(run.trace)
-    assert found["http.request"] == REQUESTS
-    assert found["http.request > read_ask > encode"] == found["http.request > generate"] == REQUESTS
-    assert found["http.request > generate > queue"] == found["http.request > generate > prefill"] == REQUESTS
+    assert found["POST /generate"] == REQUESTS
+    assert found["POST /generate > read_ask > encode"] == found["POST /generate > generate"] == REQUESTS
+    assert found["POST /generate > generate > queue"] == found["POST /generate > generate > prefill"] == REQUESTS
     steps = found["engine.step"]
     assert steps > 0
     assert found["engine.step > Engine.prefill > compute"] == REQUESTS
@@ -176,7 +176,7 @@ def test_the_summary_explains_the_service_and_names_what_it_could_not_see(run: R
         "Profiling Report",
         "Framework overhead",
         "GpuMemcpy",
-        "http.request",
+        "POST /generate",
         "Engine.decode/compute",
         "p99",
         "Chrome trace: traces/chat-",
@@ -213,7 +213,7 @@ def test_each_instant_of_a_request_has_its_phase_and_the_engine_had_begun_with_i
 ) -> None:
     view = requests(Recording.of_trace(run.trace), Options())
     (endpoint,) = view.endpoints
-    assert (endpoint.name, endpoint.requests, endpoint.errors) == ("http.request", REQUESTS, 0)
+    assert (endpoint.name, endpoint.requests, endpoint.errors) == ("POST /generate", REQUESTS, 0)
     phases = {phase.name: phase for phase in endpoint.phases}
     assert list(phases) == ["queue", "prepare", "prefill", "generate", "post"]
     assert {phases[name].requests for name in ("queue", "prepare", "generate", "post")} == {REQUESTS}
@@ -225,10 +225,10 @@ def test_each_instant_of_a_request_has_its_phase_and_the_engine_had_begun_with_i
     by_root: dict[int, dict[str, Span]] = {}
     for span in run.trace.spans:
         by_root.setdefault(span.root_id, {})[span.site.name] = span
-    for tree in (by_root[span.span_id] for span in named(run, "http.request")):
+    for tree in (by_root[span.span_id] for span in named(run, "POST /generate")):
         read, queue, prefill, generate = (tree[name] for name in ("read_ask", "queue", "prefill", "generate"))
         assert read.end_ns <= generate.start_ns <= queue.start_ns <= queue.end_ns <= prefill.start_ns
-        assert prefill.end_ns <= generate.end_ns <= tree["http.request"].end_ns
+        assert prefill.end_ns <= generate.end_ns <= tree["POST /generate"].end_ns
     # On another thread the engine computes the prompts: none has left the queue before its own was begun.
     begun = sorted(span.start_ns for span in named(run, "Engine.prefill"))
     left = sorted(span.end_ns for span in named(run, "queue"))
@@ -241,11 +241,11 @@ def test_each_instant_of_a_request_has_its_phase_and_the_engine_had_begun_with_i
 def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run, torch: Any) -> None:
     steps, prompts, decodes = (len(named(run, name)) for name in ("engine.step", "Engine.prefill", "Engine.decode"))
     passes = prompts + decodes
-    walls = sorted(span.total_ns for span in named(run, "http.request"))
+    walls = sorted(span.total_ns for span in named(run, "POST /generate"))
     counts = Counter(span.site.kind for span in run.trace.spans)
 
-    assert cells(run, "Requests Report", "http.request")[:2] == [str(REQUESTS), "0"]
-    assert cells(run, "Requests Report", "http.request")[-2] == f"{float(f'{walls[-1] / 1e6:.4g}'):g}"
+    assert cells(run, "Requests Report", "POST /generate")[:2] == [str(REQUESTS), "0"]
+    assert cells(run, "Requests Report", "POST /generate")[-2] == f"{float(f'{walls[-1] / 1e6:.4g}'):g}"
     assert cells(run, "Requests Report", "queue")[0] == cells(run, "Requests Report", "generate")[0] == str(REQUESTS)
 
     for kind in ("request", "step", "op", "phase", "layer", "user"):
@@ -263,7 +263,7 @@ def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run, t
     assert f"{steps} steps timed, the first 0 skipped" in section(run, "Benchmark Report")
     assert float(cells(run, "Benchmark Report", "batch_cost")[0]) == pytest.approx(step_ns / steps / 1e6, rel=1e-3)
 
-    assert cells(run, "Profiling Report", "http.request/generate")[0] == str(REQUESTS)
+    assert cells(run, "Profiling Report", "POST /generate/generate")[0] == str(REQUESTS)
     assert cells(run, "Profiling Report", "Engine.decode/compute")[0] == str(decodes)
     compute_ns = sum(span.total_ns for span in named(run, "compute"))
     assert f"Total: {compute_ns / 1e6:g}" in " ".join(cells(run, "Profiling Report", "Computation time"))
@@ -273,15 +273,15 @@ def test_the_service_prints_every_view_that_applies_with_what_it_did(run: Run, t
     assert cells(run, "Classes Report", "chat.model.Attention")[5:] == [str(4 * passes), "8"]
     assert linear[1] == "CPU"
     for view in ("Ops Report", "Instances Report"):
-        assert f"Time in {REQUESTS} calls to http.request (request): {sum(walls) / 1e6:g}" in section(run, view)
+        assert f"Time in {REQUESTS} calls to POST /generate (request): {sum(walls) / 1e6:g}" in section(run, view)
     layer = next(line for line in section(run, "Ops Report") if line.startswith("Attention [model.layers.0.attention]"))
     assert layer.split()[-2:] == [str(passes), "2"]  # called by prefill and by decode
-    assert cells(run, "Instances Report", "http.request > generate > queue")[5] == str(REQUESTS)
+    assert cells(run, "Instances Report", "POST /generate > generate > queue")[5] == str(REQUESTS)
 
     assert cells(run, "User Report", "Engine.submit")[:2] == [str(REQUESTS), "CPU"]
     assert cells(run, "User Report", "Engine.admit")[0] == str(steps)
 
-    assert "First request: http.request" in " ".join(section(run, "Startup Report"))
+    assert "First request: POST /generate" in " ".join(section(run, "Startup Report"))
     assert cells(run, "Startup Report", "make_weights")[:2] == ["load", "1"]
     assert float(cells(run, "Startup Report", "torch")[1]) > 10
     # A row for those whose first call took longer than the others; on a busy machine a later one may.
@@ -321,7 +321,7 @@ def test_a_report_from_the_saved_trace_has_every_view_that_the_service_printed(r
     for title, name in (
         ("Requests Report", "queue"), ("Overview Report", "request"), ("Phases Report", "compute"),
         ("Benchmark Report", "batch_cost"), ("Operator Report", "Attention"),
-        ("Classes Report", "chat.model.Attention"), ("Instances Report", "http.request > generate > queue"),
+        ("Classes Report", "chat.model.Attention"), ("Instances Report", "POST /generate > generate > queue"),
         ("User Report", "Engine.submit"), ("Startup Report", "make_weights"),
     ):  # fmt: skip
         assert cells(later, title, name) == cells(run, title, name), title
@@ -345,7 +345,7 @@ def test_the_demonstration_prints_one_screen(tmp_path: Path, torch: Any) -> None
     assert max(map(len, lines)) <= 100
     assert lines[0].startswith("listening on ")  # nobody's warning comes before it
     first_words = {line.split()[0] for line in lines if line}
-    wanted = ["Window:", "http.request", "queue", "generate", "Where", "Device:", "Process:", "Cost:", "Chrome"]
+    wanted = ["Window:", "POST", "queue", "generate", "Where", "Device:", "Process:", "Cost:", "Chrome"]
     assert [word for word in wanted if word not in first_words] == []
     if torch.version.cuda is None and torch.version.hip is None:
         assert any(line.startswith("Device: no device time: ") for line in lines), lines

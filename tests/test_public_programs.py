@@ -798,9 +798,12 @@ def test_every_route_of_fastapi_is_a_request_with_its_parts_by_our_profile_for_i
     assert [status for status, _ in ours.answers] == [200, 200, 200, 200, 404, 404]
     (trace,) = traces()
     kinds = {span.site.name: span.site.kind for span in trace.spans}
-    assert kinds == {"http.request": "request", "prepare": "phase", "endpoint": "phase", "post": "phase"}
-    served = [span for span in trace.spans if span.site.kind == "request"]
-    assert len(served) == 5  # what no route matches has none
+    routes = [f"GET {prefix}/{way}/{{item}}" for prefix in ("", "/included") for way in ("price", "thread")]
+    parts = {"prepare": "phase", "endpoint": "phase", "post": "phase"}
+    assert kinds == {**dict.fromkeys([*routes, "GET"], "request"), **parts}
+    requests = [span for span in trace.spans if span.site.kind == "request"]
+    served = [span for span in requests if span.site.name != "GET"]
+    assert (len(served), len(requests)) == (5, 6)  # what no route matches has its method alone
     for request, parts in ((one, {s.site.name for s in trace.spans if s.parent_id == one.span_id}) for one in served):
         assert parts == {"prepare", "endpoint", *(() if request is served[-1] else ("post",))}
 
