@@ -20,7 +20,7 @@ ENDPOINT_LIMIT = 1_000
 BEYOND = "endpoints beyond the limit, counted by their method"
 
 Key = tuple[str, str, str]
-"""Protocol (`http`, `websocket`, `grpc`), method and route of an endpoint; over gRPC there is no route."""
+"""Protocol (`http` or `websocket` of ASGI, `wsgi`, `grpc`), method and route of an endpoint; gRPC has no route."""
 
 
 class Endpoints:
@@ -62,4 +62,5 @@ class Endpoints:
             facts["network.protocol.name"] = "websocket"
         told = "HTTP" if method == "_OTHER" else method
         name = self._format.replace("{method}", told).replace("{route}", route).strip() or told
-        return Site(name, "request", attributes=tuple(facts.items()))
+        # An app of WSGI has its thread for itself; one of ASGI waits between its steps.
+        return Site(name, "request", attributes=tuple(facts.items()), suspends=protocol != "wsgi")

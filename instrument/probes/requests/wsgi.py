@@ -65,7 +65,7 @@ class App:
             for name in self._exchanges.named:
                 if told := environ.get(NAMED[name]) or (path if name == "url.path" else ""):
                     facts[name] = told
-            return self._exchanges.begin("http", environ.get("REQUEST_METHOD", "GET"), _Headers(environ), facts)
+            return self._exchanges.begin("wsgi", environ.get("REQUEST_METHOD", "GET"), _Headers(environ), facts)
         except Exception as fault:
             FAULTS.note("begin of a request", fault)
             return None
