@@ -102,7 +102,8 @@ class Session:
         self._ids: otlp.Ids | None = None
 
         self.selection = Selection(profile)
-        self._imports = ImportTimes(RECORDER.current_id)
+        # To ask for the current span is to begin recording on a thread: not where nothing has been recorded.
+        self._imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
         self._ranges = Ranges(RECORDER)
         self._gauges = Gauges(profile.device, self._keep_samples)
         self._timing: Timing | None = None

@@ -145,6 +145,20 @@ def test_a_parent_tells_what_was_not_observed_where_nobody_recorded() -> None:
     assert "engine:step" in next(Path("summaries").iterdir()).read_text()
 
 
+def test_a_process_whose_imports_are_timed_and_that_records_nothing_has_no_threads_and_says_so() -> None:
+    Path("profile.yaml").write_text(
+        "startup: auto\ndevice: {host: 100ms}\nexport: {summary: {to: 'summaries/{pid}.txt'}}"
+    )
+    done = run(f"""
+        import os, colorsys, instrument.process
+        print(os.getpid(), {THREADS})
+    """)
+    assert done.returncode == 0, done.stderr
+    pid, _, threads = done.stdout.strip().partition(" ")
+    assert threads == "[]"
+    assert written("summaries") == {int(pid)}
+
+
 def test_a_forking_program_of_its_own_session_writes_nothing_where_only_its_children_recorded() -> None:
     Path("main.py").write_text(
         textwrap.dedent("""
