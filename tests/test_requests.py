@@ -24,6 +24,8 @@ import pytest
 from otlp_receiver import Receiver
 
 from instrument import chrome
+from instrument.probes.requests import Requests
+from instrument.profile import RequestsRule
 from instrument.spans import Span
 
 SERVED = Path(__file__).parent / "served"
@@ -269,3 +271,18 @@ def test_each_request_is_a_span_of_its_endpoint_in_the_trace_of_its_caller(case:
 @parametrised(SLOW_CASES)
 def test_each_request_is_a_span_of_its_endpoint_on_other_servers(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path, -(-200 // len(case.asks)))
+
+
+def test_the_verdict_still_tells_after_the_end_which_server_was_met() -> None:
+    task = pytest.importorskip("waitress.task")
+    family = Requests((RequestsRule(),))
+    original = task.WSGITask.execute
+    family.imported(task)
+    try:
+        assert family.verdicts()[0].state == "attached"
+    finally:
+        family.undo()
+    assert task.WSGITask.execute is original
+    assert [(one.state, one.why) for one in family.verdicts()] == [("attached", "at waitress.task")]
+    family.change((RequestsRule(ignore=("/up",)),), ())
+    assert family.verdicts()[0].state == "waiting"
