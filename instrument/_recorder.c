@@ -375,6 +375,7 @@ typedef struct stretch {
     char has_parent; /* whether that is known */
     char lost; /* its begin could not be recorded */
     int64_t active_ns, resumed_ns, suspended_ns;
+    int64_t items, first_item_ns, last_item_ns, longest_gap_ns; /* what it has yielded, and when */
 } Stretch;
 
 static PyTypeObject FrameType, CurrentType, PublishedType, RingType, MarkType, CoreType, FunctionType_, ScopeType,
@@ -394,7 +395,7 @@ static uint32_t free_frame_count;
 static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status,
     *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,
     *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_ag_frame, *str_anext, *str_asend, *str_athrow,
-    *str_aclose, *str_throw, *str_close;
+    *str_aclose, *str_throw, *str_close, *str_items, *str_first_item, *str_last_item, *str_longest_gap;
 static PyObject *name_of_type; /* the descriptor of `type.__name__` */
 
 /* ------------------------------------------------------------------ the clock */
@@ -3758,6 +3759,56 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
+/* The body stands still, for it has yielded an item. */
+static PyObject *
+Stretch_yielded(Stretch *self, PyObject *Py_UNUSED(none))
+{
+    PyObject *none = Stretch_suspend(self, NULL);
+    if (none == NULL || self->inner == NULL)
+        return none;
+    int64_t gap_ns = self->suspended_ns - self->last_item_ns;
+    self->last_item_ns = self->suspended_ns;
+    if (gap_ns > self->longest_gap_ns) { /* always for the first item, since `last_item_ns` is 0 then */
+        if (self->items == 0)
+            self->first_item_ns = self->suspended_ns;
+        else
+            self->longest_gap_ns = gap_ns;
+    }
+    self->items++;
+    return none;
+}
+
+/* Tell of its items, but for what the service has set by the same names. -1 with an exception of the host's. */
+static int
+tell_items(Stretch *self)
+{
+    frame_t *frame = &self->frame->frame;
+    struct {
+        PyObject *name;
+        int64_t value;
+    } facts[] = {{str_items, self->items},
+                 {str_first_item, self->first_item_ns - frame->start_ns},
+                 {str_last_item, self->last_item_ns - frame->start_ns},
+                 {str_longest_gap, self->longest_gap_ns}};
+    PyObject *known = frame->attributes != NULL && PyDict_Check(frame->attributes) ? frame->attributes : NULL;
+    PyObject *made = PyDict_New();
+    for (int i = 0; made != NULL && i < (self->items > 1 ? 4 : 3); i++) {
+        if (known != NULL && PyDict_Contains(known, facts[i].name) != 0)
+            continue;
+        PyObject *value = PyLong_FromLongLong(facts[i].value);
+        if (value == NULL || PyDict_SetItem(made, facts[i].name, value) < 0)
+            Py_CLEAR(made);
+        Py_XDECREF(value);
+    }
+    if (made == NULL) {
+        count(self->core, NO_DETAILS);
+        return forgive();
+    }
+    int failed = set_attributes(self->core, GIVEN, self->frame, made, NULL, NULL);
+    Py_DECREF(made);
+    return failed;
+}
+
 static PyObject *
 Stretch_finish(Stretch *self, PyObject *error)
 {
@@ -3776,6 +3827,8 @@ Stretch_finish(Stretch *self, PyObject *error)
             Py_RETURN_NONE;
     }
     int64_t end_ns = read_clock(self->core);
+    if (self->items > 0 && tell_items(self) < 0)
+        return NULL;
     frame->state = CLOSED;
     PyObject *published = take_published(frame);
     if (published != NULL) {
@@ -3807,6 +3860,7 @@ static PyMethodDef Stretch_methods[] = {
     {"resume", (PyCFunction)Stretch_resume, METH_NOARGS,
      "The body goes on. True where the site is muted, and the span has ended or never begins."},
     {"suspend", (PyCFunction)Stretch_suspend, METH_NOARGS, "The body stands still, or has ended."},
+    {"yielded", (PyCFunction)Stretch_yielded, METH_NOARGS, "The body stands still, for it has yielded an item."},
     {"finish", (PyCFunction)Stretch_finish, METH_O, "The generator has ended, with this exception or None."},
     {NULL},
 };
@@ -4137,9 +4191,10 @@ begin_step(AsyncStep *step, int is_throw)
     return 0;
 }
 
-/* The step is over, with the exception that is raised now or without one, which stays as it is. -1 where one is. */
+/* The step is over, with the exception that is raised now or without one, which stays as it is. -1 where one is.
+ * `gives` says whether it has a result, which is an item but where the step is to end the generator. */
 static int
-end_step(AsyncStep *step)
+end_step(AsyncStep *step, int gives)
 {
     AsyncGenerator *self = step->of;
     if (self->under_way != step)
@@ -4147,7 +4202,7 @@ end_step(AsyncStep *step)
     self->under_way = NULL;
     PyObject *raised = take_raised();
     Stretch *stretch = (Stretch *)Py_NewRef((PyObject *)self->stretch);
-    int failed = told(Stretch_suspend(stretch, NULL));
+    int failed = told(gives && !step->ends ? Stretch_yielded(stretch, NULL) : Stretch_suspend(stretch, NULL));
     if ((raised != NULL || step->ends) && !failed && has_ended(self)) {
         int is_usual = raised == NULL || PyErr_GivenExceptionMatches(raised, PyExc_StopAsyncIteration) ||
                        PyErr_GivenExceptionMatches(raised, PyExc_GeneratorExit);
@@ -4164,7 +4219,7 @@ AsyncStep_am_send(AsyncStep *self, PyObject *value, PyObject **result)
     if (self->waits && begin_step(self, 0) < 0)
         return PYGEN_ERROR;
     PySendResult sent = PyIter_Send(self->awaitable, value, result);
-    if (sent == PYGEN_NEXT || end_step(self) == 0)
+    if (sent == PYGEN_NEXT || end_step(self, sent == PYGEN_RETURN) == 0)
         return sent;
     Py_CLEAR(*result);
     return PYGEN_ERROR;
@@ -4209,11 +4264,11 @@ AsyncStep_throw(AsyncStep *self, PyObject *args)
     if (result != NULL) /* it waits again */
         return result;
     if (!PyErr_ExceptionMatches(PyExc_StopIteration)) {
-        end_step(self);
+        end_step(self, 0);
         return NULL;
     }
     PyObject *stop = take_raised();
-    if (end_step(self) < 0)
+    if (end_step(self, 1) < 0)
         Py_XDECREF(stop);
     else
         raise_again(stop);
@@ -4225,7 +4280,7 @@ AsyncStep_close(AsyncStep *self, PyObject *Py_UNUSED(none))
 {
     self->waits = 0;
     PyObject *result = PyObject_CallMethodNoArgs(self->awaitable, str_close);
-    if (end_step(self) < 0)
+    if (end_step(self, 0) < 0)
         Py_CLEAR(result);
     return result;
 }
@@ -6323,6 +6378,10 @@ execute(PyObject *made)
         {&str_anext, "__anext__"},
         {&str_asend, "asend"},
         {&str_athrow, "athrow"},
+        {&str_items, "items"},
+        {&str_first_item, "first_item_ns"},
+        {&str_last_item, "last_item_ns"},
+        {&str_longest_gap, "longest_gap_ns"},
         {&str_aclose, "aclose"},
         {&str_throw, "throw"},
         {&str_close, "close"},

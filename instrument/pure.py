@@ -38,7 +38,17 @@ from typing import Any
 from instrument.errors import FAULTS, error_name
 from instrument.http_status import FIRST_OF_SERVER, STATUS, status_of
 from instrument.ring import REQUEST_BIT, First, Ring, Rings, Row
-from instrument.spans import ATTRIBUTE_LIMIT, ERROR_TYPE, OTHER_ERROR, STATUS_CODE, Site
+from instrument.spans import (
+    ATTRIBUTE_LIMIT,
+    ERROR_TYPE,
+    FIRST_ITEM,
+    ITEMS,
+    LAST_ITEM,
+    LONGEST_GAP,
+    OTHER_ERROR,
+    STATUS_CODE,
+    Site,
+)
 from instrument.tally import Node, Totals
 from instrument.unpatched import RLock
 
@@ -927,8 +937,8 @@ class Stretch:
     """A generator's span: current only while the body runs, its active time against whoever resumed it."""
 
     __slots__ = (
-        "_active_ns", "_attributes", "_caller", "_chain", "_core", "_inner", "_parent", "_place", "_resumed_ns",
-        "_site", "_suspended_ns", "frame",
+        "_active_ns", "_attributes", "_caller", "_chain", "_core", "_first_item_ns", "_inner", "_items",
+        "_last_item_ns", "_longest_gap_ns", "_parent", "_place", "_resumed_ns", "_site", "_suspended_ns", "frame",
     )  # fmt: skip
 
     def __init__(self, core: Core, site: Site, attributes: dict[Any, Any] | None = None) -> None:
@@ -944,6 +954,7 @@ class Stretch:
         self._active_ns = 0
         self._resumed_ns = 0
         self._suspended_ns = 0
+        self._items = self._first_item_ns = self._last_item_ns = self._longest_gap_ns = 0
 
     def resume(self) -> bool | None:
         """The body goes on. True where its site is muted: it has begun no span then, or has ended the one that it had.
@@ -1034,6 +1045,27 @@ class Stretch:
         if frame[13] is not None:
             frame[13].pause()
 
+    def yielded(self) -> None:
+        """The body stands still, for it has yielded an item."""
+        self.suspend()
+        if self._inner is None:
+            return
+        now = self._suspended_ns
+        if not self._items:
+            self._first_item_ns = now
+        else:
+            self._longest_gap_ns = max(self._longest_gap_ns, now - self._last_item_ns)
+        self._last_item_ns = now
+        self._items += 1
+
+    def _tell_items(self, frame: Frame) -> None:
+        """Tell of its items, but for what the service has set by the same names."""
+        begun = frame[7]
+        facts = {ITEMS: self._items, FIRST_ITEM: self._first_item_ns - begun, LAST_ITEM: self._last_item_ns - begun}
+        if self._items > 1:
+            facts[LONGEST_GAP] = self._longest_gap_ns
+        self._core.annotate(frame, {**facts, **(frame[10] or {})})
+
     def finish(self, error: BaseException | None) -> None:
         """The generator has ended, with this exception or None."""
         frame = self.frame
@@ -1044,12 +1076,15 @@ class Stretch:
             pair, frame[13] = frame[13], None
             self.suspend()
             frame[13] = pair
+        end = _clock()
+        if self._items:
+            self._tell_items(frame)
         core._suspended.pop(frame[1], None)
         core._begun_in.pop(frame[1], None)
         frame[11] = CLOSED
         frame[6], self._parent = _open(self._parent), None
         self._inner = None
-        end, ring = _clock(), core._ring()
+        ring = core._ring()
         core._store(ring, frame, end, self._active_ns, None if error is None else core._error_of(frame, error))
         if frame[13] is not None:
             core._end_on_device(ring, frame, end)

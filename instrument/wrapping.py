@@ -177,15 +177,18 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
         {i}value = {i}thrown = None
         if not {i}passed:
             {i}stretch = {i}recorder.stretch({i}site, {i}told)
-            {i}resume, {i}suspend = {i}stretch.resume, {i}stretch.suspend
+            {i}resume, {i}suspend, {i}yielded = {i}stretch.resume, {i}stretch.suspend, {i}stretch.yielded
             try:
                 while not {i}resume():
                     try:
                         {i}item = {i}send({i}value) if {i}thrown is None else {i}generator.throw({i}thrown)
                     except StopIteration as {i}done:
-                        return {i}done.value
-                    finally:
                         {i}suspend()
+                        return {i}done.value
+                    except BaseException:
+                        {i}suspend()
+                        raise
+                    {i}yielded()
                     # What is thrown in, GeneratorExit too, is the body's to answer: by a value, by one item more.
                     try:
                         {i}value, {i}thrown = (yield {i}item), None
@@ -212,6 +215,9 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
     return wrapper
 """
 
+_AWAITABLE = _GENERATOR.replace("{i}stretch.yielded", "{i}stretch.suspend")
+"""What a generator yields that is awaited is for the event loop: no item."""
+
 _ASYNC_GENERATOR = """
 def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes):
     async def wrapper({parameters}):
@@ -230,9 +236,12 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
                         {i}generator.asend({i}value) if {i}thrown is None else {i}generator.athrow({i}thrown)
                     )
                 except StopAsyncIteration:
-                    return
-                finally:
                     {i}stretch.suspend()
+                    return
+                except BaseException:
+                    {i}stretch.suspend()
+                    raise
+                {i}stretch.yielded()
                 try:
                     {i}value, {i}thrown = (yield {i}item), None
                 except BaseException as {i}error:
@@ -258,6 +267,8 @@ class _NoStretch:
 
     def suspend(self) -> None: ...
 
+    def yielded(self) -> None: ...
+
     def finish(self, error: BaseException | None) -> None: ...
 
     def has_ended(self, generator: Any) -> bool:
@@ -282,13 +293,16 @@ def _make(
     passes: Passes | None = None,
 ) -> Any:
     """A wrapper after a template, with the parameters, the defaults and the globals of the function."""
+    is_awaitable = template is _GENERATOR and _is_awaitable(function)
+    if is_awaitable:
+        template = _AWAITABLE
     code = getattr(function, "__code__", None)
     is_plain = isinstance(function, FunctionType) and isinstance(code, CodeType)
     shape = _parameters(code) if is_plain else _ANY  # type: ignore[arg-type]
     made = _template(template, shape, may_pass=passes is not None)(
         function, recorder, recorder, site, attributes, _NO_STRETCH, passes
     )
-    if template is _GENERATOR and _is_awaitable(function):
+    if is_awaitable:
         made = types.coroutine(made)
     if not is_plain:
         return made

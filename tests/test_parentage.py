@@ -266,7 +266,7 @@ def test_every_kind_of_span_says_what_its_context_came_from(recorder: Any, how: 
         "call": wrapped(recorder, "late")(lambda: None),
         "scope": scope,
         "coroutine": drive,
-        "generator": lambda: list(wrapped(recorder, "late")(lambda: (yield 1))()),
+        "generator": lambda: list(wrapped(recorder, "late")(lambda: (yield from ()))()),
         "request": wrapped(recorder, "late", "request")(lambda: None),
         "record": lambda: recorder.record(Site("late"), recorder.now_ns(), {"rows": 3}),
     }

@@ -302,10 +302,10 @@ def test_no_allocation_that_fails_reaches_the_host_and_what_is_lost_is_counted(m
 
     def steps():
         stretch = recorder.stretch(site)
-        return stretch.resume, stretch.suspend, stretch.finish
+        return stretch.resume, stretch.yielded, stretch.suspend, stretch.finish
     prepare["generator's steps"] = steps
-    def step(resume, suspend, finish):
-        resume(), suspend(), resume(), suspend(), finish(None)
+    def step(resume, yielded, suspend, finish):
+        resume(), yielded(), resume(), suspend(), finish(None)
     sweep("generator's steps", step, 1)
 
     def in_context():
