@@ -15,13 +15,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from otlp_receiver import free_port
+from otlp_receiver import Received, free_port, receiver
 from test_requests import SERVED, requests_in
 
 from instrument.spans import Span
@@ -72,14 +73,20 @@ class Ask:
 
 @contextlib.contextmanager
 def serving(
-    command: Sequence[str], folder: Path, *, ours: bool, ready: str = "/health", stop: int = signal.SIGTERM
+    command: Sequence[str],
+    folder: Path,
+    *,
+    ours: bool,
+    ready: str = "/health",
+    stop: int = signal.SIGTERM,
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[int]:
     """A server program, started and stopped: its port. What is left of it is killed."""
     port = free_port()
-    (folder / "profile.yaml").write_text(PROFILE)
+    (folder / "profile.yaml").write_text(PROFILE + ("  otlp:\n" if environ else ""))
     prefix = ["-m", "instrument", "run", "--profile", str(folder / "profile.yaml"), "--"] if ours else []
     own = {key: value for key, value in os.environ.items() if not key.startswith(("INSTRUMENT", "OTEL_"))}
-    own |= {"PYTHONPATH": str(SERVED), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    own |= {"PYTHONPATH": str(SERVED), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **(environ or {})}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, *prefix, *(word.replace("{port}", str(port)) for word in command)],
@@ -108,7 +115,7 @@ def serving(
 
 
 def ask_all(port: int, asks: Sequence[Ask], times: int = TIMES) -> tuple[list[tuple[int, bytes]], set[int]]:
-    """Ask each in turn so many times in all, each as the caller of a trace of its own."""
+    """Ask each in turn, so many times in all, each as the caller of a trace of its own."""
     traces = [(number + 1) << 64 | 0x5EED for number in range(times)]
     return [asks[number % len(asks)].of(port, trace) for number, trace in enumerate(traces)], set(traces)
 
@@ -180,3 +187,45 @@ def test_mlserver_has_one_request_a_request_over_rest_and_over_grpc(tmp_path: Pa
     wanted = Counter((names[number % 4], status) for number, (status, _) in enumerate(answers))
     wanted["inference.GRPCInferenceService/ModelInfer", "OK"] = TIMES
     check_all(requests_in(tmp_path), wanted, traces | traces_grpc)
+
+
+@pytest.mark.slow
+@needs("ray.serve")
+def test_ray_serve_has_one_request_for_each_that_a_replica_takes_and_none_for_those_it_rejects(tmp_path: Path) -> None:
+    command = [str(SERVED / "ray_app.py"), "{port}"]
+    asks = [Ask(f"/shop/items/{name}") for name in ("one", "stone", "nothing")]
+    asks += [Ask("/shop/parts/abc"), Ask("/plain"), Ask("/shop/nowhere")]
+    names = [*["GET /shop/items/{item}"] * 3, "GET /shop/parts/{item}", "GET /plain", "GET /shop/{path}"]
+    statuses = [200, 500, 404, 200, 200, 404]
+
+    def ask_at_once(port: int) -> list[tuple[int, bytes]]:
+        """All of them, more at a time than the replicas take."""
+        with ThreadPoolExecutor(12) as pool:
+            traces = [(number + 1) << 64 | 0x5EED for number in range(TIMES)]
+            return list(pool.map(lambda it: asks[it[0] % len(asks)].of(port, it[1]), enumerate(traces)))
+
+    with serving(command, tmp_path, ours=False, ready="/plain") as port:
+        expected = ask_at_once(port)
+    with receiver() as collector:
+        environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.http_port}"}
+        with serving(command, tmp_path, ours=True, ready="/plain", environ=environ) as port:
+            answers = ask_at_once(port)
+            calls = Counter(number % 6 for number in range(TIMES))
+            wanted = Counter((names[number % 6], str(statuses[number % 6])) for number in range(TIMES))
+            wanted += {("Prices/of", "None"): calls[0] + calls[1], ("Prices/parts", "None"): calls[3]}
+
+            def found() -> list[Received]:
+                return [span for span in collector.spans() if span.kind == "SERVER" and span.trace_id != 1]
+
+            until = time.monotonic() + START_LIMIT_S
+            while (
+                len(found()) < sum(wanted.values()) and time.monotonic() < until
+            ):  # replicas are killed without a word
+                time.sleep(0.2)
+        spans = found()
+    assert [status for status, _ in answers] == [statuses[number % 6] for number in range(TIMES)]
+    assert answers == expected
+    status = "http.response.status_code"
+    assert Counter((span.name, str(span.attributes.get(status))) for span in spans) == wanted
+    asked = Counter(span.trace_id for span in spans if span.name.startswith("GET"))
+    assert asked == dict.fromkeys(((number + 1) << 64 | 0x5EED for number in range(TIMES)), 1)

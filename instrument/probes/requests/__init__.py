@@ -12,7 +12,7 @@ from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, undo_all
-from instrument.probes.requests import grpc, propagation, routes, servers
+from instrument.probes.requests import grpc, propagation, ray_serve, routes, servers
 from instrument.probes.requests.exchange import Exchanges
 from instrument.probes.verdict import Verdict
 from instrument.profile import RequestsRule
@@ -22,6 +22,7 @@ SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
     "asgi": servers.ASGI,
     "wsgi": servers.WSGI,
     "grpc": grpc.GRPC,
+    "ray_serve": ray_serve.RAY_SERVE,
 }
 """By what the profile calls them, the modules that have the seams of servers."""
 

@@ -38,14 +38,14 @@ class App:
         return self._record(kind, scope, receive, send)
 
     async def _record(self, kind: str, scope: Message, receive: Receive, send: Send) -> Any:
-        exchange = self._begin(kind, scope)
+        exchange = begun(self._exchanges, kind, scope)
         if exchange is None:
             return await self.app(scope, receive, send)
         try:
             if kind == "http":
-                result = await self.app(scope, receive, _Http(exchange, send).send)
+                result = await self.app(scope, receive, Http(exchange, send).send)
             else:
-                talk = _Websocket(exchange, receive, send)
+                talk = Websocket(exchange, receive, send)
                 result = await self.app(scope, talk.receive, talk.send)
         except BaseException as error:
             exchange.status = exchange.status or 500  # without an answer yet the server will say so
@@ -55,22 +55,22 @@ class App:
             exchange.end() if kind == "websocket" else exchange.broken_off()
         return result
 
-    def _begin(self, kind: str, scope: Message) -> Exchange | None:
-        """Begin the span of a request; None where it is not to be recorded, or for a fault of ours."""
-        exchanges = self._exchanges
-        try:
-            if not exchanges.wanted(scope["path"]):
-                return None
-            server = scope.get("server")
-            facts = exchanges.at(scope.get("scheme", "http"), server if server is None else tuple(server))
-            for name in exchanges.named:
-                if (told := _told(scope, name)) is not None:
-                    facts[name] = told
-            method = scope.get("method", "GET")  # a websocket begins with one
-            return exchanges.begin(kind, method, dict(scope["headers"]), facts)
-        except Exception as fault:
-            FAULTS.note("begin of a request", fault)
+
+def begun(exchanges: Exchanges, kind: str, scope: Message) -> Exchange | None:
+    """Begin the span of a request; None where it is not to be recorded, or for a fault of ours."""
+    try:
+        if not exchanges.wanted(scope["path"]):
             return None
+        server = scope.get("server")
+        facts = exchanges.at(scope.get("scheme", "http"), server if server is None else tuple(server))
+        for name in exchanges.named:
+            if (told := _told(scope, name)) is not None:
+                facts[name] = told
+        method = scope.get("method", "GET")  # a websocket begins with one
+        return exchanges.begin(kind, method, dict(scope["headers"]), facts)
+    except Exception as fault:
+        FAULTS.note("begin of a request", fault)
+        return None
 
 
 def _told(scope: Message, name: str) -> str | None:
@@ -86,7 +86,7 @@ def _told(scope: Message, name: str) -> str | None:
     return None if found is None else found.decode("latin-1")
 
 
-class _Http:
+class Http:
     """What the app sends for one HTTP request."""
 
     __slots__ = ("_exchange", "_is_events", "_send")
@@ -119,7 +119,7 @@ class _Http:
         self._exchange.end()
 
 
-class _Websocket:
+class Websocket:
     """What goes by between the server and the app for one websocket: its items are the messages that the app sends."""
 
     __slots__ = ("_exchange", "_receive", "_send")

@@ -19,8 +19,11 @@ ENDPOINT_LIMIT = 1_000
 
 BEYOND = "endpoints beyond the limit, counted by their method"
 
+CALLED = frozenset({"grpc", "ray_serve"})
+"""Protocols that call a method by its name, which has no route."""
+
 Key = tuple[str, str, str]
-"""Protocol (`http` or `websocket` of ASGI, `wsgi`, `grpc`), method and route of an endpoint; gRPC has no route."""
+"""Protocol (`http` or `websocket` of ASGI, `wsgi`, or one of `CALLED`), method and route of an endpoint."""
 
 
 class Endpoints:
@@ -43,18 +46,18 @@ class Endpoints:
 
     def _made(self, key: Key) -> Site:
         protocol, method, route = key
-        if protocol != "grpc" and method not in METHODS and method != "_OTHER":
+        if protocol not in CALLED and method not in METHODS and method != "_OTHER":
             return self.site(protocol, "_OTHER", route)
-        if (route or protocol == "grpc") and method and len(self._sites) >= ENDPOINT_LIMIT:
+        if (route or protocol in CALLED) and method and len(self._sites) >= ENDPOINT_LIMIT:
             self._recorder.count(BEYOND)
-            return self.site(protocol, "" if protocol == "grpc" else method)
+            return self.site(protocol, "" if protocol in CALLED else method)
         return self._sites.setdefault(key, self._described(protocol, method, route))
 
     def _described(self, protocol: str, method: str, route: str) -> Site:
         facts: dict[str, AttributeValue]
-        if protocol == "grpc":
-            facts = {"rpc.system.name": "grpc", "rpc.method": method or "_OTHER"}
-            return Site(method or "grpc", "request", attributes=tuple(facts.items()))
+        if protocol in CALLED:
+            facts = {"rpc.system.name": protocol, "rpc.method": method or "_OTHER"}
+            return Site(method or protocol, "request", attributes=tuple(facts.items()))
         facts = {"http.request.method": method}
         if route:
             facts["http.route"] = route
