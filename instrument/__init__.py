@@ -20,7 +20,7 @@ from instrument.probes.scopes import annotate, annotate_request, rename_span, sc
 if TYPE_CHECKING:
     from instrument.handlers import export_chrome, export_otlp, print_summary
     from instrument.probes.requests.propagation import inject
-    from instrument.process import disable, dump, enable, flush, reload, session, start, stop, summary
+    from instrument.process import disable, dump, enable, flush, prometheus, reload, session, start, stop, summary
     from instrument.profiler import Session
     from instrument.steps import Profiler
     from instrument.window import schedule
@@ -48,6 +48,7 @@ __all__ = [
     "loader",
     "print_summary",
     "profiled",
+    "prometheus",
     "reload",
     "rename_span",
     "schedule",
@@ -62,7 +63,7 @@ __all__ = [
 ]
 
 _OF_THE_SESSION = frozenset(
-    {"Session", "disable", "dump", "enable", "flush", "reload", "session", "start", "stop", "summary"}
+    {"Session", "disable", "dump", "enable", "flush", "prometheus", "reload", "session", "start", "stop", "summary"}
 )
 
 _ROOM_OF = {

@@ -8,7 +8,7 @@ the life of the process.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from operator import ge, gt, le, lt
 from typing import Any
 
@@ -35,7 +35,8 @@ class Trees:
     """Groups rows by tree as they finish and hands the trees that are kept to `keep`. Used by one thread.
 
     `keep(spans)` gets the spans of one tree. Spans of a kept request that end after it are handed over as they come;
-    they bear the `remote` of their root, so that they still find its trace.
+    they bear the `remote` of their root, so that they still find its trace. `note_ended(rows)` gets each request that
+    has ended, kept or not.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class Trees:
         capture: Capture,
         spans_per_request: int,
         keep: Callable[[list[Span]], None],
+        note_ended: Callable[[Sequence[Row]], object] | None = None,
     ) -> None:
         self._recorder = recorder
         self._capture = capture
         self._keep = keep
+        self._note_ended = note_ended
         self._shelf = recorder.shelf(capture.sample, spans_per_request)
         self._cursor = recorder.cursor(self._shelf.sort)
         self._remotes: OrderedDict[int, RemoteParent | None] = OrderedDict()
@@ -93,7 +96,10 @@ class Trees:
                     loose.setdefault(row[3], []).append(self._recorder.span(row, thread_id))
         # A request's children may lie in the ring of another thread, read after its own: decide when all are sorted.
         ended.sort(key=lambda held: held[0][6])
-        self._usual.look([row for row, _ in ended])
+        rows_ended = [row for row, _ in ended]
+        if self._note_ended is not None:
+            self._note_ended(rows_ended)
+        self._usual.look(rows_ended)
         for row, thread_id in ended:
             self._end_request(row, thread_id)
         self._judge_early()

@@ -153,6 +153,19 @@ def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
     return session().flush(timeout_s)
 
 
+def prometheus() -> str:
+    """The metrics of this process in Prometheus's text format (0.0.4), for a service that answers scrapes with them.
+
+    They are those that a collector gets by OTLP: requests by endpoint and status, calls of the rules with `metrics`,
+    gauges, our own losses and cost, each under the name that OpenTelemetry's names have in Prometheus. Some
+    milliseconds. Where there are several workers, each tells of itself. Raises `StateError` where no session runs, and
+    `ExportError` where `prometheus_client`, which writes the format, is not installed.
+    """
+    if OFF:
+        return f"# {SWITCHED_OFF}\n"
+    return session().prometheus()
+
+
 def enable() -> None:
     """Record again after `disable`."""
     if OFF:

@@ -79,7 +79,8 @@ class FunctionRule:
     arguments. `text` is how messages call the rule, `line` (from 1) is where it stands, `place` the file's name, line
     and column; neither place is compared, so a rule that only moved is the same rule. `counted` is that of the function
     that `schedule.step` names: another rule may have it, but one of kind `op` records it as `step`. The first call of
-    one with `first_request` is what the view `startup` takes for the first request.
+    one with `first_request` is what the view `startup` takes for the first request. How long calls take is a metric of
+    each function with `metrics`.
     """
 
     match: tuple[str, ...]
@@ -92,6 +93,7 @@ class FunctionRule:
     attributes: tuple[Argument, ...] = ()
     counted: bool = False
     first_request: bool = False
+    metrics: bool = False
     line: int = field(default=0, compare=False)
     place: str = field(default="", compare=False)
     text: str = ""

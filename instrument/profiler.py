@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ from instrument.generation import Reload
 from instrument.governor import Budget
 from instrument.import_times import ImportTimes
 from instrument.lock import Lock
+from instrument.meter import Books, Ended, Meter
+from instrument.metrics import Snapshot
 from instrument.outbox import Outbox
 from instrument.probe_cost import Costs
 from instrument.probes import contexts, graphs
@@ -65,6 +67,9 @@ who wants Python's lock: while a thread gives that up to sleep, a signal may fai
 
 START_LIMIT_S = 1.0
 """The longest that `stop` waits for threads that are just about to begin."""
+
+GAUGES_FOR_NS = 30 * 10**9
+"""How old a gauge may be that a scrape is told."""
 
 DEVICE_SHARE = 8
 """What part of `limits.ring` is there once more for device intervals."""
@@ -120,7 +125,10 @@ class Session:
             self._outbox = Outbox(self._exporter, self._timing)
         self._costs = Costs(RECORDER)
         self._budget = Budget(RECORDER, self._costs.usual_ns, lambda: self._costs.passed_ns, self.selection.detach)
-        self._reader = Reader(RECORDER, self.selection, self._keep, self.origin)
+        self._meter = Meter(RECORDER, Books(self.losses, self._costs_ns))
+        self._metered_ns = 0
+        self._is_scraped = False
+        self._reader = Reader(RECORDER, self.selection, self._keep, self.origin, self._meter.count)
         self.account = Account(
             recorder=RECORDER,
             selection=self.selection,
@@ -141,6 +149,8 @@ class Session:
         self.end_ns: int | None = None
         self.loop = Loop()
         self._reader.begin(self.profile, self.start_ns)
+        self._meter.begin(self.start_ns)
+        self._metered_ns = self.start_ns
 
     def _start(self) -> None:
         RECORDER.reset(self.profile.limits.ring_bytes)
@@ -264,7 +274,7 @@ class Session:
 
     def _is_read(self) -> bool:
         """Whether anybody wants spans while the service runs. To read them takes about 0.7 us each."""
-        return self._exporter is not None or self.profile.schedule is not None
+        return self._exporter is not None or self.profile.schedule is not None or self._is_scraped
 
     def _is_looked_after(self) -> bool:
         """Whether anything is to be done while the service runs. Otherwise no thread does."""
@@ -286,23 +296,64 @@ class Session:
                 FAULTS.note("export thread", fault)
             self.account.thread_ns = time.thread_time_ns()
 
-    def _pump(self, timeout_s: float = -1) -> None:
-        """Look through the spans that have finished since the last time."""
+    def _pump(self, timeout_s: float = -1, *, meters: bool = False) -> Snapshot | None:
+        """Look through the spans that have finished since the last time.
+
+        Where it `meters`, or it is time to, metrics are taken, for the collector and to be returned.
+        """
+        snapshot = None
         with self._lock.held(timeout_s) as held:
             if not held or not (self._is_looked_after() or self._reader.cut):
-                return
+                return None
             if self._outbox is not None:
                 self._outbox.renew_clock(self.origin)
             self._ticks.check(time.monotonic_ns())
             self._budget.step()
             RECORDER.learn_paths()
+            meters = self._has_metrics() and (meters or time.monotonic_ns() - self._metered_ns >= otlp.METRICS_EVERY_NS)
+            ended = self._meter.ended() if meters else {}
             if self._is_read():
                 self._reader.look()
+            if meters:
+                snapshot = self._take_metrics(ended)
             if self._outbox is not None:
                 self._outbox.send_settled(is_last=self._stopped)
             while self._reader.cut:
                 window, origin = self._reader.cut.popleft()
                 self._write_window(*window, origin)
+        return snapshot
+
+    def _has_metrics(self) -> bool:
+        """Whether the profile asks for any beside gauges, and there is somebody to be told."""
+        asks = bool(self.profile.requests) or any(rule.metrics for rule in self.profile.functions)
+        return self._is_scraped or (asks and self._exporter is not None)
+
+    def _take_metrics(self, ended: Ended) -> Snapshot:
+        """Take all metrics, once the reader has met what had `ended` before."""
+        self._metered_ns = time.monotonic_ns()
+        self._meter.settle(ended)
+        rules = {rule.text for rule in self.profile.functions if rule.metrics}
+        snapshot = self._meter.snapshot(requests=bool(self.profile.requests), sites=self._sites_of(rules))
+        if self._exporter is not None:
+            self._exporter.metrics.put(snapshot)
+        return snapshot
+
+    def _costs_ns(self) -> Mapping[str, float]:
+        """What the instrumentation has cost so far, by what for."""
+        cost = self.cost()
+        return {"probes": cost.calls * cost.per_call_ns, **self.account.threads_ns()}
+
+    def prometheus(self) -> str:
+        """The metrics as they are now, in Prometheus's text format; see `instrument.prometheus`."""
+        from instrument.exposition import text_of
+
+        if not self._is_scraped:
+            self._is_scraped = True
+            self._start_thread()  # from now on requests are told by status before the rings have lost them
+        snapshot = self._pump(meters=True)
+        now_ns = time.monotonic_ns()
+        samples = self._gauges.samples(now_ns - GAUGES_FOR_NS, now_ns)
+        return text_of(self.origin(), snapshot, samples, self._gauges.gpus())
 
     def _keep(self, spans: list[Span]) -> None:
         if self._outbox is not None:
@@ -318,7 +369,7 @@ class Session:
         Returns what was delivered and what was not; None where the profile exports to no collector.
         """
         end = time.monotonic() + timeout_s
-        self._pump(min(max(timeout_s, 0.0), TIMEOUT_MAX))
+        self._pump(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
             return None
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
@@ -571,7 +622,10 @@ class Session:
 
     def _named_first(self) -> set[Site]:
         """What the rules with `first_request` are recorded as."""
-        rules = {rule.text for rule in self.profile.functions if rule.first_request}
+        return self._sites_of({rule.text for rule in self.profile.functions if rule.first_request})
+
+    def _sites_of(self, rules: Set[str]) -> set[Site]:
+        """What the targets of these rules are recorded as."""
         found = self.selection.verdicts() if rules else ()
         return {verdict.site for verdict in found if verdict.rule in rules and verdict.site is not None}
 
@@ -674,7 +728,7 @@ class Session:
                 return
             self._stopped = True
             self._undo()
-            _attempt("last look at the spans", self._pump)
+            _attempt("last look at the spans", partial(self._pump, meters=True))
             self.end_ns = time.monotonic_ns()
             _attempt("board of the run", self._tell_others)
             asked = os.environ.get(CHECK_FOLDER)

@@ -9,6 +9,7 @@ from instrument.capture import Ends, Trees
 from instrument.probes.selection import Selection
 from instrument.profile import Profile
 from instrument.recorder import Recorder
+from instrument.ring import Row
 from instrument.spans import Origin, Span
 from instrument.window import Windows
 
@@ -19,8 +20,8 @@ Cut = tuple[int, int, int]
 class Reader:
     """Reads what a recorder has recorded since `begin`, a piece at a time. Used by one thread at a time.
 
-    `keep(spans)` gets what the profile's `capture` keeps. The windows that its `schedule` has ended wait in `cut`, each
-    with the origin, from `make_origin`, of its end.
+    `keep(spans)` gets what the profile's `capture` keeps, `note_ended(rows)` each request that has ended. The windows
+    that its `schedule` has ended wait in `cut`, each with the origin, from `make_origin`, of its end.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class Reader:
         selection: Selection,
         keep: Callable[[list[Span]], None],
         make_origin: Callable[[], Origin],
+        note_ended: Callable[[Sequence[Row]], object] | None = None,
     ) -> None:
         self._recorder = recorder
         self._selection = selection
         self._keep = keep
         self._make_origin = make_origin
+        self._note_ended = note_ended
         self.begin(Profile(), 0)
 
     def begin(self, profile: Profile, start_ns: int) -> None:
@@ -42,7 +45,8 @@ class Reader:
         self._schedule = profile.schedule
         self._windows = Windows(profile.schedule, start_ns)
         self._count_steps()
-        self._trees = Trees(self._recorder, profile.capture, profile.limits.spans_per_request, self._keep)
+        limit = profile.limits.spans_per_request
+        self._trees = Trees(self._recorder, profile.capture, limit, self._keep, self._note_ended)
 
     def _count_steps(self) -> None:
         """From now on, the calls of the function that the schedule names, if it does."""

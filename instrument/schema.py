@@ -649,6 +649,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "phase": Key("phase", string),
         "device": Key("device", flag),
         "first_request": Key("first_request", flag),
+        "metrics": Key("metrics", flag),
         "where": Key("where", _part("functions.where", dict)),
         "attributes": Key("attributes", one_or_more(_argument)),
     },
@@ -768,9 +769,10 @@ BESIDE: Mapping[str, str] = {
     "OTEL_RESOURCE_ATTRIBUTES": "resource attributes",
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "resource detectors",
     "OTEL_METRICS_EXPORTER": "metrics exporter",
+    "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": "metrics temporality",
 }
-"""The other variables of OpenTelemetry that what is sent to a collector follows, and what they say. `none` for the last
-means that no gauges are sent. These and `VARIABLES` are all of its variables that are honoured."""
+"""The other variables of OpenTelemetry that what is sent to a collector follows, and what they say. `none` for the
+metrics exporter means that no metrics are sent. These and `VARIABLES` are all of its variables that are honoured."""
 
 
 def setting(profile: Profile, path: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -16,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from otlp_spans import SECOND
 
 from instrument.profile import Otlp
@@ -27,7 +28,8 @@ Behave = Callable[["Handler", int], None]
 class Collector(ThreadingHTTPServer):
     """Decodes each request with the official messages, then behaves as it was told, with metrics as with spans.
 
-    `taken` are the names of the spans and metrics that were answered with success, one for each span or point.
+    `taken` are the names of the spans and metrics that were answered with success, one for each span or point,
+    `metrics` those metrics as they came.
     """
 
     daemon_threads = True
@@ -39,6 +41,7 @@ class Collector(ThreadingHTTPServer):
         self.behave_with_metrics = metrics or behave
         self.closing = threading.Event()
         self.taken: list[str] = []
+        self.metrics: list[Metric] = []
         self.tries = 0
         self.headers: list[Mapping[str, str]] = []
         self.open: set[socket.socket] = set()
@@ -54,6 +57,7 @@ class Collector(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Collector
+    metrics: Sequence[Metric] = ()
 
     def setup(self) -> None:
         super().setup()
@@ -65,13 +69,16 @@ class Handler(BaseHTTPRequestHandler):
             body = gzip.decompress(body)
         self.server.tries += 1
         self.server.headers.append(dict(self.headers.items()))
+        self.metrics = []
         if self.path.endswith("/v1/metrics"):
-            self.names = [
-                metric.name
+            self.metrics = [
+                metric
                 for of_resource in ExportMetricsServiceRequest.FromString(body).resource_metrics
                 for of_scope in of_resource.scope_metrics
                 for metric in of_scope.metrics
-                for _ in (metric.gauge if metric.HasField("gauge") else metric.sum).data_points
+            ]
+            self.names = [
+                metric.name for metric in self.metrics for _ in getattr(metric, metric.WhichOneof("data")).data_points
             ]
             self.server.behave_with_metrics(self, len(self.names))
             return
@@ -86,6 +93,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
         if status == 200:
             self.server.taken += self.names
+            self.server.metrics += self.metrics
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         for name, value in headers.items():

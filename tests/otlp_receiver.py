@@ -48,7 +48,10 @@ class Received:
 
 @dataclass(frozen=True)
 class Point:
-    """One value of a metric as the receiver holds it. `kind` is gauge, updown or counter."""
+    """One value of a metric as the receiver holds it. `kind` is gauge, updown, counter or histogram.
+
+    The value of a histogram is its count; `data` is the point as it came.
+    """
 
     name: str
     unit: str
@@ -60,6 +63,8 @@ class Point:
     resource: Mapping[str, Any]
     scope: str
     schema_url: str
+    temporality: str
+    data: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -193,9 +198,9 @@ def _points_of(request: Mapping[str, Any]) -> Iterator[Point]:
         resource = _attributes(of_resource.get("resource", {}))
         for of_scope in of_resource.get("scope_metrics", ()):
             for metric in of_scope.get("metrics", ()):
-                data = metric.get("gauge") or metric["sum"]
+                data = metric.get("gauge") or metric.get("exponential_histogram") or metric["sum"]
                 kind = "gauge" if "gauge" in metric else "counter" if data.get("is_monotonic") else "updown"
-                assert kind == "gauge" or data["aggregation_temporality"] == "AGGREGATION_TEMPORALITY_CUMULATIVE"
+                kind = "histogram" if "exponential_histogram" in metric else kind
                 for point in data["data_points"]:
                     yield Point(
                         name=metric["name"],
@@ -204,11 +209,18 @@ def _points_of(request: Mapping[str, Any]) -> Iterator[Point]:
                         attributes=_attributes(point),
                         start_ns=int(point.get("start_time_unix_nano", 0)),
                         at_ns=int(point["time_unix_nano"]),
-                        value=int(point["as_int"]) if "as_int" in point else float(point.get("as_double", 0)),
+                        value=_number_of(point),
                         resource=resource,
                         scope=of_scope.get("scope", {}).get("name", ""),
                         schema_url=of_scope.get("schema_url", ""),
+                        temporality=data.get("aggregation_temporality", "").removeprefix("AGGREGATION_TEMPORALITY_"),
+                        data=point,
                     )
+
+
+def _number_of(point: Mapping[str, Any]) -> float:
+    whole = point.get("as_int", point.get("count"))
+    return int(whole) if whole is not None else float(point.get("as_double", 0))
 
 
 def _id(text: str) -> int:

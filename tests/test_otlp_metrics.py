@@ -134,6 +134,7 @@ def test_every_gauge_arrives_by_its_conventional_name_unit_and_kind(
     for point in points:
         assert point.at_ns == ORIGIN.realtime_of(7_000)
         assert point.start_ns == (0 if point.kind == "gauge" else ORIGIN.realtime_of(7_000))
+        assert point.temporality == ("" if point.kind == "gauge" else "CUMULATIVE")
         assert (point.scope, point.schema_url) == ("instrument", "https://opentelemetry.io/schemas/1.44.0")
         assert point.resource["service.name"] == "chat"
 
@@ -185,7 +186,7 @@ def test_a_collector_without_a_place_for_metrics_says_so_once_and_spans_go_on(st
         assert server.taken == ["op"] * 3
         assert server.tries == 4, "three times spans, once metrics"
         (note,) = exporter.metrics.notes()
-        assert note.startswith(f"export.otlp: gauges are not sent: the collector takes none (HTTP {status}")
+        assert note.startswith(f"export.otlp: metrics are not sent: the collector takes none (HTTP {status}")
         assert exporter.metrics.losses() == {"samples of gauges failed by the OTLP export": 2}
 
 
@@ -240,7 +241,7 @@ def test_metrics_that_do_not_get_through_are_counted_and_do_not_hold_up_spans_fo
         exporter.metrics.offer([sample("power", 1.0)], [GPU])
         exporter.flush(5 * SECOND)
         assert exporter.metrics.losses() == {f"samples of gauges {fate} by the OTLP export": 1}
-        assert exporter.metrics.notes()[0].startswith("export.otlp: gauges were lost on the way: ")
+        assert exporter.metrics.notes()[0].startswith("export.otlp: metrics did not get through: ")
         exporter.offer([span()])
         assert exporter.flush(5 * SECOND).complete
         assert server.taken == ["op"]
@@ -258,7 +259,7 @@ def test_what_a_collector_rejects_in_an_answer_that_says_success_is_counted() ->
         exporter.flush(5 * SECOND)
         assert exporter.metrics.losses() == {"samples of gauges rejected by the OTLP export": 1}
         assert exporter.metrics.sent == 1
-        assert exporter.metrics.notes() == ["export.otlp: gauges were lost on the way: quota"]
+        assert exporter.metrics.notes() == ["export.otlp: metrics did not get through: quota"]
 
 
 def test_a_collector_that_finds_a_request_too_large_gets_smaller_ones() -> None:
@@ -322,7 +323,7 @@ def test_the_variable_that_switches_metrics_off_is_honoured(monkeypatch: pytest.
     with collecting(take) as server, exporting(server.settings) as exporter:
         exporter.metrics.offer([sample("power", 1.0)], [GPU])
         assert exporter.flush(SECOND).settled
-        assert exporter.metrics.notes() == ["export.otlp: gauges are not sent: OTEL_METRICS_EXPORTER is none"]
+        assert exporter.metrics.notes() == ["export.otlp: metrics are not sent: OTEL_METRICS_EXPORTER is none"]
         assert server.tries == 0
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from instrument.errors import FAULTS, logger
 from instrument.otlp.metrics import PATIENCE_NS, Metrics, metrics_url
 from instrument.otlp.packing import Ids
+from instrument.otlp.points import Series
 from instrument.otlp.senders import THREAD_NAME, Sender, Verdict, sender_for
 from instrument.otlp.tracer import (
     detected_attributes,
@@ -122,7 +123,7 @@ class Exporter:
         self._request_bytes = REQUEST_BYTES
         self._halvings = 0
         self._is_patient = True
-        self._held_until_ns = 0
+        self._held_until_ns = self._metrics_held_until_ns = 0
         self._resource_key: tuple[object, ...] = ()
         self._reason = ""
         self._failing = False
@@ -390,26 +391,53 @@ class Exporter:
             self._deliver(sender, pieces, owners)
 
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
-        """Send the samples that wait, when it is time. What does not get through in a short while is lost."""
+        """Send the snapshot and the samples that wait, when it is time.
+
+        Samples that do not get through in a short while are lost; what a snapshot tells, the next one does.
+        """
         metrics = self.metrics
         now_ns = time.monotonic_ns()
-        if now_ns < self._held_until_ns or not (metrics.due(now_ns) or (at_once and metrics.waits())):
+        held_ns = max(self._held_until_ns, self._metrics_held_until_ns)
+        if now_ns < held_ns or not (metrics.due(now_ns) or (at_once and metrics.waits())):
             return
         self._renew_resource(sender, self.origin)
-        taken = True
-        while taken and metrics.waits() and self._serves(sender):
-            deadline_ns = time.monotonic_ns() + min(self._settings.timeout_ns, PATIENCE_NS)
+        taken = self._send_snapshot(sender)
+        while taken and metrics.has_samples() and self._serves(sender):
             series, samples = metrics.take(self.origin)
             if not series:
                 continue
-
-            def left_s(deadline_ns: int = deadline_ns) -> float:
-                until_ns = min(deadline_ns, self._stop_at_ns)
-                return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
-
-            verdict = sender.send_metrics(series, left_s, self._pause)
+            verdict = self._deliver_metrics(sender, series)
             taken = verdict.taken
             metrics.settle(samples, verdict.rejected if taken else samples, verdict)
+
+    def _send_snapshot(self, sender: Sender) -> bool:
+        """Send the newest snapshot, if it has not been sent; False where the collector did not take it."""
+        metrics = self.metrics
+        snapshot = metrics.snapshots.take()
+        if snapshot is None:
+            return True
+        for piece in metrics.pieces(snapshot, self.origin):
+            verdict = self._deliver_metrics(sender, piece.series)
+            if not self._serves(sender):
+                return False
+            metrics.settle_piece(piece, verdict)
+            if not verdict.taken:
+                return False
+        metrics.snapshots.delivered(snapshot)
+        return True
+
+    def _deliver_metrics(self, sender: Sender, series: Sequence[Series]) -> Verdict:
+        """Send one request of metrics. What waits because the collector asks for it does not hold up spans."""
+        deadline_ns = time.monotonic_ns() + min(self._settings.timeout_ns, PATIENCE_NS)
+
+        def left_s() -> float:
+            until_ns = min(deadline_ns, self._stop_at_ns)
+            return (until_ns - time.monotonic_ns()) / 1e9 if self._serves(sender) else 0.0
+
+        verdict = sender.send_metrics(series, left_s, self._pause)
+        if verdict.wait_s:
+            self._metrics_held_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
+        return verdict
 
     def _renew_resource(self, sender: Sender, origin: Origin) -> None:
         provider = provider_attributes()

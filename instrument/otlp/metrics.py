@@ -1,4 +1,4 @@
-"""Samples of gauges as OTLP says them: which metric each is, the bytes of the wire, and what waits to be sent.
+"""Metrics on their way to a collector: samples of gauges, each as the metric that it is, and snapshots of totals.
 
 Names, units and kinds are those of OpenTelemetry's conventions where it has one (hardware, process and system metrics,
 version 1.44); what it has no name for lies under `instrument.`. A value keeps the time at which it was read.
@@ -7,14 +7,15 @@ version 1.44); what it has no name for lies under `instrument.`. A value keeps t
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from instrument.otlp.packing import pack_attributes, pack_field, pack_text
+from instrument.metrics import Snapshot
+from instrument.otlp.points import Point, Series
+from instrument.otlp.snapshots import Piece, Snapshots
 from instrument.spans import HOST, Gpu, Origin, Sample
 from instrument.unpatched import Lock
 
@@ -28,7 +29,8 @@ DELAY_NS = 10 * 10**9
 """How long samples are gathered before they are sent, many in one request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""Samples of one request, some 200 bytes each, and what a collector that refuses sizes may bring that down to."""
+"""Samples or series of one request, some 200 bytes each, of a histogram 400, and what a collector that refuses sizes
+may bring that down to."""
 
 PATIENCE_NS = 2 * 10**9
 """The longest that spans wait because metrics do not get through."""
@@ -87,26 +89,6 @@ for _measure in MEASURES:
     _OF_GAUGE.setdefault(_measure.gauge, []).append(_measure)
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One value of a metric. `start_ns` is the wall time from which a sum counts, 0 for a gauge."""
-
-    attributes: Mapping[str, str | int]
-    start_ns: int
-    at_ns: int
-    value: float
-
-
-@dataclass(slots=True)
-class Series:
-    """A metric with its points, as both protocols send it."""
-
-    name: str
-    unit: str
-    kind: str
-    points: list[Point] = field(default_factory=list)
-
-
 class Metrics:
     """Samples on their way to a collector, and what became of them. All methods may be called from any thread.
 
@@ -120,6 +102,7 @@ class Metrics:
         if os.environ.get("OTEL_METRICS_EXPORTER", "").strip() == "none":
             self.off = "OTEL_METRICS_EXPORTER is none"
         self._told = False
+        self.snapshots = Snapshots()
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
@@ -132,7 +115,9 @@ class Metrics:
         self._begun_ns: dict[int, int] = {}
         self._lost = {"dropped": 0, "failed": 0, "rejected": 0}
         self._reason = ""
+        self._lost_series = {"dropped": 0, "rejected": 0}
         self._request_samples = REQUEST_SAMPLES
+        self.snapshots.forget()
         self.sent = 0
         """Samples that the collector took."""
 
@@ -150,13 +135,28 @@ class Metrics:
                 self._waiting.popleft()
                 self._lost["dropped"] += 1
 
+    def put(self, snapshot: Snapshot) -> None:
+        """Take a snapshot on, instead of any before. Nothing happens where metrics are off."""
+        if self.off:
+            self._told = True
+        else:
+            self.snapshots.put(snapshot)
+
     def waits(self) -> bool:
         """Whether anything is to be sent."""
-        return bool(self._waiting)
+        return bool(self._waiting) or self.snapshots.waits()
 
     def due(self, now_ns: int) -> bool:
         """Whether it is time to send."""
-        return bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS
+        return self.snapshots.due() or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
+
+    def has_samples(self) -> bool:
+        """Whether any samples are to be sent."""
+        return bool(self._waiting)
+
+    def pieces(self, snapshot: Snapshot, origin: Origin) -> Iterator[Piece]:
+        """What is to be sent of a snapshot, a request each."""
+        return self.snapshots.pieces(snapshot, origin, self._request_samples)
 
     def take(self, origin: Origin) -> tuple[list[Series], int]:
         """The next request's content, and how many samples it is made of."""
@@ -164,32 +164,27 @@ class Metrics:
             samples = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._request_samples))]
             self._oldest_ns = time.monotonic_ns()
             gpus = dict(self._gpus)
-        found: dict[str, Series] = {}
-        for sample in samples:
-            if sample.value is None:
-                continue
-            self._newest[sample.name, sample.device] = sample.value
-            begun_ns = self._begun_ns.setdefault(sample.device, sample.at_ns)
-            for measure in _OF_GAUGE.get(sample.name, ()):
-                base = self._newest.get((measure.per, sample.device)) if measure.per else 1.0
-                if base:
-                    series = found.setdefault(measure.name, Series(measure.name, measure.unit, measure.kind))
-                    series.points.append(
-                        Point(
-                            _attributes(measure, gpus.get(sample.device), sample.device),
-                            origin.realtime_of(begun_ns) if measure.kind != "gauge" else 0,
-                            origin.realtime_of(sample.at_ns),
-                            sample.value * measure.scale / base,
-                        )
-                    )
-        return list(found.values()), len(samples)
+        found = series_of(samples, gpus, origin, self._newest, self._begun_ns)
+        return found, len(samples)
 
     def settle(self, samples: int, lost: int, verdict: Verdict) -> None:
-        """Count what became of a request. A collector that has no place for metrics gets no more."""
+        """Count what became of a request of samples. A collector that has no place for metrics gets no more."""
         with self._lock:
             fate = "rejected" if verdict.taken else "failed"
             self.sent += samples - min(lost, samples)
             self._lost[fate] += min(lost, samples)
+        self._heed(verdict, lost)
+
+    def settle_piece(self, piece: Piece, verdict: Verdict) -> None:
+        """Count what became of a part of a snapshot, likewise. Where it was not taken, the next snapshot tells it."""
+        if verdict.taken:
+            self.snapshots.taken(piece)
+            with self._lock:
+                self._lost_series["rejected"] += verdict.rejected
+        self._heed(verdict, verdict.rejected if verdict.taken else piece.points)
+
+    def _heed(self, verdict: Verdict, lost: int) -> None:
+        with self._lock:
             if lost:
                 self._reason = verdict.reason or "the collector did not say why"
             if verdict.too_large:
@@ -204,16 +199,50 @@ class Metrics:
         with self._lock:
             self._lost["dropped"] += len(self._waiting)
             self._waiting.clear()
+            if self.snapshots.waits():
+                self._lost_series["dropped"] += self.snapshots.drop()
 
     def losses(self) -> dict[str, int]:
         """What did not reach the collector, by reason."""
-        return {f"samples of gauges {fate} by the OTLP export": lost for fate, lost in self._lost.items() if lost}
+        found = {f"samples of gauges {fate}": lost for fate, lost in self._lost.items()}
+        found |= {f"series of metrics {fate}": lost for fate, lost in self._lost_series.items()}
+        return {f"{what} by the OTLP export": lost for what, lost in found.items() if lost}
 
     def notes(self) -> list[str]:
         """Why metrics are not sent, where samples were read in vain, or why some were lost."""
         if self.off:
-            return [f"export.otlp: gauges are not sent: {self.off}"] if self._told else []
-        return [f"export.otlp: gauges were lost on the way: {self._reason}"] if self._reason else []
+            return [f"export.otlp: metrics are not sent: {self.off}"] if self._told else []
+        notes = [f"export.otlp: {self.snapshots.problem}"] if self.snapshots.problem else []
+        return [*notes, f"export.otlp: metrics did not get through: {self._reason}"] if self._reason else notes
+
+
+def series_of(
+    samples: Iterable[Sample],
+    gpus: Mapping[int, Gpu],
+    origin: Origin,
+    newest: dict[tuple[str, int], float],
+    begun_ns: dict[int, int],
+) -> list[Series]:
+    """Samples as metrics. `newest` keeps what each gauge has last read, `begun_ns` when a device was first read."""
+    found: dict[str, Series] = {}
+    for sample in samples:
+        if sample.value is None:
+            continue
+        newest[sample.name, sample.device] = sample.value
+        first_ns = begun_ns.setdefault(sample.device, sample.at_ns)
+        for measure in _OF_GAUGE.get(sample.name, ()):
+            base = newest.get((measure.per, sample.device)) if measure.per else 1.0
+            if base:
+                series = found.setdefault(measure.name, Series(measure.name, measure.unit, measure.kind))
+                series.points.append(
+                    Point(
+                        _attributes(measure, gpus.get(sample.device), sample.device),
+                        origin.realtime_of(first_ns) if measure.kind != "gauge" else 0,
+                        origin.realtime_of(sample.at_ns),
+                        sample.value * measure.scale / base,
+                    )
+                )
+    return list(found.values())
 
 
 def metrics_url(traces_url: str) -> str | None:
@@ -237,33 +266,3 @@ def _attributes(measure: Measure, gpu: Gpu | None, device: int) -> dict[str, str
         "cuda.device.index": device,
         **dict(measure.attributes),
     }
-
-
-# The wire: Metric {name 1, unit 3, gauge 5, sum 7}; Gauge {data_points 1}; Sum {data_points 1, temporality 2,
-# is_monotonic 3}; NumberDataPoint {start_time 2, time 3, as_double 4, as_int 6, attributes 7}.
-_pack_time = struct.Struct("<BQ").pack
-_pack_double = struct.Struct("<Bd").pack
-_pack_int = struct.Struct("<Bq").pack
-_CUMULATIVE = b"\x10\x02"
-_MONOTONIC = b"\x18\x01"
-
-
-def pack_metric(series: Series) -> bytes:
-    """One entry of `ScopeMetrics.metrics`. Whole numbers of bytes are sent as such."""
-    points = b"".join([pack_field(b"\x0a", _pack_point(point, series.unit == "By")) for point in series.points])
-    if series.kind == "gauge":
-        data = pack_field(b"\x2a", points)
-    else:
-        data = pack_field(b"\x3a", points + _CUMULATIVE + (_MONOTONIC if series.kind == "counter" else b""))
-    return pack_field(b"\x12", pack_text(b"\x0a", series.name) + pack_text(b"\x1a", series.unit) + data)
-
-
-def _pack_point(point: Point, whole: bool) -> bytes:
-    return b"".join(
-        (
-            _pack_time(0x11, point.start_ns) if point.start_ns else b"",
-            _pack_time(0x19, point.at_ns),
-            _pack_int(0x31, round(point.value)) if whole else _pack_double(0x21, point.value),
-            pack_attributes(point.attributes, b"\x3a"),
-        )
-    )

@@ -355,7 +355,7 @@ def pack_attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> b
 def _attribute(key: str, value: object, tag: bytes = b"\x4a") -> bytes:
     """One KeyValue as a repeated field, by default `Span.attributes`."""
     if type(value) is int and 0 <= value < 1 << 63:
-        number = _varint(value)
+        number = varint(value)
         return _int_head(tag, key, len(number)) + number
     return pack_field(tag, _key(key) + pack_field(b"\x12", _any_value(value)))
 
@@ -367,8 +367,8 @@ def _key(key: str) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
-    named = _key(key) + b"\x12" + _varint(varint_bytes + 1) + b"\x18"
-    return tag + _varint(len(named) + varint_bytes) + named
+    named = _key(key) + b"\x12" + varint(varint_bytes + 1) + b"\x18"
+    return tag + varint(len(named) + varint_bytes) + named
 
 
 def _any_value(value: object) -> bytes:
@@ -377,7 +377,7 @@ def _any_value(value: object) -> bytes:
     if type(value) is bool:
         return b"\x10\x01" if value else b"\x10\x00"
     if type(value) is int and -1 << 63 <= value < 1 << 63:
-        return b"\x18" + _varint(value & _MASK)
+        return b"\x18" + varint(value & _MASK)
     if type(value) is float:
         return _pack_double(b"\x21", value)
     if type(value) is list:
@@ -392,12 +392,13 @@ def pack_text(tag: bytes, text: str) -> bytes:
 
 def pack_field(tag: bytes, content: bytes) -> bytes:
     """A field that holds bytes, or a message."""
-    return tag + _varint(len(content)) + content
+    return tag + varint(len(content)) + content
 
 
-def _varint(number: int) -> bytes:
+def varint(number: int) -> bytes:
+    """A number of any size, from 0."""
     if number < 0x80:
         return bytes((number,))
     if number < 0x4000:
         return bytes((number & 0x7F | 0x80, number >> 7))
-    return bytes((number & 0x7F | 0x80, number >> 7 & 0x7F | 0x80)) + _varint(number >> 14)
+    return bytes((number & 0x7F | 0x80, number >> 7 & 0x7F | 0x80)) + varint(number >> 14)

@@ -19,7 +19,8 @@ from instrument.document import without_secrets
 from instrument.errors import ExportError
 from instrument.otlp import packing
 from instrument.otlp.connection import Connection, Timed, TlsConnection, context
-from instrument.otlp.metrics import PATIENCE_NS, Series, metrics_url, pack_metric
+from instrument.otlp.metrics import PATIENCE_NS, metrics_url
+from instrument.otlp.points import Point, Series, pack_metric
 from instrument.spans import Origin, Span
 from instrument.threads import current_name
 
@@ -350,20 +351,25 @@ class Grpc:
         from opentelemetry.sdk.metrics import export as sdk
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+        def number(point: Point, unit: str) -> Any:
+            value: Any = point.value
+            return sdk.NumberDataPoint(
+                attributes=point.attributes,
+                start_time_unix_nano=point.start_ns,
+                time_unix_nano=point.at_ns,
+                value=round(value) if unit == "By" else value,
+            )
+
         def metric(one: Series) -> Any:
-            points = [
-                sdk.NumberDataPoint(
-                    attributes=point.attributes,
-                    start_time_unix_nano=point.start_ns,
-                    time_unix_nano=point.at_ns,
-                    value=round(point.value) if one.unit == "By" else point.value,
-                )
-                for point in one.points
-            ]
-            data: Any = sdk.Gauge(points)
-            if one.kind != "gauge":
-                data = sdk.Sum(points, sdk.AggregationTemporality.CUMULATIVE, is_monotonic=one.kind == "counter")
-            return sdk.Metric(name=one.name, description="", unit=one.unit, data=data)
+            temporality = sdk.AggregationTemporality.DELTA if one.is_delta else sdk.AggregationTemporality.CUMULATIVE
+            if one.kind == "histogram":
+                data: Any = sdk.ExponentialHistogram([_official_histogram(point) for point in one.points], temporality)
+            elif one.kind == "gauge":
+                data = sdk.Gauge([number(point, one.unit) for point in one.points])
+            else:
+                points = [number(point, one.unit) for point in one.points]
+                data = sdk.Sum(points, temporality, is_monotonic=one.kind == "counter")
+            return sdk.Metric(name=one.name, description=one.description, unit=one.unit, data=data)
 
         scope = InstrumentationScope(packing.SCOPE, packing.version(), packing.SCHEMA_URL)
         metrics = sdk.ScopeMetrics(scope, [metric(one) for one in series], packing.SCHEMA_URL)
@@ -423,6 +429,26 @@ def _listen(record: logging.LogRecord) -> bool:
         return True
     Grpc.said = record.getMessage()
     return False
+
+
+def _official_histogram(point: Point) -> Any:
+    from opentelemetry.sdk.metrics import export as sdk
+
+    value: Any = point.value
+    return sdk.ExponentialHistogramDataPoint(
+        attributes=point.attributes,
+        start_time_unix_nano=point.start_ns,
+        time_unix_nano=point.at_ns,
+        count=value.count,
+        sum=value.sum_s,
+        scale=value.scale,
+        zero_count=value.zero_count,
+        positive=sdk.Buckets(value.offset, value.counts),
+        negative=sdk.Buckets(0, ()),
+        flags=0,
+        min=value.least_s,
+        max=value.most_s,
+    )
 
 
 def _official(attributes: Mapping[str, object]) -> dict[str, Any]:

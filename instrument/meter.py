@@ -1,0 +1,219 @@
+"""The meter: what of a session are metrics, counted while it runs, for OTLP and for a scrape of Prometheus.
+
+Requests are counted by endpoint, status and error as the reader of the rings meets their rows, so nothing is done for
+them on the service's threads. The tally counts the same requests exactly, whatever the rings have lost: those that the
+reader has never met are found by it, and told without a status. So the counts of all series add up to the requests
+that have ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from instrument.http_status import STATUS
+from instrument.lines import CALLS, ELAPSED, MAX, MIN, WIDTH
+from instrument.metrics import COUNTER, HISTOGRAM, UPDOWN, Distribution, Labels, Metric, Snapshot, Value
+from instrument.recorder import Recorder
+from instrument.ring import Row
+from instrument.spans import Site
+from instrument.tally import bucket, bucket_start
+
+SERIES_LIMIT = 2_000
+"""Series of a metric that are told apart, as OpenTelemetry's SDKs do; what comes later is one series together."""
+
+OVERFLOW: Labels = (("otel.metric.overflow", True),)
+"""The series of what is beyond that limit, by OpenTelemetry's name."""
+
+SCHEME = "url.scheme"
+
+Ended = Mapping[Labels, Mapping[int, int]]
+"""By endpoint the buckets of the requests that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What the session knows of its own losses and costs, asked when a snapshot is taken.
+
+    `losses` counts what was not kept by reason, `costs_ns` tells what was spent so far by what for.
+    """
+
+    losses: Callable[[], Mapping[str, int]]
+    costs_ns: Callable[[], Mapping[str, float]]
+
+
+class Meter:
+    """Counts what metrics tell. `count` and `snapshot` are for the one thread that reads the rings, in turn."""
+
+    def __init__(self, recorder: Recorder, books: Books) -> None:
+        self._recorder = recorder
+        self._books = books
+        self.begin(0)
+
+    def begin(self, start_ns: int) -> None:
+        """Begin anew, at the start of a session and in a forked child."""
+        self._start_ns = start_ns
+        self._requests: dict[Labels, Distribution] = {}
+        self._met: dict[Labels, Counter[int]] = {}
+        """By endpoint the buckets of all that are counted in `_requests`."""
+        self._active: dict[Labels, int] = {}
+        self._schemes: dict[Value, None] = {}
+        self._calls: dict[Labels, Distribution] = {}
+        self._counters: dict[tuple[str, str], float] = {}
+
+    # ---------------------------------------------------------------- requests
+
+    def count(self, ended: Sequence[Row]) -> None:
+        """Count requests that have ended, by their rows: some 2 us each."""
+        site_of = self._recorder.site_of
+        for row in ended:
+            endpoint = endpoint_of(site_of(row))
+            if not endpoint:
+                continue
+            told = row[10] or {}
+            labels = endpoint
+            if isinstance(scheme := told.get(SCHEME), str):
+                labels += ((SCHEME, scheme),)
+                self._schemes[scheme] = None
+            if isinstance(status := told.get(STATUS), int) and 100 <= status < 1000:
+                labels += ((STATUS, status),)
+            if row[9] is not None:
+                labels += (("error.type", row[9]),)
+            duration_ns = row[6] - row[5]
+            self._series(labels).add(duration_ns)
+            self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
+
+    def _series(self, labels: Labels) -> Distribution:
+        series = self._requests
+        if labels not in series and len(series) >= SERIES_LIMIT:
+            labels = OVERFLOW
+        return series.setdefault(labels, Distribution())
+
+    def ended(self) -> Ended:
+        """What the tally has counted: all requests that have ended by now, and perhaps some whose rows come later."""
+        found: dict[Labels, Counter[int]] = {}
+        lines = self._recorder.lines(merged=True)
+        endpoints = lines.tree.by_site(endpoint_of)
+        places: dict[Labels, list[int]] = {}
+        for place in lines.merged()[::WIDTH]:
+            endpoint = endpoints[lines.site_of[place]]
+            if endpoint:
+                places.setdefault(endpoint, []).append(place)
+        for endpoint, known in places.items():
+            found[endpoint] = Counter(lines.histogram(known, None))
+        return found
+
+    def settle(self, ended: Ended) -> None:
+        """Count what the tally had counted before the reader's last look, and the reader has not met all the same."""
+        for endpoint, buckets in ended.items():
+            known = self._met.setdefault(endpoint, Counter())
+            missed = {index: count - known[index] for index, count in buckets.items() if count > known[index]}
+            if missed:
+                self._series(endpoint).add_buckets(missed)
+                known.update(missed)
+
+    def _active_requests(self) -> Metric:
+        """Requests that are open now: of a scheme where the process has met one alone."""
+        now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, self._met), 0))
+        for _, row in self._recorder.open_rows():
+            labels = endpoint_of(self._recorder.site_of(row))
+            if labels and row[1] == row[3]:
+                now[_without_route(labels)] += 1
+        scheme = tuple((SCHEME, one) for one in self._schemes) if len(self._schemes) == 1 else ()
+        self._active = dict.fromkeys(self._active, 0)
+        for labels, count in now.items():
+            if (of := labels + scheme) in self._active or len(self._active) < SERIES_LIMIT:
+                self._active[of] = count
+        return Metric(
+            "http.server.active_requests",
+            "{request}",
+            UPDOWN,
+            "Number of active HTTP server requests.",
+            dict(self._active),
+        )
+
+    # ---------------------------------------------------------------- calls of functions
+
+    def _count_calls(self, sites: Collection[Site]) -> None:
+        """Bring the distributions of these sites up to the tally."""
+        if not sites:
+            return
+        lines = self._recorder.lines(merged=True)
+        merged = lines.merged()
+        wanted = [_call_labels(site) if self._recorder.place_of(site) in sites else () for site in lines.tree.sites]
+        rows: dict[Labels, list[int]] = {}
+        for at in range(0, len(merged), WIDTH):
+            labels = wanted[lines.site_of[merged[at]]]
+            if labels:
+                rows.setdefault(labels, []).append(at)
+        for labels, of in rows.items():
+            buckets = lines.histogram([merged[at] for at in of], None)
+            # The time of a call within a call of the same function counts in the outer one's alone, though both are
+            # calls: the sum is that of the buckets then.
+            least_ns = sum(bucket_start(index) * count for index, count in buckets.items())
+            now = Distribution(
+                sum(buckets.values()),
+                max(sum(merged[at + ELAPSED] for at in of), least_ns),
+                min(merged[at + MIN] for at in of if merged[at + CALLS]),
+                max(merged[at + MAX] for at in of),
+                buckets,
+            )
+            if labels not in self._calls and len(self._calls) >= SERIES_LIMIT:
+                continue
+            self._calls.setdefault(labels, Distribution()).grow(now)
+
+    # ---------------------------------------------------------------- all together
+
+    def snapshot(self, *, requests: bool, sites: Collection[Site]) -> Snapshot:
+        """All metrics as they are now: of `requests` where they are recorded, and of the calls of these sites."""
+        metrics = []
+        if requests or self._requests:
+            series = {labels: one.copy() for labels, one in self._requests.items()}
+            metrics.append(
+                Metric("http.server.request.duration", "s", HISTOGRAM, "Duration of HTTP server requests.", series)
+            )
+            metrics.append(self._active_requests())
+        self._count_calls(sites)
+        if self._calls:
+            calls = {labels: one.copy() for labels, one in self._calls.items()}
+            told = "Time of a call, of the device's work, too, where it is timed."
+            metrics.append(Metric("instrument.call.duration", "s", HISTOGRAM, told, calls))
+        told = "What was recorded and not kept, by reason."
+        metrics.append(self._counted("instrument.losses", "{loss}", told, "instrument.reason", self._books.losses()))
+        spent_s = {part: spent_ns / 1e9 for part, spent_ns in self._books.costs_ns().items()}
+        told = "Processor time of the instrumentation itself, as measured on this machine."
+        metrics.append(self._counted("instrument.cost", "s", told, "instrument.part", spent_s))
+        return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
+
+    def _counted(self, name: str, unit: str, told: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A counter, which never falls, though what a thread has cost may be measured anew."""
+        for key, value in values.items():
+            self._counters[name, key] = max(value, self._counters.get((name, key), 0))
+        series: dict[Labels, float] = {
+            ((label, key),): value for (of, key), value in self._counters.items() if of == name
+        }
+        return Metric(name, unit, COUNTER, told, series)
+
+
+def endpoint_of(site: Site) -> Labels:
+    """What tells the requests of a site from others, () where it has no requests over HTTP."""
+    if site.kind != "request":
+        return ()
+    facts = dict(site.attributes)
+    if "http.request.method" not in facts:
+        return ()
+    return tuple((name, value) for name in _ENDPOINT if isinstance(value := facts.get(name), str))
+
+
+_ENDPOINT = ("http.request.method", "http.route", "network.protocol.name")
+
+
+def _without_route(endpoint: Labels) -> Labels:
+    return tuple(one for one in endpoint if one[0] != "http.route")
+
+
+def _call_labels(site: Site) -> Labels:
+    told = (("instrument.span.name", site.name), ("code.function.name", site.function))
+    return tuple(one for one in told if one[1])

@@ -1,0 +1,124 @@
+"""Snapshots of metrics on their way to a collector: the newest one, as totals or as what came since the last delivery.
+
+Nothing of a snapshot is lost because a delivery fails: the next one tells the same totals, or all that has come since
+the last delivery that was taken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from instrument.metrics import COUNTER, GAUGE, HISTOGRAM, Distribution, Labels, Metric, Snapshot
+from instrument.otlp.histograms import Exponential, exponential
+from instrument.otlp.points import Point, Series
+from instrument.spans import Origin
+
+PREFERENCE = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
+
+DELTAS = {"cumulative": (), "delta": (COUNTER, HISTOGRAM), "lowmemory": (HISTOGRAM,)}
+"""The kinds of which a collector gets what has come since the last delivery, by what is preferred. As OpenTelemetry's
+exporters have it; our counters are read when they are told, which `lowmemory` leaves as totals."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """Series of one request, how many points they have, and what each stands at."""
+
+    series: list[Series]
+    points: int
+    told: dict[tuple[str, Labels], tuple[float | Distribution, int]]
+
+
+class Snapshots:
+    """The newest snapshot. `put` is for one thread, the rest for another."""
+
+    def __init__(self) -> None:
+        asked = os.environ.get(PREFERENCE, "").strip().lower() or "cumulative"
+        self._deltas = DELTAS.get(asked, ())
+        self.problem = "" if asked in DELTAS else f"{PREFERENCE}: found {asked!r}; allowed: {', '.join(DELTAS)}"
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, with nothing told."""
+        self._newest: Snapshot | None = None
+        self._tried: Snapshot | None = None
+        self._delivered: Snapshot | None = None
+        self._told: dict[tuple[str, Labels], tuple[float | Distribution, int]] = {}
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Take one on, instead of any before."""
+        self._newest = snapshot
+
+    def waits(self) -> bool:
+        """Whether the newest one has not been delivered."""
+        return self._newest is not self._delivered
+
+    def due(self) -> bool:
+        """Whether there is one that nobody has tried to deliver."""
+        return self._newest is not self._tried
+
+    def take(self) -> Snapshot | None:
+        """What is to be delivered now, if anything is."""
+        self._tried = self._newest
+        return self._tried if self.waits() else None
+
+    def pieces(self, snapshot: Snapshot, origin: Origin, most_points: int) -> Iterator[Piece]:
+        """What a collector gets of a snapshot, in requests of so many points."""
+        piece = Piece([], 0, {})
+        for metric in snapshot.metrics:
+            series: Series | None = None
+            for labels, value in metric.series.items():
+                point = self._point(snapshot, origin, metric, labels, value)
+                if point is None:
+                    continue
+                if piece.points >= most_points:
+                    yield piece
+                    piece, series = Piece([], 0, {}), None
+                if series is None:
+                    is_delta = metric.kind in self._deltas
+                    series = Series(metric.name, metric.unit, metric.kind, [], metric.description, is_delta)
+                    piece.series.append(series)
+                series.points.append(point)
+                piece.points += 1
+                piece.told[metric.name, labels] = value, snapshot.at_ns
+        if piece.points:
+            yield piece
+
+    def _point(
+        self, snapshot: Snapshot, origin: Origin, metric: Metric, labels: Labels, value: float | Distribution
+    ) -> Point | None:
+        """A point; None where nothing has come since the last delivery and nothing else is to be told."""
+        start_ns = snapshot.start_ns
+        told: float | Exponential
+        if metric.kind in self._deltas:
+            before, start_ns = self._told.get((metric.name, labels), (None, start_ns))
+            if isinstance(value, Distribution):
+                since = value.since(before) if isinstance(before, Distribution) else value
+                if not since.count:
+                    return None
+                told = exponential(since, has_extremes=before is None)
+            else:
+                told = value - before if isinstance(before, int | float) else value
+                if not told:
+                    return None
+        else:
+            told = exponential(value, has_extremes=True) if isinstance(value, Distribution) else value
+        start_ns = 0 if metric.kind == GAUGE else origin.realtime_of(start_ns)
+        return Point(dict(labels), start_ns, origin.realtime_of(snapshot.at_ns), told)
+
+    def taken(self, piece: Piece) -> None:
+        """The collector has a piece."""
+        if self._deltas:
+            self._told.update(piece.told)
+
+    def delivered(self, snapshot: Snapshot) -> None:
+        """The collector has all of a snapshot."""
+        self._delivered = snapshot
+
+    def drop(self) -> int:
+        """Give up the newest one; returns how many series it was of."""
+        newest, self._delivered = self._newest, self._newest
+        self._tried = newest
+        return sum(len(metric.series) for metric in newest.metrics) if newest is not None else 0

@@ -1,0 +1,425 @@
+"""Metrics of requests and calls: their sums are what was called, whatever the rings, forks and collectors do."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+from otlp_collectors import Collector, collecting, refuse_with, swallow, take
+from otlp_receiver import receiver
+
+import instrument
+from instrument import meter
+from instrument.metrics import Distribution
+from instrument.otlp.histograms import exponential
+from instrument.probes.requests import asgi
+from instrument.probes.requests.exchange import CURRENT, Exchanges
+from instrument.profile import Profile, RequestsRule
+from instrument.schema import loads
+from instrument.tally import bucket
+
+DURATION, ACTIVE, CALLS = "http.server.request.duration", "http.server.active_requests", "instrument.call.duration"
+DELTA, CUMULATIVE = 1, 2
+
+
+@pytest.fixture(autouse=True)
+def stopped() -> Iterator[None]:
+    yield
+    instrument.stop()
+
+
+def profile(endpoint: str, more: str = "") -> Profile:
+    text = f"requests: auto\nexport: {{otlp: {{endpoint: '{endpoint}', timeout: 2s}}}}\n{more}"
+    return loads(text, environ={})
+
+
+def url(server: Collector) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+class Served:
+    """An ASGI app as its server calls it: a path names its route, and the status that answers it."""
+
+    def __init__(self) -> None:
+        self._app = asgi.App(self._answer, Exchanges(RequestsRule()))
+        self.asked: Counter[tuple[str, str, int]] = Counter()
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        _, route, status = scope["path"].split("/")
+        exchange = CURRENT.get()
+        assert exchange is not None
+        exchange.found(f"/{route}")
+        if status == "boom":
+            raise ValueError(route)
+        await send({"type": "http.response.start", "status": int(status), "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    def ask(self, path: str, times: int = 1, method: str = "GET") -> None:
+        scope = {"type": "http", "method": method, "path": path, "scheme": "http", "headers": []}
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None: ...
+
+        async def all_of_them() -> None:
+            for _ in range(times):
+                try:
+                    await self._app(dict(scope), receive, send)
+                except ValueError:
+                    pass  # the service's own fault
+
+        asyncio.run(all_of_them())
+
+
+def told(attributes: Any) -> dict[str, Any]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}
+
+
+def points(metrics: Sequence[Metric], name: str = DURATION) -> list[Any]:
+    return [p for m in metrics if m.name == name for p in getattr(m, m.WhichOneof("data")).data_points]
+
+
+def newest(metrics: Sequence[Metric], name: str = DURATION) -> dict[tuple[Any, ...], Any]:
+    """The last point of each series."""
+    return {tuple(sorted(told(p.attributes).items())): p for p in points(metrics, name)}
+
+
+def ended(metrics: Sequence[Metric]) -> Counter[tuple[Any, ...]]:
+    """How often requests ended by method, route, status and error, by the totals that came last."""
+    names = ("http.request.method", "http.route", "http.response.status_code", "error.type")
+    found: Counter[tuple[Any, ...]] = Counter()
+    for point in newest(metrics).values():
+        labels = told(point.attributes)
+        found[tuple(labels.get(name) for name in names)] += point.count
+    return found
+
+
+def test_requests_arrive_by_endpoint_status_and_error_as_exponential_histograms() -> None:
+    with collecting(take) as server:
+        session = instrument.start(profile(url(server)))
+        assert session is not None
+        app = Served()
+        app.ask("/items/200", 30)
+        app.ask("/items/404", 3)
+        app.ask("/items/503", 2)
+        app.ask("/other/boom", 4, "POST")
+        app.ask("/other/200", 1, "BREW")
+        instrument.stop()
+        assert ended(server.metrics) == {
+            ("GET", "/items", 200, None): 30,
+            ("GET", "/items", 404, None): 3,
+            ("GET", "/items", 503, "503"): 2,
+            ("POST", "/other", 500, "ValueError"): 4,
+            ("_OTHER", "/other", 200, None): 1,
+        }
+        for point in newest(server.metrics).values():
+            assert told(point.attributes)["url.scheme"] == "http"
+            assert sum(point.positive.bucket_counts) + point.zero_count == point.count
+            assert 0 < point.min <= point.sum / point.count <= point.max
+            assert point.start_time_unix_nano < point.time_unix_nano
+        (metric,) = {m.name: m for m in server.metrics if m.name == DURATION}.values()
+        assert (metric.unit, metric.exponential_histogram.aggregation_temporality) == ("s", CUMULATIVE)
+        assert session.losses() == {}
+        assert session.notes() == ["requests: waiting (no server of asgi, wsgi is imported)"]
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_a_real_receiver_holds_what_was_served(protocol: str) -> None:
+    with receiver() as found:
+        endpoint = found.grpc_endpoint if protocol == "grpc" else f"http://127.0.0.1:{found.http_port}"
+        text = f"requests: auto\nexport: {{otlp: {{endpoint: '{endpoint}', protocol: {protocol}}}}}\n"
+        text += "functions: [{match: 'test_meter:work', metrics: true}]\n"
+        instrument.start(loads(text, environ={}))
+        app = Served()
+        app.ask("/items/200", 20)
+        app.ask("/items/500", 5)
+        instrument.flush(10)
+        instrument.stop()
+        requests: dict[Any, int] = {}
+        for point in found.points():
+            if point.name == DURATION:
+                assert (point.unit, point.kind, point.temporality) == ("s", "histogram", "CUMULATIVE")
+                requests[point.attributes["http.response.status_code"]] = int(point.value)
+                counts = point.data["positive"]["bucket_counts"]
+                assert sum(map(int, counts)) == point.value
+        assert requests == {200: 20, 500: 5}
+
+
+def test_deltas_add_up_to_what_was_served_and_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "delta")
+    with collecting(take) as server:
+        instrument.start(profile(url(server)))
+        app = Served()
+        for times in (3, 0, 5, 7):
+            app.ask("/items/200", times)
+            instrument.flush()
+        instrument.stop()
+        told_points = points(server.metrics)
+        assert [p.count for p in told_points] == [3, 5, 7]
+        for before, after in itertools.pairwise(told_points):
+            assert before.time_unix_nano == after.start_time_unix_nano
+        assert {m.exponential_histogram.aggregation_temporality for m in server.metrics if m.name == DURATION} == {
+            DELTA
+        }
+        assert {m.sum.aggregation_temporality for m in server.metrics if m.name == ACTIVE} == {CUMULATIVE}
+
+
+def test_deltas_that_did_not_get_through_come_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "delta")
+    with collecting(take, metrics=refuse_with(400)) as server:
+        instrument.start(profile(url(server)))
+        app = Served()
+        app.ask("/items/200", 3)
+        instrument.flush()
+        assert points(server.metrics) == []
+        server.behave_with_metrics = take
+        app.ask("/items/200", 4)
+        instrument.stop()
+        assert [p.count for p in points(server.metrics)] == [7]
+
+
+def test_a_preference_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "detla")
+    with collecting(take) as server:
+        session = instrument.start(profile(url(server)))
+        assert session is not None
+        (note,) = [note for note in session.notes() if "TEMPORALITY" in note]
+        assert "found 'detla'; allowed: cumulative, delta, lowmemory" in note
+        instrument.stop()
+
+
+def test_requests_whose_rows_were_overwritten_are_counted_all_the_same() -> None:
+    with collecting(take) as server:
+        session = instrument.start(profile(url(server), "limits: {ring: 64KiB}\ncapture: {sample: 0}"))
+        assert session is not None
+        app = Served()
+        with session._lock.held():  # nobody reads the rings meanwhile
+            app.ask("/items/200", 3_000)
+            app.ask("/items/500", 1)
+        instrument.stop()
+        found = ended(server.metrics)
+        assert sum(found.values()) == 3_001
+        assert found[("GET", "/items", None, None)] > 0, "those that nobody has met, without a status"
+        assert found[("GET", "/items", 500, "500")] == 1
+
+
+def test_endpoints_beyond_the_limit_are_one_series_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "SERIES_LIMIT", 5)
+    with collecting(take) as server:
+        instrument.start(profile(url(server)))
+        app = Served()
+        for number in range(9):
+            app.ask(f"/route{number}/200", 2)
+        instrument.stop()
+        found = newest(server.metrics)
+        assert sum(point.count for point in found.values()) == 18
+        assert found[("otel.metric.overflow", True),].count == 8
+
+
+def test_requests_that_are_open_are_told_as_such() -> None:
+    is_inside, may_go = threading.Event(), threading.Event()
+
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        is_inside.set()
+        await asyncio.to_thread(may_go.wait, 30)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    with collecting(take) as server:
+        instrument.start(profile(url(server)))
+        app = Served()
+        app._app = asgi.App(wait, Exchanges(RequestsRule()))
+        thread = threading.Thread(target=app.ask, args=("/",))
+        thread.start()
+        assert is_inside.wait(30)
+        instrument.flush()
+        (active,) = newest(server.metrics, ACTIVE).values()
+        assert (told(active.attributes), active.as_int) == ({"http.request.method": "GET"}, 1)
+        may_go.set()
+        thread.join()
+        instrument.stop()
+        assert sum(point.as_int for point in newest(server.metrics, ACTIVE).values()) == 0
+        assert sum(ended(server.metrics).values()) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_parent_and_child_each_tell_their_own_requests() -> None:
+    with collecting(take) as server:
+        instrument.start(profile(url(server)))
+        app = Served()
+        app.ask("/items/200", 4)
+        instrument.flush()
+        app.ask("/items/200", 2)
+        child = os.fork()
+        if not child:
+            try:
+                app.ask("/items/200", 3)
+                instrument.stop()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        app.ask("/items/200", 1)
+        instrument.stop()
+        counts: dict[int, int] = {}
+        for point in points(server.metrics):
+            counts[point.start_time_unix_nano] = max(point.count, counts.get(point.start_time_unix_nano, 0))
+        assert sorted(counts.values()) == [3, 7], "the child's start is its own"
+
+
+def test_a_collector_that_asks_to_wait_gets_no_metrics_meanwhile_and_spans_go_on() -> None:
+    with collecting(take, metrics=refuse_with(503, Retry_After="30")) as server:
+        session = instrument.start(profile(url(server)))
+        assert session is not None
+        app = Served()
+        for _ in range(3):
+            app.ask("/items/200", 2)
+            instrument.flush()
+        assert server.taken == ["GET /items"] * 6
+        tried = server.tries
+        instrument.flush()
+        assert server.tries == tried, "nothing until it may be asked again"
+        instrument.stop()
+        assert session.losses()["series of metrics dropped by the OTLP export"] > 0
+        assert any("asks to wait for 30 s" in note for note in session.notes())
+
+
+def test_without_a_collector_what_was_not_told_is_counted_and_the_end_is_not_late() -> None:
+    session = instrument.start(profile("http://127.0.0.1:9"))
+    assert session is not None
+    Served().ask("/items/200", 2)
+    instrument.stop()
+    assert session.losses()["series of metrics dropped by the OTLP export"] > 0
+
+
+def test_a_collector_that_never_answers_leaves_the_newest_totals_alone_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    from instrument.otlp import exporter
+
+    monkeypatch.setattr(exporter, "PATIENCE_NS", 10**8)
+    with collecting(take, metrics=swallow) as server:
+        session = instrument.start(profile(url(server)))
+        assert session is not None
+        app = Served()
+        for _ in range(5):
+            app.ask("/items/200", 1)
+            instrument.flush(0.3)
+        server.closing.set()
+        server.behave_with_metrics = take
+        instrument.stop()
+        assert ended(server.metrics) == {("GET", "/items", 200, None): 5}
+
+
+def test_profiles_without_requests_send_gauges_alone() -> None:
+    with collecting(take) as server:
+        instrument.start(loads(f"export: {{otlp: {{endpoint: '{url(server)}'}}}}", environ={}))
+        with instrument.scope("work"):
+            pass
+        instrument.stop()
+        assert server.taken == ["work"]
+
+
+# ---------------------------------------------------------------- calls
+
+
+def work(depth: int = 0) -> None:
+    if depth:
+        work(depth - 1)
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    bare = work
+    yield
+    globals()["work"] = bare
+
+
+RULES = "functions: [{match: 'test_meter:work', name: work, metrics: true}]\n"
+
+
+def test_rules_that_ask_for_it_have_the_duration_of_all_calls_as_a_metric(restored: None) -> None:
+    with collecting(take) as server:
+        session = instrument.start(profile(url(server), RULES + "capture: {sample: 0}\nlimits: {ring: 64KiB}"))
+        assert session is not None
+        for _ in range(5_000):
+            work()
+        instrument.stop()
+        (point,) = newest(server.metrics, CALLS).values()
+        assert told(point.attributes) == {"instrument.span.name": "work", "code.function.name": "test_meter.work"}
+        assert point.count == sum(point.positive.bucket_counts) + point.zero_count == 5_000
+        (row,) = [row for row in session.tally().rows() if row.path[-1].name == "work"]
+        assert point.sum == pytest.approx(row.totals.total_ns / 1e9)
+        assert (point.min, point.max) == (row.totals.min_ns / 1e9, row.totals.max_ns / 1e9)
+
+
+def test_calls_within_calls_count_and_the_sum_is_no_less_than_its_buckets(restored: None) -> None:
+    with collecting(take) as server:
+        instrument.start(profile(url(server), RULES))
+        for _ in range(10):
+            work(20)
+        instrument.stop()
+        (point,) = newest(server.metrics, CALLS).values()
+        assert point.count == 210
+        base = 2**2**-point.scale
+        buckets = enumerate(point.positive.bucket_counts, point.positive.offset)
+        assert point.sum == pytest.approx(sum(count * base ** (at + 0.5) for at, count in buckets), rel=0.2)
+
+
+def test_what_the_instrumentation_costs_and_loses_is_told_beside() -> None:
+    with collecting(take) as server:
+        instrument.start(profile(url(server), "limits: {ring: 64KiB}\ncapture: {sample: 0}"))
+        Served().ask("/items/200", 3_000)
+        instrument.stop()
+        costs = {told(p.attributes)["instrument.part"]: p.as_double for p in points(server.metrics, "instrument.cost")}
+        assert costs["probes"] > 0
+        losses = {
+            told(p.attributes)["instrument.reason"]: p.as_int for p in points(server.metrics, "instrument.losses")
+        }
+        assert losses["spans overwritten by newer ones"] > 0
+        (metric,) = {m.name: m for m in server.metrics if m.name == "instrument.losses"}.values()
+        assert metric.sum.is_monotonic
+
+
+# ---------------------------------------------------------------- exponential histograms
+
+
+def test_each_value_lies_within_its_exponential_bucket_by_no_more_than_the_tallys_error() -> None:
+    for value_ns in [*range(1, 400), *(7**power for power in range(4, 20)), 10**9, 2**40, 2**53]:
+        one = Distribution()
+        one.add(value_ns)
+        found = exponential(one, has_extremes=True)
+        assert (found.count, found.zero_count, found.counts) == (1, 0, (1,))
+        base = 2**2**-found.scale
+        low, high = base**found.offset, base ** (found.offset + 1)
+        assert low * (1 - 1 / 128) <= value_ns / 1e9 <= high * (1 + 1 / 128)
+
+
+def test_times_that_differ_much_share_wider_buckets() -> None:
+    many = Distribution()
+    values = [3**power for power in range(39)]
+    for value_ns in [0, *values]:
+        many.add(value_ns)
+    found = exponential(many, has_extremes=True)
+    assert len(found.counts) <= 160
+    assert (found.zero_count, sum(found.counts), found.sum_s) == (1, 39, sum(values) / 1e9)
+    assert (found.least_s, found.most_s) == (0.0, values[-1] / 1e9)
+
+
+def test_calls_that_got_their_device_time_later_are_not_told_twice() -> None:
+    told_so_far = Distribution()
+    first = Distribution()
+    for value_ns in (1_000, 1_000, 5_000):
+        first.add(value_ns)
+    told_so_far.grow(first)
+    later = Distribution(4, 27_000, 1_000, 20_000, {bucket(1_000): 1, bucket(5_000): 1, bucket(20_000): 2})
+    before = told_so_far.copy()
+    told_so_far.grow(later)
+    assert told_so_far.count == sum(told_so_far.buckets.values()) == 4
+    assert all(count >= before.buckets.get(index, 0) for index, count in told_so_far.buckets.items())
+    assert told_so_far.since(before).buckets == {bucket(20_000): 1}
