@@ -556,8 +556,9 @@ def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
             value = profile.told.get(name, value)
         if value is not None or origin != "default":
             found.append((name, value, origin))
-    for variable, name in BESIDE.items() if profile.export.otlp is not None else ():
-        if text := os.environ.get(variable):
+    for variable, name in BESIDE.items():
+        is_followed = profile.export.otlp is not None or (variable == "OTEL_PROPAGATORS" and profile.requests)
+        if is_followed and (text := os.environ.get(variable)):
             # Of attributes by name alone, as of headers.
             names = [part.partition("=")[0].strip() for part in text.split(",")]
             found.append((name, ", ".join(filter(None, names)), variable))

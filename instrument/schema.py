@@ -770,9 +770,11 @@ BESIDE: Mapping[str, str] = {
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "resource detectors",
     "OTEL_METRICS_EXPORTER": "metrics exporter",
     "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": "metrics temporality",
+    "OTEL_PROPAGATORS": "propagators",
 }
 """The other variables of OpenTelemetry that what is sent to a collector follows, and what they say. `none` for the
-metrics exporter means that no metrics are sent. These and `VARIABLES` are all of its variables that are honoured."""
+metrics exporter means that no metrics are sent; the propagators are those by which requests find their caller's trace.
+These and `VARIABLES` are all of its variables that are honoured."""
 
 
 def setting(profile: Profile, path: str) -> Any:

@@ -201,7 +201,7 @@ def test_every_variable_of_opentelemetry_that_counts_is_shown_with_what_it_says(
         "EXPORTER_OTLP_COMPRESSION": "none", "EXPORTER_OTLP_CERTIFICATE": str(file),
         "EXPORTER_OTLP_TRACES_CLIENT_CERTIFICATE": str(file), "EXPORTER_OTLP_CLIENT_KEY": str(file),
         "RESOURCE_ATTRIBUTES": "env=secret,team=x", "EXPERIMENTAL_RESOURCE_DETECTORS": "process",
-        "METRICS_EXPORTER": "none",
+        "METRICS_EXPORTER": "none", "PROPAGATORS": "b3",
     }  # fmt: skip
     environ = {**os.environ, **{f"OTEL_{name}": text for name, text in says.items()}}
     command = [sys.executable, "-m", "instrument", "check", str(profile)]
