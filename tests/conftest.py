@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import gc
 import signal
 import sys
 import threading
@@ -32,8 +33,9 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+settings.register_profile("fast", settings.get_profile("instrument"), max_examples=25)
 settings.register_profile("quick", settings.get_profile("instrument"), max_examples=10)
-settings.load_profile("instrument")  # or what --hypothesis-profile says
+settings.load_profile("fast")  # or what --hypothesis-profile says; .ci/run says `instrument` beside the slow tests
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -126,6 +128,17 @@ def clean_process() -> Iterator[None]:
         FAULTS.clear()
         RECORDER.on = False
         RECORDER.forget_current()
+
+
+@pytest.fixture
+def small_heap() -> Iterator[None]:
+    """The garbage collector, and who asks it what there is, sees what the test makes and nothing from before.
+
+    Not for tests of what else may hold something: a hundred thousand objects of pytest are among what there is.
+    """
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 RECORDERS = [PureRecorder] if Recorder is PureRecorder else [PureRecorder, Recorder]

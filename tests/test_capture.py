@@ -203,7 +203,7 @@ STEPS = st.lists(st.sampled_from(["request", "leaf", "step", "end", "end", "fail
 
 
 @pytest.mark.skipif(not Recorder.native, reason="there is one recorder only")
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(STEPS, st.sampled_from([0.0, 0.3, 1.0]), st.booleans(), st.integers(1, 4), st.integers(2, 12))
 def test_both_recorders_keep_the_same_of_any_course(
     steps: list[str], sample: float, errors: bool, spans_per_request: int, limit: int

@@ -930,7 +930,7 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(item, (*way, key))
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(st.data())
 def test_a_file_with_any_value_replaced_loads_or_is_a_trace_error(tmp_path: Path, data: st.DataObject) -> None:
     found: Any = json.loads(data.draw(st.sampled_from([own(tally=TALLY, task=1, remote=None, cost=None), FOREIGN])))

@@ -908,7 +908,7 @@ def timelines(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("kind", [HOLDING, LETTING_GO, TORCH])
 @given(steps=timelines())
-@settings(max_examples=150)
+@settings(max_examples=2 * settings.default.max_examples)
 def test_any_timeline_equals_a_sweep(
     fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: str, steps: list[tuple[str, int, int]]
 ) -> None:

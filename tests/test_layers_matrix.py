@@ -18,7 +18,10 @@ from instrument.probes.layers import Layers
 from instrument.profile import LayerRule
 from instrument.recorder import Recorder
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.usefixtures("small_heap"),  # without models of other tests
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +76,6 @@ def attach(recorder: Recorder) -> Iterator[Callable[..., Layers]]:
 
 
 def unseen(layers: Layers) -> list[str]:
-    gc.collect()  # models of other tests
     layers._paths._next_walk_ns = 0
     return [str(verdict) for verdict in layers.verdicts() if verdict.state in ("unreachable", "compiled")]
 

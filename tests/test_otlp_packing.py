@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -116,7 +116,6 @@ def trees(draw: st.DrawFn) -> list[Span]:
 
 
 @given(trees())
-@settings(max_examples=120)
 def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span]) -> None:
     ids = Ids()
     messages = iter(decoded(spans, ids))
@@ -159,7 +158,6 @@ def test_official_messages_read_from_a_packed_tree_what_went_in(spans: list[Span
 
 
 @given(trees())
-@settings(max_examples=60)
 def test_what_goes_by_grpc_is_what_goes_by_http(spans: list[Span]) -> None:
     by_http, by_grpc = Ids(), Ids()
     by_grpc._seed, by_grpc._trace_seeds = by_http._seed, by_http._trace_seeds

@@ -1188,7 +1188,7 @@ def mutated(draw: st.DrawFn) -> Any:
 
 
 class TestTheSchemaAndTheLoaderAgree:
-    @settings(max_examples=400)
+    @settings(max_examples=4 * settings.default.max_examples)
     @given(PROFILES | mutated() | mutated())
     def test_on_every_profile_but_for_what_a_schema_cannot_say(self, profile: Any) -> None:
         told = refusals(json.dumps(profile, ensure_ascii=False))

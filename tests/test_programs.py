@@ -24,11 +24,23 @@ from instrument.recorder import PureRecorder, Recorder
 from instrument.ring import Row
 from instrument.spans import LINK, Span
 
-PROGRAMS = int(os.environ.get("PROGRAMS", "150"))
+PROGRAMS = int(os.environ.get("PROGRAMS", "200"))
+FIRST = 50
+"""How many of them run with the tests that are not slow."""
 CHUNK = 250
 """Programs that one recorder sees: it keeps every call path of theirs."""
 
-chunks = pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
+chunks = pytest.mark.parametrize(
+    "seeds",
+    [
+        range(min(FIRST, PROGRAMS)),
+        *(
+            pytest.param(range(first, min(first + CHUNK, PROGRAMS)), marks=pytest.mark.slow)
+            for first in range(FIRST, PROGRAMS, CHUNK)
+        ),
+    ],
+    ids=lambda seeds: f"from {seeds.start}",
+)
 modes = pytest.mark.parametrize("in_loop", [False, True], ids=["threads", "asyncio"])
 
 Edge = tuple[object, object, str]
@@ -45,10 +57,6 @@ def shape_of(edges: Iterable[Edge]) -> tuple[Any, ...]:
         return tuple(sorted((said, below(own)) for own, said in children.get(parent, ())))
 
     return below(None)
-
-
-def seeds(first: int) -> range:
-    return range(first, min(first + CHUNK, PROGRAMS))
 
 
 # -------------------------------------------------------------------- against the reference
@@ -119,11 +127,11 @@ def delivered_tree(trees: list[list[Span]], spans: list[Span]) -> tuple[Any, ...
 @chunks
 @modes
 def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_programs(
-    make_recorder: Any, in_loop: bool, first: int
+    make_recorder: Any, in_loop: bool, seeds: range
 ) -> None:
     recorder = make_recorder(ring_bytes=1 << 26)
     recorder.node_limit = 1 << 24
-    for seed in seeds(first):
+    for seed in seeds:
         steps = program(seed, in_loop=in_loop)
         kept: list[list[Span]] = []
         # Of every other program the requests alone are kept, for they are slow; of the rest everything.
@@ -175,7 +183,7 @@ def comparable(recorder: Any) -> dict[int, list[tuple[object, ...]]]:
 
 @chunks
 @modes
-def test_both_recorders_write_the_same_rows_of_random_programs(in_loop: bool, first: int) -> None:
+def test_both_recorders_write_the_same_rows_of_random_programs(in_loop: bool, seeds: range) -> None:
     recorders = [Recorder(1 << 25), PureRecorder(1 << 26)]
     if not recorders[0].native:
         pytest.skip("there is one recorder")
@@ -184,7 +192,7 @@ def test_both_recorders_write_the_same_rows_of_random_programs(in_loop: bool, fi
         for recorder in recorders:
             recorder.on = True
             recorder.node_limit = 1 << 24
-        for seed in seeds(first):
+        for seed in seeds:
             steps = program(seed, in_loop=in_loop)
             Machine(recorders, folds=True).run_program(steps, in_loop=in_loop)
             native, pure = map(comparable, recorders)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trees import outline, tree
 
@@ -31,6 +31,8 @@ from instrument.probe_cost import measure_cold_ns, measure_costs, measure_passed
 from instrument.spans import RemoteParent, Site
 from instrument.tally import OVERFLOW, Totals, bucket
 from instrument.ticks import use_ticks
+
+pytestmark = pytest.mark.usefixtures("small_heap")
 
 
 def wrapped(recorder: Any, name: str = "", kind: str = "op") -> Any:
@@ -945,7 +947,7 @@ def test_tasks_that_start_one_another_for_ever_hold_no_chain_of_the_past(recorde
         return len(gc.get_objects()) - before
 
     done: asyncio.Event
-    assert asyncio.run(main()) < 2_000
+    assert asyncio.run(main()) < 2_500  # one for each row in the ring: where it came from
     assert recorder.node_count < 10
     assert recorder.tally().calls == 2_001
 
@@ -1244,7 +1246,6 @@ def test_a_span_shorter_than_its_site_asks_is_counted_and_not_kept(recorder: Any
     assert recorder.losses() == {}
 
 
-@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**7), st.integers(0, 10**7)), max_size=8), st.data())
 def test_device_time_that_comes_later_counts_as_if_it_had_been_known(
     make_recorder: Any, times: list[tuple[int, int, int]], data: st.DataObject

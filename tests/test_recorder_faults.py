@@ -40,6 +40,8 @@ from instrument.recorder import PureRecorder, Recorder
 from instrument.spans import Site
 from instrument.tally import Totals
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 KINDS = ["native" if kind.native else "pure" for kind in RECORDERS]
 SANITISED = "INSTRUMENT_SANITISED" in os.environ
 """Set by tests/bench/sanitise.sh: everything takes several times as long."""

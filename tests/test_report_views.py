@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import instrument
@@ -410,7 +410,6 @@ CHOICES = st.builds(
 )
 
 
-@settings(max_examples=60)
 @given(traces(), CHOICES)
 def test_any_spans_and_options_make_every_view(trace: Trace, options: Options) -> None:
     recording = Recording.of_trace(trace)

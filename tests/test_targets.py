@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from conftest import RECORDERS
 from trees import tree
 
 from instrument import TargetError, profiled, scope
@@ -52,6 +53,13 @@ def select(recorder: Recorder) -> Iterator[Callable[[str], Selection]]:
     yield attach
     for selection in made:
         selection.undo()
+
+
+@pytest.fixture
+def heap(request: pytest.FixtureRequest) -> None:
+    """A small one, where what holds the target is made by the test."""
+    if request.node.callspec.params["case"].target != "root":  # which is of the module math
+        request.getfixturevalue("small_heap")
 
 
 @dataclass(frozen=True)
@@ -203,6 +211,7 @@ def same(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the import", "after the import"])
+@pytest.mark.usefixtures("heap")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.target)
 def test_a_target_of_each_shape(
     case: Case, late: bool, shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
@@ -224,6 +233,7 @@ def test_a_target_of_each_shape(
     assert tree(recorder) == ""
 
 
+@pytest.mark.usefixtures("heap")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.target)
 def test_the_very_same_objects_come_back(case: Case, shapes: ModuleType, select: Callable[..., Selection]) -> None:
     before = places(shapes)
@@ -250,7 +260,12 @@ def registries() -> Any:
     return sys.modules["targets.registries"]
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("many", "make_recorder"),
+    [(False, kind) for kind in RECORDERS] + [(True, Recorder)],
+    indirect=["make_recorder"],
+    ids=[*("few-native" if kind.native else "few-pure" for kind in RECORDERS), "many"],
+)
 @pytest.mark.parametrize("late", [False, True], ids=["before the import", "after the import"])
 def test_every_place_that_holds_a_function_records_and_gets_the_very_same_back(
     late: bool,
