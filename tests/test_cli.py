@@ -24,26 +24,28 @@ from instrument.profile import VIEWS
 from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
 
 INSTRUMENT = [sys.executable, "-m", "instrument"]
+OURS = ("INSTRUMENT_PROFILE", "INSTRUMENT", "INSTRUMENT_RUN_PID", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""Variables of the environment that would say what to do."""
+
+WORK = "def step(x):\n    return x + 1\n"
+PROFILE = """
+    service: shop
+    functions:
+      - match: "work:step"
+    export:
+      chrome: {path: "traces/{service}-{pid}-{window}.json"}
+      summary: {to: stderr}
+"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a service of two modules and a profile, which is the working directory."""
     monkeypatch.chdir(tmp_path)
-    for name in ("INSTRUMENT_PROFILE", "INSTRUMENT", "INSTRUMENT_RUN_PID", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+    for name in OURS:
         monkeypatch.delenv(name, raising=False)
-    write(tmp_path / "work.py", "def step(x):\n    return x + 1\n")
-    write(
-        tmp_path / "profile.yaml",
-        """
-        service: shop
-        functions:
-          - match: "work:step"
-        export:
-          chrome: {path: "traces/{service}-{pid}-{window}.json"}
-          summary: {to: stderr}
-        """,
-    )
+    write(tmp_path / "work.py", WORK)
+    write(tmp_path / "profile.yaml", PROFILE)
     return tmp_path
 
 
@@ -392,49 +394,70 @@ def test_check_shows_what_each_rule_matches_and_fails_on_one_that_matches_nothin
     assert "attached" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["check", "missing.yaml"], "missing.yaml"),
-        (["check", "broken.yaml"], "broken.yaml:1:"),
-        (["check", "import.yaml"], "broken_module fails to import: RuntimeError: boom"),
-        (["run", "--preset", "servin", "--", "main.py"], "invalid choice: 'servin'"),
-        (["run", "--profile", "profile.yaml"], "nothing to run"),
-        (["run", "--profile", "profile.yaml", "--", "absent.py"], "found no such file"),
-        (["run", "--profile", "profile.yaml", "--", "uvicorn", "app:app"], "a module is run with -- -m uvicorn"),
-        (
-            ["run", "--profile", "profile.yaml", "--", "serve", "app:app"],
-            "a command by its path: -- {folder}/bin/serve",
-        ),
-        (["run", "--profile", "profile.yaml", "--", "python", "main.py"], "leave it out and give what would follow it"),
-        (["run", "--profile", "profile.yaml", "--", sys.executable, "main.py"], "found machine code; leave it out"),
-        (["run", "--profile", "profile.yaml", "--", "/bin/sh", "main.py"], "give a script or module of Python"),
-        (["run", "--profil", "profile.yaml", "--", "main.py"], "unrecognized arguments: --profil"),
-        (["run", "--profile", "profile.yaml", "--", "-X", "utf8", "-OI", "main.py"], "found -OI before the script"),
-        (["run", "--profile", "profile.yaml", "--", "-Em", "work"], "does not load what starts the session"),
-        (["check", "exit.yaml"], "exiting_module fails to import: SystemExit: 0"),
-        (["check", "wild.yaml"], "wo*:step: waiting (wo* not imported); name modules of it to import"),
-        (["report", "empty.json", "--rows", "0"], "found '0'; allowed: 1 or more"),
-        (
-            ["report", "empty.json", "--view", "events,devise"],
-            f"found 'devise'; allowed: {', '.join(VIEWS)}; nearest",
-        ),
-        (["report", "missing.json"], "missing.json"),
-        (["report", "empty.json"], "empty.json"),
-        (["report", "text.json"], "text.json"),
-        (["report", "cut.json"], "cut.json"),
-        (["report", "cut.json.gz"], "cut.json.gz"),
-        (["report", "brackets.json"], "brackets.json"),
-        (["report", "."], "not a regular file"),
-    ],
-)
-def test_bad_input_is_one_clear_error_exit_code_2_and_no_traceback(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
-) -> None:
+BAD: list[tuple[list[str], str]] = [
+    (["check", "missing.yaml"], "missing.yaml"),
+    (["check", "broken.yaml"], "broken.yaml:1:"),
+    (["check", "import.yaml"], "broken_module fails to import: RuntimeError: boom"),
+    (["run", "--preset", "servin", "--", "main.py"], "invalid choice: 'servin'"),
+    (["run", "--profile", "profile.yaml"], "nothing to run"),
+    (["run", "--profile", "profile.yaml", "--", "absent.py"], "found no such file"),
+    (["run", "--profile", "profile.yaml", "--", "uvicorn", "app:app"], "a module is run with -- -m uvicorn"),
+    (
+        ["run", "--profile", "profile.yaml", "--", "serve", "app:app"],
+        "a command by its path: -- {folder}/bin/serve",
+    ),
+    (["run", "--profile", "profile.yaml", "--", "python", "main.py"], "leave it out and give what would follow it"),
+    (["run", "--profile", "profile.yaml", "--", sys.executable, "main.py"], "found machine code; leave it out"),
+    (["run", "--profile", "profile.yaml", "--", "/bin/sh", "main.py"], "give a script or module of Python"),
+    (["run", "--profil", "profile.yaml", "--", "main.py"], "unrecognized arguments: --profil"),
+    (["run", "--profile", "profile.yaml", "--", "-X", "utf8", "-OI", "main.py"], "found -OI before the script"),
+    (["run", "--profile", "profile.yaml", "--", "-Em", "work"], "does not load what starts the session"),
+    (["check", "exit.yaml"], "exiting_module fails to import: SystemExit: 0"),
+    (["check", "wild.yaml"], "wo*:step: waiting (wo* not imported); name modules of it to import"),
+    (["report", "empty.json", "--rows", "0"], "found '0'; allowed: 1 or more"),
+    (
+        ["report", "empty.json", "--view", "events,devise"],
+        f"found 'devise'; allowed: {', '.join(VIEWS)}; nearest",
+    ),
+    (["report", "missing.json"], "missing.json"),
+    (["report", "empty.json"], "empty.json"),
+    (["report", "text.json"], "text.json"),
+    (["report", "cut.json"], "cut.json"),
+    (["report", "cut.json.gz"], "cut.json.gz"),
+    (["report", "brackets.json"], "brackets.json"),
+    (["report", "."], "not a regular file"),
+]
+
+EACH = """
+import json, os, runpy, sys
+import instrument.cli  # once for all
+told = []
+for arguments in json.loads(sys.argv[1]):
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.dup2(write, 2)
+        os.close(read)
+        os.close(write)
+        sys.argv[1:] = arguments
+        runpy.run_module("instrument", run_name="__main__", alter_sys=True)
+    os.close(write)
+    with open(read) as file:
+        errors = file.read()
+    told.append((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), errors))
+json.dump(told, open(sys.argv[2], "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit code and standard error of `instrument` for each of `BAD`, by what it says."""
+    folder = tmp_path_factory.mktemp("bad")
+    write(folder / "work.py", WORK)
+    write(folder / "profile.yaml", PROFILE)
     (folder / "bin").mkdir()
     (folder / "bin" / "serve").write_text("#!/usr/bin/env python3\n")
     (folder / "bin" / "serve").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}/bin", prepend=os.pathsep)
     (folder / "broken.yaml").write_text("functions: [")
     (folder / "import.yaml").write_text('functions: [{match: "broken_module:f"}]')
     (folder / "broken_module.py").write_text("raise RuntimeError('boom')")
@@ -450,13 +473,26 @@ def test_bad_input_is_one_clear_error_exit_code_2_and_no_traceback(
         file.write(b"[" * (64 << 20))
         file.truncate(10 << 30)
     before = sorted(path.name for path in folder.iterdir())
-    started = time.monotonic()
-    done = run(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert says.replace("{folder}", str(folder)) in done.stderr
-    assert "Traceback" not in done.stderr
-    assert time.monotonic() - started < 30
+    environ = {name: value for name, value in os.environ.items() if name not in OURS}
+    environ["PATH"] = f"{folder}/bin{os.pathsep}{environ['PATH']}"
+    told = tmp_path_factory.mktemp("told") / "told.json"
+    command = [sys.executable, "-c", EACH, json.dumps([arguments for arguments, _ in BAD]), str(told)]
+    subprocess.run(command, cwd=folder, env=environ, timeout=120, check=True, capture_output=True)
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == before
+    return {
+        says: (code, errors.replace(str(folder), "{folder}"))
+        for (_, says), (code, errors) in zip(BAD, json.loads(told.read_text()), strict=True)
+    }
+
+
+@pytest.mark.parametrize("says", [says for _, says in BAD])
+def test_bad_input_is_one_clear_error_exit_code_2_and_no_traceback(
+    says: str, refusals: dict[str, tuple[int, str]]
+) -> None:
+    code, errors = refusals[says]
+    assert code == 2, errors
+    assert says in errors
+    assert "Traceback" not in errors
 
 
 def test_check_and_run_refuse_a_ring_that_no_machine_has_memory_for(folder: Path) -> None:
