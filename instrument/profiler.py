@@ -68,6 +68,9 @@ who wants Python's lock: while a thread gives that up to sleep, a signal may fai
 START_LIMIT_S = 1.0
 """The longest that `stop` waits for threads that are just about to begin."""
 
+SCRAPE_WAIT_S = 1.0
+"""The longest that a scrape waits for the session, which may be writing a file; it is told what was known before."""
+
 GAUGES_FOR_NS = 30 * 10**9
 """How old a gauge may be that a scrape is told."""
 
@@ -151,6 +154,7 @@ class Session:
         self._reader.begin(self.profile, self.start_ns)
         self._meter.begin(self.start_ns)
         self._metered_ns = self.start_ns
+        self._snapshot: Snapshot | None = None
 
     def _start(self) -> None:
         RECORDER.reset(self.profile.limits.ring_bytes)
@@ -336,6 +340,7 @@ class Session:
         snapshot = self._meter.snapshot(requests=bool(self.profile.requests), sites=self._sites_of(rules))
         if self._exporter is not None:
             self._exporter.metrics.put(snapshot)
+        self._snapshot = snapshot
         return snapshot
 
     def _costs_ns(self) -> Mapping[str, float]:
@@ -350,7 +355,7 @@ class Session:
         if not self._is_scraped:
             self._is_scraped = True
             self._start_thread()  # from now on requests are told by status before the rings have lost them
-        snapshot = self._pump(meters=True)
+        snapshot = self._pump(SCRAPE_WAIT_S, meters=True) or self._snapshot
         now_ns = time.monotonic_ns()
         samples = self._gauges.samples(now_ns - GAUGES_FOR_NS, now_ns)
         return text_of(self.origin(), snapshot, samples, self._gauges.gpus())

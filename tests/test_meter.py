@@ -8,12 +8,14 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from otlp_collectors import Collector, collecting, refuse_with, swallow, take
 from otlp_receiver import receiver
+from test_requests import FLASK, STARLETTE, ask_all, gunicorn, serving, uvicorn
 
 import instrument
 from instrument import meter
@@ -323,6 +325,47 @@ def test_profiles_without_requests_send_gauges_alone() -> None:
             pass
         instrument.stop()
         assert server.taken == ["work"]
+
+
+CASES = {
+    "uvicorn": (uvicorn("starlette_app:app"), STARLETTE),
+    "4 workers of uvicorn": (uvicorn("starlette_app:app", "--workers", "4"), STARLETTE),
+    "3 workers that gunicorn forks from one that has the app": (
+        gunicorn("flask_app:app", "-w", "3", "--preload"),
+        FLASK,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preference", ["cumulative", "delta"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_servers_answered_and_what_their_processes_told_are_the_same(
+    case: str, preference: str, tmp_path: Path
+) -> None:
+    command, asks = CASES[case]
+    with collecting(take) as server:
+        (tmp_path / "profile.yaml").write_text(
+            f"requests: {{ignore: [/health]}}\nexport: {{otlp: {{endpoint: {url(server)}}}, summary: {{views: [cost]}}}}"
+        )
+        environ = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": preference}
+        with serving(command, tmp_path, environ, ours=True) as (port, served):
+            answers = ask_all(port, asks, -(-200 // len(asks)))
+        wanted = Counter((one.ask.method, one.ask.route, one.status) for one in answers)
+        counts: dict[tuple[Any, ...], int] = Counter()
+        for point in points(server.metrics):
+            labels = told(point.attributes)
+            names = ("http.request.method", "http.route", "http.response.status_code")
+            endpoint = (labels[names[0]], labels.get(names[1], ""), labels.get(names[2]))
+            if preference == "delta":
+                counts[endpoint] += point.count
+            else:  # a process is known by its start
+                of_process = (*endpoint, labels.get("error.type"), point.start_time_unix_nano)
+                counts[of_process] = max(counts[of_process], point.count)
+        found: Counter[tuple[Any, ...]] = Counter()
+        for endpoint, count in counts.items():
+            found[endpoint[:3]] += count
+        assert found == wanted, served.output
 
 
 # ---------------------------------------------------------------- calls

@@ -1,0 +1,152 @@
+"""`instrument.prometheus()`: the same numbers in Prometheus's text format, as its own parser reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import instrument
+from instrument.exposition import BOUNDS_S, name_of
+from instrument.probes.requests import asgi
+from instrument.probes.requests.exchange import CURRENT, Exchanges
+from instrument.profile import RequestsRule
+from instrument.schema import loads
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+REQUESTS = "http_server_request_duration_seconds"
+
+
+@pytest.fixture(autouse=True)
+def stopped() -> Iterator[None]:
+    yield
+    instrument.stop()
+
+
+def start(text: str) -> None:
+    instrument.start(loads(text, environ={}))
+
+
+def scraped() -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(instrument.prometheus())
+        for sample in family.samples
+    }
+
+
+def of(name: str, **labels: str) -> dict[Mapping[str, str], float]:
+    found = {}
+    for (known, told), value in scraped().items():
+        if known == name and labels.items() <= dict(told).items():
+            found[told] = value
+    return found  # type: ignore[return-value]
+
+
+def serve(route: str, status: int, times: int) -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        exchange = CURRENT.get()
+        assert exchange is not None
+        exchange.found(route)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def nothing(*_: Any) -> None: ...
+
+    async def all_of_them() -> None:
+        app = asgi.App(answer, Exchanges(RequestsRule()))
+        for _ in range(times):
+            await app({"type": "http", "method": "GET", "path": "/", "headers": []}, nothing, nothing)
+
+    asyncio.run(all_of_them())
+
+
+def test_a_scrape_without_any_export_tells_requests_by_endpoint_and_status() -> None:
+    start("requests: auto")
+    serve("/items/{id}", 200, 7)
+    serve("/items/{id}", 503, 2)
+    serve('/odd"\\\n', 200, 1)
+    ((labels, count),) = of(f"{REQUESTS}_count", http_response_status_code="503").items()
+    assert count == 2
+    assert dict(labels) == {
+        "error_type": "503",
+        "http_request_method": "GET",
+        "http_response_status_code": "503",
+        "http_route": "/items/{id}",
+        "url_scheme": "http",
+    }
+    assert sum(of(f"{REQUESTS}_count").values()) == 10
+    assert list(of(f"{REQUESTS}_count", http_route='/odd"\\\n').values()) == [1]
+    assert len(of(f"{REQUESTS}_bucket", http_response_status_code="503")) == len(BOUNDS_S) + 1
+    assert list(of(f"{REQUESTS}_bucket", http_response_status_code="503", le="+Inf").values()) == [2]
+    assert 0 < sum(of(f"{REQUESTS}_sum").values()) < 60
+    assert list(of("http_server_active_requests").values()) == [0]
+    serve("/items/{id}", 200, 3)
+    assert sum(of(f"{REQUESTS}_count").values()) == 13
+
+
+def test_requests_that_the_rings_had_lost_before_the_first_scrape_are_counted() -> None:
+    start("requests: auto\nlimits: {ring: 64KiB}")
+    serve("/items", 200, 3_000)
+    assert sum(of(f"{REQUESTS}_count").values()) == 3_000
+    serve("/items", 200, 5)
+    assert sum(of(f"{REQUESTS}_count").values()) == 3_005
+
+
+def test_gauges_calls_losses_and_cost_are_told_by_the_names_that_they_have_in_prometheus() -> None:
+    start("device: {cuda: off, nvml: off, host: 20ms}\nlimits: {ring: 64KiB}")
+    for _ in range(3_000):
+        with instrument.scope("work"):
+            pass
+    session = instrument.session()
+    while not session._gauges.samples(0, 1 << 62):
+        pass
+    assert min(of("process_memory_usage_bytes").values()) > 1e6
+    assert max(of("instrument_cost_seconds_total", instrument_part="probes").values()) > 0
+    assert max(of("instrument_losses_total").values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "told"),
+    [
+        ("http.server.request.duration", "s", "http_server_request_duration_seconds"),
+        ("http.server.active_requests", "{request}", "http_server_active_requests"),
+        ("hw.gpu.utilization", "1", "hw_gpu_utilization_ratio"),
+        ("instrument.gpu.pcie.io", "By/s", "instrument_gpu_pcie_io_bytes_per_second"),
+        ("hw.temperature", "Cel", "hw_temperature_celsius"),
+    ],
+)
+def test_names_are_those_that_opentelemetry_gives_in_prometheus(name: str, unit: str, told: str) -> None:
+    assert name_of(name, unit) == told
+
+
+def test_a_scrape_while_the_session_is_busy_tells_what_was_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from instrument import profiler
+
+    monkeypatch.setattr(profiler, "SCRAPE_WAIT_S", 0.01)
+    start("requests: auto")
+    serve("/items", 200, 2)
+    assert sum(of(f"{REQUESTS}_count").values()) == 2
+    with instrument.session()._lock.held(), ThreadPoolExecutor(1) as other:
+        serve("/items", 200, 2)
+        assert sum(other.submit(of, f"{REQUESTS}_count").result(30).values()) == 2
+    assert sum(of(f"{REQUESTS}_count").values()) == 4
+
+
+def test_without_the_client_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    start("requests: auto")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(instrument.ExportError, match=r"prometheus_client is not installed; install instrument-sdk\["):
+        instrument.prometheus()
+
+
+def test_without_a_session_it_says_so() -> None:
+    with pytest.raises(instrument.StateError, match="no session runs"):
+        instrument.prometheus()
