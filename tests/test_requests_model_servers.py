@@ -25,6 +25,7 @@ import pytest
 from otlp_receiver import Received, free_port, receiver
 from test_requests import SERVED, requests_in
 
+from instrument import chrome
 from instrument.spans import Span
 
 START_LIMIT_S = 120.0
@@ -190,7 +191,7 @@ def test_mlserver_has_one_request_a_request_over_rest_and_over_grpc(tmp_path: Pa
 
 
 @pytest.mark.slow
-@needs("ray.serve")
+@needs("ray")
 def test_ray_serve_has_one_request_for_each_that_a_replica_takes_and_none_for_those_it_rejects(tmp_path: Path) -> None:
     command = [str(SERVED / "ray_app.py"), "{port}"]
     asks = [Ask(f"/shop/items/{name}") for name in ("one", "stone", "nothing")]
@@ -229,3 +230,40 @@ def test_ray_serve_has_one_request_for_each_that_a_replica_takes_and_none_for_th
     assert Counter((span.name, str(span.attributes.get(status))) for span in spans) == wanted
     asked = Counter(span.trace_id for span in spans if span.name.startswith("GET"))
     assert asked == dict.fromkeys(((number + 1) << 64 | 0x5EED for number in range(TIMES)), 1)
+
+
+@pytest.mark.slow
+@needs("mosec")
+def test_mosecs_workers_tell_of_their_batches_and_of_no_requests(tmp_path: Path) -> None:
+    command = [str(SERVED / "mosec_app.py"), "{port}"]
+    asks = [Ask("/inference", {"item": "one"}), Ask("/inference", {}), Ask("/inference", {"item": "stone"})]
+
+    def ask_at_once(port: int) -> list[tuple[int, bytes]]:
+        ones = [asks[0]] * TIMES
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda ask: ask.of(port, 1), ones))
+        return [*answers, *ask_all(port, asks, 30)[0]]
+
+    with serving(command, tmp_path, ours=False, ready="/metrics") as port:
+        expected = ask_at_once(port)
+    with serving(command, tmp_path, ours=True, ready="/metrics") as port:
+        answers = ask_at_once(port)
+    assert answers == expected
+    assert Counter(status for status, _ in answers) == {200: TIMES + 10, 422: 10, 500: 10}
+    assert requests_in(tmp_path) == []
+    traces = [chrome.load(path)[0] for path in (tmp_path / "traces").glob("*.json")]
+    batches = [span for trace in traces for span in trace.spans if span.site.kind == "step"]
+    served: Counter[tuple[str, Any, Any]] = Counter()
+    for span in batches:
+        told = span.attributes
+        served[span.site.name, told["http.response.status_code"], span.error] += told["requests"]
+    assert served == {
+        ("mosec Prepare_1", 200, None): TIMES + 20,
+        ("mosec Prepare_1", 422, None): 10,
+        ("mosec Predict_2", 200, None): TIMES + 10,
+        ("mosec Predict_2", 500, "500"): 10,
+    }
+    ids = {span.span_id for span in batches if span.site.name == "mosec Predict_2"}
+    work = [span for trace in traces for span in trace.spans if span.site.name == "predict"]
+    assert len(work) == TIMES + 10
+    assert {span.parent_id for span in work} <= ids

@@ -12,7 +12,7 @@ from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, undo_all
-from instrument.probes.requests import grpc, propagation, ray_serve, routes, servers
+from instrument.probes.requests import grpc, mosec, propagation, ray_serve, routes, servers
 from instrument.probes.requests.exchange import Exchanges
 from instrument.probes.verdict import Verdict
 from instrument.profile import RequestsRule
@@ -23,6 +23,7 @@ SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
     "wsgi": servers.WSGI,
     "grpc": grpc.GRPC,
     "ray_serve": ray_serve.RAY_SERVE,
+    "mosec": mosec.MOSEC,
 }
 """By what the profile calls them, the modules that have the seams of servers."""
 
@@ -104,4 +105,5 @@ class Requests:
             return Verdict(rule.text, "unreachable", why="; ".join(lacking))
         if not met:
             return Verdict(rule.text, "waiting", why=f"no server of {', '.join(rule.servers)} is imported")
-        return Verdict(rule.text, "attached", why=f"at {', '.join(sorted(met))}")
+        unseen = "; mosec's requests are not seen, but its workers' batches" if "mosec" in self._met.values() else ""
+        return Verdict(rule.text, "attached", why=f"at {', '.join(sorted(met))}{unseen}")
