@@ -130,7 +130,8 @@ def test_requests_arrive_by_endpoint_status_and_error_as_exponential_histograms(
         (metric,) = {m.name: m for m in server.metrics if m.name == DURATION}.values()
         assert (metric.unit, metric.exponential_histogram.aggregation_temporality) == ("s", CUMULATIVE)
         assert session.losses() == {}
-        assert session.notes() == ["requests: waiting (no server of asgi, wsgi is imported)"]
+        (note,) = session.notes()
+        assert note.startswith("requests: waiting (no server of ")
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
@@ -346,7 +347,8 @@ def test_what_servers_answered_and_what_their_processes_told_are_the_same(
     command, asks = CASES[case]
     with collecting(take) as server:
         (tmp_path / "profile.yaml").write_text(
-            f"requests: {{ignore: [/health]}}\nexport: {{otlp: {{endpoint: {url(server)}}}, summary: {{views: [cost]}}}}"
+            "requests: {ignore: [/health]}\n"
+            f"export: {{otlp: {{endpoint: {url(server)}}}, summary: {{views: [cost]}}}}"
         )
         environ = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": preference}
         with serving(command, tmp_path, environ, ours=True) as (port, served):

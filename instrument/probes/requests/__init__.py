@@ -12,7 +12,7 @@ from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, undo_all
-from instrument.probes.requests import grpc, mosec, propagation, ray_serve, routes, servers
+from instrument.probes.requests import grpc, mosec, propagation, ray_serve, routes, servers, triton
 from instrument.probes.requests.exchange import Exchanges
 from instrument.probes.verdict import Verdict
 from instrument.profile import RequestsRule
@@ -24,6 +24,7 @@ SERVERS: Mapping[str, Mapping[str, servers.Attach]] = {
     "grpc": grpc.GRPC,
     "ray_serve": ray_serve.RAY_SERVE,
     "mosec": mosec.MOSEC,
+    "triton": {},  # whose seam is in modules of any name that `triton.MODULE` fits
 }
 """By what the profile calls them, the modules that have the seams of servers."""
 
@@ -49,9 +50,14 @@ class Requests:
 
     def wants(self, module_name: str) -> bool:
         """Whether that module has a seam."""
-        return bool(self.rules) and (
-            module_name in self._seams or module_name in routes.ROUTERS or module_name == propagation.MODULE
-        )
+        is_known = module_name in routes.ROUTERS or module_name == propagation.MODULE
+        return self._seam(module_name) is not None or (bool(self.rules) and is_known)
+
+    def _seam(self, module_name: str) -> tuple[str, servers.Attach] | None:
+        """The kind of server that has its seam in a module, and what attaches there."""
+        if triton.MODULE.fullmatch(module_name) and any("triton" in rule.servers for rule in self.rules):
+            return "triton", triton.attach
+        return self._seams.get(module_name)
 
     def imported(self, module: ModuleType) -> bool:
         """A module with a seam is imported: attach. A version that has another seam is named in the verdicts."""
@@ -59,8 +65,9 @@ class Requests:
         if name in self._met:
             return False
         try:
-            if name in self._seams:
-                kind, attach = self._seams[name]
+            seam = self._seam(name)
+            if seam is not None:
+                kind, attach = seam
                 self._undos += attach(module, self._exchanges[0])
                 self._met[name] = kind
             elif name == propagation.MODULE:

@@ -19,7 +19,7 @@ ENDPOINT_LIMIT = 1_000
 
 BEYOND = "endpoints beyond the limit, counted by their method"
 
-CALLED = frozenset({"grpc", "ray_serve"})
+CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """Protocols that call a method by its name, which has no route."""
 
 Key = tuple[str, str, str]
