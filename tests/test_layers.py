@@ -21,6 +21,8 @@ from instrument.recorder import Recorder
 from instrument.schema import loads
 from instrument.spans import Work
 
+pytestmark = pytest.mark.usefixtures("small_heap")  # without models of other tests
+
 
 @pytest.fixture(scope="module", autouse=True)
 def late_imports() -> None:
