@@ -12,13 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from instrument.http_status import STATUS
 from instrument.lines import CALLS, ELAPSED, MAX, MIN, WIDTH
 from instrument.metrics import COUNTER, HISTOGRAM, UPDOWN, Distribution, Labels, Metric, Snapshot, Value
 from instrument.recorder import Recorder
 from instrument.ring import Row
-from instrument.spans import Site
+from instrument.spans import FIRST_ITEM, ITEMS, LAST_ITEM, Site
 from instrument.tally import bucket, bucket_start
 
 SERIES_LIMIT = 2_000
@@ -45,17 +46,23 @@ class Books:
 
 
 class Meter:
-    """Counts what metrics tell. `count` and `snapshot` are for the one thread that reads the rings, in turn."""
+    """Counts what metrics tell. `count` and `snapshot` are for the one thread that reads the rings, in turn.
+
+    `generations` are the routes whose answers a model generates, as the profile has them.
+    """
 
     def __init__(self, recorder: Recorder, books: Books) -> None:
         self._recorder = recorder
         self._books = books
+        self.generations: tuple[str, ...] = ()
         self.begin(0)
 
     def begin(self, start_ns: int) -> None:
         """Begin anew, at the start of a session and in a forked child."""
         self._start_ns = start_ns
         self._requests: dict[Labels, Distribution] = {}
+        self._first_tokens: dict[Labels, Distribution] = {}
+        self._tokens: dict[Labels, Distribution] = {}
         self._met: dict[Labels, Counter[int]] = {}
         """By endpoint the buckets of all that are counted in `_requests`."""
         self._active: dict[Labels, int] = {}
@@ -82,14 +89,30 @@ class Meter:
             if row[9] is not None:
                 labels += (("error.type", row[9]),)
             duration_ns = row[6] - row[5]
-            self._series(labels).add(duration_ns)
+            _series(self._requests, labels).add(duration_ns)
+            if FIRST_ITEM in told and row[9] is None and self._is_generation(endpoint):
+                self._count_tokens(endpoint, told)
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
 
-    def _series(self, labels: Labels) -> Distribution:
-        series = self._requests
-        if labels not in series and len(series) >= SERIES_LIMIT:
-            labels = OVERFLOW
-        return series.setdefault(labels, Distribution())
+    def _is_generation(self, endpoint: Labels) -> bool:
+        route = str(dict(endpoint).get("http.route", ""))
+        return any(route.startswith(one[:-1]) if one.endswith("*") else route == one for one in self.generations)
+
+    def _count_tokens(self, endpoint: Labels, told: Mapping[Any, Any]) -> None:
+        """Count the times of a stream of generated items, each taken for a token."""
+        first_ns, last_ns, items = (told.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
+        if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
+            return  # the service's own attributes of these names
+        route = str(dict(endpoint).get("http.route", ""))
+        known = {
+            "gen_ai.operation.name": "chat" if route.endswith("/chat/completions") else "text_completion",
+            "http.route": route,
+            **{name: value for name in _GENERATION if isinstance(value := told.get(name), str)},
+        }
+        labels = tuple(known.items())
+        _series(self._first_tokens, labels).add(max(first_ns, 0))
+        if items > 1:
+            _series(self._tokens, labels).add(max(last_ns - first_ns, 0) // (items - 1))
 
     def ended(self) -> Ended:
         """What the tally has counted: all requests that have ended by now, and perhaps some whose rows come later."""
@@ -111,7 +134,7 @@ class Meter:
             known = self._met.setdefault(endpoint, Counter())
             missed = {index: count - known[index] for index, count in buckets.items() if count > known[index]}
             if missed:
-                self._series(endpoint).add_buckets(missed)
+                _series(self._requests, endpoint).add_buckets(missed)
                 known.update(missed)
 
     def _active_requests(self) -> Metric:
@@ -170,16 +193,18 @@ class Meter:
         """All metrics as they are now: of `requests` where they are recorded, and of the calls of these sites."""
         metrics = []
         if requests or self._requests:
-            series = {labels: one.copy() for labels, one in self._requests.items()}
-            metrics.append(
-                Metric("http.server.request.duration", "s", HISTOGRAM, "Duration of HTTP server requests.", series)
-            )
+            told = "Duration of HTTP server requests."
+            metrics.append(_durations("http.server.request.duration", told, self._requests))
             metrics.append(self._active_requests())
+        if self.generations:
+            told = "Time to generate first token for successful responses."
+            metrics.append(_durations("gen_ai.server.time_to_first_token", told, self._first_tokens))
+            told = "Time per output token generated after the first token for successful responses."
+            metrics.append(_durations("gen_ai.server.time_per_output_token", told, self._tokens))
         self._count_calls(sites)
         if self._calls:
-            calls = {labels: one.copy() for labels, one in self._calls.items()}
             told = "Time of a call, of the device's work, too, where it is timed."
-            metrics.append(Metric("instrument.call.duration", "s", HISTOGRAM, told, calls))
+            metrics.append(_durations("instrument.call.duration", told, self._calls))
         told = "What was recorded and not kept, by reason."
         metrics.append(self._counted("instrument.losses", "{loss}", told, "instrument.reason", self._books.losses()))
         spent_s = {part: spent_ns / 1e9 for part, spent_ns in self._books.costs_ns().items()}
@@ -197,6 +222,17 @@ class Meter:
         return Metric(name, unit, COUNTER, told, series)
 
 
+def _series(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
+    """The distribution of a series, or that of all beyond the limit."""
+    if labels not in series and len(series) >= SERIES_LIMIT:
+        labels = OVERFLOW
+    return series.setdefault(labels, Distribution())
+
+
+def _durations(name: str, description: str, of: Mapping[Labels, Distribution]) -> Metric:
+    return Metric(name, "s", HISTOGRAM, description, {labels: one.copy() for labels, one in of.items()})
+
+
 def endpoint_of(site: Site) -> Labels:
     """What tells the requests of a site from others, () where it has no requests over HTTP."""
     if site.kind != "request":
@@ -206,6 +242,9 @@ def endpoint_of(site: Site) -> Labels:
         return ()
     return tuple((name, value) for name in _ENDPOINT if isinstance(value := facts.get(name), str))
 
+
+_GENERATION = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+"""What the service may say of a generation, by `annotate_request`."""
 
 _ENDPOINT = ("http.request.method", "http.route", "network.protocol.name")
 

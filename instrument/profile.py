@@ -157,7 +157,7 @@ class RequestsRule:
     `servers` are of `SERVERS`. Requests to a path of `ignore`, exact or with a `*` at its end, are not recorded. `name`
     is what spans are called, {method} and {route} filled in. `attributes` are those of OpenTelemetry's that may hold
     what a caller sent, recorded because they are named. The caller's trace is followed, linked to, or left alone
-    (`traceparent`).
+    (`traceparent`). Answers of the routes `gen_ai`, exact or with a `*` at the end, are generated, item by item.
     """
 
     servers: tuple[str, ...] = SERVERS
@@ -165,6 +165,7 @@ class RequestsRule:
     name: str = "{method} {route}"
     attributes: tuple[str, ...] = ()
     traceparent: str = "follow"
+    gen_ai: tuple[str, ...] = ()
     line: int = field(default=0, compare=False)
     text: str = "requests"
 

@@ -153,6 +153,7 @@ class Session:
         self.loop = Loop()
         self._reader.begin(self.profile, self.start_ns)
         self._meter.begin(self.start_ns)
+        self._meter.generations = _generations(self.profile)
         self._metered_ns = self.start_ns
         self._snapshot: Snapshot | None = None
 
@@ -462,6 +463,7 @@ class Session:
         if profile.budget != before.budget:
             self._budget.change(profile.budget)
         self.profile = profile
+        self._meter.generations = _generations(profile)
         self.generation += 1
         self._digest = profile.digest
         if self._exporter is not None:
@@ -857,6 +859,10 @@ def _attempt(place: str, action: Callable[[], object]) -> None:
         action()
     except Exception as fault:
         FAULTS.note(place, fault)
+
+
+def _generations(profile: Profile) -> tuple[str, ...]:
+    return tuple(route for rule in profile.requests for route in rule.gen_ai)
 
 
 def is_main() -> bool:

@@ -682,6 +682,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "name": Key("name", _request_name),
         "attributes": Key("attributes", one_or_more(_request_attribute)),
         "traceparent": Key("traceparent", one_of(*TRACEPARENT)),
+        "gen_ai": Key("gen_ai", one_or_more(_path_pattern)),
     },
     "schedule": {
         "skip_first": Key("skip_first", whole(0)),

@@ -328,6 +328,44 @@ def test_profiles_without_requests_send_gauges_alone() -> None:
         assert server.taken == ["work"]
 
 
+def test_streams_of_generations_tell_the_time_to_the_first_token_and_of_each() -> None:
+    async def generate(scope: Any, receive: Any, send: Any) -> None:
+        exchange = CURRENT.get()
+        assert exchange is not None
+        exchange.found(scope["path"])
+        instrument.annotate_request({"gen_ai.request.model": "tiny"})
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for number in range(5):
+            await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
+            if scope["path"] == "/v1/broken" and number == 2:
+                raise ValueError
+        await send({"type": "http.response.body", "body": b""})
+
+    with collecting(take) as server:
+        asked = "requests: {gen_ai: [/v1/chat/completions, /v1/b*]}"
+        text = f"{asked}\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}"
+        instrument.start(loads(text, environ={}))
+        app = Served()
+        app._app = asgi.App(generate, Exchanges(RequestsRule()))
+        for path in ("/v1/chat/completions", "/v1/broken", "/other"):
+            app.ask(path, 4)
+        instrument.stop()
+        requests = ended(server.metrics)
+        assert sum(requests.values()) == 12
+        ((labels, first),) = newest(server.metrics, "gen_ai.server.time_to_first_token").items()
+        assert dict(labels) == {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": "tiny",
+            "http.route": "/v1/chat/completions",
+        }
+        (each,) = newest(server.metrics, "gen_ai.server.time_per_output_token").values()
+        assert (first.count, each.count) == (4, 4)
+        of_requests = [
+            p for p in points(server.metrics) if told(p.attributes).get("http.route") == "/v1/chat/completions"
+        ]
+        assert first.sum + 4 * each.sum <= of_requests[-1].sum
+
+
 CASES = {
     "uvicorn": (uvicorn("starlette_app:app"), STARLETTE),
     "4 workers of uvicorn": (uvicorn("starlette_app:app", "--workers", "4"), STARLETTE),
@@ -346,10 +384,8 @@ def test_what_servers_answered_and_what_their_processes_told_are_the_same(
 ) -> None:
     command, asks = CASES[case]
     with collecting(take) as server:
-        (tmp_path / "profile.yaml").write_text(
-            "requests: {ignore: [/health]}\n"
-            f"export: {{otlp: {{endpoint: {url(server)}}}, summary: {{views: [cost]}}}}"
-        )
+        export = f"{{otlp: {{endpoint: {url(server)}}}, summary: {{views: [cost]}}}}"
+        (tmp_path / "profile.yaml").write_text(f"requests: {{ignore: [/health]}}\nexport: {export}")
         environ = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": preference}
         with serving(command, tmp_path, environ, ours=True) as (port, served):
             answers = ask_all(port, asks, -(-200 // len(asks)))

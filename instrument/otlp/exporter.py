@@ -427,8 +427,13 @@ class Exporter:
         return True
 
     def _deliver_metrics(self, sender: Sender, series: Sequence[Series]) -> Verdict:
-        """Send one request of metrics. What waits because the collector asks for it does not hold up spans."""
-        deadline_ns = time.monotonic_ns() + min(self._settings.timeout_ns, PATIENCE_NS)
+        """Send one request of metrics. What waits because the collector asks for it does not hold up spans.
+
+        At the end there are no spans to hold up, and no next time: then it may take as long as the end may.
+        """
+        is_last = self._stop_at_ns != _NEVER_NS
+        patience_ns = self._settings.timeout_ns if is_last else min(self._settings.timeout_ns, PATIENCE_NS)
+        deadline_ns = time.monotonic_ns() + patience_ns
 
         def left_s() -> float:
             until_ns = min(deadline_ns, self._stop_at_ns)
