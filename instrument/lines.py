@@ -108,7 +108,7 @@ class Lines:
                         found.merge(totals)
             return found.histogram
 
-        books = {thread: [_packed(column)] for thread, column in columns.items()}
+        books = {thread: [packed(column)] for thread, column in columns.items()}
         return cls(tree, tally.threads, books, histogram)
 
     def book(self, thread: int | None) -> list[Numbers]:
@@ -140,7 +140,7 @@ class Lines:
         all_sums = self.sums(range(len(self.parents)), len(self.parents))
         rows = [(node, all_sums[node]) for node in order if all_sums[node].calls]
         rows.sort(key=lambda row: row[1].first_ns)
-        return _packed([number for node, (_, *numbers) in rows for number in (node, *numbers)])
+        return packed([number for node, (_, *numbers) in rows for number in (node, *numbers)])
 
     def of_all_threads(self) -> Lines:
         """The same with all threads as one, thread 0."""
@@ -237,7 +237,7 @@ class Sums:
         numbers = list(self.numbers)
         for row, more in added.items():
             numbers[row * WIDTH + field] += more
-        return Sums(_packed(numbers))
+        return Sums(packed(numbers))
 
     def column(self, field: int) -> list[int]:
         """A number of every sum."""
@@ -530,7 +530,7 @@ def _chained(before: Numbers, lasts: Numbers, entries: Iterable[int]) -> list[in
     return found
 
 
-def _packed(numbers: list[int]) -> Numbers:
+def packed(numbers: list[int]) -> Numbers:
     """As the native loops take them, if none is too large."""
     try:
         return memoryview(array("q", numbers))

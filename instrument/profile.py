@@ -158,6 +158,7 @@ class RequestsRule:
     is what spans are called, {method} and {route} filled in. `attributes` are those of OpenTelemetry's that may hold
     what a caller sent, recorded because they are named. The caller's trace is followed, linked to, or left alone
     (`traceparent`). Answers of the routes `gen_ai`, exact or with a `*` at the end, are generated, item by item.
+    `blocked_ns` is that of the profile's `Limits`, filled in where the rule is put to work.
     """
 
     servers: tuple[str, ...] = SERVERS
@@ -166,6 +167,7 @@ class RequestsRule:
     attributes: tuple[str, ...] = ()
     traceparent: str = "follow"
     gen_ai: tuple[str, ...] = ()
+    blocked_ns: int | None = None
     line: int = field(default=0, compare=False)
     text: str = "requests"
 
@@ -238,11 +240,14 @@ class Limits:
     """What the instrumentation may use at most: memory of the rings, spans of one request, disk of its files.
 
     `disk_bytes` is for the trace and summary files that the profile's paths name, of all processes that share them.
+    `blocked_ns` is how long a callback may keep an event loop from open requests before it is recorded; None for any
+    time.
     """
 
     ring_bytes: int = 64 * 2**20
     spans_per_request: int = 10_000
     disk_bytes: int = 2**30
+    blocked_ns: int | None = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,6 +217,13 @@ def _interval(node: Node) -> int | None:
     return AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
 
 
+_read_blocked = quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")
+
+
+def _duration_or_off(node: Node) -> int | None:
+    return None if node.is_off else _read_blocked(node)
+
+
 def _folder_or_off(node: Node) -> str | None:
     return None if node.is_off else _socket_folder(node)
 
@@ -704,6 +711,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "ring": Key("ring_bytes", _ring),
         "spans_per_request": Key("spans_per_request", whole(1)),
         "disk": Key("disk_bytes", _size("1GiB")),
+        "blocked": Key("blocked_ns", _duration_or_off),
     },
     "device": {
         "cuda": Key("cuda", one_of("auto", "off")),

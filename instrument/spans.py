@@ -152,6 +152,9 @@ FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
 ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
 """Beside them: how many parts came, and the largest and the median of the times between two that came one by one."""
 
+BLOCKED_BY = "instrument.blocked_by"
+"""The attribute of a stretch for which an event loop was blocked: the name of the span or function that did it."""
+
 LINK = "instrument.link"
 """The attribute of a root whose task or thread came from a span that had ended: that span's id, and its root's."""
 
@@ -387,6 +390,15 @@ OPERATORS = "torch.profiler"
 def is_operator(site: Site) -> bool:
     """Whether spans of the site are operators that torch.profiler told of."""
     return site.module == OPERATORS and site.kind == "op"
+
+
+BLOCKED_LOOP = Site("loop blocked", "user", module="asyncio.events", qualname="Handle._run")
+"""Spans of it are stretches for which an event loop ran one callback while requests were open."""
+
+
+def is_blocked_loop(site: Site) -> bool:
+    """Whether spans of the site are such stretches. Their time is that of others, of whatever ran meanwhile."""
+    return site.module == BLOCKED_LOOP.module and site.name == BLOCKED_LOOP.name
 
 
 def flops_told(span: Span) -> int:

@@ -7,6 +7,7 @@ is there already. Each family of rules knows which modules it wants and what to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
@@ -264,6 +265,8 @@ def _is_wanted(family: Probes, module: ModuleType) -> bool:
 def _rules(profile: Profile, key: str) -> tuple[Any, ...]:
     """What a key of the profile says, none where it says `off`."""
     found = getattr(profile, key)
+    if key == "requests":
+        return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in found)
     return found if isinstance(found, tuple) else () if found == "off" else (found,)
 
 

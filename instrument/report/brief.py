@@ -33,7 +33,7 @@ from instrument.report.table import (
 from instrument.report.view import UNITS, Options, Recording
 from instrument.spans import NO_DEVICE_TIME, Cost
 
-MOST_LINES = 56
+MOST_LINES = 57
 """Lines of the view, at most: with the names of process and file below it, a screen of 60."""
 
 PLACES = 10
@@ -79,7 +79,8 @@ class Brief:
         service = shorten(safe(self.service), LINE // 2)
         lines = [*title(f"Summary of {service}" if service else "Summary"), *self._served(), ""]
         if self.requests.requests:
-            lines += [*_request_lines(self.requests, unit), *_slowest(self.requests, unit), ""]
+            lines += [*_request_lines(self.requests, unit), *_slowest(self.requests, unit)]
+            lines += [*_blocked_line(self.requests, unit), ""]
         elif self.steps is not None and self.steps.loops:
             lines += [*_step_lines(self.steps, self.phases, unit), ""]
         lines += [*_place_lines(self.places, unit), ""]
@@ -190,6 +191,17 @@ def _slowest(times: RequestTimes, unit: str) -> list[str]:
     at = f"began {one.began}" if one.began else f"began {number(one.begin_ns / 1e9)} s after the start"
     seen = f", trace {one.trace_id}" if one.trace_id else f", span {one.span_id}"
     return wrapped(f"Slowest: {name}, {_time(one.wall_ns, unit)} {unit}, {at}{seen}")[:2]
+
+
+def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
+    """How often an event loop was blocked, where it was."""
+    blocked = times.blocked
+    if blocked is None:
+        return []
+    summed, longest = (f"{_time(ns, unit)} {unit}" for ns in (blocked.summed_ns, blocked.longest_ns))
+    counted = f"Loop blocked: {blocked.stretches} times, {summed} in all, at most {longest}"
+    most = max(blocked.by, key=lambda one: (not one.remaining, one.summed_ns))
+    return [counted if most.remaining else shorten(f"{counted}, mostly by {safe(most.name)}", LINE)]
 
 
 def _step_lines(steps: Loops, of_steps: Phases | None, unit: str) -> list[str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
 from instrument.report.answers import CLASSES, Answers, Streams
+from instrument.report.blocked import BlockedLoops, Blocker, blocked_loops
 from instrument.report.device import Coverage, endpoint_table, none_held, other_endpoints
 from instrument.report.stretches import owners, phases, sites
 from instrument.report.table import (
@@ -144,7 +145,8 @@ class SlowRequest:
 class RequestTimes:
     """The requests that lie within the window of which every span is held, by endpoint.
 
-    `requests_cut` reach over an edge of it, or had not ended, and are in nothing else.
+    `requests_cut` reach over an edge of it, or had not ended, and are in nothing else. `blocked` is of all stretches
+    that are held, None where no event loop was blocked.
     """
 
     coverage: Coverage
@@ -154,6 +156,7 @@ class RequestTimes:
     endpoints: tuple[Endpoint, ...]
     devices: tuple[DeviceWithin, ...]
     slowest: tuple[SlowRequest, ...]
+    blocked: BlockedLoops | None
     _options: Options
 
     def lines(self) -> list[str]:
@@ -175,6 +178,8 @@ class RequestTimes:
         if any(one.streams for one in self.endpoints):
             lines += [*section_title("Streamed answers"), *_stream_lines(self.endpoints, unit), ""]
         lines += [*section_title("Where the time went"), *_phase_lines(self.endpoints, unit), ""]
+        if self.blocked is not None:
+            lines += [*section_title("Loop blocked"), *_blocked_lines(self.blocked, unit), ""]
         for one in self.devices:
             lines += [*section_title(f"Device {one.device}"), *endpoint_table(one.endpoints, unit)]
             lines += [
@@ -236,6 +241,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         endpoints=bounded(endpoints, options, lambda endpoint: endpoint.wall_ns, rest),
         devices=_devices(recording, options),
         slowest=tuple(_slow(span, slow[span.span_id], recording, options) for span in slowest),
+        blocked=blocked_loops(trace.spans, options),
         _options=options,
     )
 
@@ -417,7 +423,19 @@ def _time(time_ns: float | None, unit: str, room: int = WHOLE_DIGITS) -> str:
     return compact(round(time_ns), room) if unit == "ns" else compact(time_ns / UNITS[unit])
 
 
-def _name(one: Endpoint | PhaseTime) -> str:
+def _blocked_lines(blocked: BlockedLoops, unit: str) -> list[str]:
+    def row(name: str, one: BlockedLoops | Blocker) -> list[str]:
+        return [name, str(one.stretches), _time(one.summed_ns, unit, 11), _time(one.longest_ns, unit, 11)]
+
+    cells = [row("loop blocked", blocked), *(row(f"  {_name(one)}", one) for one in blocked.by)]
+    return [
+        *named_table(["Event loops, and by what", "Count", "Sum", "Longest"], cells, 0),
+        "One callback or step of a task each, while which no request on its loop could go on: by the innermost",
+        "span that was there for most of it, or else its function.",
+    ]
+
+
+def _name(one: Endpoint | PhaseTime | Blocker) -> str:
     return f"(remaining {one.remaining})" if one.remaining else safe(one.name) or "(no name)"
 
 

@@ -35,6 +35,7 @@ from instrument.lines import (
     Lines,
     Numbers,
     functions,
+    packed,
 )
 from instrument.paths import NOT_BELOW
 from instrument.report.table import (
@@ -51,7 +52,7 @@ from instrument.report.table import (
     title,
 )
 from instrument.report.view import Options, Recording, SortKey
-from instrument.spans import Site, is_operator
+from instrument.spans import Site, is_blocked_loop, is_operator
 
 WORKING = ("op", "layer", "comm", "copy")
 """Kinds of span that are work, in place of Theano's thunks."""
@@ -259,7 +260,7 @@ def class_of(site: Site) -> str:
 
 def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     lines = Lines.of_tally(recording.tally.corrected()) if options.corrected else recording.lines(merged=True)
-    tree, merged = lines.tree, lines.merged()
+    tree, merged = lines.tree, _own(lines)
     keys = tree.keys()
     marks = array("i", tree.by_site(_marks)[: len(keys)])
     rows = {"classes": tree.numbered(class_of), "ops": keys, "instances": array("i", [OWN_ROW]) * len(keys)}[of]
@@ -277,6 +278,15 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     together = [0] if len(found) > 2 else []
     reports = tuple(table.function(number) for number in together + shown)
     return SelfTimes(of, reports, left, left_ns, options.corrected, options)
+
+
+def _own(lines: Lines) -> Numbers:
+    """The lines whose time is their own: that of blocked event loops is of whatever ran meanwhile."""
+    merged, others = lines.merged(), lines.tree.by_site(is_blocked_loop)
+    if not any(others):
+        return merged
+    starts = [start for start in range(0, len(merged), WIDTH) if not others[lines.site_of[merged[start]]]]
+    return packed([number for start in starts for number in merged[start : start + WIDTH]])
 
 
 WAITING = "waiting"

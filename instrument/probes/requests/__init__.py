@@ -6,13 +6,14 @@ imported by us, only met when the host has.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, undo_all
-from instrument.probes.requests import grpc, mosec, propagation, ray_serve, routes, servers, triton
+from instrument.probes.requests import blocked, grpc, mosec, propagation, ray_serve, routes, servers, triton
 from instrument.probes.requests.exchange import Exchanges
 from instrument.probes.verdict import Verdict
 from instrument.profile import RequestsRule
@@ -40,6 +41,7 @@ class Requests:
 
     def _begin(self, rules: Sequence[RequestsRule]) -> None:
         self.rules = tuple(rules)
+        self._blocked_ns = rules[0].blocked_ns if rules else None
         self._exchanges = [Exchanges(rule, self._recorder) for rule in rules]
         self._seams = {
             module: (kind, attach)
@@ -51,6 +53,8 @@ class Requests:
     def wants(self, module_name: str) -> bool:
         """Whether that module has a seam."""
         is_known = module_name in routes.ROUTERS or module_name == propagation.MODULE
+        if module_name == blocked.MODULE:
+            is_known = self._blocked_ns is not None
         return self._seam(module_name) is not None or (bool(self.rules) and is_known)
 
     def _seam(self, module_name: str) -> tuple[str, servers.Attach] | None:
@@ -72,6 +76,10 @@ class Requests:
                 self._met[name] = kind
             elif name == propagation.MODULE:
                 self._undos += propagation.attach(module, self._recorder)
+                self._met[name] = ""
+            elif name == blocked.MODULE:
+                if self._blocked_ns is not None:
+                    self._undos += blocked.attach(module, self._blocked_ns, self._recorder)
                 self._met[name] = ""
             else:
                 self._undos += routes.ROUTERS[name](module)
@@ -112,5 +120,10 @@ class Requests:
             return Verdict(rule.text, "unreachable", why="; ".join(lacking))
         if not met:
             return Verdict(rule.text, "waiting", why=f"no server of {', '.join(rule.servers)} is imported")
-        unseen = "; mosec's requests are not seen, but its workers' batches" if "mosec" in self._met.values() else ""
-        return Verdict(rule.text, "attached", why=f"at {', '.join(sorted(met))}{unseen}")
+        why = f"at {', '.join(sorted(met))}"
+        if "mosec" in self._met.values():
+            why += "; mosec's requests are not seen, but its workers' batches"
+        unseen = [name for name in blocked.OTHER_LOOPS if name in sys.modules]
+        if unseen and self._blocked_ns is not None:
+            why += f"; for how long loops of {', '.join(unseen)} are blocked is not seen"
+        return Verdict(rule.text, "attached", why=why)

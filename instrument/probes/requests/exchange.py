@@ -7,8 +7,9 @@ headers, query or body is recorded but what the rule names, and the length of th
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -46,7 +47,21 @@ PLACES_KNOWN = 100
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
 """The exchange that this context works for."""
 
+OPEN: set[Exchange] = set()
+"""Those that an event loop has open."""
+
 _now = time.monotonic_ns
+_running_loop: Callable[[], Any] | None = None
+
+
+def _loop() -> Any:
+    """The event loop that runs on this thread, or None. Never imports asyncio."""
+    global _running_loop
+    if _running_loop is None:
+        _running_loop = getattr(sys.modules.get("asyncio.events"), "_get_running_loop", None)
+        if _running_loop is None:
+            return None
+    return _running_loop()
 
 
 class Exchanges:
@@ -143,7 +158,8 @@ class Exchange:
     """One request and its answer. Used by one context at a time; what comes after its end changes nothing.
 
     `frame` is that of its span, None once the last byte has gone; its `facts` belong to the span then, and must not be
-    changed any more. `stream` is there once the answer comes in parts.
+    changed any more. `loop` is the event loop that it waits on until then, None without one. `stream` is there once the
+    answer comes in parts.
     """
 
     # Of the class until they differ: most requests set few of them, and each costs.
@@ -158,6 +174,9 @@ class Exchange:
         self._begun_ns = _now()
         self.facts = facts
         self.frame = frame
+        self.loop = _loop()
+        if self.loop is not None:
+            OPEN.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -186,6 +205,9 @@ class Exchange:
         frame, self.frame = self.frame, None
         if frame is None:
             return
+        if self.loop is not None:
+            OPEN.discard(self)
+            self.loop = None
         of, facts, status = self._of, self.facts, self.status
         try:
             if self._prefix and not self.route:

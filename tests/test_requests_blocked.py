@@ -1,0 +1,334 @@
+"""Blocked event loops: who kept a loop from open requests, for how long, and what stays as it was without us."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import Context
+from typing import Any
+
+import pytest
+
+import instrument
+from instrument import chrome
+from instrument.probes.requests import asgi
+from instrument.probes.requests.exchange import OPEN, Exchanges
+from instrument.profile import Capture, FunctionRule, Limits, Profile, RequestsRule
+from instrument.recorder import RECORDER
+from instrument.report.requests import requests
+from instrument.report.self_times import ops
+from instrument.report.summary import summary
+from instrument.report.view import Options, Recording
+from instrument.spans import BLOCKED_BY, Origin, Span, Trace, is_blocked_loop
+
+BLOCK_NS = 20_000_000
+LIMIT_NS = 5_000_000
+UNTOUCHED = asyncio.events.Handle._run
+
+PROFILE = Profile(
+    requests=(RequestsRule(),),
+    functions=(FunctionRule((f"{__name__}:crunch",)),),
+    capture=Capture(sample=1.0),
+    limits=Limits(blocked_ns=LIMIT_NS),
+)
+
+
+@pytest.fixture
+def session() -> Iterator[None]:
+    PLANTED.clear()
+    instrument.start(PROFILE)
+    yield
+    instrument.stop()
+
+
+PLANTED: list[int] = []
+"""When the loop was blocked on purpose: a loaded machine may block it at other times."""
+
+
+def crunch() -> None:
+    PLANTED.append(RECORDER.now_ns())
+    while RECORDER.now_ns() - PLANTED[-1] < BLOCK_NS:
+        pass
+
+
+def rest() -> None:
+    PLANTED.append(RECORDER.now_ns())
+    time.sleep(BLOCK_NS / 1e9)
+
+
+Handler = Callable[[], Awaitable[None]]
+
+
+def app_of(handlers: dict[str, Handler]) -> Any:
+    """An ASGI application that awaits the handler of a path and answers."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await handlers[scope["path"]]()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    return app
+
+
+async def ask(app: Any, path: str) -> None:
+    async def nothing(*_: Any) -> Any: ...
+
+    scope = {
+        "type": "http", "method": "GET", "path": path, "scheme": "http", "server": ("127.0.0.1", 80), "headers": [],
+    }  # fmt: skip
+    await app(scope, nothing, nothing)
+
+
+def serve(*paths: str, **handlers: Handler) -> None:
+    """Requests to these paths at once, on a loop of their own; the handlers by their names."""
+    app = asgi.App(app_of({f"/{name}": handler for name, handler in handlers.items()}), Exchanges(RequestsRule()))
+
+    async def main() -> None:
+        await asyncio.gather(*(ask(app, path) for path in paths))
+
+    asyncio.run(main())
+
+
+def stretches() -> list[Span]:
+    """Those of what was planted."""
+    found = [span for span in RECORDER.spans() if is_blocked_loop(span.site)]
+    return [span for span in found if any(span.start_ns <= at_ns < span.end_ns for at_ns in PLANTED)]
+
+
+async def wait() -> None:
+    await asyncio.sleep(0.001)
+
+
+def test_a_handler_that_blocks_the_loop_while_others_wait_is_named_with_its_time(session: None) -> None:
+    async def sleepy() -> None:
+        await asyncio.sleep(0)
+        rest()
+        await asyncio.sleep(0)
+
+    serve("/wait", "/sleepy", "/wait", sleepy=instrument.profiled(sleepy), wait=wait)
+    (stretch,) = stretches()
+    assert stretch.attributes[BLOCKED_BY] == sleepy.__qualname__.rpartition(".")[2]
+    assert stretch.total_ns >= BLOCK_NS
+    assert stretch.parent_id == 0
+
+
+def test_without_a_span_of_its_own_the_request_that_blocks_is_named(session: None) -> None:
+    async def sleepy() -> None:
+        rest()
+
+    serve("/wait", "/sleepy", sleepy=sleepy, wait=wait)
+    (stretch,) = stretches()
+    assert stretch.attributes[BLOCKED_BY] == "GET"
+    assert str(stretch.attributes["code.function.name"]).endswith("ask")
+    assert stretch.attributes["code.file.path"] == __file__
+
+
+def test_outside_of_every_span_the_function_is_named_and_never_its_arguments(session: None) -> None:
+    def sleepy(argument: str) -> None:
+        rest()
+
+    async def plant() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(functools.partial(sleepy, "secret"), context=Context())
+        await asyncio.sleep(0.001)
+
+    serve("/wait", "/plant", plant=plant, wait=wait)
+    (stretch,) = stretches()
+    line = sleepy.__code__.co_firstlineno
+    assert stretch.attributes[BLOCKED_BY] == f"{sleepy.__qualname__} (test_requests_blocked.py:{line})"
+    assert "secret" not in str(dict(stretch.attributes))
+
+
+def test_a_task_outside_of_every_span_is_named_by_its_coroutine(session: None) -> None:
+    async def chore() -> None:
+        rest()
+
+    async def main() -> None:
+        app = asgi.App(app_of({"/wait": functools.partial(asyncio.sleep, 0.05)}), Exchanges(RequestsRule()))
+        request = asyncio.create_task(ask(app, "/wait"))
+        await asyncio.sleep(0)
+        await asyncio.create_task(chore())
+        await request
+
+    asyncio.run(main())
+    (stretch,) = stretches()
+    assert str(stretch.attributes[BLOCKED_BY]).startswith(f"{chore.__qualname__} (")
+
+
+def test_a_function_of_a_rule_that_computes_is_named_by_its_span(session: None) -> None:
+    async def compute() -> None:
+        await asyncio.sleep(0)
+        crunch()
+        with instrument.scope("after"):
+            await asyncio.sleep(0)
+
+    serve("/wait", "/compute", compute=compute, wait=wait)
+    assert [one.attributes[BLOCKED_BY] for one in stretches()] == ["crunch"]
+
+
+def test_what_is_open_when_the_callback_ends_but_began_late_is_not_named(session: None) -> None:
+    async def compute() -> None:
+        rest()
+        with instrument.scope("after"):
+            await asyncio.sleep(0)
+
+    serve("/compute", compute=compute)
+    assert [one.attributes[BLOCKED_BY] for one in stretches()] == ["GET"]
+
+
+def test_a_request_that_begins_and_ends_within_the_callback_counts(session: None) -> None:
+    async def compute() -> None:
+        crunch()
+
+    serve("/compute", compute=compute)
+    assert [one.attributes[BLOCKED_BY] for one in stretches()] == ["crunch"]
+
+
+def test_nothing_is_recorded_while_no_request_is_open(session: None) -> None:
+    async def main() -> None:
+        crunch()
+        await asyncio.sleep(0)
+        crunch()
+
+    asyncio.run(main())
+    serve("/wait", wait=wait)
+    asyncio.run(main())
+    assert stretches() == []
+    assert not OPEN
+
+
+def test_a_request_on_another_loop_does_not_count(session: None) -> None:
+    async def main() -> None:
+        crunch()
+
+    async def handler() -> None:
+        await asyncio.to_thread(asyncio.run, main())
+
+    serve("/handler", handler=handler)
+    assert stretches() == []
+
+
+def test_limits_say_from_when_on_and_whether_it_is_recorded() -> None:
+    async def compute() -> None:
+        crunch()
+
+    for limit_ns, expected in ((3600 * 10**9, 0), (LIMIT_NS, 1), (None, 0)):
+        PLANTED.clear()
+        limits = Limits(blocked_ns=limit_ns)
+        instrument.start(Profile(requests=(RequestsRule(),), capture=Capture(sample=1.0), limits=limits))
+        assert (asyncio.events.Handle._run is UNTOUCHED) == (limit_ns is None)
+        serve("/compute", compute=compute)
+        found = stretches()
+        instrument.stop()
+        assert len(found) == expected
+        assert asyncio.events.Handle._run is UNTOUCHED
+
+
+def test_without_requests_the_loop_is_left_alone() -> None:
+    instrument.start(Profile(functions=PROFILE.functions))
+    assert asyncio.events.Handle._run is UNTOUCHED
+    instrument.stop()
+
+
+def test_whoever_has_taken_our_function_records_nothing_after_the_stop() -> None:
+    instrument.start(PROFILE)
+    taken = asyncio.events.Handle._run
+    instrument.stop()
+    calls: list[int] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        taken(asyncio.events.Handle(calls.append, (1,), loop))
+
+    asyncio.run(main())
+    assert calls == [1]
+
+
+def behaviour() -> list[Any]:
+    """What the loop makes of callbacks, tasks and errors."""
+    seen: list[Any] = []
+
+    def fail() -> None:
+        raise ValueError("planted")
+
+    async def failing() -> None:
+        await asyncio.sleep(0)
+        fail()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_debug(True)
+        loop.slow_callback_duration = 10**6
+
+        def note(_: Any, told: dict[str, Any]) -> None:
+            error = told.get("exception")
+            frames = [] if error is None else [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            seen.append((told["message"].partition(" at ")[0], repr(error), frames))
+
+        loop.set_exception_handler(note)
+        loop.call_soon(fail)
+        loop.call_later(0, fail)
+        handle = loop.call_soon(fail)
+        handle.cancel()
+        seen.append(handle.cancelled())
+        try:
+            await asyncio.create_task(failing())
+        except ValueError as error:
+            seen.append([frame.name for frame in traceback.extract_tb(error.__traceback__)])
+        if sys.version_info >= (3, 12):
+            loop.set_task_factory(asyncio.eager_task_factory)
+            seen.append(await asyncio.create_task(asyncio.sleep(0, "eager")))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    return seen
+
+
+def test_callbacks_tasks_and_their_errors_are_as_without_us() -> None:
+    expected = behaviour()
+    instrument.start(PROFILE)
+    try:
+        assert behaviour() == expected
+    finally:
+        instrument.stop()
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_what_stops_a_loop_stops_it(session: None, error: type[BaseException]) -> None:
+    def stop() -> None:
+        raise error("planted")
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_soon(stop)
+        await asyncio.sleep(5)
+
+    with pytest.raises(error, match="planted"):
+        asyncio.run(main())
+
+
+def test_a_stretch_is_in_files_views_and_the_summary_and_takes_no_time_from_others(
+    session: None, tmp_path: Any
+) -> None:
+    async def compute() -> None:
+        crunch()
+
+    serve("/wait", "/compute", wait=wait, compute=compute)
+    spans = RECORDER.spans()
+    begun_ns, ended_ns = min(one.start_ns for one in spans), max(one.end_ns for one in spans)
+    chrome.dump(tmp_path / "trace.json", Trace(Origin(7, "shop", 0, 0, "native"), begun_ns, ended_ns, spans))
+    trace, _ = chrome.load(tmp_path / "trace.json")
+    recording = Recording.of_trace(trace)
+    found = requests(recording, Options()).blocked
+    assert found is not None
+    assert found.longest_ns >= BLOCK_NS
+    assert "crunch" in {one.name for one in found.by}
+    assert "  crunch" in summary(["requests"], recording, Options())
+    (line,) = (one for one in summary(["brief"], recording, Options()).splitlines() if "Loop blocked" in one)
+    assert "at most" in line
+    names = {row.names[-1] for function in ops(recording, Options()).functions for row in function.rows}
+    assert "crunch" in names
+    assert "loop blocked" not in names
