@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
+import threading
 import time
 import traceback
+import types
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import Context
 from typing import Any
@@ -45,18 +47,24 @@ def session() -> Iterator[None]:
     instrument.stop()
 
 
-PLANTED: list[int] = []
-"""When the loop was blocked on purpose: a loaded machine may block it at other times."""
+PLANTED: list[tuple[int, int]] = []
+"""On which threads and when a loop was blocked on purpose: a loaded machine may block it at other times."""
+
+
+def plant() -> int:
+    at_ns = RECORDER.now_ns()
+    PLANTED.append((threading.get_native_id(), at_ns))
+    return at_ns
 
 
 def crunch() -> None:
-    PLANTED.append(RECORDER.now_ns())
-    while RECORDER.now_ns() - PLANTED[-1] < BLOCK_NS:
+    begun_ns = plant()
+    while RECORDER.now_ns() - begun_ns < BLOCK_NS:
         pass
 
 
 def rest() -> None:
-    PLANTED.append(RECORDER.now_ns())
+    plant()
     time.sleep(BLOCK_NS / 1e9)
 
 
@@ -96,7 +104,11 @@ def serve(*paths: str, **handlers: Handler) -> None:
 def stretches() -> list[Span]:
     """Those of what was planted."""
     found = [span for span in RECORDER.spans() if is_blocked_loop(span.site)]
-    return [span for span in found if any(span.start_ns <= at_ns < span.end_ns for at_ns in PLANTED)]
+    return [
+        span
+        for span in found
+        if any(span.thread_id == thread_id and span.start_ns <= at_ns < span.end_ns for thread_id, at_ns in PLANTED)
+    ]
 
 
 async def wait() -> None:
@@ -131,12 +143,12 @@ def test_outside_of_every_span_the_function_is_named_and_never_its_arguments(ses
     def sleepy(argument: str) -> None:
         rest()
 
-    async def plant() -> None:
+    async def call() -> None:
         loop = asyncio.get_running_loop()
         loop.call_soon(functools.partial(sleepy, "secret"), context=Context())
         await asyncio.sleep(0.001)
 
-    serve("/wait", "/plant", plant=plant, wait=wait)
+    serve("/wait", "/call", call=call, wait=wait)
     (stretch,) = stretches()
     line = sleepy.__code__.co_firstlineno
     assert stretch.attributes[BLOCKED_BY] == f"{sleepy.__qualname__} (test_requests_blocked.py:{line})"
@@ -332,3 +344,12 @@ def test_a_stretch_is_in_files_views_and_the_summary_and_takes_no_time_from_othe
     names = {row.names[-1] for function in ops(recording, Options()).functions for row in function.rows}
     assert "crunch" in names
     assert "loop blocked" not in names
+
+
+def test_that_loops_which_run_their_callbacks_in_c_are_not_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", types.ModuleType("uvloop"))
+    for limit_ns, count in ((LIMIT_NS, 1), (None, 0)):
+        instrument.start(Profile(requests=(RequestsRule(),), limits=Limits(blocked_ns=limit_ns)))
+        told = [note for note in instrument.session().notes() if "blocked loops of uvloop: unreachable" in note]
+        instrument.stop()
+        assert len(told) == count

@@ -111,7 +111,14 @@ class Requests:
 
     def verdicts(self) -> list[Verdict]:
         """What became of the rule: which servers it has met, and what it has recorded."""
-        return [self._verdict(rule, exchanges) for rule, exchanges in zip(self.rules, self._exchanges, strict=True)]
+        found = [self._verdict(rule, exchanges) for rule, exchanges in zip(self.rules, self._exchanges, strict=True)]
+        if self._blocked_ns is not None:
+            found += [
+                Verdict(self.rules[0].text, "unreachable", f"blocked loops of {name}", blocked.WHY_NOT)
+                for name in blocked.OTHER_LOOPS
+                if name in sys.modules
+            ]
+        return found
 
     def _verdict(self, rule: RequestsRule, exchanges: Exchanges) -> Verdict:
         met = [name for name, kind in self._met.items() if kind in SERVERS]
@@ -123,7 +130,4 @@ class Requests:
         why = f"at {', '.join(sorted(met))}"
         if "mosec" in self._met.values():
             why += "; mosec's requests are not seen, but its workers' batches"
-        unseen = [name for name in blocked.OTHER_LOOPS if name in sys.modules]
-        if unseen and self._blocked_ns is not None:
-            why += f"; for how long loops of {', '.join(unseen)} are blocked is not seen"
         return Verdict(rule.text, "attached", why=why)

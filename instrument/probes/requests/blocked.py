@@ -28,6 +28,8 @@ MODULE = "asyncio.events"
 OTHER_LOOPS = ("uvloop",)
 """Modules whose loops run their callbacks past it."""
 
+WHY_NOT = "they run their callbacks in C; `limits: {blocked: off}` in the profile does without"
+
 NEWEST = 256
 """So many of a thread's newest rows are looked at for who it was: what covers most of a stretch ends near its end."""
 
