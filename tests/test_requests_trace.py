@@ -10,7 +10,7 @@ import pytest
 
 import instrument
 from instrument.otlp.packing import Ids, link_of
-from instrument.probes.requests import SERVERS, asgi
+from instrument.probes.requests import asgi
 from instrument.probes.requests.exchange import Exchanges
 from instrument.profile import Capture, Profile, RequestsRule
 from instrument.recorder import RECORDER
@@ -142,10 +142,6 @@ def test_a_request_below_a_span_of_opentelemetry_is_its_child(session: instrumen
     remote = request_of(session).remote
     assert remote is not None
     assert (remote.span_id, remote.is_local) == (around.get_span_context().span_id, True)
-
-
-def test_every_kind_of_server_has_seams() -> None:
-    assert all(SERVERS.values())
 
 
 def secret_request(requests: str, tmp_path: Any) -> str:
