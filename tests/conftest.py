@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import gc
+import os
 import signal
 import sys
 import threading
@@ -24,6 +25,10 @@ from instrument.recorder import RECORDER, PureRecorder, Recorder
 from instrument.schema import loads
 
 pytest_plugins = ["driver"]
+
+# Also for what tests start. Threads of torch spin while they wait for one another, and the tests themselves keep all
+# cores busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes, and how long it takes to make one, says how busy the machine is. `clean_process` holds
 # between tests; between the examples of one test, each test sees to that itself.
