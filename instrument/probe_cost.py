@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import copy_context
-from statistics import median
 from typing import Any, NamedTuple
 
 from instrument.recorder import STEP, Recorder
@@ -135,7 +134,7 @@ class _Probes:
             shape: _Timed(
                 min(recorded_ns for recorded_ns, _ in pairs),
                 min(bare_ns for _, bare_ns in pairs),
-                max(median(recorded_ns - bare_ns for recorded_ns, bare_ns in pairs), 0.0),
+                max(sorted(recorded_ns - bare_ns for recorded_ns, bare_ns in pairs)[len(pairs) // 2], 0.0),
             )
             for shape, pairs in spent.items()
         }

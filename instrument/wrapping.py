@@ -69,7 +69,10 @@ def wrap(
     else:
         made = recorder.make_function(function, site, works)
         shape = "call"
-    recorder.may_mute(site, made, shape)
+    if site.kind == "step":  # a schedule that counts them would stand still
+        recorder.note_shape(site, shape)
+    else:
+        recorder.may_mute(site, made, shape)
     functools.update_wrapper(made, function)
     for name in ("cache_info", "cache_clear"):  # of functools.lru_cache: methods of its type, which are not copied
         if hasattr(function, name) and not hasattr(made, name):

@@ -24,11 +24,26 @@ from instrument import chrome
 from instrument.errors import FAULTS
 from instrument.otlp import packing
 from instrument.recorder import NAMES_OF_PLACE
-from instrument.spans import ATTRIBUTE_LIMIT, VALUE_LIMIT, Site, Span, Trace
+from instrument.spans import (
+    ATTRIBUTE_LIMIT,
+    FIRST_ITEM,
+    ITEMS,
+    LAST_ITEM,
+    LONGEST_GAP,
+    VALUE_LIMIT,
+    Site,
+    Span,
+    Trace,
+)
 
 
 def attributes(recorder: Any) -> dict[str, dict[str, object]]:
-    return {span.site.name: dict(span.attributes) for span in recorder.spans()}
+    """Those of each span, without what a generator's own items tell."""
+    items = {ITEMS, FIRST_ITEM, LAST_ITEM, LONGEST_GAP}
+    return {
+        span.site.name: {name: value for name, value in span.attributes.items() if name not in items}
+        for span in recorder.spans()
+    }
 
 
 def exported(spans: list[Span]) -> list[Any]:

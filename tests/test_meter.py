@@ -130,8 +130,8 @@ def test_requests_arrive_by_endpoint_status_and_error_as_exponential_histograms(
         (metric,) = {m.name: m for m in server.metrics if m.name == DURATION}.values()
         assert (metric.unit, metric.exponential_histogram.aggregation_temporality) == ("s", CUMULATIVE)
         assert session.losses() == {}
-        (note,) = session.notes()
-        assert note.startswith("requests: waiting (no server of ")
+        # Which depends on the servers that other tests have imported.
+        assert all(note.startswith("requests: waiting (no server of ") for note in session.notes())
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])

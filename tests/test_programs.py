@@ -22,7 +22,7 @@ from instrument.probes import contexts
 from instrument.profile import Capture
 from instrument.recorder import PureRecorder, Recorder
 from instrument.ring import Row
-from instrument.spans import LINK, Span
+from instrument.spans import ITEMS, LINK, Span
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "200"))
 FIRST = 50
@@ -79,7 +79,7 @@ def recorded_tree(spans: list[Span]) -> tuple[Any, ...]:
         (
             span.span_id,
             span.parent_id or None,
-            facts(span.site.name, names[span.root_id], names[span.attributes[LINK][0]] if span.attributes else None),
+            facts(span.site.name, names[span.root_id], names.get(span.attributes.get(LINK, [None])[0])),
         )
         for span in spans
     )
@@ -175,8 +175,9 @@ def comparable(recorder: Any) -> dict[int, list[tuple[object, ...]]]:
     def told(row: Row) -> tuple[object, ...]:
         path = tuple(site.name for site in recorder.paths().upwards(row[0]))
         in_task = None if "copy run twice" in "".join(path) else bool(row[4])
-        link = None if row[10] is None else [place[number] for number in row[10][LINK]]
-        return path, *(place.get(number) for number in row[1:4]), in_task, row[8] >= 0, row[9], link
+        link = [place[number] for number in row[10][LINK]] if row[10] and LINK in row[10] else None
+        items = (row[10] or {}).get(ITEMS)
+        return path, *(place.get(number) for number in row[1:4]), in_task, row[8] >= 0, row[9], link, items
 
     return {thread_id: [told(row) for row in rows] for thread_id, rows in by_thread.items()}
 
