@@ -195,3 +195,35 @@ def test_what_the_profile_names_comes_out_and_nothing_else(name: str, told: str,
     found = secret_request(f"requests: {{attributes: [{name}]}}", tmp_path)
     assert told in found
     assert found.count("c4n4ry") == 1
+
+
+def test_another_propagator_of_opentelemetry_is_asked_where_the_environment_names_it(
+    session: instrument.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opentelemetry import propagate, trace
+    from opentelemetry.context import Context
+    from opentelemetry.propagators.textmap import TextMapPropagator
+
+    class Reversed(TextMapPropagator):
+        """One that has its header the other way round."""
+
+        fields = {"x-trace"}  # noqa: RUF012 - as the interface has it
+
+        def inject(self, *_: Any, **__: Any) -> None:
+            raise NotImplementedError
+
+        def extract(self, carrier: Any, context: Any = None, getter: Any = None) -> Context:
+            trace_id = int(carrier["x-trace"][::-1], 16)
+            span = trace.SpanContext(trace_id, 7, is_remote=True, trace_flags=trace.TraceFlags(1))
+            return trace.set_span_in_context(trace.NonRecordingSpan(span), context)
+
+    before = propagate.get_global_textmap()
+    monkeypatch.setenv("OTEL_PROPAGATORS", "reversed,baggage")
+    propagate.set_global_textmap(Reversed())
+    try:
+        serve(answer, {"x-trace": TRACE[::-1], "traceparent": CALLER.replace("4bf9", "1111")})
+    finally:
+        propagate.set_global_textmap(before)
+    remote = request_of(session).remote
+    assert remote is not None
+    assert (f"{remote.trace_id:032x}", remote.span_id) == (TRACE, 7)
