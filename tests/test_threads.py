@@ -185,6 +185,9 @@ delivery = instrument.flush(60)
 assert (delivery.settled, delivery.exported, delivery.pending) == (True, 300, 0), delivery
 instrument.stop()
 import os
+end = time.monotonic() + 60  # who has been joined may not have left the kernel yet
+while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end:
+    time.sleep(0.01)
 assert len(os.listdir("/proc/self/task")) == 1, os.listdir("/proc/self/task")
 assert [thread.name for thread in threading.enumerate()] == ["MainThread"], threading.enumerate()
 """
