@@ -346,6 +346,7 @@ def escapes(shapes: ModuleType) -> dict[str, tuple[Callable[[], Any], str]]:
     }
 
 
+@pytest.mark.parametrize("make_recorder", [Recorder], indirect=True, ids=["whichever is in use"])
 @pytest.mark.parametrize(
     "place", ["a key whose hash is the host's code", "an object made in C", "an iterator made in C", "a suspended call"]
 )
@@ -473,6 +474,7 @@ def test_a_function_that_a_class_inherits_is_recorded_for_that_class_alone(
     assert tree(recorder) == "Engine.static_method"
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_a_second_name_for_the_same_function_is_recorded_once(
     shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
 ) -> None:
@@ -488,6 +490,7 @@ def test_a_second_name_for_the_same_function_is_recorded_once(
     assert shapes.renamed is shapes.function
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_a_second_name_in_a_module_imported_later_is_told_as_such(
     shapes: ModuleType, select: Callable[..., Selection], recorder: Recorder
 ) -> None:
@@ -569,6 +572,7 @@ def selected(recorder: Recorder) -> Iterator[Callable[[str], Selection]]:
         selection.undo()
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize(
     ("name", "target", "shown"),
     [
@@ -586,6 +590,7 @@ def test_a_name_may_say_where_the_target_is(
     assert tree(recorder) == shown
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_a_rule_declares_a_phase_and_the_shortest_call_worth_a_span(
     shapes: ModuleType, selected: Callable[[str], Selection], recorder: Recorder
 ) -> None:
@@ -683,6 +688,7 @@ def test_an_argument_that_cannot_be_read_is_named_with_the_place_of_its_rule_and
         assert span.attributes == {"prompt.type": f"{__name__}.Hostile", "temperature": 0.5}
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
