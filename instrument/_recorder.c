@@ -1374,20 +1374,10 @@ new_ring(Core *core)
     return ring;
 }
 
-/* The calling thread's ring, made at its first span and after a reset. Borrowed from the thread's state. NULL with an
- * exception, or without one where the reason has been counted. */
-static Ring *
-find_ring(Core *core)
+/* What the calling thread's state holds of a recorder, made where it is missing. Borrowed. NULL with an exception. */
+static Mark *
+find_mark(Core *core)
 {
-    if (core->overflow == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the recorder has not been initialised");
-        return NULL;
-    }
-    if (ending_state != 0 && ending_state == PyThreadState_GetID(PyThreadState_Get())) {
-        /* A finaliser of what the thread leaves behind. A ring made now would not be given up when the thread ends. */
-        count(core, THREAD_ENDING);
-        return NULL;
-    }
     PyObject *locals = PyThreadState_GetDict(); /* borrowed */
     if (locals == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "no thread state");
@@ -1406,6 +1396,24 @@ find_ring(Core *core)
             Py_DECREF(mark);
     }
     Py_DECREF(key);
+    return mark;
+}
+
+/* The calling thread's ring, made at its first span and after a reset. Borrowed from the thread's state. NULL with an
+ * exception, or without one where the reason has been counted. */
+static Ring *
+find_ring(Core *core)
+{
+    if (core->overflow == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the recorder has not been initialised");
+        return NULL;
+    }
+    if (ending_state != 0 && ending_state == PyThreadState_GetID(PyThreadState_Get())) {
+        /* A finaliser of what the thread leaves behind. A ring made now would not be given up when the thread ends. */
+        count(core, THREAD_ENDING);
+        return NULL;
+    }
+    Mark *mark = find_mark(core);
     if (mark == NULL)
         return NULL;
     /* Making one, and giving one up, may run code that records or resets. */
@@ -5811,16 +5819,17 @@ Core_copy_context(Core *self, PyObject *Py_UNUSED(none))
     return publish_here(self) < 0 ? NULL : PyContext_CopyCurrent();
 }
 
-/* Forget what is open in this context. */
+/* Forget what is open in this context. Makes no ring: that would be a thread's first span. */
 static PyObject *
 Core_forget_current(Core *self, PyObject *Py_UNUSED(none))
 {
     if (set_variable(self, Py_None) < 0)
         return NULL;
-    Ring *ring = ring_of(self);
-    if (ring == NULL)
+    Mark *mark = find_mark(self);
+    if (mark == NULL)
         return NULL;
-    Py_CLEAR(ring->current);
+    if (mark->ring != NULL)
+        Py_CLEAR(mark->ring->current);
     Py_RETURN_NONE;
 }
 

@@ -24,7 +24,7 @@ from instrument.probes.selection import Selection
 from instrument.probes.verdict import Verdict
 from instrument.profile import Profile
 from instrument.profiler import EXIT_LIMIT_NS, Session, is_main
-from instrument.recorder import RECORDER
+from instrument.recorder import RECORDER, await_first_span
 from instrument.schema import load
 from instrument.termination import Termination
 from instrument.threads import Thread
@@ -314,6 +314,7 @@ def _after_fork_in_child() -> None:
     _session_lock = RLock()
     held, _forking.session = getattr(_forking, "session", None), None
     FAULTS.clear()
+    await_first_span(None)  # the parent's
     RECORDER.after_fork_in_child()
     if _session is not None:
         try:

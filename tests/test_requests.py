@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from otlp_receiver import Receiver
+from otlp_receiver import Receiver, receiver
 
 from instrument import chrome
 from instrument.probes.requests import Requests
@@ -37,6 +37,7 @@ requests: {ignore: [/health]}
 functions: [{match: "work:*"}]
 export:
   chrome: {path: "traces/{service}-{pid}-{window}.json"}
+  otlp:
 """
 
 
@@ -72,10 +73,6 @@ class Case:
     command: Sequence[str]
     asks: Sequence[Ask]
     needs: Sequence[str]
-    posts: int = 201
-    """What a framework answers a POST with."""
-    spends_status: bool = True
-    workers: int = 1
 
 
 def uvicorn(app: str, *more: str) -> list[str]:
@@ -99,7 +96,7 @@ CASES = {
 SLOW_CASES = {
     "Starlette on uvicorn": Case(uvicorn("starlette_app:app"), STARLETTE, ["starlette", "uvicorn"]),
     "Starlette on 4 workers of uvicorn": Case(
-        uvicorn("starlette_app:app", "--workers", "4"), STARLETTE, ["starlette", "uvicorn"], workers=4
+        uvicorn("starlette_app:app", "--workers", "4"), STARLETTE, ["starlette", "uvicorn"]
     ),
     "Starlette on hypercorn": Case(
         ["-m", "hypercorn", "starlette_app:app", "--bind", "127.0.0.1:{port}"], STARLETTE, ["hypercorn"]
@@ -222,35 +219,47 @@ def requests_in(folder: Path) -> list[Span]:
     return found
 
 
-def name_of(ask: Ask, status: int) -> str:
+def name_of(ask: Ask) -> str:
     return f"{ask.method} {ask.route}".strip()
 
 
-def check(case: Case, folder: Path, times: int, receiver: Receiver | None = None) -> None:
+@pytest.fixture(scope="module")
+def started() -> Iterator[Receiver]:
+    with receiver() as found:
+        yield found
+
+
+@pytest.fixture
+def collector(started: Receiver) -> Receiver:
+    """One that has received nothing yet."""
+    started.clear()
+    return started
+
+
+def check(case: Case, folder: Path, times: int, collector: Receiver) -> None:
     (folder / "profile.yaml").write_text(PROFILE)
     with serving(case.command, folder, {}, ours=False) as (port, bare):
         expected = [(one.status, one.body) for one in ask_all(port, case.asks, 1)]
-    environ = {} if receiver is None else {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.http}
-    if receiver is not None:
-        (folder / "profile.yaml").write_text(PROFILE + "  otlp:\n")
+    environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": collector.endpoint, "OTEL_METRICS_EXPORTER": "none"}
     with serving(case.command, folder, environ, ours=True) as (port, served):
         answers = ask_all(port, case.asks, times)
     assert [(one.status, one.body) for one in answers] == expected * times
     assert served.code == bare.code
     spans = requests_in(folder)
-    wanted = Counter((name_of(one.ask, one.status), one.status) for one in answers)
+    wanted = Counter((name_of(one.ask), one.status) for one in answers)
     status = "http.response.status_code"
     assert Counter((span.site.name, span.attributes.get(status)) for span in spans) == wanted, served.output
     assert {span.remote.trace_id for span in spans if span.remote} == {one.trace_id for one in answers}
     failed = {span.site.name for span in spans if span.error}
-    assert failed == {name_of(one.ask, one.status) for one in answers if one.status >= 500}
+    assert failed == {name_of(one.ask) for one in answers if one.status >= 500}
     streamed = [span for span in spans if span.site.name.endswith("/stream")]
     assert {span.attributes.get("items") for span in streamed} == {3}
     inner = {span.attributes.get("http.response.body.size") for span in spans if span.site.name.endswith("/echo")}
     assert inner == {9}
-    if receiver is not None:
-        received = [span for span in receiver.spans() if span.kind == "SERVER"]
-        assert Counter(span.name for span in received) == Counter(span.site.name for span in spans)
+    received = [span for span in collector.spans() if span.kind == "SERVER"]
+    assert Counter((span.name, span.attributes[status]) for span in received) == wanted
+    assert {span.trace_id for span in received} == {one.trace_id for one in answers}
+    assert {span.name for span in received if span.status == "ERROR"} == failed
 
 
 def parametrised(cases: dict[str, Case]) -> pytest.MarkDecorator:
@@ -263,14 +272,37 @@ def parametrised(cases: dict[str, Case]) -> pytest.MarkDecorator:
 
 
 @parametrised(CASES)
-def test_each_request_is_a_span_of_its_endpoint_in_the_trace_of_its_caller(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path, 2)
+def test_each_request_is_a_span_of_its_endpoint_in_the_trace_of_its_caller(
+    case: Case, tmp_path: Path, collector: Receiver
+) -> None:
+    check(case, tmp_path, 2, collector)
 
 
 @pytest.mark.slow
 @parametrised(SLOW_CASES)
-def test_each_request_is_a_span_of_its_endpoint_on_other_servers(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path, -(-200 // len(case.asks)))
+def test_each_request_is_a_span_of_its_endpoint_on_other_servers(
+    case: Case, tmp_path: Path, collector: Receiver
+) -> None:
+    check(case, tmp_path, -(-200 // len(case.asks)), collector)
+
+
+@pytest.mark.slow
+def test_a_websocket_is_one_request_whose_items_are_its_messages(tmp_path: Path, collector: Receiver) -> None:
+    client = pytest.importorskip("websockets.sync.client")
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": collector.endpoint, "OTEL_METRICS_EXPORTER": "none"}
+    with serving(uvicorn("starlette_app:app"), tmp_path, environ, ours=True) as (port, _):
+        for room in ("a", "b"):
+            with client.connect(f"ws://127.0.0.1:{port}/talk/{room}") as socket_:
+                for text in ("one", "two", "three"):
+                    socket_.send(text)
+                    assert socket_.recv() == text
+                socket_.send("end")
+    told = [
+        (span.site.name, span.attributes["http.response.status_code"], span.attributes["items"], span.error)
+        for span in requests_in(tmp_path)
+    ]
+    assert told == [("GET /talk/{room}", 101, 3, None)] * 2
 
 
 def test_the_verdict_still_tells_after_the_end_which_server_was_met() -> None:

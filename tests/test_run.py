@@ -105,6 +105,37 @@ def test_a_parent_of_eight_workers_and_their_helpers_get_no_threads_and_write_no
         assert {span.site.name for span in spans} == {"step"}
 
 
+def test_a_forked_child_begins_its_threads_at_its_own_first_span() -> None:
+    done = run(f"""
+        import os, time
+        import engine
+
+        def told(*words):
+            os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+        def child():
+            pid = os.fork()
+            if pid:
+                os.waitpid(pid, 0)
+            return pid == 0
+
+        if child():
+            time.sleep(0.4)  # longer than threads wait after a first span
+            told("idle", *{THREADS})
+            os._exit(0)
+        if child():
+            engine.step(1)
+            until = time.monotonic() + 30
+            while "instrument-otlp" not in {THREADS} and time.monotonic() < until:
+                time.sleep(0.01)
+            told("busy", *sorted({THREADS}))
+            os._exit(0)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "idle"
+    assert "instrument-otlp" in done.stdout.splitlines()[1]
+
+
 def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None:
     done = run("""
         import subprocess, sys
