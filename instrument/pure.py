@@ -226,7 +226,7 @@ class Core:
             # Not `rings()`: in a forked child a thread that is gone may hold the lock.
             self._begin_tree(self._overflow.site, self._open_frames(before.unlocked()))
         self._rings = Rings(self._ring_bytes, self._nodes, self._thread_name)
-        self._suspended: dict[int, Frame] = {}
+        self._apart: dict[int, Frame] = {}  # open frames that are in no chain, and innermost ones of suspended bodies
         self._begun_in: dict[int, Frame | None] = {}  # the span above that of a generator, by the id of that
         self.irregular: Counter[str] = Counter()
 
@@ -422,11 +422,10 @@ class Core:
                 self._note_remote(frame)
         # A signal handler may raise after any call, and then nobody has the frame to end it.
         try:
-            if task or state == MANUAL:
-                self._suspended[span_id] = frame
             if chain is not None:
                 chain.top = frame
             else:
+                self._apart[span_id] = frame
                 self._current.set(frame)
             ring.top = frame
             frame[7] = frame[9] = _clock()
@@ -439,7 +438,7 @@ class Core:
 
     def _abandon(self, frame: Frame) -> None:
         """End a span whose begin was broken off, if it is open."""
-        self._suspended.pop(frame[1], None)
+        self._apart.pop(frame[1], None)
         if _top(self._current.get()) is frame:
             self.close(frame)
 
@@ -522,7 +521,7 @@ class Core:
         if attributes is not None:
             self.annotate(frame, attributes)
         frame[11] = CLOSED
-        self._suspended.pop(frame[1], None)
+        self._apart.pop(frame[1], None)
         place = self._current.get()
         current = place.top if isinstance(place, Chain) else place
         owner = frame[6]
@@ -671,9 +670,14 @@ class Core:
         """The frames that are open, of every context."""
         with self._lock:
             chains = list(self._chains)
-        tops = [*(ring.top for ring in rings), *self._suspended.copy().values(), *(chain.top for chain in chains)]
-        found = {frame[1]: frame for top in tops for frame in _upwards(top) if frame[11] != CLOSED}
-        return list(found.values())
+        tops = [*(ring.top for ring in rings), *self._apart.copy().values(), *(chain.top for chain in chains)]
+        found: dict[int, Frame] = {}
+        for top in tops:
+            for frame in _upwards(top):
+                if frame[1] in found:
+                    break
+                found[frame[1]] = frame
+        return [frame for frame in found.values() if frame[11] != CLOSED]
 
     def record(self, site: Site, start_ns: int, attributes: dict[Any, Any] | None, pair: Any = None) -> None:
         """Store a span that has just ended and had no children, for what turns out only afterwards to be worth one."""
@@ -764,7 +768,7 @@ class Core:
 
     def _forget_all(self) -> None:
         """Forget what is open in every context: in a forked child, where the other threads are gone."""
-        self._suspended.clear()
+        self._apart.clear()
         self._begun_in.clear()
         self._chains.clear()
         self._current.set(None)
@@ -780,19 +784,13 @@ class Core:
         """Thread id and row of each span that is open now, ending now."""
         now = _clock()
         found: list[tuple[int, Row]] = []
-        seen: set[int] = set()
-        ends: Iterable[Frame | None] = [*(ring.top for ring in self.rings()), *self._suspended.copy().values()]
-        for end in ends:
-            frame = end
-            while frame is not None and frame[1] not in seen:
-                seen.add(frame[1])
-                if frame[11] != CLOSED and frame[7]:
-                    row: Row = (
-                        frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], max(now, frame[7]), frame[4],
-                        -1, None, frame[10],
-                    )  # fmt: skip
-                    found.append((frame[5].thread_id, row))
-                frame = frame[6]
+        for frame in self._open_frames(self.rings()):
+            if frame[7]:
+                row: Row = (
+                    frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], max(now, frame[7]), frame[4],
+                    -1, None, frame[10],
+                )  # fmt: skip
+                found.append((frame[5].thread_id, row))
         return found
 
 
@@ -856,6 +854,7 @@ def make_function(
         # All of it in one `try`: a signal handler may raise after any call.
         try:
             if chain is None:
+                core._apart[span_id] = frame
                 set_(frame)
             else:
                 chain.top = frame
@@ -867,6 +866,7 @@ def make_function(
                 core.close(frame)
                 return result
             if chain is None:
+                core._apart.pop(span_id, None)
                 set_(place)
             elif chain.top is frame:
                 chain.top = top
@@ -979,7 +979,7 @@ class Stretch:
             frame[15] = None
             place = core._current.get()
             self._chain = place if isinstance(place, Chain) else None
-            core._suspended[frame[1]] = frame
+            core._apart[frame[1]] = frame
             core._begun_in[frame[1]] = frame[6]
             self._resumed_ns = frame[7]
             return None
@@ -1029,7 +1029,7 @@ class Stretch:
         top = inner = _top(core._current.get())
         if inner is not frame and all(above is not frame for above in _upwards(inner)):
             return  # ended elsewhere
-        self._inner = core._suspended[frame[1]] = top  # type: ignore[assignment]
+        self._inner = core._apart[frame[1]] = top  # type: ignore[assignment]
         caller, self._caller = self._caller, None
         above, frame[6] = frame[6], None
         place, self._place = self._place, None
@@ -1079,7 +1079,7 @@ class Stretch:
         end = _clock()
         if self._items:
             self._tell_items(frame)
-        core._suspended.pop(frame[1], None)
+        core._apart.pop(frame[1], None)
         core._begun_in.pop(frame[1], None)
         frame[11] = CLOSED
         frame[6], self._parent = _open(self._parent), None

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from instrument.spans import Site
 
 ROUTE = Site("GET /chat/{id}", "request")
@@ -204,6 +206,44 @@ def test_what_another_thread_has_open_below_moves(recorder: Any) -> None:
         go_on.set()
         thread.join()
     assert paths(recorder) == {(ROUTE.name,): 1, (ROUTE.name, "in a thread"): 1}
+
+
+@pytest.mark.parametrize("in_loop", [False, True], ids=["thread", "asyncio"])
+def test_what_another_context_of_the_same_thread_hides_moves_and_is_shown(recorder: Any, in_loop: bool) -> None:
+    before = contextvars.copy_context()
+    shown = []
+
+    def elsewhere() -> None:
+        shown.append(Counter(recorder.site_of(row).name for _, row in recorder.open_rows()))
+        recorder.rename(request._frame, ROUTE)
+
+    def endpoint() -> None:
+        before.run(recorder.wrap(elsewhere, Site("elsewhere")))
+        shown.append(Counter(recorder.site_of(row).name for _, row in recorder.open_rows()))
+        recorder.wrap(nothing, Site("work"))()
+
+    def serve() -> None:
+        nonlocal request
+        with recorder.make_scope("GET", kind="request") as request:
+            recorder.wrap(endpoint, Site("endpoint"))()
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_soon(serve)
+        await asyncio.sleep(0)
+        serve()
+
+    request: Any = None
+    if in_loop:
+        asyncio.run(main())
+    else:
+        serve()
+    times = 2 if in_loop else 1
+    route = ROUTE.name
+    assert shown == times * [{"GET": 1, "endpoint": 1, "elsewhere": 1}, {route: 1, "endpoint": 1}]
+    assert paths(recorder) == {
+        (route,): times, (route, "endpoint"): times, (route, "endpoint", "work"): times, ("elsewhere",): times,
+    }  # fmt: skip
+    assert recorder.open_rows() == []
 
 
 def test_what_is_open_is_shown_by_its_new_name(recorder: Any) -> None:
