@@ -2920,6 +2920,17 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
     return result;
 }
 
+/* Call what is wrapped without a span, as the last thing of a call: a function of Python's is jumped to, and what called
+ * us checks its result. */
+static inline PyObject *
+call_wrapped(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    PyObject *wrapped = self->wrapped;
+    if (__builtin_expect(PyFunction_Check(wrapped), 1))
+        return ((PyFunctionObject *)wrapped)->vectorcall(wrapped, args, nargsf, names);
+    return PyObject_Vectorcall(wrapped, args, nargsf, names);
+}
+
 static PyObject *
 Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
@@ -2927,7 +2938,7 @@ Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *na
     if (!core->on || self->muted) {
         if (self->pass != NULL)
             count_passed(self->pass);
-        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+        return call_wrapped(self, args, nargsf, names);
     }
     return call_in_span(self, self->path.site, &self->path, args, nargsf, names);
 }
@@ -3068,16 +3079,13 @@ site_of_instance(Function *self, PyObject *instance, PyObject **found)
     return *found == NULL ? lose(self->core) : 0;
 }
 
-static PyObject *
-Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+/* Where the instance has a site, or it is not known whether it has. */
+static __attribute__((noinline)) PyObject *
+call_of_instance(Function *self, known_t *known, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *site, *asked = NULL, *result = NULL;
     path_t *path = NULL;
-    if (!self->core->on || PyVectorcall_NARGS(nargsf) == 0)
-        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    uint64_t version = version_of(self->sites);
-    known_t *known = self->known == NULL ? NULL : place_of(self, args[0], version);
-    if (known != NULL && known->instance == args[0] && known->version == version) {
+    if (known != NULL) {
         path = &known->path;
         site = path->site;
     } else if (site_of_instance(self, args[0], &asked) < 0) {
@@ -3085,17 +3093,30 @@ Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, 
     } else {
         site = asked;
     }
-    if (site == NULL)
-        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    Pass *pass = pass_of(self->core, site);
-    if (pass != NULL) {
+    Pass *pass = site == NULL ? NULL : pass_of(self->core, site);
+    if (pass != NULL)
         count_passed(pass);
+    if (site == NULL || pass != NULL)
         result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    } else {
+    else
         result = call_in_span(self, site, path, args, nargsf, names);
-    }
     Py_XDECREF(asked);
     return result;
+}
+
+/* An instance that passes is in a hurry: for it there is no frame of ours on the C stack. */
+static PyObject *
+Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    if (!self->core->on || PyVectorcall_NARGS(nargsf) == 0)
+        return call_wrapped(self, args, nargsf, names);
+    uint64_t version = version_of(self->sites);
+    known_t *known = self->known == NULL ? NULL : place_of(self, args[0], version);
+    if (known != NULL && (known->instance != args[0] || known->version != version))
+        known = NULL;
+    if (known != NULL && known->path.site == NULL)
+        return call_wrapped(self, args, nargsf, names);
+    return call_of_instance(self, known, args, nargsf, names);
 }
 
 static PyObject *Function_call_async_generator(Function *, PyObject *const *, size_t, PyObject *);

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -295,6 +297,31 @@ def at_random(machine: Machine) -> None:
     thread = threading.Thread(target=act, args=(site,))
     thread.start()
     thread.join()
+
+
+def fails(*args: object, **named: object) -> None:
+    raise ValueError(args, named)
+
+
+@pytest.mark.parametrize("wrapped", [lambda *args, **named: (args, named), fails, partial(dict, c=3), max])
+def test_a_call_that_passes_takes_and_gives_what_the_bare_one_does(recorder: Any, wrapped: Any) -> None:
+    site, layer = Site("muted"), (7, 8)
+    passing = [recorder.wrap(wrapped, site)]
+    if isinstance(wrapped, FunctionType):
+        instances: tuple[dict[int, Site | None], ...] = ({id(layer): site}, {id(layer): None})
+        passing += [recorder.wrap_method(wrapped, sites, lambda _: None, lambda: False) for sites in instances]
+    recorder.mute(site)
+    for made in passing:
+        for args, named in (((), {}), ((2,), {}), ((3, 1), {}), ((), {"key": str})):
+            assert outcome(made, layer, *args, **named) == outcome(wrapped, layer, *args, **named)
+    assert (recorder.muted_calls(), recorder.tally().calls) == ({site: 4 * len(passing[:2])}, 0)
+
+
+def outcome(function: Callable[..., Any], *args: Any, **named: Any) -> object:
+    try:
+        return function(*args, **named)
+    except Exception as error:
+        return type(error), str(error)
 
 
 @pytest.mark.parametrize("in_loop", [False, True], ids=["plain", "in a loop"])
