@@ -1,19 +1,12 @@
-"""The errors that `instrument` raises, and the count of its own faults that it does not raise.
-
-Loud at the edges, silent and counted in between: `start`, `check`, `stop`, the export verbs and bad files raise
-an `InstrumentError`; a fault of ours on the service's own path goes to `FAULTS.note`, which never raises there.
-"""
+"""The errors that `instrument` raises: `start`, `check`, `stop`, the export verbs and bad files, loud at the edges."""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from instrument.unpatched import RLock
-
-logger = logging.getLogger("instrument")
-
+from instrument.faults import FAULTS as FAULTS
+from instrument.faults import Faults as Faults
+from instrument.faults import logger as logger
 
 ERROR_NAME_LIMIT = 200
 """So many characters of an exception class's name are kept."""
@@ -58,64 +51,3 @@ class TargetError(InstrumentError, TypeError):
 
 class ExportError(InstrumentError, RuntimeError):
     """An export that was asked for by name could not be delivered."""
-
-
-class Faults:
-    """Counts our own faults by place and logs the first of each place.
-
-    Thread-safe. Under pytest the fault is raised again, so that a test cannot pass over it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = RLock()  # a finaliser may come in while its thread holds it
-        self._counts: dict[str, int] = {}
-        self._of_rules: dict[str, int] = {}
-
-    def note(self, place: str, fault: BaseException) -> None:
-        """Count one fault at `place` (a short noun phrase such as ``"import hook"``)."""
-        with self._lock:
-            first = place not in self._counts
-            self._counts[place] = self._counts.get(place, 0) + 1
-        if "PYTEST_CURRENT_TEST" in os.environ:
-            raise fault
-        if first:
-            try:
-                logger.warning(
-                    "a fault of instrument itself in the %s; the service is not affected, later ones are only counted",
-                    place,
-                    exc_info=fault,
-                )
-            except Exception:
-                pass  # a log handler of the service that raises; the fault stands in the summary
-
-    def note_of_rule(self, place: str, words: str) -> None:
-        """Count what a rule of the profile asks for and cannot be had; `place` is the rule's. Never raises.
-
-        No fault of ours: the log gets one line at the first of each place, without a traceback.
-        """
-        with self._lock:
-            count = self._of_rules[place] = self._of_rules.get(place, 0) + 1
-        if count == 1:
-            try:
-                logger.warning("%s: %s; it is left out, later ones are only counted", place, words)
-            except Exception:
-                pass  # a log handler of the service that raises; the summary has the count
-
-    def counts(self) -> Mapping[str, int]:
-        """How many faults each place has had so far."""
-        with self._lock:
-            return dict(self._counts)
-
-    def counts_of_rules(self) -> Mapping[str, int]:
-        """How often each rule could not have what it asks for, by its place."""
-        with self._lock:
-            return dict(self._of_rules)
-
-    def clear(self) -> None:
-        """Forget all counts (tests, and a forked child)."""
-        self._lock = RLock()
-        self._counts = {}
-        self._of_rules = {}
-
-
-FAULTS = Faults()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from instrument.device.host import memory_bytes
+from instrument.control_groups import memory_bytes
 from instrument.document import (
     Document,
     Node,
@@ -37,6 +37,7 @@ from instrument.document import (
 )
 from instrument.environment import settings
 from instrument.errors import ProfileError
+from instrument.kinds import KINDS
 from instrument.presets import PRESETS, named_by, refined
 from instrument.profile import (
     AUTO_NS,
@@ -74,7 +75,6 @@ from instrument.profile import (
     Usual,
     Where,
 )
-from instrument.spans import KINDS
 
 DURATION_UNITS: Mapping[str, int] = {
     "ns": 1, "us": 1_000, "ms": 1_000_000, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9,

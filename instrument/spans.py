@@ -18,9 +18,7 @@ from struct import Struct, error
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from instrument import native
-
-KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
-"""Every kind of span."""
+from instrument.kinds import KINDS as KINDS
 
 PREPARING: tuple[str, ...] = ("load", "compile")
 """The phases that make a service ready: to load a model, and to compile it."""

@@ -21,7 +21,7 @@ FLOORS: list[list[str]] = [
     [
         "unpatched", "errors", "threads", "termination", "atomic", "board", "clock", "compression", "http_status",
         "document", "native", "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello",
-        "memory_limit", "annotation", "metrics",
+        "memory_limit", "annotation", "metrics", "faults", "kinds", "control_groups",
     ],
     ["profile", "presets", "pure", "wrapping", "shelf", "recorder", "imports", "main_module", "import_times", "device"],
     [
@@ -36,11 +36,12 @@ FLOORS: list[list[str]] = [
 ]  # fmt: skip
 
 WITHIN = {
-    "errors": {"unpatched"},
+    "errors": {"faults"},
+    "faults": {"unpatched"},
     "threads": {"errors", "unpatched"},
     "memory_limit": {"errors"},
     "metrics": {"tally"},
-    "spans": {"native"},
+    "spans": {"kinds", "native"},
     "annotation": {"spans"},
     "tally": {"native", "spans"},
     "paths": {"native", "spans"},
@@ -57,7 +58,7 @@ WITHIN = {
     "sharing": {"process", "profiler", "torch_profiler"},
     "steps": {"process", "profiler", "handlers", "sharing", "torch_profiler"},
     "torch_profiler": {"operator_spans"},
-    "cli": {""},
+    "cli": {"autostart"},
     "__main__": {"cli"},
 }
 """What may be imported on a room's own floor."""

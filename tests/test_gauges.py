@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import instrument
-from instrument import chrome
+from instrument import chrome, control_groups
 from instrument.device import gauges as room
 from instrument.device import host as host_room
 from instrument.device import nvml
@@ -636,7 +636,8 @@ def made_proc(folder: Path, monkeypatch: pytest.MonkeyPatch, stat: str, **files:
     for name, text in files.items():
         (folder / "proc/self" / name).write_text(text)
     monkeypatch.setattr(host_room, "PROC", folder / "proc")
-    monkeypatch.setattr(host_room, "CONTROL_GROUPS", folder / "cgroup")
+    monkeypatch.setattr(control_groups, "PROC", folder / "proc")
+    monkeypatch.setattr(control_groups, "CONTROL_GROUPS", folder / "cgroup")
 
 
 def test_processor_time_of_the_machine_counts_guests_once_and_waiting_for_disks_as_idle(
@@ -698,7 +699,7 @@ def test_cores_are_what_affinity_and_control_groups_leave(
     for name, text in files.items():
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text)
-    assert host_room.cores() == (len(os.sched_getaffinity(0)) if expected is None else expected)
+    assert control_groups.cores() == (len(os.sched_getaffinity(0)) if expected is None else expected)
 
 
 # -------------------------------------------------------------------- the thread
@@ -896,4 +897,4 @@ def test_memory_is_what_the_machine_or_the_control_groups_leave(
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text)
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert host_room.memory_bytes() == (limit or machine)
+    assert control_groups.memory_bytes() == (limit or machine)

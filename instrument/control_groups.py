@@ -1,0 +1,75 @@
+"""What of the machine the process may use: cores and memory, as its affinity and its control groups leave them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+PROC = Path("/proc")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+def cores() -> float:
+    """How many cores the process may use: what its affinity and the limits of its control groups leave it."""
+    try:
+        allowed = float(len(os.sched_getaffinity(os.getpid())))
+    except (AttributeError, OSError):  # not on every system
+        allowed = float(os.cpu_count() or 1)
+    return min([allowed, *_limits()])
+
+
+def memory_bytes() -> int | None:
+    """How much memory the process may use: the machine's, or what its control groups leave it; None if unknown."""
+    try:
+        machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (AttributeError, OSError, ValueError):  # not on every system
+        machine = []
+    limits = [
+        limit
+        for controllers, group in _groups()
+        if controllers in ("", "memory")
+        for limit in _memory_of(group / ("memory.max" if controllers == "" else "memory.limit_in_bytes"))
+    ]
+    return min([*machine, *limits], default=None)
+
+
+def _memory_of(file: Path) -> list[int]:
+    try:
+        return [int(file.read_text("ascii"))]
+    except (OSError, ValueError):  # as for cores
+        return []
+
+
+def _groups() -> Iterator[tuple[str, Path]]:
+    """The control groups that the process is in, those above them included: the controller, "" in version 2."""
+    try:
+        lines = (PROC / "self/cgroup").read_text("utf-8").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        folders = [Path(path), *Path(path).parents] if path.startswith("/") else [Path("/")]
+        for controller in controllers.split(","):
+            # Of version 1 all that share a hierarchy are links to one folder.
+            yield from ((controller, CONTROL_GROUPS / controller / folder.relative_to("/")) for folder in folders)
+
+
+def _limits() -> list[float]:
+    """Cores that control groups allow: of version 2 every group above the process limits it, too."""
+    limits = []
+    for controller, group in _groups():
+        if controller == "":
+            limits += _quota(group / "cpu.max")
+        elif controller == "cpu":
+            limits += _quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+    return limits
+
+
+def _quota(*files: Path) -> list[float]:
+    """The cores of one group, nothing where it has no limit or is not to be seen from here."""
+    try:
+        quota, period = " ".join(file.read_text("ascii") for file in files).split()
+        return [int(quota) / int(period)] if int(quota) > 0 and int(period) > 0 else []
+    except (OSError, ValueError):  # "max" is no number, and means no limit
+        return []
