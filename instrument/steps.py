@@ -30,7 +30,8 @@ from instrument.probes.loaders import Waiting, listen, loader
 from instrument.probes.scopes import OFF
 from instrument.profile import STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.profiler import EXIT_LIMIT_NS, Session
-from instrument.report.benchmark import Benchmark, Loop, counted
+from instrument.report.benchmark import counted, line_of
+from instrument.report.step_counts import Benchmark, Loop
 from instrument.report.summary import summary
 from instrument.report.view import Options
 from instrument.sharing import is_of_everything, join, leave, torch_beside
@@ -452,7 +453,7 @@ class Profiler:
         """
         with self._lock:
             since, self._since = self._since, Benchmark(skip=0)
-        return since.line(unit)
+        return line_of(since, unit)
 
     def benchmark(self) -> Loop:
         """Cost of the steps since the start, without the first `SKIPPED_STEPS`."""

@@ -17,7 +17,6 @@ import pytest
 from golden_views import of_tally
 from paddle_golden import golden_trace
 
-from instrument.report.benchmark import Benchmark
 from instrument.report.calls import Times
 from instrument.report.copies import copies
 from instrument.report.distribution import distribution
@@ -27,6 +26,7 @@ from instrument.report.operators import operators
 from instrument.report.overview import overview
 from instrument.report.phases import phases
 from instrument.report.self_times import classes, instances, ops
+from instrument.report.step_counts import Benchmark
 from instrument.report.table import number
 from instrument.report.user import user
 from instrument.report.utilisation import utilisation

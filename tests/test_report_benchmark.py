@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import instrument
 from instrument import Profiler, chrome, loader, profiled, scope
-from instrument.report.benchmark import Benchmark, Loop, Loops, Spread, benchmark, counted
+from instrument.report.benchmark import Loops, benchmark, counted, line_of
+from instrument.report.step_counts import Benchmark, Loop, Spread
 from instrument.report.summary import summary_document
 from instrument.report.view import Options, Recording
 from instrument.spans import Origin, Site, Span, Trace, length, union
@@ -96,11 +97,11 @@ def test_where_paddles_own_timer_is_right_ours_says_the_same() -> None:
 
 def test_one_line_says_the_averages_in_seconds() -> None:
     found = Benchmark()
-    assert found.line() == "batch_cost: - s ips: - steps/s"
+    assert line_of(found) == "batch_cost: - s ips: - steps/s"
     for batch_ms, reader_ms, samples in CASES["20 iters, batch i ms (1..20), reader 0.1*i ms, 4 samples"]:
         found.add(round(batch_ms * MS), round(reader_ms * MS), samples)
-    assert found.line() == "reader_cost: 0.00155 s batch_cost: 0.01550 s ips: 258.065 samples/s"
-    assert found.line("images").endswith(" images/s")
+    assert line_of(found) == "reader_cost: 0.00155 s batch_cost: 0.01550 s ips: 258.065 samples/s"
+    assert line_of(found, "images").endswith(" images/s")
 
 
 def test_one_step_without_samples_makes_it_steps_a_second() -> None:

@@ -11,10 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import FAULTS, logger
+from instrument.otlp.delivery import Verdict
 from instrument.otlp.metrics import PATIENCE_NS, Metrics, metrics_url
 from instrument.otlp.packing import Ids
 from instrument.otlp.points import Series
-from instrument.otlp.senders import THREAD_NAME, Sender, Verdict, sender_for
+from instrument.otlp.senders import THREAD_NAME, Sender, sender_for
 from instrument.otlp.tracer import (
     detected_attributes,
     of_a_child,

@@ -11,16 +11,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from instrument.metrics import Snapshot
+from instrument.otlp.delivery import Verdict
 from instrument.otlp.points import Point, Series
 from instrument.otlp.snapshots import Piece, Snapshots
 from instrument.spans import HOST, Gpu, Origin, Sample
 from instrument.unpatched import Lock
-
-if TYPE_CHECKING:
-    from instrument.otlp.senders import Verdict
 
 QUEUE_SAMPLES = 65_536
 """Samples that may wait for delivery; beyond it the oldest go."""

@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +18,7 @@ from instrument.document import without_secrets
 from instrument.errors import ExportError
 from instrument.otlp import packing
 from instrument.otlp.connection import Connection, Timed, TlsConnection, context
+from instrument.otlp.delivery import Verdict
 from instrument.otlp.metrics import PATIENCE_NS, metrics_url
 from instrument.otlp.points import Point, Series, pack_metric
 from instrument.spans import Origin, Span
@@ -43,21 +43,6 @@ _REFUSED = (404, 405, 415, 501)  # what collectors of traces alone say of metric
 _PARTIAL_SUCCESS = re.compile(
     rb"\x0a[\x80-\xff]*[\x00-\x7f](?:\x08([\x80-\xff]*[\x00-\x7f]))?(?:\x12[\x80-\xff]*[\x00-\x7f](.*))?", re.DOTALL
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one request: whether it was taken, how many of its spans were rejected all the same, and why.
-
-    `refused` says that the collector has no place for such requests at all, `wait_s` that it takes none for so long.
-    """
-
-    taken: bool
-    rejected: int = 0
-    too_large: bool = False
-    refused: bool = False
-    wait_s: float = 0.0
-    reason: str = ""
 
 
 class Http:

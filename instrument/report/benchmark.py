@@ -11,73 +11,22 @@ from the index `skip` on, counted from 0. A rate is over the time on the clock: 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from instrument.report.device import Coverage, none_held
+from instrument.report.step_counts import SECOND_NS, Benchmark, Loop, Spread
 from instrument.report.stretches import Timeline
 from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, section_title, shorten, table, tenths, title
 from instrument.report.units import starts_of
 from instrument.report.view import UNITS, Options, Recording
 from instrument.spans import Interval, Span, Trace, length, union
-from instrument.tally import Totals, bucket
-
-FIRST_KEPT = 1000
-"""The most first steps that may be left out of a running loop's benchmark afterwards; they take 0.1 MB."""
-
-SKIPPED_STEPS = 10
-"""How many first steps the benchmark of a `Profiler` leaves out, as `paddle.profiler` does."""
 
 NO_STEP = (
     "No step was recorded. A step is what lies between two calls of `Profiler.step()`, or a span of kind `step`: "
     'with scope("train", kind="step").'
 )
 NAME_WIDTH = 25
-SECOND_NS = 10**9
-MOST_SAMPLES = 10**18
-"""No step has more: a number that is none, such as infinity, does not spoil the sum."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Mean, least, most and percentiles of what was counted; a percentile is within 0.8 % (None: not counted)."""
-
-    mean: float
-    least: float
-    most: float
-    p50: float | None = None
-    p99: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """What the steps of one loop cost, in ns. `reader` is None where no step waited for a loader.
-
-    `rate` is of samples a second, or of steps where any step had no `samples` (None); its mean is the sum of the work
-    over the sum of the time. `cut` steps reach over an edge of the window and are in nothing else. Without any step
-    that was timed, `batch` and `rate` are None.
-    """
-
-    name: str
-    steps: int
-    skipped: int
-    cut: int
-    samples: float | None
-    reader: Spread | None
-    batch: Spread | None
-    rate: Spread | None
-
-    @property
-    def reader_ratio(self) -> float | None:
-        """Reader cost as a share of batch cost."""
-        return self.reader.mean / self.batch.mean if self.reader is not None and self.batch is not None else None
-
-    @property
-    def rate_of(self) -> str:
-        """What the rate counts."""
-        return "steps" if self.samples is None else "samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,106 +71,14 @@ def counted(steps: Benchmark, options: Options) -> Loops:
     return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
 
 
-@dataclass(slots=True)
-class Benchmark:
-    """Counts the steps of a loop as they go by, in constant memory. `cut` counts what is no whole step.
-
-    One that `keeps` the first `FIRST_KEPT` steps can tell later what it would have counted with another `skip`. `batch`
-    and `reader` hold times in ns, `reader` of each step that was timed, 0 where it waited for nothing.
-    """
-
-    skip: int = SKIPPED_STEPS
-    skipped: int = 0
-    cut: int = 0
-    batch: Totals = field(default_factory=Totals)
-    reader: Totals = field(default_factory=Totals)
-    keeps: bool = False
-    _firsts: list[tuple[int, int, float | None]] = field(default_factory=list)
-    _later: Benchmark | None = None
-    _samples: float = 0.0
-    _with_samples: int = 0
-    _least_rate: float = math.inf
-    _most_rate: float = 0.0
-
-    def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
-        """One step has ended; what it read is part of what it took."""
-        if self.keeps:
-            self._keep(batch_ns, reader_ns, num_samples)
-        if self.skipped < self.skip:
-            self.skipped += 1
-            return
-        batch_ns = max(batch_ns, 1)
-        _count(self.batch, batch_ns)
-        _count(self.reader, reader_ns)
-        if num_samples is not None and num_samples < MOST_SAMPLES:
-            samples = float(num_samples)
-            rate = samples * SECOND_NS / batch_ns
-            self._samples += samples
-            self._with_samples += 1
-            self._least_rate, self._most_rate = min(self._least_rate, rate), max(self._most_rate, rate)
-
-    def _keep(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
-        if len(self._firsts) < FIRST_KEPT:
-            self._firsts.append((batch_ns, reader_ns, num_samples))
-            return
-        if self._later is None:
-            self._later = Benchmark(skip=0)
-        self._later.add(batch_ns, reader_ns, num_samples)
-
-    def skipping(self, skip: int) -> Benchmark:
-        """The same of all steps but the first `skip`, at most `FIRST_KEPT` of them; of one that keeps them."""
-        found = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
-        found.skip = min(skip, FIRST_KEPT)
-        for first in self._firsts:
-            found.add(*first)
-        return found
-
-    def loop(self, name: str = "steps", lasted_ns: int = 0) -> Loop:
-        """What was counted up to now; the steps took `lasted_ns` on the clock, by default one after the other."""
-        batch, steps = self.batch, self.batch.calls
-        lasted_ns = lasted_ns or batch.total_ns
-        samples, rate = None, None
-        if steps and self._with_samples == steps:
-            samples = self._samples
-            rate = Spread(samples * SECOND_NS / lasted_ns, self._least_rate, self._most_rate)
-        elif steps:
-            rate = Spread(steps * SECOND_NS / lasted_ns, SECOND_NS / batch.max_ns, SECOND_NS / batch.min_ns)
-        return Loop(
-            name=name,
-            steps=steps,
-            skipped=self.skipped,
-            cut=self.cut,
-            samples=samples,
-            reader=_spread(self.reader) if self.reader.total_ns else None,
-            batch=_spread(batch),
-            rate=rate,
-        )
-
-    def line(self, unit: str | None = None) -> str:
-        """Averages as one line, in seconds; `unit` names the samples."""
-        loop = self.loop()
-        of = "steps" if loop.samples is None else unit or "samples"
-        reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
-        batch = MISSING if loop.batch is None else f"{loop.batch.mean / SECOND_NS:.5f}"
-        rate = MISSING if loop.rate is None else f"{loop.rate.mean:.3f}"
-        return f"{reader}batch_cost: {batch} s ips: {rate} {of}/s"
-
-
-def _count(totals: Totals, time_ns: int) -> None:
-    """Count one time. `Totals.merge` would do so too, at five times the cost on the thread of the loop."""
-    totals.min_ns = min(totals.min_ns, time_ns) if totals.calls else time_ns
-    totals.max_ns = max(totals.max_ns, time_ns)
-    totals.calls += 1
-    totals.total_ns += time_ns
-    place = bucket(time_ns)
-    totals.histogram[place] = totals.histogram.get(place, 0) + 1
-
-
-def _spread(totals: Totals) -> Spread | None:
-    if not totals.calls:
-        return None
-    mean_ns = totals.total_ns / totals.calls
-    return Spread(mean_ns, totals.min_ns, totals.max_ns, totals.percentile(0.5), totals.percentile(0.99))
+def line_of(steps: Benchmark, unit: str | None = None) -> str:
+    """Averages as one line, in seconds; `unit` names the samples."""
+    loop = steps.loop()
+    of = "steps" if loop.samples is None else unit or "samples"
+    reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
+    batch = MISSING if loop.batch is None else f"{loop.batch.mean / SECOND_NS:.5f}"
+    rate = MISSING if loop.rate is None else f"{loop.rate.mean:.3f}"
+    return f"{reader}batch_cost: {batch} s ips: {rate} {of}/s"
 
 
 # From spans.

@@ -18,7 +18,7 @@ from instrument.spans import Cost, Site, Span, Startup, Trace
 from instrument.tally import Tally
 
 if TYPE_CHECKING:
-    from instrument.report.benchmark import Benchmark
+    from instrument.report.step_counts import Benchmark
 
 Made = TypeVar("Made")
 
