@@ -1,0 +1,94 @@
+"""The `instrument` command: run a service under a profile, check or reload a profile, report on a saved trace.
+
+The only place that turns errors into exit codes: 0, 2 for errors of ours (bad profile, bad trace, a rule that matches
+nothing), 1 where a gate said no, else the host's own. Each verb has a module of its own, which says what it takes
+and what it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from instrument.cli import check_verb, reload_verb, report_verb, run_verb
+from instrument.cli.streams import flush
+from instrument.errors import InstrumentError, ProfileError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the command. Returns the exit code; `run` does not return, it becomes the host."""
+    parser = _parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options, host = _split(parser, given)
+        code: int = options.verb(options, host)
+        flush(sys.stdout)
+    except ProfileError as error:
+        for problem in error.problems:
+            print(problem, file=sys.stderr)
+        return 2
+    except InstrumentError as error:
+        print(f"instrument: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; point stdout elsewhere so that the interpreter's last flush does not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="instrument",
+        description="Always-on instrumentation of inference services, selected by one profile.yaml.",
+    )
+    parser.add_argument("--version", action=_Version)
+    verbs = parser.add_subparsers(required=True, metavar="run | check | reload | report")
+    for verb in (run_verb, check_verb, reload_verb, report_verb):
+        verb.add(verbs)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version that is installed."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"instrument {version('instrument-sdk')}\n")
+        parser.exit()
+
+
+def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the host's command line.
+
+    That begins after `--`, at `-m` or `-c`, or at the first word that is no option.
+    """
+    if given[:1] == ["check"] and "--" in given:
+        at = given.index("--")
+        if not given[at + 1 :]:
+            raise InstrumentError("check: nothing to run after --; give script.py [argument ...] or -m module ...")
+        return parser.parse_args(given[:at]), given[at + 1 :]
+    if given[:1] != ["run"]:
+        return parser.parse_args(given), []
+    own, host = given, []
+    i = 1
+    while i < len(given):
+        word = given[i]
+        if word == "--":
+            own, host = given[:i], given[i + 1 :]
+            break
+        if word in ("--profile", "--preset"):
+            i += 2
+            continue
+        if word == "-h" or word.startswith("--"):
+            i += 1  # ours, or a mistake for the parser to name
+            continue
+        own, host = given[:i], given[i:]
+        break
+    return parser.parse_args(own), host

@@ -1,0 +1,102 @@
+"""`instrument reload`: tell running processes to go over to a changed profile."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from instrument.cli.arguments import Verbs, seconds
+from instrument.control import WAIT_S, Answer, Request, folder_of, sockets, tell
+from instrument.errors import InstrumentError
+from instrument.profile import Profile
+from instrument.schema import load
+
+
+def add(verbs: Verbs) -> None:
+    """The verb `reload` and its options."""
+    parser = verbs.add_parser(
+        "reload",
+        help="tell running processes to go over to a changed profile",
+        description="Tells every process that listens (the profile's `control.socket`) and prints what each answers. "
+        "With P, only processes that run that very file follow; others that listen are named and left alone. "
+        "Exit code 0: all follow; 1: a process has not answered in time, or keeps a setting until it is restarted; "
+        "2: the profile was refused, or there is nobody to tell.",
+    )
+    parser.add_argument(
+        "profile", nargs="?", metavar="P", help="the profile.yaml that has changed (default: each its own)"
+    )
+    parser.add_argument(
+        "--pid", type=int, metavar="N", help="tell this process alone; P may be another file of its service then"
+    )
+    parser.add_argument(
+        "--socket",
+        metavar="PATH",
+        help="the socket, or the folder of sockets (default: what P or INSTRUMENT_PROFILE says, else `auto`)",
+    )
+    parser.add_argument(
+        "--wait", type=seconds, default=WAIT_S, metavar="S", help=f"the longest, for the answers (default: {WAIT_S:g})"
+    )
+    parser.set_defaults(verb=reload, takes_host=False)
+
+
+def reload(options: argparse.Namespace, host: list[str]) -> int:
+    """Tell the processes and print what each answers. Returns the exit code."""
+    known = options.profile or os.environ.get("INSTRUMENT_PROFILE")
+    profile = load(known) if known else Profile()  # a broken profile ends here, not in the service
+    where = Path(options.socket) if options.socket else folder_of(profile.control.socket or "auto", Path.cwd())
+    paths = [where] if where.is_socket() else sockets(where)
+    if options.pid is not None:
+        paths = [path for path in paths if path.stem == str(options.pid)]
+    request = Request()
+    if options.profile:
+        # What the file does not say itself may be said otherwise to a process; a variable here tells which is meant.
+        service = profile.service if profile.origins.get("service") == "OTEL_SERVICE_NAME" else None
+        request = Request(str(Path(options.profile).absolute()), service, switch=options.pid is not None)
+    answers = tell(paths, request, options.wait, lambda slow: _say_who_is_slow(slow, options.wait))
+    others = {path: str(answer["other"]) for path, answer in answers.items() if answer and answer.get("other")}
+    for path, other in others.items():
+        hint = "" if request.switch else f"; --pid {path.stem} gives it another file of its service"
+        print(f"{path.stem}: left alone: {other}{hint}")
+        del answers[path]
+    if not answers:
+        asked = "a process" if options.pid is None else f"process {options.pid}"
+        if others:
+            raise InstrumentError(
+                f"reload: asked for {asked} that runs {options.profile}, found only others in {where}, named above"
+            )
+        raise InstrumentError(
+            f"reload: asked for {asked} that listens in {where}, found none; the running profile needs "
+            "`control: {socket: ...}`, and --socket names its folder"
+        )
+    for path, answer in answers.items():
+        print(f"{path.stem}: {_told(answer, options.wait)}")
+    silent = [path.stem for path, answer in answers.items() if answer is None]
+    if silent:
+        names = ", ".join(silent)
+        print(
+            f"instrument: reload: no answer yet after {options.wait:g} s from {names}; --wait S gives more time",
+            file=sys.stderr,
+        )
+    if any(answer and answer.get("error") for answer in answers.values()):
+        return 2
+    return 1 if silent or any(answer and answer.get("refused") for answer in answers.values()) else 0
+
+
+def _say_who_is_slow(paths: Sequence[Path], wait_s: float) -> None:
+    names = ", ".join(path.stem for path in paths)
+    print(f"instrument: reload: no answer yet from {names}; waiting up to {wait_s:g} s", file=sys.stderr)
+
+
+def _told(answer: Answer | None, waited_s: float) -> str:
+    if answer is None:
+        return f"no answer yet after {waited_s:g} s; it goes over when it comes to read what was asked"
+    state = f"generation {answer.get('generation')} ({answer.get('digest')})"
+    if answer.get("error"):
+        return f"{state} stays in force: {answer['error']}"
+    parts = [f"{word} {', '.join(map(str, answer[word]))}" for word in ("attached", "undone") if answer.get(word)] or [
+        "no probe changed"
+    ]
+    return "; ".join([state, *parts, *map(str, answer.get("refused", ()))])
