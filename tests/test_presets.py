@@ -61,7 +61,7 @@ class TestEveryPreset:
         assert "{pid}" in Chrome().path
 
     def test_it_is_shipped(self, preset: str) -> None:
-        root = Path(instrument.schema.__file__).parent.parent
+        root = Path(__file__).parent.parent
         assert '"instrument.presets" = ["*.yaml"]' in (root / "pyproject.toml").read_text("utf-8")
         assert Path(path_of(preset)).is_file()
 

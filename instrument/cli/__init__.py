@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from instrument.cli import check_verb, reload_verb, report_verb, run_verb
-from instrument.cli.streams import flush
+from instrument.cli.output import flush
 from instrument.errors import InstrumentError, ProfileError
 
 

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from typing import Any
 
-from instrument.cli.arguments import Verbs
 from instrument.cli.check_facts import facts_document, print_verdicts
 from instrument.cli.interpreter import interpreter_flags
+from instrument.cli.option_values import Verbs
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
 from instrument.errors import InstrumentError
 from instrument.main_module import MAINS

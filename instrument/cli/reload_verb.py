@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from instrument.cli.arguments import Verbs, seconds
+from instrument.cli.option_values import Verbs, seconds
 from instrument.control import WAIT_S, Answer, Request, folder_of, sockets, tell
 from instrument.errors import InstrumentError
 from instrument.profile import Profile

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from instrument.cli.arguments import Verbs, count, size_bytes, time_ns, view_names, whole
+from instrument.cli.option_values import Verbs, count, size_bytes, time_ns, view_names, whole
 from instrument.memory_limit import within_memory
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.view import THREADS, UNITS

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from instrument import autostart, board, environment, hello
-from instrument.cli.arguments import Verbs
 from instrument.cli.interpreter import interpreter_flags
-from instrument.cli.streams import flush
+from instrument.cli.option_values import Verbs
+from instrument.cli.output import flush
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
 from instrument.errors import InstrumentError
 from instrument.presets import PRESETS
