@@ -52,9 +52,12 @@ from instrument.tally import Tally
 from instrument.window import Windows
 
 TWINS = (
-    (reading, "_native"), (foreign_traces, "_native"), (allocations, "_native_reader"), (report_allocations, "_native"),
+    (reading, "_native"),
+    (foreign_traces, "_native"),
+    (allocations, "_native_reader"),
+    (report_allocations, "_native"),
     (report_places, "_native"),
-)  # fmt: skip
+)
 """What is read and counted in C, and in Python where these are None."""
 
 MOST_BYTES = 500 << 20
