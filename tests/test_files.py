@@ -183,7 +183,8 @@ def test_a_full_disk_leaves_the_older_file_and_nothing_else(what: str, caplog: p
 
 def test_the_standard_streams_of_the_system_are_never_replaced_by_a_file(tmp_path: Path) -> None:
     with (tmp_path / "redirected").open("w") as file:
-        code = "import pathlib\nfrom instrument import atomic\nwith atomic.replacing(pathlib.Path('/dev/stdout')): 0"
+        code = "from instrument import atomic\nwith atomic.replacing(Path('/dev/stdout')): pass"
+        code = f"from pathlib import Path\n{code}"
         done = subprocess.run([sys.executable, "-c", code], stdout=file, stderr=subprocess.PIPE, text=True, check=False)
     assert "something that is no file has this name" in done.stderr
     assert Path("/dev/stdout").readlink() == Path("/proc/self/fd/1")

@@ -243,9 +243,8 @@ print(sorted((n, l) for n, l in names.items() if n.split(".")[0] in
 
 
 def test_what_the_interpreter_itself_imports_has_no_frame_and_is_not_ours(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "from instrument.import_times import ImportTimes\nits = ImportTimes(lambda: 0)\nits.install()\n"
-    )
+    begin = "from instrument.import_times import ImportTimes\n"
+    (tmp_path / "sitecustomize.py").write_text(f"{begin}times = ImportTimes(lambda: 0)\ntimes.install()\n")
     (tmp_path / "service.py").write_text(
         "from sitecustomize import times\nprint(*(one.package for one in times.packages() if 'runpy' in one.package))"
     )
