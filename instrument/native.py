@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any
 
 PARTS = (
@@ -18,9 +19,16 @@ PARTS = (
 
 
 def refused() -> str:
-    """The setting of the environment that native parts are not wanted by, "" where they are."""
+    """Why native parts are not to be loaded: the setting that does not want them, or a Python without its lock.
+
+    Native parts rely on the interpreter's lock. A free-threaded Python would switch it on for the whole service as one
+    of them is imported. "" where they may be loaded.
+    """
     wish = os.environ.get("INSTRUMENT_PURE", "")
-    return f"INSTRUMENT_PURE={wish}" if wish.strip().lower() in {"1", "true", "yes", "on"} else ""
+    if wish.strip().lower() in {"1", "true", "yes", "on"}:
+        return f"INSTRUMENT_PURE={wish}"
+    has_lock = getattr(sys, "_is_gil_enabled", None)
+    return "" if has_lock is None or has_lock() else "this Python runs free-threaded, without its lock"
 
 
 def find(name: str) -> Any:
