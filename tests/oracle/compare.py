@@ -5,8 +5,8 @@
 The answers are in `answers.json` as digests: of each trace and view that of the answer without options, and those that
 options change. `answers.xz` has the texts of most answers with all options or none, to show what changed. Exits with 1
 and the first difference of each view where there is any. `--update` keeps what is said now, for a change on purpose:
-its commit says why. `--spans 1000000` adds the trace of `tests/bench/views.py` of that size, whose digests are not kept but
-compared between the ways in which it is read.
+its commit says why. `--spans 1000000` adds the trace of `tests/bench/views.py` of that size, whose digests are not kept
+but compared between the ways in which it is read.
 """
 
 from __future__ import annotations
