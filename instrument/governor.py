@@ -225,6 +225,7 @@ class Governor:
         since = datetime.now().astimezone() if before is None else before.since
         counted = self._recorder.muted_calls().get(site, 0)
         self._off[site] = _Off(attach, now_ns, since, counted, now_ns + wait_ns, wait_ns)
+        self._counting_shares.pop(site, None)  # what is told of it from now on is what it costs all the same
         self.is_busy = True
         return True
 

@@ -215,6 +215,24 @@ def test_what_is_over_the_budget_when_only_counted_is_taken_off_named_and_tried_
     assert recorder.tally().calls == 100_001
 
 
+def test_what_counting_cost_before_the_probe_was_taken_off_is_not_told_of_one_that_is_off(recorder: Any) -> None:
+    hot = recorder.wrap(lambda: None, Site("hot"))
+    clock = Clock(recorder, BUDGET)
+    clock.governor = Governor(recorder, BUDGET, COSTS_NS, 0, {"call": 50.0}, Detaching("hot"))
+    for calls in (100_000, 15_000):  # 0.75 ms of counting, of 1 ms
+        called(hot, calls)
+        clock.second()
+    assert "to count its calls alone cost 0.075 %" in clock.governor.notes()[1]
+    called(hot, 30_000)
+    clock.second()
+    (note,) = clock.governor.notes()
+    assert "its probe is off since" in note
+    for _ in range(2):  # by whoever still holds it
+        called(hot, 30_000)
+        clock.second()
+    assert "its probe is off, but is called where it cannot be taken out" in clock.governor.notes()[1]
+
+
 def test_what_cannot_be_taken_off_stays_muted_and_what_is_off_comes_back_at_the_end(recorder: Any) -> None:
     hot, other = (recorder.wrap(lambda: None, Site(name)) for name in ("hot", "other"))
     detaching = Detaching("other")
