@@ -65,21 +65,23 @@ RUN_SYNC = ("to_thread", "executor", "call soon")
 
 @dataclass
 class Step:
-    """One step of a program: what it does and what it does inside."""
+    """One step of a program: what it does and what it does inside. With `sites`, those of one name are one place."""
 
     name: str
     kind: str
     inside: list[Step] = field(default_factory=list)
     repeats: int = 1
     is_request: bool = False
+    sites: dict[tuple[str, str], Site] | None = None
 
     def named(self, suffix: str) -> Step:
         """A step of its own that does nothing inside."""
-        return Step(f"{self.name} {suffix}", "call")
+        return Step(f"{self.name} {suffix}", "call", sites=self.sites)
 
     @property
     def site(self) -> Site:
-        return Site(self.name, "request" if self.is_request else "user")
+        made = Site(self.name, "request" if self.is_request else "user")
+        return made if self.sites is None else self.sites.setdefault((made.name, made.kind), made)
 
 
 def make_steps(chance: random.Random, names: Iterator[int], depth: int, *, in_loop: bool) -> list[Step]:
@@ -464,3 +466,20 @@ def _run_in_thread(context: contextvars.Context, function: Callable[[], None]) -
 def program(seed: int, *, in_loop: bool) -> list[Step]:
     """The random program of a seed."""
     return make_steps(random.Random(seed), itertools.count(), 3, in_loop=in_loop)
+
+
+def recursive(steps: list[Step], names: int, sites: dict[tuple[str, str], Site]) -> list[Step]:
+    """The same with so few names that steps recur in one another. Generators and renames become calls."""
+    instead = dict.fromkeys(("generator", "partial", "handed on", "rename"), "call")
+    instead |= dict.fromkeys(("async generator", "async partial", "async handed on"), "await")
+    return [
+        Step(
+            f"name {int(step.name.split()[-1]) % names}",
+            instead.get(step.kind, step.kind),
+            recursive(step.inside, names, sites),
+            step.repeats,
+            step.is_request,
+            sites,
+        )
+        for step in steps
+    ]

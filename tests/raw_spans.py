@@ -11,6 +11,8 @@ from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
 
 WINDOW = (20, 120)
 
+CallPath = tuple[Site, ...]
+
 SITES = [
     Site("handle", "request"),
     Site("turn", "step"),
@@ -72,6 +74,32 @@ def above(span: Span, by_id: dict[int, Span]) -> list[Span]:
         found.append(up)
         up = by_id.get(up.parent_id)
     return found
+
+
+def counted_paths(spans: Iterable[Span]) -> tuple[dict[int, CallPath], set[int]]:
+    """The path that each span counts at, by id, and the ids of those whose time a call around them counts.
+
+    A site that is on the path already, whatever is between, counts where it stands.
+    """
+    by_id = {span.span_id: span for span in spans}
+
+    def around(span: Span) -> list[Span]:
+        up = by_id.get(span.parent_id)
+        return [] if up is None else [up, *around(up)]
+
+    def path_of(span: Span) -> CallPath:
+        up = by_id.get(span.parent_id)
+        path = path_of(up) if up is not None else ()
+        return path[: path.index(span.site) + 1] if span.site in path else (*path, span.site)
+
+    paths = {span.span_id: path_of(span) for span in by_id.values()}
+    inner = {
+        span.span_id
+        for span in by_id.values()
+        for up in around(span)
+        if paths[up.span_id] == paths[span.span_id] and up.thread_id == span.thread_id and up.end_ns >= span.start_ns
+    }
+    return paths, inner
 
 
 def points(intervals: Iterable[tuple[int, int]]) -> set[int]:

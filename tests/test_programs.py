@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from otlp_spans import ORIGIN
-from programs import Machine, Tracked, program
+from programs import Machine, Tracked, program, recursive
 
 from instrument.capture import Trees
 from instrument.otlp import packing
@@ -22,7 +22,8 @@ from instrument.probes import contexts
 from instrument.profile import Capture
 from instrument.recorder import PureRecorder, Recorder
 from instrument.ring import Row
-from instrument.spans import ITEMS, LINK, Span
+from instrument.spans import ITEMS, LINK, Site, Span
+from instrument.tally import Tally
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "200"))
 FIRST = 50
@@ -156,6 +157,24 @@ def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_pr
             assert 0 <= span.self_ns <= span.active_ns <= span.total_ns
         recorder.reset()
     assert recorder.counts() == {}
+
+
+@chunks
+@modes
+def test_spans_of_random_programs_that_recur_count_as_they_were_counted_live(
+    make_recorder: Any, in_loop: bool, seeds: range
+) -> None:
+    recorder = make_recorder(ring_bytes=1 << 26)
+    sites: dict[tuple[str, str], Site] = {}
+    for seed in seeds:
+        steps = recursive(program(seed, in_loop=in_loop), 1 + seed % 3, sites)
+        Machine([recorder]).run_program(steps, in_loop=in_loop)
+        live, saved = (
+            {(tuple(site.key for site in row.path), row.thread_id): row.totals for row in tally.rows()}
+            for tally in (recorder.tally(), Tally.of_spans(recorder.spans()))
+        )
+        assert live == saved, f"program {seed}: {steps}"
+        recorder.reset()
 
 
 # -------------------------------------------------------------------- native against pure

@@ -9,10 +9,17 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from instrument.spans import Site
-from instrument.tally import OVERFLOW, Totals
+import pytest
+from otlp_spans import ORIGIN
+
+from instrument import chrome
+from instrument.report.summary import summary
+from instrument.report.view import Options, Recording
+from instrument.spans import DeviceInterval, Site, Span, Trace
+from instrument.tally import OVERFLOW, Tally, Totals
 
 
 def wrapped(recorder: Any, name: str, function: Any, kind: str = "op") -> Any:
@@ -24,6 +31,10 @@ def by_path(recorder: Any) -> dict[tuple[str, ...], Totals]:
     for row in recorder.tally().rows():
         found.setdefault(tuple(site.name for site in row.path), Totals()).merge(row.totals)
     return found
+
+
+def every_total(tally: Tally) -> dict[object, Totals]:
+    return {(tuple(site.key for site in row.path), row.thread_id): row.totals for row in tally.rows()}
 
 
 def spin(until_ns: int) -> None:
@@ -161,6 +172,84 @@ def test_a_recursion_on_another_thread_counts_its_time_there(recorder: Any) -> N
     spans = {span.thread_id: span for span in recorder.spans()}
     assert [(len(row.path), row.totals.calls) for row in rows] == [(1, 1), (1, 1)]
     assert all(row.totals.total_ns == spans[row.thread_id].total_ns for row in rows)
+
+
+@pytest.mark.parametrize("counts_natively", [True, False])
+def test_a_saved_trace_without_a_tally_has_of_a_recursion_the_tally_that_was_live(
+    recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts_natively: bool
+) -> None:
+    def even(depth: int) -> None:
+        leaf_()
+        if depth:
+            odd_(depth - 1)
+            odd_(depth - 2 if depth > 1 else 0)
+
+    def odd(depth: int) -> None:
+        if depth:
+            even_(depth - 1)
+            odd_(depth - 1)
+
+    def walk(depth: int) -> Iterator[int]:
+        yield depth
+        if depth:
+            yield from walk_(depth - 1)
+
+    async def crawl(depth: int) -> None:
+        await asyncio.sleep(0)
+        leaf_()
+        if depth:
+            await asyncio.gather(*(asyncio.create_task(crawl_(depth - 1)) for _ in range(2)))
+            await asyncio.to_thread(odd_, depth)
+            await crawl_(0)
+
+    def fail(depth: int) -> None:
+        if not depth:
+            raise ValueError
+        fail_(depth - 1)
+
+    even_, odd_, walk_, crawl_, fail_, leaf_ = (
+        wrapped(recorder, function.__name__, function) for function in (even, odd, walk, crawl, fail, lambda: None)
+    )
+    for depth in range(5):
+        even_(depth)
+        odd_(depth)
+    assert list(walk_(3)) == [3, 2, 1, 0]
+    asyncio.run(crawl_(3))
+    with pytest.raises(ValueError):
+        fail_(4)
+    live = recorder.tally()
+    if not counts_natively:
+        monkeypatch.setattr("instrument.tally._native", None)
+    trace = Trace(ORIGIN, 0, time.monotonic_ns(), recorder.spans(), live.threads)
+    loaded, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace))
+    assert {len(row.path) for row in tally.rows()} == {1, 2, 3, 4}
+    assert every_total(tally) == every_total(Tally.of_spans(trace.spans)) == every_total(live)
+    assert tally.threads == live.threads
+    of_live, of_saved = (
+        summary(["events", "ops"], Recording.of_trace(loaded, lambda tally=tally: tally), Options())
+        for tally in (live, tally)
+    )
+    assert of_live == of_saved
+
+
+def test_the_device_time_of_a_call_inside_another_of_its_path_counts_once_of_spans_too() -> None:
+    site, stretch = Site("timed"), DeviceInterval(0, 7, 5, 50)
+    spans = [
+        Span(site, number, number - 1, 1, thread, 0, start, end, end - start, end - start, device=(stretch,))
+        for number, thread, start, end in [(1, 1, 0, 40), (2, 1, 1, 9), (3, 2, 2, 8), (4, 1, 45, 48)]
+    ]
+    (main, other) = Tally.of_spans(spans).rows()
+    # The last one began after those around it had ended.
+    assert (main.totals.calls, main.totals.total_ns, main.totals.device_ns) == (3, 43, 90)
+    assert (main.totals.elapsed_ns, main.totals.min_ns, main.totals.max_ns) == (50 + 45, 8, 50)
+    assert (other.totals.calls, other.totals.total_ns, other.totals.device_ns) == (1, 6, 45)
+
+
+def test_spans_of_a_damaged_file_whose_ids_run_in_a_circle_are_each_counted() -> None:
+    site = Site("again")
+    parents = {1: 3, 2: 1, 3: 2, 4: 3, 5: 0, 6: 5, 7: 7}
+    spans = [Span(site, own, parent, 1, 1, 0, own, 100 - own, 1, 1) for own, parent in parents.items()]
+    assert Tally.of_spans(spans).calls == len(spans)
 
 
 def test_a_full_tally_counts_what_comes_later_by_site(recorder: Any) -> None:

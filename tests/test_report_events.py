@@ -14,7 +14,7 @@ import pytest
 from golden_views import is_golden, of_tally, text_of
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_spans import traces
+from raw_spans import counted_paths, traces
 
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.report.events import EventRow, Events, events
@@ -1129,21 +1129,21 @@ def nested(rows: Sequence[tuple[int, tuple[object, ...]]]) -> list[object]:
 
 @given(traces(RAW_SITES), st.sampled_from(TRACER_OPTIONS), st.sampled_from(STATES))
 def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_option: str, state: str) -> None:
-    by_id = {span.span_id: span for span in trace.spans}
+    path_of, inner = counted_paths(trace.spans)
 
-    def path_of(span: Span) -> CallPath:
-        above = by_id.get(span.parent_id)
-        return (*(path_of(above) if above is not None else ()), span.site)
+    def whole_of(span: Span) -> int:
+        return span.total_ns if span.span_id in inner else span.elapsed_ns
 
     def time_of(span: Span) -> int:
-        return {"All": span.elapsed_ns, "CPU": span.total_ns, "GPU": span.device_ns}[state]
+        of_call = {"All": span.elapsed_ns, "CPU": span.total_ns, "GPU": span.device_ns}[state]
+        return 0 if span.span_id in inner else of_call
 
     calls: dict[tuple[Level, ...], list[Span]] = {}
     paths: dict[tuple[Level, ...], set[CallPath]] = {}
     own_ns: Counter[CallPath] = Counter()
     for span in trace.spans:
-        path = path_of(span)
-        own_ns[path] += span.device_ns
+        path = path_of[span.span_id]
+        own_ns[path] += 0 if span.span_id in inner else span.device_ns
         for key in levels_of(path, tracer_option):
             calls.setdefault(key, []).append(span)
             paths.setdefault(key, set()).add(path)
@@ -1158,15 +1158,15 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
     base = sum(total_of(key, spans) for key, spans in calls.items() if len(key) == 1)
 
     def numbers(key: tuple[Level, ...], spans: list[Span]) -> tuple[object, ...]:
-        total, elapsed = total_of(key, spans), [span.elapsed_ns for span in spans]
-        host, device = sum(span.total_ns for span in spans), sum(map(device_of, paths[key]))
-        whole = sum(elapsed)
+        outer, longest = [span for span in spans if span.span_id not in inner], [whole_of(span) for span in spans]
+        total, device = total_of(key, spans), sum(map(device_of, paths[key]))
+        host, whole = sum(span.total_ns for span in outer), sum(map(whole_of, outer))
         # The tally keeps no least or greatest but of elapsed time.
-        known = all(time_of(span) == span.elapsed_ns for span in spans)
+        known = all(time_of(span) == span.elapsed_ns for span in outer)
         known = known and (state != "GPU" or device == sum(own_ns[path] for path in paths[key]))
         return (
             len(spans), sum(span.error is not None for span in spans), total, host, device, whole,
-            (min(elapsed), max(elapsed)) if known else (None, None), known, known, total / len(spans),
+            (min(longest), max(longest)) if known else (None, None), known, known, total / len(spans),
             total / base if base else None,
             (host / whole, device / whole) if whole else (None, None),
         )  # fmt: skip
@@ -1189,9 +1189,11 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
     def computes(site: Site) -> bool:
         return site.kind == "layer" or site.name == "compute" or dict(site.attributes).get("phase") == "compute"
 
-    outermost = [s for s in trace.spans if computes(s.site) and not any(map(computes, path_of(s)[:-1]))]
+    outermost = [s for s in trace.spans if computes(s.site) and not any(map(computes, path_of[s.span_id][:-1]))]
     assert view.overhead is not None
-    computed_ns = sum(map(device_of, set(map(path_of, outermost)))) if state == "GPU" else sum(map(time_of, outermost))
+    computed_ns = (
+        sum(map(device_of, {path_of[s.span_id] for s in outermost})) if state == "GPU" else sum(map(time_of, outermost))
+    )
     computation_ns = computed_ns if outermost else None
     is_service = state != "GPU" and any(span.site.kind == "request" for span in trace.spans)
     split = view.overhead

@@ -13,13 +13,13 @@ import pytest
 from golden_views import is_golden, of_tally, text_of
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_spans import points, traces
+from raw_spans import counted_paths, points, traces
 
 from instrument.profile import SORT_KEYS
 from instrument.report.self_times import FunctionTimes, SelfTimes, class_of, classes, instances, ops
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
-from instrument.spans import Site, Span, Trace, assign_self_times
+from instrument.spans import Site, Trace, assign_self_times
 from instrument.tally import Tally, Totals
 
 MS = 1_000_000
@@ -428,7 +428,6 @@ def test_the_document_holds_the_numbers_of_the_text() -> None:
 @given(traces([*SITES, Site("turn", "step"), Site("all_reduce", "comm")]), st.sampled_from([*VIEWS]))
 def test_calls_what_is_inside_of_them_and_the_work_are_those_of_the_raw_spans(trace: Trace, of: str) -> None:
     """Self time is what no child of the same thread and task covers; work is that of all threads below a function."""
-    by_id = {span.span_id: span for span in trace.spans}
     own_ns: dict[int, int] = {}
     for span in trace.spans:
         below = [
@@ -440,14 +439,10 @@ def test_calls_what_is_inside_of_them_and_the_work_are_those_of_the_raw_spans(tr
     assign_self_times(trace.spans)
     assert {span.span_id: span.self_ns for span in trace.spans} == own_ns
 
-    def path_of(span: Span) -> CallPath:
-        up = by_id.get(span.parent_id)
-        return (*(path_of(up) if up is not None else ()), span.site)
-
     def function_of(path: CallPath) -> int:
         return next((index for index, site in enumerate(path) if site.kind == "request"), 0)
 
-    paths = {span.span_id: path_of(span) for span in trace.spans}
+    paths, inner = counted_paths(trace.spans)
     said = VIEWS[of](Recording.of_trace(trace), Options())
     for function in said.functions:
         its = [
@@ -464,7 +459,7 @@ def test_calls_what_is_inside_of_them_and_the_work_are_those_of_the_raw_spans(tr
             and (len(paths[span.span_id]) == 1 or paths[span.span_id][:1] not in around)
         ]
         assert function.calls == len(calls)
-        assert function.outer_ns == sum(span.total_ns for span in calls)
+        assert function.outer_ns == sum(span.total_ns for span in calls if span.span_id not in inner)
         assert function.inner_ns == function.outer_ns - sum(own_ns[span.span_id] for span in calls)
         work = [s for s in its if s.site.kind in ("op", "layer", "copy", "comm") and s not in calls]
         assert function.work_ns == sum(own_ns[span.span_id] for span in work)
@@ -476,7 +471,8 @@ def test_calls_what_is_inside_of_them_and_the_work_are_those_of_the_raw_spans(tr
             assert (row.number is None) == (of != "instances")
         if of == "ops":
             on_device = {
-                path: any(s.device_ns for s in its if paths[s.span_id] == path) for path in around
+                path: any(s.device_ns for s in its if paths[s.span_id] == path and s.span_id not in inner)
+                for path in around
             }  # fmt: skip
             where: dict[tuple[str, str], set[bool]] = {}
             for path, is_on in on_device.items():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_spans import counted_paths
 
 from instrument.spans import Site, Span
 from instrument.tally import PACKED, Tally, Totals, bucket, bucket_middle, percentiles, percentiles_of
@@ -80,14 +81,10 @@ def test_a_percentile_of_nothing_is_none() -> None:
 def test_merging_is_exact_and_its_order_does_not_matter(spans: list[Span], chance: random.Random) -> None:
     whole = plain(Tally.of_spans(spans))
     parts = []
+    paths, inner = counted_paths(spans)
     for span in spans:
         part = Tally()
-        path: list[Site] = []
-        above: Span | None = span
-        while above is not None:
-            path.insert(0, above.site)
-            above = spans[above.parent_id - 1] if above.parent_id else None
-        part.totals(tuple(path), span.thread_id).add(span)
+        part.totals(paths[span.span_id], span.thread_id).add(span, is_inner=span.span_id in inner)
         parts.append(part)
     chance.shuffle(parts)
     merged = Tally()
