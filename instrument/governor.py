@@ -54,7 +54,7 @@ LAST_WAIT_NS = 3600 * 10**9
 """How long a probe stays off before it is tried: twice as long each time."""
 
 SETTLED = 10
-"""A site that is muted again within so many times its last wait waits twice as long to come back."""
+"""A site that is muted, or taken off, again within so many times its last wait waits twice as long to come back."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
 """Takes the probe of a site off; gives what puts it on again, None where there is none that can be taken off."""
@@ -125,6 +125,7 @@ class Governor:
         self._passed: dict[Site, int] = {}  # at the last step
         self._looked: dict[Site, int] = {}  # at the last whole second
         self._returned: dict[Site, tuple[int, int]] = {}  # when what was muted came back, and how long it had waited
+        self._stayed: dict[Site, tuple[int, int]] = {}  # the same of probes that were put on again
         self._kept_ns: dict[Site, float] = {}
         self._kept_shares: dict[Site, float] = {}
         self._counting_shares: dict[Site, float] = {}
@@ -193,11 +194,9 @@ class Governor:
         whole_ns = sum(cost_ns.values())
         calls = max(sum(use.calls for use in used.values()), 1)
         steps = sum(use.steps for use in used.values())
-        returned_ns, wait_ns = self._returned.pop(site, (0, 0))
-        is_soon = wait_ns and now_ns - returned_ns < SETTLED * wait_ns
         return _Muted(
             since_ns=now_ns,
-            wait_ns=min(2 * wait_ns, LAST_WAIT_NS) if is_soon else STEP_NS,
+            wait_ns=_next_wait_ns(self._returned.pop(site, None), STEP_NS, now_ns),
             recorded_ns=whole_ns / calls,
             counted_ns=self._passed_of(site) + steps / calls * self._passed_ns.get(STEP, 0.0),
             shares={thread: ns / whole_ns if whole_ns else 1.0 for thread, ns in cost_ns.items()},
@@ -213,7 +212,10 @@ class Governor:
             )
             if own_ns[site] < WORTH * allowed_ns:
                 return
-            if is_over and site not in self._off and self._take_one_off(site, now_ns, FIRST_WAIT_NS):
+            if not is_over or site in self._off:
+                continue
+            wait_ns = _next_wait_ns(self._stayed.pop(site, None), FIRST_WAIT_NS, now_ns)
+            if self._take_one_off(site, now_ns, wait_ns):
                 calls[site] = 0
 
     def _take_one_off(self, site: Site, now_ns: int, wait_ns: int) -> bool:
@@ -295,6 +297,7 @@ class Governor:
             wait_ns = min(2 * off.wait_ns, LAST_WAIT_NS)
             is_over = calls * self.muted[site].counted_ns > ROOM * self._budget * lasted_ns
             if not is_over or not self._take_one_off(site, now_ns, wait_ns):
+                self._stayed[site] = now_ns, off.wait_ns
                 del self._off[site]
             self._passed = self._looked = self._recorder.muted_calls()
             self._looked_ns = now_ns
@@ -396,6 +399,12 @@ class Governor:
             off.attach()
         for site in self.muted:
             self._recorder.unmute(site)
+
+
+def _next_wait_ns(returned: tuple[int, int] | None, first_ns: int, now_ns: int) -> int:
+    """How long what may have come back at a time, after some wait, waits now."""
+    at_ns, wait_ns = returned or (0, 0)
+    return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < SETTLED * wait_ns else first_ns
 
 
 def _named(site: Site) -> str:

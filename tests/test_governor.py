@@ -233,6 +233,24 @@ def test_what_counting_cost_before_the_probe_was_taken_off_is_not_told_of_one_th
     assert "its probe is off, but is called where it cannot be taken out" in clock.governor.notes()[1]
 
 
+def test_a_probe_that_was_tried_in_a_pause_of_the_load_is_tried_later_the_next_time(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = recorder.wrap(lambda: None, Site("hot"))
+    detaching = Detaching("hot")
+    clock = Clock(recorder, BUDGET)
+    clock.governor = Governor(recorder, BUDGET, COSTS_NS, 0, {"call": 50.0}, detaching)
+    monkeypatch.setattr("instrument.governor.time.sleep", lambda seconds: None)  # nothing is called meanwhile
+    tried = []
+    for second in range(100):
+        if not detaching.off:
+            called(hot, 50_000)
+        clock.second()
+        if not detaching.off:
+            tried.append(second)
+    assert tried == [0, 31, 92]  # in second 0 it is muted
+
+
 def test_what_cannot_be_taken_off_stays_muted_and_what_is_off_comes_back_at_the_end(recorder: Any) -> None:
     hot, other = (recorder.wrap(lambda: None, Site(name)) for name in ("hot", "other"))
     detaching = Detaching("other")
