@@ -2383,8 +2383,12 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
     if (frame->attributes != NULL)
         error = error_told(frame->attributes, error);
     if (error != NULL || frame->attributes != NULL || active_ns >= 0) {
-        rare = Py_BuildValue("(LOO)", active_ns, error != NULL ? error : Py_None,
-                             frame->attributes != NULL ? frame->attributes : Py_None);
+        PyObject *active = PyLong_FromLongLong(active_ns);
+        if (active != NULL) {
+            rare = PyTuple_Pack(3, active, error != NULL ? error : Py_None,
+                                frame->attributes != NULL ? frame->attributes : Py_None);
+            Py_DECREF(active);
+        }
         if (rare == NULL) {
             PyErr_Clear();
             count(core, NO_DETAILS);
@@ -5129,6 +5133,29 @@ Core_open(Core *self, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
+/* Let a dict that its caller gives away be the attributes of an open span, with what that has of other names, and with
+ * the span of another tracer that the recorder has noted itself. -1 with an exception of the host's. */
+static int
+take_attributes(Core *core, Frame *self, PyObject *given)
+{
+    if (self->frame.state == CLOSED)
+        return 0;
+    PyObject *before = self->frame.attributes, *name, *value;
+    if (before == given)
+        return 0;
+    self->frame.attributes = Py_NewRef(given);
+    int failed = 0;
+    for (Py_ssize_t at = 0; !failed && before != NULL && PyDict_Check(before) &&
+                            PyDict_Next(before, &at, &name, &value);) {
+        int known = name == core->remote_key ? 0 : PyDict_Contains(given, name);
+        failed = known < 0 || (known == 0 && put_attribute(core, given, name, value) < 0);
+    }
+    Py_XDECREF(before);
+    if (failed)
+        count(core, NO_DETAILS);
+    return failed ? forgive() : 0;
+}
+
 static PyObject *
 Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -5138,16 +5165,22 @@ Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "close(frame, error=None, anywhere=False, attributes=None)");
         return NULL;
     }
-    frame_t *frame = &((Frame *)args[0])->frame;
-    if (nargs > 3 && PyDict_Check(args[3]) && frame->state != CLOSED) {
-        if (frame->attributes == NULL)
-            frame->attributes = Py_NewRef(args[3]); /* the caller gives it away */
-        else if (set_attributes(self, GIVEN, (Frame *)args[0], args[3], NULL, NULL) < 0)
-            return NULL;
-    }
+    if (nargs > 3 && PyDict_Check(args[3]) && take_attributes(self, (Frame *)args[0], args[3]) < 0)
+        return NULL;
     if (close_frame(self, (Frame *)args[0], nargs > 1 ? args[1] : NULL, nargs > 2 && args[2] == Py_True) < 0)
         return NULL;
     Py_RETURN_NONE;
+}
+
+static PyObject *
+Core_begin_of(Core *Py_UNUSED(self), PyObject *given)
+{
+    if (Py_TYPE(given) != &FrameType) {
+        PyErr_SetString(PyExc_TypeError, "begin_of(frame)");
+        return NULL;
+    }
+    const frame_t *frame = &((Frame *)given)->frame;
+    return Py_BuildValue("(LlK)", frame->start_ns, frame->ring->thread_id, frame->task);
 }
 
 static void
@@ -5733,8 +5766,10 @@ add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
         row_t row = {.span_id = frame->span_id, .parent_id = frame->parent_id, .root_id = frame->root_id,
                      .start_ns = frame->start_ns, .end_ns = now_ns, .children_ns = frame->children_ns,
                      .node = frame->node->index, .task = (uint32_t)(frame->task >> 4)};
-        if (frame->attributes != NULL)
-            row.rare = Py_BuildValue("(iOO)", -1, Py_None, frame->attributes);
+        if (frame->attributes != NULL) /* a copy, for whoever opened the span may still add to them */
+            row.rare = Py_BuildValue("(iON)", -1, Py_None, PyDict_Check(frame->attributes)
+                                                               ? PyDict_Copy(frame->attributes)
+                                                               : Py_NewRef(frame->attributes));
         PyObject *tuple = PyErr_Occurred() ? NULL : row_as_tuple(&row);
         Py_XDECREF(row.rare);
         PyObject *pair = tuple == NULL ? NULL : Py_BuildValue("(lN)", frame->ring->thread_id, tuple);
@@ -6115,6 +6150,7 @@ Core_count(Core *self, PyObject *what)
 static PyMethodDef Core_methods[] = {
     {"open", (PyCFunction)(void (*)(void))Core_open, METH_FASTCALL, "Begin a span and make it current."},
     {"close", (PyCFunction)(void (*)(void))Core_close, METH_FASTCALL, "End a span."},
+    {"begin_of", (PyCFunction)Core_begin_of, METH_O, "When a span began, on which thread and in which task."},
     {"annotate", (PyCFunction)(void (*)(void))Core_annotate, METH_FASTCALL, "Set attributes of an open span."},
     {"annotate_innermost", (PyCFunction)(void (*)(void))Core_annotate_innermost, METH_FASTCALL | METH_KEYWORDS,
      annotate_doc},
@@ -6348,7 +6384,47 @@ measure(PyObject *Py_UNUSED(module), PyObject *args)
     return answers;
 }
 
+/* The values of headers by their names, of pairs of both: of several by one name the last, None where there is none. Of a
+ * request some ten headers come, and to make a dict of them takes five times as long. Twin: `pure.header_values`. */
+static PyObject *
+header_values(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "header_values(headers, names)");
+        return NULL;
+    }
+    PyObject *names = args[1], *headers = PySequence_Fast(args[0], "headers are pairs");
+    Py_ssize_t count = PyTuple_GET_SIZE(names);
+    PyObject *values = headers == NULL ? NULL : PyTuple_New(count);
+    for (Py_ssize_t i = 0; values != NULL && i < count; i++)
+        PyTuple_SET_ITEM(values, i, Py_NewRef(Py_None));
+    for (Py_ssize_t at = 0; values != NULL && at < PySequence_Fast_GET_SIZE(headers); at++) {
+        PyObject *pair = PySequence_Fast(PySequence_Fast_GET_ITEM(headers, at), "a header is a pair");
+        PyObject *name = pair != NULL && PySequence_Fast_GET_SIZE(pair) == 2 ? PySequence_Fast_GET_ITEM(pair, 0) : NULL;
+        for (Py_ssize_t i = 0; name != NULL && PyBytes_Check(name) && i < count; i++) {
+            PyObject *wanted = PyTuple_GET_ITEM(names, i);
+            Py_ssize_t size = PyBytes_GET_SIZE(name);
+            if (PyBytes_Check(wanted) && PyBytes_GET_SIZE(wanted) == size &&
+                memcmp(PyBytes_AS_STRING(wanted), PyBytes_AS_STRING(name), (size_t)size) == 0) {
+                PyObject *old = PyTuple_GET_ITEM(values, i);
+                PyTuple_SET_ITEM(values, i, Py_NewRef(PySequence_Fast_GET_ITEM(pair, 1)));
+                Py_DECREF(old);
+            }
+        }
+        if (name == NULL) {
+            if (pair != NULL)
+                PyErr_SetString(PyExc_ValueError, "a header is a pair");
+            Py_CLEAR(values);
+        }
+        Py_XDECREF(pair);
+    }
+    Py_XDECREF(headers);
+    return values;
+}
+
 static PyMethodDef module_methods[] = {
+    {"header_values", (PyCFunction)(void (*)(void))header_values, METH_FASTCALL,
+     "Values of headers by their names: header_values(pairs, names)."},
     {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
      "Record an event: mark(cuEventRecord, cuStreamIsCapturing, cuStreamGetId or 0, releases, event, stream), all as "
      "addresses. The stream's number, or what the driver says against it below 0."},

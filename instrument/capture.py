@@ -17,7 +17,7 @@ from instrument.profile import Capture, Rate, Usual, Where
 from instrument.recorder import Recorder
 from instrument.ring import Row, is_request_root
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
-from instrument.spans import RemoteParent, Site, Span, remote_of
+from instrument.spans import REMOTE, RemoteParent, Site, Span, remote_of
 from instrument.tally import percentiles
 
 LEAST_CALLS = 100
@@ -145,7 +145,7 @@ class Trees:
 
     def _end_request(self, row: Row, thread_id: int) -> None:
         self._counts["requests"] += 1
-        remote = remote_of((row[10] or {}).get(RemoteParent))
+        remote = remote_of((row[10] or {}).get(REMOTE))
         root = (row, thread_id)
         if self._asked_for(row, remote):
             self._hand_over(root, self._decide(row, keep=True), remote)
@@ -185,7 +185,7 @@ class Trees:
                     continue
                 if self._allowance.take(row[6]):
                     self._decide(row, keep=True)
-                    self._hand_over(root, held, remote_of((row[10] or {}).get(RemoteParent)))
+                    self._hand_over(root, held, remote_of((row[10] or {}).get(REMOTE)))
                 else:
                     self._counts["requests beyond the capture limit"] += 1
 
@@ -229,7 +229,7 @@ class Trees:
             self._recent_rows -= len(held) + 1
             if end_ns >= start_ns - self._capture.before_ns and root[0][3] not in self._remotes:
                 self._decide(root[0], keep=True)
-                self._hand_over(root, held, remote_of((root[0][10] or {}).get(RemoteParent)))
+                self._hand_over(root, held, remote_of((root[0][10] or {}).get(REMOTE)))
 
     def counts(self) -> Mapping[str, Any]:
         """Requests seen and kept, and what was not kept, by reason."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from instrument.http_status import STATUS
 from instrument.lines import CALLS, ELAPSED, MAX, MIN, WIDTH
-from instrument.metrics import COUNTER, HISTOGRAM, UPDOWN, Distribution, Labels, Metric, Snapshot, Value
+from instrument.metrics import COUNTER, HISTOGRAM, UPDOWN, Distribution, Labels, Metric, Snapshot
 from instrument.recorder import Recorder
 from instrument.ring import Row
 from instrument.spans import FIRST_ITEM, ITEMS, LAST_ITEM, Site
@@ -66,7 +66,6 @@ class Meter:
         self._met: dict[Labels, Counter[int]] = {}
         """By endpoint the buckets of all that are counted in `_requests`."""
         self._active: dict[Labels, int] = {}
-        self._schemes: dict[Value, None] = {}
         self._calls: dict[Labels, Distribution] = {}
         self._counters: dict[tuple[str, str], float] = {}
 
@@ -81,9 +80,8 @@ class Meter:
                 continue
             told = row[10] or {}
             labels = endpoint
-            if isinstance(scheme := told.get(SCHEME), str):
+            if isinstance(scheme := told.get(SCHEME), str):  # of an address that its endpoint does not tell
                 labels += ((SCHEME, scheme),)
-                self._schemes[scheme] = None
             if isinstance(status := told.get(STATUS), int) and 100 <= status < 1000:
                 labels += ((STATUS, status),)
             if row[9] is not None:
@@ -138,17 +136,16 @@ class Meter:
                 known.update(missed)
 
     def _active_requests(self) -> Metric:
-        """Requests that are open now: of a scheme where the process has met one alone."""
+        """Requests that are open now."""
         now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, self._met), 0))
         for _, row in self._recorder.open_rows():
             labels = endpoint_of(self._recorder.site_of(row))
             if labels and row[1] == row[3]:
                 now[_without_route(labels)] += 1
-        scheme = tuple((SCHEME, one) for one in self._schemes) if len(self._schemes) == 1 else ()
         self._active = dict.fromkeys(self._active, 0)
         for labels, count in now.items():
-            if (of := labels + scheme) in self._active or len(self._active) < SERIES_LIMIT:
-                self._active[of] = count
+            if labels in self._active or len(self._active) < SERIES_LIMIT:
+                self._active[labels] = count
         return Metric(
             "http.server.active_requests",
             "{request}",
@@ -246,7 +243,7 @@ def endpoint_of(site: Site) -> Labels:
 _GENERATION = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
 """What the service may say of a generation, by `annotate_request`."""
 
-_ENDPOINT = ("http.request.method", "http.route", "network.protocol.name")
+_ENDPOINT = ("http.request.method", "http.route", "network.protocol.name", SCHEME)
 
 
 def _without_route(endpoint: Labels) -> Labels:

@@ -112,6 +112,12 @@ def error_told(attributes: Mapping[Any, Any], error: str | None) -> str | None:
     return told if isinstance(told, str) and told else error or OTHER_ERROR
 
 
+def header_values(headers: Iterable[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> tuple[bytes | None, ...]:
+    """The values of headers by their names, of pairs of both: of several by one name the last."""
+    found = dict(headers)
+    return tuple(found.get(name) for name in names)
+
+
 class Chain:
     """The frames that a context opened without an event loop. `base` is the frame that the variable held before."""
 
@@ -519,7 +525,7 @@ class Core:
             self.irregular["scope ended twice"] += 1
             return
         if attributes is not None:
-            self.annotate(frame, attributes)
+            self._take_attributes(frame, attributes)
         frame[11] = CLOSED
         self._apart.pop(frame[1], None)
         place = self._current.get()
@@ -543,6 +549,26 @@ class Core:
         self._store(ring, frame, end, -1, None if error is None else self._error_of(frame, error))
         if frame[13] is not None:
             self._end_on_device(ring, frame, end)
+
+    def begin_of(self, frame: Frame) -> tuple[int, int, int]:
+        """When a span began, on which thread by its native id, and in which task, 0 outside of one."""
+        return frame[7], frame[5].thread_id, frame[8]
+
+    def _take_attributes(self, frame: Frame, given: dict[Any, Any]) -> None:
+        """Let a dict that its caller gives away be the attributes of a span, with what that has of other names.
+
+        And with the span of another tracer that the recorder has noted itself.
+        """
+        before, frame[10] = frame[10], given
+        if not before or before is given:
+            return
+        for name, value in before.items():
+            if name in given and name != self._remote_key:
+                continue
+            if len(given) < ATTRIBUTE_LIMIT or name in given:
+                given[name] = value
+            else:
+                self.irregular["attributes beyond the limit of a span"] += 1
 
     def annotate(self, frame: Frame | None, attributes: Mapping[Any, Any], /) -> None:
         """Set attributes of an open span. They are taken as they are, so long as there is room."""
@@ -788,7 +814,7 @@ class Core:
             if frame[7]:
                 row: Row = (
                     frame[0].index, frame[1], frame[2], frame[3], frame[8], frame[7], max(now, frame[7]), frame[4],
-                    -1, None, frame[10],
+                    -1, None, None if frame[10] is None else dict(frame[10]),
                 )  # fmt: skip
                 found.append((frame[5].thread_id, row))
         return found

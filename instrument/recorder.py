@@ -27,12 +27,16 @@ from instrument.paths import NOT_BELOW, CallTree, shaped
 from instrument.ring import Cursor, Row
 from instrument.rows import STREAM, Held, Taken, span_of
 from instrument.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
-from instrument.spans import KINDS, PHASES, AttributeValue, RemoteParent, Site, Span, link_of
+from instrument.spans import KINDS, PHASES, REMOTE, AttributeValue, RemoteParent, Site, Span, link_of
 from instrument.tally import OVERFLOW, Tally, Totals
 from instrument.threads import current_name
 from instrument.unpatched import RLock
 
 _native = native.find("_recorder")
+
+
+header_values: Callable[[Iterable[tuple[bytes, bytes]], tuple[bytes, ...]], tuple[bytes | None, ...]]
+header_values = pure.header_values if _native is None else _native.header_values
 
 
 def native_driver_calls() -> Any:
@@ -83,6 +87,7 @@ class _Recording:
             attributes: dict[Any, Any] | None = None,
             /,
         ) -> None: ...
+        def begin_of(self, frame: Any, /) -> tuple[int, int, int]: ...
         def rename(self, frame: Any, site: Site, /) -> None: ...
         def rename_innermost(self, site: Site, /) -> None: ...
         def site_of_open(self, frame: Any, /) -> Site | None: ...
@@ -646,7 +651,7 @@ class PureRecorder(_Recording, pure.Core):
     """
 
     def __init__(self, ring_bytes: int = 64 << 20) -> None:
-        pure.Core.__init__(self, ring_bytes, OVERFLOW, RemoteParent, link_of, pure.task_probe, _thread_name)
+        pure.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, pure.task_probe, _thread_name)
         self._begin()
 
     def make_function(self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None) -> Any:
@@ -752,7 +757,7 @@ else:
         native = True
 
         def __init__(self, ring_bytes: int = 64 << 20) -> None:
-            _native.Core.__init__(self, ring_bytes, OVERFLOW, RemoteParent, link_of, pure.task_probe, _thread_name)
+            _native.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, pure.task_probe, _thread_name)
             self.answers = ANSWERS
             self._begin()
             self.scope_type = NativeScope

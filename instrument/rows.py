@@ -9,7 +9,7 @@ from typing import NamedTuple
 from instrument import native
 from instrument.paths import CallTree
 from instrument.ring import Row, self_ns
-from instrument.spans import Interval, RemoteParent, Site, Span, length, remote_of, union
+from instrument.spans import REMOTE, Interval, RemoteParent, Site, Span, length, remote_of, union
 
 _native = native.find("_spans")
 
@@ -79,9 +79,9 @@ def span_of(row: Row, site: Site, thread_id: int) -> Span:
     total_ns = row[6] - row[5]
     attributes = row[10]
     remote: RemoteParent | None = None
-    if attributes and (RemoteParent in attributes or STREAM in attributes):
+    if attributes and (REMOTE in attributes or STREAM in attributes):
         attributes = dict(attributes)
-        remote = remote_of(attributes.pop(RemoteParent, None))
+        remote = remote_of(attributes.pop(REMOTE, None))
         attributes.pop(STREAM, None)
     return Span(
         site=site,
@@ -102,7 +102,7 @@ def span_of(row: Row, site: Site, thread_id: int) -> Span:
 
 def _spans_within(rows: list[Row], thread_id: int, sites: Sequence[Site], start_ns: int, end_ns: int) -> list[Span]:
     if _native is not None:
-        spans: list[Span] = _native.of_rows(rows, thread_id, sites, start_ns, end_ns, RemoteParent, STREAM)
+        spans: list[Span] = _native.of_rows(rows, thread_id, sites, start_ns, end_ns, REMOTE, STREAM)
         for span in spans:
             if span.remote is not None:
                 span.remote = remote_of(span.remote)

@@ -112,6 +112,12 @@ class RemoteParent:
     in_server_span: bool = False
 
 
+REMOTE = "instrument.remote"
+"""The name under which rows hold what `remote_of` reads, among a request's attributes. Who reads spans does not see it.
+
+A text: under a class's or an object's name the garbage collector would follow each such row.
+"""
+
 VALUE_LIMIT = 256
 """Characters of a text among a span's attributes, and of an attribute's name; of a longer text the rest is cut."""
 
@@ -132,6 +138,8 @@ def remote_of(told: object) -> RemoteParent | None:
 
     A header that is not sound (W3C Trace Context, 3.2) counts as none.
     """
+    if isinstance(told, str):
+        told = told.encode("latin-1", "replace")
     if not isinstance(told, bytes):
         return told if isinstance(told, RemoteParent) else None
     found = _TRACEPARENT.fullmatch(told.strip())

@@ -245,7 +245,7 @@ def test_requests_that_are_open_are_told_as_such() -> None:
         assert is_inside.wait(30)
         instrument.flush()
         (active,) = newest(server.metrics, ACTIVE).values()
-        assert (told(active.attributes), active.as_int) == ({"http.request.method": "GET"}, 1)
+        assert (told(active.attributes), active.as_int) == ({"http.request.method": "GET", "url.scheme": "http"}, 1)
         may_go.set()
         thread.join()
         instrument.stop()

@@ -25,10 +25,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import outline, tree
 
+from instrument import pure
+from instrument import recorder as recorder_module
 from instrument.lines import WIDTH, Lines
 from instrument.paths import NOT_BELOW
 from instrument.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
-from instrument.spans import RemoteParent, Site
+from instrument.spans import ATTRIBUTE_LIMIT, REMOTE, RemoteParent, Site
 from instrument.tally import OVERFLOW, Totals, bucket
 from instrument.ticks import use_ticks
 
@@ -671,6 +673,66 @@ def test_a_request_takes_the_current_span_of_another_tracer_as_its_parent(record
     assert spans["request"].remote == remote
     assert spans["request"].attributes == {}
     assert spans["leaf"].remote is None
+
+
+def test_attributes_at_the_end_win_but_over_the_span_of_another_tracer(recorder: Any) -> None:
+    remote = RemoteParent(trace_id=7, span_id=9)
+    recorder.remote_parent = lambda: remote
+    facts: dict[str, Any] = {"begin": 1, REMOTE: b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    frame = recorder.open(Site("request", "request"), facts)
+    recorder.annotate(frame, {"begin": 2, "service": 3})
+    facts["end"] = 4
+    recorder.close(frame, None, True, facts)
+    (span,) = recorder.spans()
+    assert (span.attributes, span.remote) == ({"begin": 1, "service": 3, "end": 4}, remote)
+
+
+def test_attributes_that_were_set_before_the_end_fill_what_room_is_left(recorder: Any) -> None:
+    frame = recorder.open(Site("request", "request"), {"begin": 1})
+    recorder.annotate(frame, {f"service {number}": number for number in range(ATTRIBUTE_LIMIT - 1)})
+    recorder.close(frame, None, True, {"begin": 1, "end": 2})
+    (span,) = recorder.spans()
+    assert (len(span.attributes), span.attributes["end"]) == (ATTRIBUTE_LIMIT, 2)
+    assert recorder.counts() == {"attributes beyond the limit of a span": 1}
+
+
+def test_the_row_of_an_open_span_stays_what_it_was(recorder: Any) -> None:
+    facts = {"begin": 1}
+    frame = recorder.open(Site("request", "request"), facts)
+    ((_, row),) = recorder.open_rows()
+    facts["end"] = 2
+    recorder.close(frame, None, True, facts)
+    assert row[10] == {"begin": 1}
+
+
+def test_the_begin_of_a_span_tells_when_on_which_thread_and_in_which_task(recorder: Any) -> None:
+    async def main() -> tuple[int, int, int]:
+        inner = recorder.open(Site("inner"))
+        told: tuple[int, int, int] = recorder.begin_of(inner)
+        recorder.close(inner)
+        return told
+
+    thread_id = threading.get_native_id()
+    frame = recorder.open(Site("x"))
+    ((_, row),) = recorder.open_rows()
+    assert recorder.begin_of(frame) == (row[5], thread_id, 0)
+    recorder.close(frame)
+    begun_ns, begun_on, task = asyncio.run(main())
+    assert (begun_ns >= row[5], begun_on, task != 0) == (True, thread_id, True)
+
+
+NAMES = st.sampled_from([b"host", b"traceparent", b"content-length", b"traceparenu", b"", "host"])
+
+
+@given(st.lists(st.one_of(st.tuples(NAMES, st.binary(max_size=2)), st.tuples(NAMES, st.binary(max_size=2)).map(list))))
+def test_values_of_headers_are_found_by_name_the_last_of_several(headers: list[Any]) -> None:
+    found = dict(headers)
+    expected = found.get(b"traceparent"), found.get(b"host")
+    for header_values in (recorder_module.header_values, pure.header_values):
+        assert header_values(headers, (b"traceparent", b"host")) == expected
+        assert header_values(iter(headers), (b"traceparent", b"host")) == expected
+        with pytest.raises((TypeError, ValueError)):
+            header_values([*headers, (b"one",)], (b"traceparent",))
 
 
 # -------------------------------------------------------------------- crossing

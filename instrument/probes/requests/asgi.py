@@ -6,15 +6,22 @@ answer has been sent; what the app does after that, such as background tasks, is
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from instrument.errors import FAULTS
-from instrument.probes.requests.exchange import Exchange, Exchanges
+from instrument.probes.requests.exchange import PLAIN, Exchange, Exchanges
+from instrument.recorder import header_values
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+RECORDED = frozenset({"http", "websocket"})
+"""The types of scope that are requests."""
+
+CONTENT_TYPE = (b"content-type",)
 
 
 class App:
@@ -33,7 +40,7 @@ class App:
 
     def __call__(self, scope: Message, receive: Receive, send: Send) -> Awaitable[Any]:
         kind = scope["type"]
-        if kind not in ("http", "websocket") or not self._exchanges.recorder.on:
+        if kind not in RECORDED or not self._exchanges.recorder.on:
             return self.app(scope, receive, send)  # type: ignore[no-any-return]
         return self._record(kind, scope, receive, send)
 
@@ -61,13 +68,17 @@ def begun(exchanges: Exchanges, kind: str, scope: Message) -> Exchange | None:
     try:
         if not exchanges.wanted(scope["path"]):
             return None
-        server = scope.get("server")
-        facts = exchanges.at(scope.get("scheme", "http"), server if server is None else tuple(server))
+        address, port = scope.get("server") or (None, None)
+        endpoints = exchanges.at(scope.get("scheme", "http"), address, port)
+        facts: dict[Any, Any] = endpoints.facts.copy()
         for name in exchanges.named:
             if (told := _told(scope, name)) is not None:
                 facts[name] = told
         method = scope.get("method", "GET")  # a websocket begins with one
-        return exchanges.begin(kind, method, dict(scope["headers"]), facts)
+        if not exchanges.is_plain:
+            return exchanges.begin(kind, method, dict(scope["headers"]), facts, endpoints)
+        caller, length = header_values(scope["headers"], PLAIN)
+        return exchanges.begin_plain(kind, method, caller, length, facts, endpoints)
     except Exception as fault:
         FAULTS.note("begin of a request", fault)
         return None
@@ -89,12 +100,13 @@ def _told(scope: Message, name: str) -> str | None:
 class Http:
     """What the app sends for one HTTP request."""
 
-    __slots__ = ("_exchange", "_is_events", "_send")
+    __slots__ = ("_exchange", "_headers", "_is_events", "_send")
 
     def __init__(self, exchange: Exchange, send: Send) -> None:
         self._exchange = exchange
         self._send = send
-        self._is_events = False
+        self._headers: Iterable[tuple[bytes, bytes]] = ()
+        self._is_events: bool | None = None
 
     def send(self, message: Message) -> Awaitable[None]:
         """What the server's own `send` gives, awaited by the app; of the last part what ends the span after it."""
@@ -104,15 +116,23 @@ class Http:
             exchange.answer_bytes += len(body)
             is_last = not message.get("more_body", False)
             if body and (exchange.stream is not None or not is_last):
-                exchange.item((body.count(b"\n\n") or 1) if self._is_events else 1)
+                exchange.item(self._items_in(body))
             return self._send_last(message) if is_last else self._send(message)
         if kind == "http.response.start":
             exchange.status = message["status"]
-            for name, value in message.get("headers", ()):
-                if name == b"content-type":
-                    self._is_events = value.startswith(b"text/event-stream")
-                    break
+            self._headers = message.get("headers", ())
         return self._send(message)
+
+    def _items_in(self, body: bytes) -> int:
+        """How many items a part of the answer is: as many as there are server-sent events, each with an empty line."""
+        if self._is_events is None:
+            try:
+                (kind,) = header_values(self._headers, CONTENT_TYPE)
+                self._is_events = kind is not None and kind.startswith(b"text/event-stream")
+            except Exception as fault:
+                FAULTS.note("headers of an answer", fault)
+                self._is_events = False
+        return (body.count(b"\n\n") or 1) if self._is_events else 1
 
     async def _send_last(self, message: Message) -> None:
         await self._send(message)

@@ -73,8 +73,7 @@ def _note(recorder: Recorder, handle: Any, begun_ns: int) -> None:
         if not recorder.on:
             return
         rows = _ended_within(recorder, begun_ns)
-        loop = handle._loop
-        if not any(one.loop is loop for one in OPEN.copy()) and not any(map(is_request_root, rows)):
+        if not _waiting(recorder) and not any(map(is_request_root, rows)):
             return
         function, facts = _function_of(handle._callback)
         name = _span_over(recorder, handle._context, rows, begun_ns, ended_ns) or function
@@ -83,6 +82,18 @@ def _note(recorder: Recorder, handle: Any, begun_ns: int) -> None:
         Context().run(recorder.record, BLOCKED_LOOP, begun_ns, facts)
     except Exception as fault:
         FAULTS.note("blocked event loop", fault)
+
+
+def _waiting(recorder: Recorder) -> bool:
+    """Whether a request is open that a task on this thread's loop has begun."""
+    thread_id = get_native_id()
+    for exchange in OPEN.copy():
+        frame = exchange.frame
+        if frame is not None:
+            _, begun_on, task = recorder.begin_of(frame)
+            if begun_on == thread_id and task:
+                return True
+    return False
 
 
 def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:

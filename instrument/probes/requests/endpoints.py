@@ -8,6 +8,10 @@ is, `package.Service/Method`; methods that no server has are `_OTHER`, and `grpc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
+from types import MappingProxyType
+
 from instrument.profile import RequestsRule
 from instrument.recorder import RECORDER, Recorder
 from instrument.spans import AttributeValue, Site
@@ -27,42 +31,55 @@ Key = tuple[str, str, str]
 
 
 class Endpoints:
-    """The endpoints of one rule. Thread-safe: one that two threads meet at once has one site."""
+    """The endpoints of one rule at one address. Thread-safe: one that two threads meet at once has one site.
 
-    def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
+    The address is part of what the sites say. `facts` are what spans have to say themselves of where they have come to.
+    """
+
+    def __init__(
+        self,
+        rule: RequestsRule,
+        recorder: Recorder = RECORDER,
+        address: Mapping[str, AttributeValue] = MappingProxyType({}),
+    ) -> None:
         self._format = rule.name
         self._recorder = recorder
-        self._sites: dict[Key, Site] = {}
+        self._address = address
+        self.known: dict[Key, Site] = {}
+        """The sites of endpoints that were met, in order."""
+        self.facts: dict[str, AttributeValue] = {}
 
-    @property
-    def sites(self) -> list[Site]:
-        """Those that were met, in order."""
-        return list(self._sites.values())
+    def elsewhere(self, address: dict[str, AttributeValue]) -> Endpoints:
+        """The same endpoints for requests that have come to an address which their sites do not tell."""
+        same = copy(self)
+        same.facts = address
+        return same
 
     def site(self, protocol: str, method: str, route: str = "") -> Site:
         """What requests to an endpoint are recorded as. 60 ns for one that is known."""
         key = (protocol, method, route)
-        return self._sites.get(key) or self._made(key)
+        return self.known.get(key) or self._made(key)
 
     def _made(self, key: Key) -> Site:
         protocol, method, route = key
         if protocol not in CALLED and method not in METHODS and method != "_OTHER":
             return self.site(protocol, "_OTHER", route)
-        if (route or protocol in CALLED) and method and len(self._sites) >= ENDPOINT_LIMIT:
+        if (route or protocol in CALLED) and method and len(self.known) >= ENDPOINT_LIMIT:
             self._recorder.count(BEYOND)
             return self.site(protocol, "" if protocol in CALLED else method)
-        return self._sites.setdefault(key, self._described(protocol, method, route))
+        return self.known.setdefault(key, self._described(protocol, method, route))
 
     def _described(self, protocol: str, method: str, route: str) -> Site:
         facts: dict[str, AttributeValue]
         if protocol in CALLED:
-            facts = {"rpc.system.name": protocol, "rpc.method": method or "_OTHER"}
+            facts = {"rpc.system.name": protocol, "rpc.method": method or "_OTHER", **self._address}
             return Site(method or protocol, "request", attributes=tuple(facts.items()))
         facts = {"http.request.method": method}
         if route:
             facts["http.route"] = route
         if protocol == "websocket":
             facts["network.protocol.name"] = "websocket"
+        facts.update(self._address)
         told = "HTTP" if method == "_OTHER" else method
         name = self._format.replace("{method}", told).replace("{route}", route).strip() or told
         # An app of WSGI has its thread for itself; one of ASGI waits between its steps.

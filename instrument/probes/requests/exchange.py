@@ -7,8 +7,6 @@ headers, query or body is recorded but what the rule names, and the length of th
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -16,13 +14,27 @@ from typing import Any
 from instrument.errors import FAULTS
 from instrument.http_status import FIRST_OF_SERVER, STATUS
 from instrument.probes.requests.endpoints import Endpoints
-from instrument.probes.requests.traceparent import Extract, extractor
+from instrument.probes.requests.traceparent import Extract, extractor, w3c
 from instrument.profile import RequestsRule
 from instrument.recorder import RECORDER, Recorder
-from instrument.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LINK_REMOTE, LONGEST_GAP, MEDIAN_GAP, RemoteParent, remote_of
+from instrument.spans import (
+    FIRST_ITEM,
+    ITEMS,
+    LAST_ITEM,
+    LINK_REMOTE,
+    LONGEST_GAP,
+    MEDIAN_GAP,
+    REMOTE,
+    AttributeValue,
+    RemoteParent,
+    remote_of,
+)
 
 HEADER = "http.request.header."
 """How attributes begin that hold a header of a request."""
+
+PLAIN = (b"traceparent", b"content-length")
+"""The headers that are asked for each time."""
 
 SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
 REQUEST_BYTES = "http.request.body.size"
@@ -41,36 +53,26 @@ OUTCOMES: Mapping[str, str] = {
 GAPS_KEPT = 10_000
 """Items of one answer whose distances the median is of: the first so many."""
 
-PLACES_KNOWN = 100
-"""Addresses of servers whose attributes are kept ready."""
+ADDRESSES_KNOWN = 8
+"""Addresses of a server whose endpoints are told apart. A server may take its address from what its callers send."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
 """The exchange that this context works for."""
 
 OPEN: set[Exchange] = set()
-"""Those that an event loop has open."""
-
-_now = time.monotonic_ns
-_running_loop: Callable[[], Any] | None = None
-
-
-def _loop() -> Any:
-    """The event loop that runs on this thread, or None. Never imports asyncio."""
-    global _running_loop
-    if _running_loop is None:
-        _running_loop = getattr(sys.modules.get("asyncio.events"), "_get_running_loop", None)
-        if _running_loop is None:
-            return None
-    return _running_loop()
+"""Those that are open and may be so on an event loop."""
 
 
 class Exchanges:
     """What begins the exchanges of one rule. `is_on` is false once the rule is gone."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
+        self.rule = rule
         self.recorder = recorder
         self.endpoints = Endpoints(rule, recorder)
+        """Those of requests whose address is not told, or not told apart."""
         self.is_on = True
+        self.ignores = bool(rule.ignore)
         self._exact = frozenset(path for path in rule.ignore if not path.endswith("*"))
         self._begins = tuple(path[:-1] for path in rule.ignore if path.endswith("*"))
         self._headers = {
@@ -79,65 +81,88 @@ class Exchanges:
         self.named = tuple(name for name in rule.attributes if not name.startswith(HEADER))
         """What else of the caller's request is to be recorded, by OpenTelemetry's names."""
         self._extract: Extract | None = None if rule.traceparent == "off" else extractor()
+        self._follows = rule.traceparent == "follow"
         self._links = rule.traceparent == "link"
-        self._at: dict[Any, dict[str, Any]] = {}
+        self.is_plain = not self._headers and self._extract in (None, w3c)
+        """Whether of the headers of requests none is asked for but `PLAIN`."""
+        self._at: dict[Any, Endpoints] = {}
 
     def wanted(self, path: str) -> bool:
         """Whether a request to a path is to be recorded now."""
-        if not self.is_on:
-            return False
         current = CURRENT.get()
-        if current is not None and current.frame is not None:
+        if not self.is_on or (current is not None and current.frame is not None):
             return False  # an app within an app: its request is one already
-        return path not in self._exact and not (self._begins and path.startswith(self._begins))
+        return not (self.ignores and (path in self._exact or path.startswith(self._begins)))
 
-    def at(self, scheme: str, server: tuple[str, int | None] | None) -> dict[str, Any]:
-        """The attributes that say where a request has come to."""
-        known = self._at.get((scheme, server))
-        if known is None:
-            known = {SCHEME: scheme}
-            if server is not None:
-                known[SERVER] = server[0]
-                if server[1] is not None:
-                    known[PORT] = server[1]
-            if len(self._at) < PLACES_KNOWN:
-                self._at[scheme, server] = known
-        return known.copy()
+    def at(self, scheme: str, address: str | None, port: int | str | None) -> Endpoints:
+        """The endpoints where a request has come to."""
+        return self._at.get((scheme, address, port)) or self._first_at(scheme, address, port)
 
-    def begin(self, protocol: str, method: str, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Exchange:
+    def _first_at(self, scheme: str, address: str | None, port: int | str | None) -> Endpoints:
+        facts: dict[str, AttributeValue] = {SCHEME: scheme}
+        if address is not None:
+            facts[SERVER] = address
+        if isinstance(port, int) or (port is not None and port.isdecimal()):
+            facts[PORT] = int(port)
+        if len(self._at) >= ADDRESSES_KNOWN:
+            return self.endpoints.elsewhere(facts)
+        return self._at.setdefault((scheme, address, port), Endpoints(self.rule, self.recorder, facts))
+
+    def begin(
+        self,
+        protocol: str,
+        method: str,
+        headers: Mapping[bytes, bytes],
+        facts: dict[Any, Any],
+        endpoints: Endpoints | None = None,
+    ) -> Exchange:
         """Begin the span of a request with these headers, whose names are in small letters, and these attributes."""
-        attributes: dict[Any, Any] | None = None
-        if self._extract is not None and (caller := self._extract(headers)) is not None:
-            if self._links:
-                if (span := remote_of(caller)) is not None:
-                    facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
-            else:
-                attributes = {RemoteParent: caller}
+        for header, name in self._headers.items():
+            if (value := headers.get(header)) is not None:
+                facts[name] = [value.decode("latin-1")]
+        caller = None if self._extract is None else self._extract(headers)
         length = headers.get(b"content-length")
-        if length is not None and length.isdigit() and len(length) < 19:
+        return self.begin_plain(protocol, method, caller, length, facts, endpoints or self.endpoints)
+
+    def begin_plain(
+        self,
+        protocol: str,
+        method: str,
+        caller: RemoteParent | bytes | str | None,
+        length: bytes | str | None,
+        facts: dict[Any, Any],
+        endpoints: Endpoints,
+    ) -> Exchange:
+        """The same of a request whose caller's span and `content-length` are known; all that counts if `is_plain`."""
+        if caller is not None:
+            if self._follows:
+                facts[REMOTE] = caller
+            elif self._links and (span := remote_of(caller)) is not None:
+                facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
+        if length is not None and length.isascii() and length.isdigit() and len(length) < 19:
             facts[REQUEST_BYTES] = int(length)
-        if self._headers:
-            for header, name in self._headers.items():
-                if (value := headers.get(header)) is not None:
-                    facts[name] = [value.decode("latin-1")]
-        frame = self.recorder.open(self.endpoints.site(protocol, method), attributes)
-        exchange = Exchange(self, protocol, method, facts, frame)
+        site = endpoints.known.get((protocol, method, "")) or endpoints.site(protocol, method)
+        frame = self.recorder.open(site, facts)
+        exchange = Exchange(self.recorder, endpoints, protocol, method, facts, frame)
         CURRENT.set(exchange)
+        if protocol != "wsgi" and frame is not None:  # None for want of memory
+            OPEN.add(exchange)
         return exchange
 
 
 class Stream:
     """The items of an answer that comes in parts."""
 
-    __slots__ = ("first_ns", "gaps", "items", "last_ns")
+    __slots__ = ("_now_ns", "first_ns", "gaps", "items", "last_ns")
 
-    def __init__(self) -> None:
+    def __init__(self, now_ns: Callable[[], int]) -> None:
+        self._now_ns = now_ns
         self.first_ns = self.last_ns = self.items = 0
         self.gaps: list[int] = []
 
     def item(self, count: int) -> None:
         """So many have been handed to the server at once."""
-        now_ns = _now()
+        now_ns = self._now_ns()
         if not self.items:
             self.first_ns = now_ns
         elif len(self.gaps) < GAPS_KEPT:
@@ -157,26 +182,33 @@ class Stream:
 class Exchange:
     """One request and its answer. Used by one context at a time; what comes after its end changes nothing.
 
-    `frame` is that of its span, None once the last byte has gone; its `facts` belong to the span then, and must not be
-    changed any more. `loop` is the event loop that it waits on until then, None without one. `stream` is there once the
-    answer comes in parts.
+    `frame` is that of its span, None once the last byte has gone. `facts` are attributes of the span, and must not be
+    changed any more then. `stream` is there once the answer comes in parts.
     """
 
-    # Of the class until they differ: most requests set few of them, and each costs.
-    route = ""
-    status = answer_bytes = 0
-    stream: Stream | None = None
-    _prefix = ""
+    __slots__ = (
+        "_endpoints", "_method", "_prefix", "_protocol", "_recorder", "answer_bytes", "facts", "frame", "route",
+        "status", "stream",
+    )  # fmt: skip
 
-    def __init__(self, of: Exchanges, protocol: str, method: str, facts: dict[Any, Any], frame: Any) -> None:
-        self._of = of
-        self._endpoint = protocol, method
-        self._begun_ns = _now()
+    def __init__(
+        self,
+        recorder: Recorder,
+        endpoints: Endpoints,
+        protocol: str,
+        method: str,
+        facts: dict[Any, Any],
+        frame: Any,
+    ) -> None:
+        self._recorder = recorder
+        self._endpoints = endpoints
+        self._protocol = protocol
+        self._method = method
+        self._prefix = self.route = ""
+        self.status = self.answer_bytes = 0
+        self.stream: Stream | None = None
         self.facts = facts
         self.frame = frame
-        self.loop = _loop()
-        if self.loop is not None:
-            OPEN.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -192,12 +224,15 @@ class Exchange:
         route = self._prefix + route
         if self.frame is not None and route != self.route:
             self.route = route
-            self._of.recorder.rename(self.frame, self._of.endpoints.site(*self._endpoint, route))
+            self._rename(self.frame, route)
+
+    def _rename(self, frame: Any, route: str) -> None:
+        self._recorder.rename(frame, self._endpoints.site(self._protocol, self._method, route))
 
     def item(self, count: int = 1) -> None:
         """Items of an answer that comes in parts have been handed to the server."""
         if self.stream is None:
-            self.stream = Stream()
+            self.stream = Stream(self._recorder.now_ns)
         self.stream.item(count)
 
     def end(self, error: BaseException | str | None = None) -> None:
@@ -205,26 +240,29 @@ class Exchange:
         frame, self.frame = self.frame, None
         if frame is None:
             return
-        if self.loop is not None:
-            OPEN.discard(self)
-            self.loop = None
-        of, facts, status = self._of, self.facts, self.status
+        OPEN.discard(self)
+        facts, failed = self.facts, error
+        if status := self.status:
+            facts[STATUS] = status
+            if error is None and status >= FIRST_OF_SERVER:
+                failed = str(status)
+        if self.answer_bytes:
+            facts[ANSWER_BYTES] = self.answer_bytes
+        if error is not None or self.stream is not None or self._prefix:
+            self._tell_rest(frame, error)
+        self._recorder.close(frame, failed, True, facts)  # by whichever task or middleware sends the last part
+
+    def _tell_rest(self, frame: Any, error: BaseException | str | None) -> None:
+        """Tell what most requests have nothing of. Never raises."""
         try:
             if self._prefix and not self.route:
-                route = self._prefix + "/{path}"
-                of.recorder.rename(frame, of.endpoints.site(*self._endpoint, route))
-            if status:
-                facts[STATUS] = status
-            if self.answer_bytes:
-                facts[ANSWER_BYTES] = self.answer_bytes
+                self._rename(frame, self._prefix + "/{path}")
             if self.stream is not None and self.stream.items:
-                facts.update(self.stream.facts(self._begun_ns))
-            if error is not None and (outcome := OUTCOMES.get(type(error).__name__)) is not None:
-                facts[OUTCOME] = outcome
+                self.facts.update(self.stream.facts(self._recorder.begin_of(frame)[0]))
+            if (outcome := OUTCOMES.get(type(error).__name__)) is not None:
+                self.facts[OUTCOME] = outcome
         except Exception as fault:
             FAULTS.note("end of a request", fault)
-        failed = error if error is not None else str(status) if status >= FIRST_OF_SERVER else None
-        of.recorder.close(frame, failed, True, facts)  # by whichever task or middleware sends the last part
 
     def broken_off(self) -> None:
         """Nobody takes the rest of the answer."""

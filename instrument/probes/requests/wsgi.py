@@ -35,7 +35,9 @@ class App:
             return self.app(environ, start_response)  # type: ignore[no-any-return]
 
         def start(status: str, *more: Any, **named: Any) -> Any:
-            exchange.status = int(status[:3]) if status[:3].isdigit() else 0
+            exchange.status = STATUSES.get(status[:3], 0)
+            if len(more) == 1 and not named:  # to hand on whatever there is takes 0.1 us more
+                return start_response(status, more[0])
             return start_response(status, *more, **named)
 
         try:
@@ -44,8 +46,8 @@ class App:
             exchange.status = exchange.status or 500
             exchange.end(error)
             raise
-        if type(body) in (list, tuple):
-            exchange.answer_bytes = sum(map(len, body))
+        if type(body) in WHOLE:
+            exchange.answer_bytes = len(body[0]) if len(body) == 1 else sum(map(len, body))
             exchange.end()
             return body  # type: ignore[no-any-return]
         if _is_file(body, environ):
@@ -55,21 +57,34 @@ class App:
 
     def _begin(self, environ: dict[str, Any]) -> Exchange | None:
         """Begin the span of a request; None where it is not to be recorded, or for a fault of ours."""
+        exchanges, get = self._exchanges, environ.get
         try:
-            path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
-            if not self._exchanges.wanted(path):
+            if not exchanges.wanted(_path(environ) if exchanges.ignores else ""):
                 return None
-            port = environ.get("SERVER_PORT", "")
-            server = (environ.get("SERVER_NAME", ""), int(port) if port.isdigit() else None)
-            facts = self._exchanges.at(environ.get("wsgi.url_scheme", "http"), server)
-            for name in self._exchanges.named:
-                if told := environ.get(NAMED[name]) or (path if name == "url.path" else ""):
+            endpoints = exchanges.at(get("wsgi.url_scheme", "http"), get("SERVER_NAME", ""), get("SERVER_PORT"))
+            method, facts = get("REQUEST_METHOD", "GET"), endpoints.facts.copy()
+            for name in exchanges.named:
+                if told := get(NAMED[name]) or (_path(environ) if name == "url.path" else ""):
                     facts[name] = told
-            return self._exchanges.begin("wsgi", environ.get("REQUEST_METHOD", "GET"), _Headers(environ), facts)
+            if not exchanges.is_plain:
+                return exchanges.begin("wsgi", method, _Headers(environ), facts, endpoints)
+            caller, length = get("HTTP_TRACEPARENT"), get("CONTENT_LENGTH")
+            return exchanges.begin_plain("wsgi", method, caller, length, facts, endpoints)
         except Exception as fault:
             FAULTS.note("begin of a request", fault)
             return None
 
+
+def _path(environ: dict[str, Any]) -> str:
+    path: str = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
+    return path
+
+
+WHOLE = frozenset({list, tuple})
+"""What a body is that is whole when the app returns it."""
+
+STATUSES = {str(status): status for status in range(100, 1000)}
+"""Statuses by how a status line begins."""
 
 NAMED = {
     "url.path": "",

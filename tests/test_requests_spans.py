@@ -1,0 +1,280 @@
+"""What the span of a request says: the same for each adapter, of the server and the app, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+import instrument
+from instrument.probes.requests import asgi, wsgi
+from instrument.probes.requests.exchange import ADDRESSES_KNOWN, CURRENT, OPEN, Exchanges
+from instrument.profile import Capture, Profile, RequestsRule
+from instrument.recorder import RECORDER
+from instrument.spans import RemoteParent, Span
+
+CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+REMOTE = RemoteParent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, 1)
+ADDRESS = {"url.scheme": "http", "server.address": "127.0.0.1", "server.port": 80}
+
+
+@pytest.fixture(autouse=True)
+def session() -> Iterator[None]:
+    instrument.start(Profile(requests=(RequestsRule(),), capture=Capture(sample=1.0)))
+    yield
+    instrument.stop()
+    assert not OPEN
+
+
+def told(span: Span) -> dict[str, Any]:
+    """All that a span says, its site's part, too."""
+    return dict(span.site.attributes) | dict(span.attributes)
+
+
+def requests() -> list[Span]:
+    return sorted((one for one in RECORDER.spans() if one.site.kind == "request"), key=lambda one: one.start_ns)
+
+
+# -------------------------------------------------------------------- ASGI
+
+START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]}
+
+
+def part(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def answering(*messages: dict[str, Any]) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in messages:
+            await send(message)
+
+    return app
+
+
+def ask(app: Any, headers: Sequence[tuple[bytes, bytes]] = (), rule: RequestsRule | None = None, **scope: Any) -> None:
+    """One request to an ASGI app that is served."""
+    serve = asgi.App(app, Exchanges(rule or RequestsRule()))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.disconnect", "code": 1001}
+
+    async def send(_: Any) -> None: ...
+
+    asked = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "server": ("127.0.0.1", 80)}
+    asyncio.run(serve({**asked, "headers": headers, **scope}, receive, send))
+
+
+def test_a_request_tells_its_method_address_status_and_sizes_and_its_callers_span() -> None:
+    headers = [(b"traceparent", CALLER.encode()), (b"content-length", b"7"), (b"cookie", b"secret")]
+    ask(answering(START, part(b"{}")), headers, method="POST")
+    (span,) = requests()
+    assert (span.site.name, span.error, span.remote) == ("POST", None, REMOTE)
+    assert told(span) == {
+        "http.request.method": "POST",
+        **ADDRESS,
+        "http.request.body.size": 7,
+        "http.response.status_code": 200,
+        "http.response.body.size": 2,
+    }
+
+
+@pytest.mark.parametrize("length", [b"-1", b"1_0", b"\xb2", b"", b"9" * 20, b" 7"])
+def test_a_length_that_is_no_number_is_none(length: bytes) -> None:
+    ask(answering(START, part(b"{}")), [(b"content-length", length)])
+    environ = {"wsgi.url_scheme": "http", "CONTENT_LENGTH": length.decode("latin-1")}
+    list(wsgi.App(wsgi_app([b"{}"]), Exchanges(RequestsRule()))(environ, lambda *_: None))
+    assert ["http.request.body.size" in told(span) for span in requests()] == [False, False]
+
+
+def test_what_the_server_does_not_tell_is_not_made_up() -> None:
+    ask(answering(START, part(b"")), server=None)
+    ask(answering(START, part(b"")), server=("/run/app.sock", None), scheme="https")
+    first, second = requests()
+    both = {"http.request.method": "GET", "http.response.status_code": 200}
+    assert told(first) == {**both, "url.scheme": "http"}
+    assert told(second) == {**both, "url.scheme": "https", "server.address": "/run/app.sock"}
+
+
+def test_items_of_a_stream_are_parts_or_events() -> None:
+    parts = (part(b"a\n\nb\n\n", True), part(b"c", True), part(b""))
+    events = START | {"headers": [(b"x", b"y"), (b"content-type", b"text/event-stream; charset=utf-8")]}
+    ask(answering(START, *parts))
+    ask(answering(events, *parts))
+    ask(answering(START, part(b"a")))
+    found = [told(span) for span in requests()]
+    assert [one.get("items") for one in found] == [2, 3, None]
+    assert all(0 <= one["first_item_ns"] <= one["last_item_ns"] for one in found[:2])
+    assert [one["http.response.body.size"] for one in found] == [7, 7, 1]
+
+
+def test_an_app_that_fails_before_its_answer_has_status_500_and_its_error() -> None:
+    async def failing(*_: Any) -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        ask(failing)
+    ask(answering(START | {"status": 503}, part(b"")))
+    assert [(span.error, told(span)["http.response.status_code"]) for span in requests()] == [
+        ("ValueError", 500),
+        ("503", 503),
+    ]
+
+
+def test_an_answer_that_never_ends_was_broken_off() -> None:
+    ask(answering(START, part(b"a", True)))
+    (span,) = requests()
+    assert told(span)["instrument.outcome"] == "client gone"
+
+
+def test_what_the_rule_names_is_told_and_what_it_ignores_is_not_recorded() -> None:
+    rule = RequestsRule(
+        ignore=("/up", "/static/*"), attributes=("url.path", "url.query", "http.request.header.x-tenant")
+    )
+    for path in ("/up", "/static/a.css", "/upper"):
+        headers = [(b"x-tenant", b"shop"), (b"traceparent", CALLER.encode())]
+        ask(answering(START, part(b"")), headers, rule, path=path, query_string=b"a=1")
+    (span,) = requests()
+    named = {"url.path": "/upper", "url.query": "a=1", "http.request.header.x-tenant": ["shop"]}
+    assert {name: value for name, value in told(span).items() if name in named} == named
+    assert span.remote == REMOTE
+
+
+def test_an_app_within_an_app_is_one_request() -> None:
+    async def outer(scope: Any, receive: Any, send: Any) -> None:
+        await asgi.App(answering(START, part(b"")), Exchanges(RequestsRule()))(scope, receive, send)
+
+    ask(outer)
+    assert len(requests()) == 1
+
+
+def test_a_route_is_named_within_its_mount_and_the_address_stays() -> None:
+    async def routed(scope: Any, receive: Any, send: Any) -> None:
+        exchange = CURRENT.get()
+        assert exchange is not None
+        exchange.enter("/api/")
+        exchange.found("/items/{id}")
+        await answering(START, part(b""))(scope, receive, send)
+
+    ask(routed)
+    (span,) = requests()
+    assert (span.site.name, told(span)) == (
+        "GET /api/items/{id}",
+        {
+            "http.request.method": "GET",
+            "http.route": "/api/items/{id}",
+            **ADDRESS,
+            "http.response.status_code": 200,
+        },
+    )
+
+
+def test_a_websocket_tells_its_messages_and_how_it_was_closed() -> None:
+    async def talk(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.send", "text": "four"})
+        await receive()
+
+    ask(talk, type="websocket", scheme="ws")
+    (span,) = requests()
+    facts = told(span)
+    names = ("network.protocol.name", "url.scheme", "http.response.status_code", "websocket.close_code", "items")
+    assert [facts[name] for name in names] == ["websocket", "ws", 101, 1001, 1]
+
+
+def test_what_the_service_says_of_its_request_is_kept() -> None:
+    async def annotated(scope: Any, receive: Any, send: Any) -> None:
+        instrument.annotate_request(tenant="shop")
+        await answering(START, part(b"{}"))(scope, receive, send)
+
+    ask(annotated, [(b"traceparent", CALLER.encode())])
+    (span,) = requests()
+    assert {"tenant": "shop", **ADDRESS, "http.response.status_code": 200}.items() <= told(span).items()
+    assert span.remote == REMOTE
+
+
+def test_endpoints_at_several_addresses_are_one_in_reports_and_each_span_tells_its_own() -> None:
+    exchanges = Exchanges(RequestsRule())
+    ports = range(8000, 8000 + ADDRESSES_KNOWN + 3)
+    for port in ports:
+        environ = {"wsgi.url_scheme": "http", "SERVER_NAME": "shop", "SERVER_PORT": str(port), "REQUEST_METHOD": "GET"}
+        list(wsgi.App(wsgi_app([b""]), exchanges)(environ, lambda *_: None))
+    assert [told(span)["server.port"] for span in requests()] == list(ports)
+    assert len({span.site for span in requests()}) == ADDRESSES_KNOWN + 1
+    (row,) = RECORDER.tally().rows()
+    assert (row.path[-1].name, row.totals.calls) == ("GET", len(ports))
+
+
+# -------------------------------------------------------------------- WSGI
+
+
+class Parts:
+    """A body that is no list."""
+
+    def __init__(self, *parts: bytes) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._parts)
+
+
+def wsgi_app(body: Iterable[bytes], status: str = "200 OK") -> Any:
+    def app(_: Any, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        start_response(status, [("content-type", "text/plain")])
+        return body
+
+    return app
+
+
+def serve_wsgi(app: Any, start_response: Any = lambda *_: None, **environ: str) -> bytes:
+    asked = {"wsgi.url_scheme": "http", "SERVER_NAME": "127.0.0.1", "SERVER_PORT": "80", "REQUEST_METHOD": "GET"}
+    return b"".join(wsgi.App(app, Exchanges(RequestsRule()))({**asked, **environ}, start_response))
+
+
+@pytest.mark.parametrize("body", [[b"four"], (b"fo", b"ur"), [b"", b"four"]])
+def test_an_answer_over_wsgi_that_comes_as_a_whole_is_no_stream(body: Any) -> None:
+    assert serve_wsgi(wsgi_app(body), HTTP_TRACEPARENT=CALLER, CONTENT_LENGTH="7") == b"four"
+    (span,) = requests()
+    assert (span.site.name, span.error, span.remote) == ("GET", None, REMOTE)
+    assert told(span) == {
+        "http.request.method": "GET",
+        **ADDRESS,
+        "http.request.body.size": 7,
+        "http.response.status_code": 200,
+        "http.response.body.size": 4,
+    }
+
+
+def test_an_answer_over_wsgi_in_parts_is_a_stream() -> None:
+    assert serve_wsgi(wsgi_app(Parts(b"one", b"", b"two"))) == b"onetwo"
+    (span,) = requests()
+    assert (told(span)["items"], told(span)["http.response.body.size"]) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda start: start("204 No Content", []),
+        lambda start: start("204 No Content", [], None),
+        lambda start: start("204 No Content", [], exc_info=None),
+        lambda start: start("204 No Content", response_headers=[]),
+    ],
+)
+def test_start_response_is_called_as_the_app_called_it(call: Callable[[Any], Any]) -> None:
+    seen = []
+
+    def start_response(*args: Any, **named: Any) -> str:
+        seen.append((args, named))
+        return "write"
+
+    call(start_response)
+
+    def app(_: Any, start: Any) -> list[bytes]:
+        assert call(start) == "write"
+        return []
+
+    serve_wsgi(app, start_response)
+    assert seen[0] == seen[1]
+    assert told(requests()[0])["http.response.status_code"] == 204
