@@ -254,6 +254,7 @@ def check(case: Case, folder: Path, times: int, collector: Receiver) -> None:
     assert failed == {name_of(one.ask) for one in answers if one.status >= 500}
     streamed = [span for span in spans if span.site.name.endswith("/stream")]
     assert {span.attributes.get("items") for span in streamed} == {3}
+    assert not [span for span in spans if "items" in span.attributes and span not in streamed]
     inner = {span.attributes.get("http.response.body.size") for span in spans if span.site.name.endswith("/echo")}
     assert inner == {9}
     received = [span for span in collector.spans() if span.kind == "SERVER"]

@@ -233,7 +233,7 @@ def serve_wsgi(app: Any, start_response: Any = lambda *_: None, **environ: str) 
     return b"".join(wsgi.App(app, Exchanges(RequestsRule()))({**asked, **environ}, start_response))
 
 
-@pytest.mark.parametrize("body", [[b"four"], (b"fo", b"ur"), [b"", b"four"]])
+@pytest.mark.parametrize("body", [[b"four"], (b"fo", b"ur"), Parts(b"four"), Parts(b"", b"four")])
 def test_an_answer_over_wsgi_that_comes_as_a_whole_is_no_stream(body: Any) -> None:
     assert serve_wsgi(wsgi_app(body), HTTP_TRACEPARENT=CALLER, CONTENT_LENGTH="7") == b"four"
     (span,) = requests()
