@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -278,3 +279,20 @@ def test_start_response_is_called_as_the_app_called_it(call: Callable[[Any], Any
     serve_wsgi(app, start_response)
     assert seen[0] == seen[1]
     assert told(requests()[0])["http.response.status_code"] == 204
+
+
+# -------------------------------------------------------------------- fork
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_none_of_its_parents_requests_open() -> None:
+    async def forking(scope: Any, receive: Any, send: Any) -> None:
+        assert len(OPEN) == 1
+        child = os.fork()
+        if not child:
+            os._exit(len(OPEN))
+        assert os.waitpid(child, 0)[1] == 0
+        await answering(START, part(b""))(scope, receive, send)
+
+    ask(forking)
+    assert len(requests()) == 1

@@ -14,7 +14,7 @@ from typing import Any
 from instrument.errors import FAULTS
 from instrument.probes.functions import Undo, undo_all
 from instrument.probes.requests import blocked, grpc, mosec, propagation, ray_serve, routes, servers, triton
-from instrument.probes.requests.exchange import Exchanges
+from instrument.probes.requests.exchange import OPEN, Exchanges
 from instrument.probes.verdict import Verdict
 from instrument.profile import RequestsRule
 from instrument.recorder import RECORDER, Recorder
@@ -108,6 +108,10 @@ class Requests:
         for exchanges in self._exchanges:
             exchanges.is_on = False
         undo_all(self._undos)
+
+    def after_fork_in_child(self) -> None:
+        """Forget the requests that the parent has open."""
+        OPEN.clear()
 
     def verdicts(self) -> list[Verdict]:
         """What became of the rule: which servers it has met, and what it has recorded."""
