@@ -111,6 +111,14 @@ def test_items_of_a_stream_are_parts_or_events() -> None:
     assert [one["http.response.body.size"] for one in found] == [7, 7, 1]
 
 
+def test_an_answer_in_a_single_part_is_a_stream_where_it_is_of_events_alone() -> None:
+    """Middleware hands answers on as parts, also such as are whole."""
+    events = START | {"headers": [(b"content-type", b"text/event-stream")]}
+    for start in (START, events):
+        ask(answering(start, part(b"data: x\n\n", True), part(b"")))
+    assert [told(span).get("items") for span in requests()] == [None, 1]
+
+
 def test_an_app_that_fails_before_its_answer_has_status_500_and_its_error() -> None:
     async def failing(*_: Any) -> None:
         raise ValueError

@@ -136,7 +136,10 @@ class Http:
 
     async def _send_last(self, message: Message) -> None:
         await self._send(message)
-        self._exchange.end()
+        if self._is_events:
+            self._exchange.end()
+        else:
+            self._exchange.end_of_parts()
 
 
 class Websocket:

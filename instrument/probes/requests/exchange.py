@@ -235,6 +235,12 @@ class Exchange:
             self.stream = Stream(self._recorder.now_ns)
         self.stream.item(count)
 
+    def end_of_parts(self) -> None:
+        """The answer is complete. One that came in a single part was no stream, however it was handed on."""
+        if self.stream is not None and self.stream.items == 1:
+            self.stream = None
+        self.end()
+
     def end(self, error: BaseException | str | None = None) -> None:
         """The last byte has gone to the server, or nothing more will come: with an exception, or an error's name."""
         frame, self.frame = self.frame, None

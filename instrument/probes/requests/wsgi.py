@@ -154,9 +154,7 @@ class _Body:
                 self._items = iter(self._body)
             part = next(self._items)
         except StopIteration:
-            if exchange.stream is not None and exchange.stream.items == 1:
-                exchange.stream = None  # it came as a whole, in an iterable that is no list
-            exchange.end()
+            exchange.end_of_parts()
             raise
         except BaseException as error:
             exchange.end(error)
