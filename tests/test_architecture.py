@@ -50,6 +50,7 @@ WITHIN = {
     "rows": {"native", "paths", "ring", "spans"},
     "recorder": {"pure", "shelf", "wrapping"},
     "device": {"imports", "profile", "recorder"},
+    "probe_cost": {"probes"},
     "process": {"profiler", "generation"},
     "profiler": {"account", "exposition", "first_request", "files", "generation", "outbox", "reader"},
     "account": {"reader"},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from golden_views import is_golden, text_of
@@ -15,6 +17,8 @@ from raw_spans import counted_paths, traces
 
 import instrument
 from instrument import chrome, profiled, scope
+from instrument.probes.requests import asgi
+from instrument.probes.requests.exchange import Exchanges
 from instrument.recorder import RECORDER
 from instrument.report.cost import InstrumentationCost, SiteCost, cost
 from instrument.report.summary import summary
@@ -191,6 +195,30 @@ def test_a_running_session_tells_its_probes_threads_rings_and_clock() -> None:
         assert (view.clock, view.muted) == ("CLOCK_MONOTONIC", ())
         assert view.rings is not None
         assert (view.rings.held_rows, view.rings.memory_bytes) == (101, 64 << 20)
+    finally:
+        instrument.stop()
+
+
+def test_a_request_of_an_adapter_costs_what_its_adapter_adds() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def nothing(_: Any = None) -> None: ...
+
+    session = instrument.start(loads("requests: auto\nlimits: {blocked: off}"))
+    assert session is not None
+    try:
+        served = asgi.App(app, Exchanges(session.profile.requests[0]))
+        asked = {"type": "http", "method": "GET", "path": "/", "headers": []}
+        for _ in range(3):
+            asyncio.run(served(asked, nothing, nothing))
+        costs = session.account.costs.by_shape
+        assert costs["request"].added_ns > costs["scope"].added_ns
+        view = session.views(["cost"])["cost"]
+        assert isinstance(view, InstrumentationCost)
+        assert [(one.name, one.calls, one.each_ns) for one in view.sites] == [("GET", 3, costs["request"].added_ns)]
+        assert session.cost().per_call_ns == pytest.approx(costs["request"].added_ns)
     finally:
         instrument.stop()
 

@@ -26,6 +26,9 @@ BEYOND = "endpoints beyond the limit, counted by their method"
 CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """Protocols that call a method by its name, which has no route."""
 
+REQUEST = "request"
+"""The shape of the probe, as `recorder.shapes` has it."""
+
 Key = tuple[str, str, str]
 """Protocol (`http` or `websocket` of ASGI, `wsgi`, or one of `CALLED`), method and route of an endpoint."""
 
@@ -67,7 +70,9 @@ class Endpoints:
         if (route or protocol in CALLED) and method and len(self.known) >= ENDPOINT_LIMIT:
             self._recorder.count(BEYOND)
             return self.site(protocol, "" if protocol in CALLED else method)
-        return self.known.setdefault(key, self._described(protocol, method, route))
+        site = self.known.setdefault(key, self._described(protocol, method, route))
+        self._recorder.note_shape(site, REQUEST)
+        return site
 
     def _described(self, protocol: str, method: str, route: str) -> Site:
         facts: dict[str, AttributeValue]
