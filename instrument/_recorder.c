@@ -213,6 +213,7 @@ typedef struct current {
     uint64_t link_id; /* the span that the context came from, once it has ended, or 0 */
     PyObject *linked; /* attributes that say so, which the roots here have */
     uint64_t task;
+    char is_shared; /* whether tasks run here by turns: which one does must be asked for anew */
     char eager;   /* whether contexts may be copied behind our back */
     char is_told; /* whether the loop tells of its tasks, so that only what stays open is published all the same */
     PyObject *context; /* weak reference to the context that this belongs to */
@@ -285,7 +286,8 @@ typedef struct core {
     PyObject *remote_parent;
     PyObject *remote_key;
     PyObject *answers; /* exceptions that are a status of HTTP: by module and class the status, or its attribute */
-    PyObject *task_probe;
+    PyObject *task_readers; /* what gives the two below, or None as long as nothing has imported asyncio */
+    PyObject *running_loop, *task_of_loop; /* what gives the loop that runs, and the task that runs on one; or NULL */
     PyObject *link_of; /* attributes of a root that came from an ended span: (span id, root id, its remote parent) */
     PyObject *tells_of_tasks; /* whether the loop that runs now does */
     PyObject *thread_name;
@@ -1709,6 +1711,30 @@ inherit(Core *core, Current *current, PyObject *value)
     leave_ended_base(core, current);
 }
 
+/* Note whether a loop runs, and which task. 0, or -1 with an exception of the host's. */
+static int
+note_task(Core *core, Current *current)
+{
+    if (core->running_loop == NULL) {
+        PyObject *readers = PyObject_CallNoArgs(core->task_readers);
+        if (readers != NULL && PyTuple_Check(readers) && PyTuple_GET_SIZE(readers) == 2 && core->running_loop == NULL) {
+            core->task_of_loop = Py_NewRef(PyTuple_GET_ITEM(readers, 1));
+            core->running_loop = Py_NewRef(PyTuple_GET_ITEM(readers, 0));
+        }
+        Py_XDECREF(readers);
+        if (forgive() < 0)
+            return -1;
+    }
+    PyObject *loop = core->running_loop == NULL ? NULL : PyObject_CallNoArgs(core->running_loop);
+    int in_loop = loop != NULL && loop != Py_None;
+    PyObject *task = in_loop ? PyObject_CallOneArg(core->task_of_loop, loop) : NULL;
+    current->task = task == NULL || task == Py_None ? 0 : (uint64_t)(uintptr_t)task;
+    Py_XDECREF(task);
+    Py_XDECREF(loop);
+    current->eager = (char)in_loop;
+    return forgive();
+}
+
 /* The context may have changed since this thread's last span: find or make the chain of the one that runs now. */
 static Current *
 follow(Core *core, Ring *ring, PyThreadState *state)
@@ -1717,12 +1743,12 @@ follow(Core *core, Ring *ring, PyThreadState *state)
         ring->context = state->context;
         ring->context_version = state->context_ver;
         Current *same = ring->current;
-        if (!is_outdated(same))
+        if (!same->is_shared && !is_outdated(same))
             return same;
         Py_INCREF(same);
-        int failed = find_parent(core, same);
+        int failed = (same->is_shared && note_task(core, same) < 0) || (is_outdated(same) && find_parent(core, same) < 0);
         Py_DECREF(same);
-        return failed < 0 ? NULL : same; /* `settle` looks whether it still is */
+        return failed ? NULL : same; /* `settle` looks whether it still is */
     }
     PyObject *value = NULL;
     if (PyContextVar_Get(core->variable, NULL, &value) < 0)
@@ -1736,6 +1762,11 @@ follow(Core *core, Ring *ring, PyThreadState *state)
         Py_CLEAR(value); /* forgotten: from before a fork */
     if (value != NULL && current != NULL && is_here(current, state)) {
         Py_INCREF(current);
+        if (current->is_shared && note_task(core, current) < 0) {
+            Py_DECREF(current);
+            Py_DECREF(value);
+            return NULL;
+        }
     } else {
         current = PyObject_GC_New(Current, &CurrentType);
         if (current == NULL) {
@@ -1750,16 +1781,11 @@ follow(Core *core, Ring *ring, PyThreadState *state)
         core->currents = current;
         PyObject_GC_Track(current);
         inherit(core, current, value);
-        PyObject *probed = PyObject_CallNoArgs(core->task_probe); /* identity of the task, or -1 under no loop */
-        long long task = probed == NULL ? -1 : PyLong_AsLongLong(probed);
-        Py_XDECREF(probed);
-        if (forgive() < 0) {
+        if (note_task(core, current) < 0) {
             Py_DECREF(current);
             Py_XDECREF(value);
             return NULL;
         }
-        current->eager = task >= 0;
-        current->task = task > 0 ? (uint64_t)task : 0;
         if (current->eager && core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None) {
             PyObject *ask = Py_NewRef(core->tells_of_tasks), *tells = PyObject_CallNoArgs(ask);
             current->is_told = tells == Py_True;
@@ -1959,29 +1985,37 @@ publish_rest(Core *core, Current *current)
     publish(core, current, frame);
 }
 
-/* The same for the context that runs now. One without a span of its own passes on what it was copied with. */
-static int
-publish_here(Core *core)
+/* The chain that the context that runs now has, a new reference; NULL without one, maybe with an exception. */
+static Current *
+known_here(Core *core)
 {
     PyThreadState *state = UNCHECKED_THREAD_STATE();
     PyObject *value = NULL;
-    if (state->context == NULL)
-        return 0;
-    if (PyContextVar_Get(core->variable, NULL, &value) < 0)
-        return forgive();
+    if (state->context == NULL || PyContextVar_Get(core->variable, NULL, &value) < 0)
+        return NULL;
     Current *current = NULL;
     if (value != NULL && Py_TYPE(value) == &CurrentType)
         current = (Current *)Py_NewRef(value);
     else if (value != NULL && Py_TYPE(value) == &PublishedType)
         current = (Current *)Py_NewRef(((Published *)value)->owner);
     Py_XDECREF(value);
-    if (current != NULL && current->core == core && is_here(current, state)) {
-        frame_t *frame = current->top;
-        while (frame != NULL && frame->state == CLOSED)
-            frame = frame->above;
-        publish(core, current, frame);
-    }
-    Py_XDECREF(current);
+    if (current != NULL && !(current->core == core && is_here(current, state)))
+        Py_CLEAR(current);
+    return current;
+}
+
+/* The same for the context that runs now. One without a span of its own passes on what it was copied with. */
+static int
+publish_here(Core *core)
+{
+    Current *current = known_here(core);
+    if (current == NULL)
+        return forgive();
+    frame_t *frame = current->top;
+    while (frame != NULL && frame->state == CLOSED)
+        frame = frame->above;
+    publish(core, current, frame);
+    Py_DECREF(current);
     return 0;
 }
 
@@ -5022,11 +5056,11 @@ Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwar
 static int
 Core_init(Core *self, PyObject *args, PyObject *kwargs)
 {
-    static char *words[] = {"ring_bytes", "overflow", "remote_key", "link_of", "task_probe", "thread_name", NULL};
+    static char *words[] = {"ring_bytes", "overflow", "remote_key", "link_of", "task_readers", "thread_name", NULL};
     unsigned long long ring_bytes;
-    PyObject *overflow, *remote_key, *link_of, *task_probe, *thread_name;
+    PyObject *overflow, *remote_key, *link_of, *task_readers, *thread_name;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KOOOOO:Core", words, &ring_bytes, &overflow, &remote_key, &link_of,
-                                     &task_probe, &thread_name))
+                                     &task_readers, &thread_name))
         return -1;
     if (self->overflow != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "a recorder is initialised once");
@@ -5035,7 +5069,7 @@ Core_init(Core *self, PyObject *args, PyObject *kwargs)
     self->row_budget = ring_bytes / sizeof(row_t);
     Py_XSETREF(self->remote_key, Py_NewRef(remote_key));
     Py_XSETREF(self->link_of, Py_NewRef(link_of));
-    Py_XSETREF(self->task_probe, Py_NewRef(task_probe));
+    Py_XSETREF(self->task_readers, Py_NewRef(task_readers));
     Py_XSETREF(self->thread_name, Py_NewRef(thread_name));
     self->overflow = new_node(self, &self->root, overflow);
     return self->overflow == NULL ? -1 : 0;
@@ -5049,7 +5083,9 @@ Core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->remote_key);
     Py_VISIT(self->link_of);
     Py_VISIT(self->answers);
-    Py_VISIT(self->task_probe);
+    Py_VISIT(self->task_readers);
+    Py_VISIT(self->running_loop);
+    Py_VISIT(self->task_of_loop);
     Py_VISIT(self->tells_of_tasks);
     Py_VISIT(self->thread_name);
     Py_VISIT(self->counts);
@@ -5091,7 +5127,9 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->remote_key);
     Py_XDECREF(self->link_of);
     Py_XDECREF(self->answers);
-    Py_XDECREF(self->task_probe);
+    Py_XDECREF(self->task_readers);
+    Py_XDECREF(self->running_loop);
+    Py_XDECREF(self->task_of_loop);
     Py_XDECREF(self->tells_of_tasks);
     Py_XDECREF(self->thread_name);
     Py_XDECREF(self->counts);
@@ -5869,6 +5907,38 @@ Core_publish(Core *self, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
+/* share(context, again): a task is about to be given a context, for the first time or again. Where another runs there,
+ * too, each span asks which one it is in. */
+static PyObject *
+Core_share(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyContext_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "share(context, again)");
+        return NULL;
+    }
+    int elsewhere = args[0] != UNCHECKED_THREAD_STATE()->context;
+    if (!self->on)
+        Py_RETURN_NONE;
+    if (elsewhere && PyContext_Enter(args[0]) < 0) { /* it runs: on another thread, or around this one's */
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    Ring *ring;
+    Current *current = known_here(self);
+    if (current == NULL && !PyErr_Occurred() && args[1] == Py_True)
+        current = (Current *)Py_XNewRef((PyObject *)current_of(self, &ring));
+    if (current != NULL)
+        current->is_shared = 1;
+    int failed = current == NULL && forgive() < 0;
+    Py_XDECREF(current);
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    if (elsewhere && PyContext_Exit(args[0]) < 0)
+        PyErr_Clear();
+    PyErr_Restore(type, raised, traceback);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
 static PyObject *
 Core_copy_context(Core *self, PyObject *Py_UNUSED(none))
 {
@@ -6177,6 +6247,8 @@ static PyMethodDef Core_methods[] = {
      "Identities of the innermost open span and of its tree's root, and what the request noted of another tracer."},
     {"current_id", (PyCFunction)Core_current_id, METH_NOARGS, "Identity of the current span, 0 if there is none."},
     {"publish", (PyCFunction)Core_publish, METH_NOARGS, "Make the current span known to a context about to be copied."},
+    {"share", (PyCFunction)(void (*)(void))Core_share, METH_FASTCALL,
+     "A task is about to be given a context, again if that is True: two may run there by turns."},
     {"copy_context", (PyCFunction)Core_copy_context, METH_NOARGS,
      "copy_context($self)\n--\n\nAs contextvars.copy_context; the copy knows the current span."},
     {"forget_current", (PyCFunction)Core_forget_current, METH_NOARGS, "Forget what is open in this context."},

@@ -96,6 +96,12 @@ def task_probe() -> int:
     return 0 if task is None else id(task)
 
 
+def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """What gives the running loop, and the task that runs on one; None until asyncio has been imported."""
+    task_probe()
+    return None if _running_loop is None else (_running_loop, _current_task)
+
+
 def _task_id() -> int:
     found = task_probe()
     return max(found, 0)
@@ -203,7 +209,7 @@ class Core:
         overflow: Site,
         remote_key: Any,
         link_of: Callable[[int, int, Any], dict[Any, Any]],
-        task_probe: Callable[[], int],
+        task_readers: Callable[[], tuple[Callable[[], Any], Callable[[Any], Any]] | None],
         thread_name: Callable[[], str],
     ) -> None:
         self.on = False

@@ -106,6 +106,7 @@ class _Recording:
         tells_of_tasks: Callable[[], bool] | None
 
         def publish(self) -> None: ...
+        def share(self, context: Context, again: bool, /) -> None: ...
         def copy_context(self) -> Context: ...
         def publish_to(self, context: Context, /) -> None: ...
         def forget_current(self) -> None: ...
@@ -651,7 +652,7 @@ class PureRecorder(_Recording, pure.Core):
     """
 
     def __init__(self, ring_bytes: int = 64 << 20) -> None:
-        pure.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, pure.task_probe, _thread_name)
+        pure.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, pure.task_readers, _thread_name)
         self._begin()
 
     def make_function(self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None) -> Any:
@@ -757,7 +758,7 @@ else:
         native = True
 
         def __init__(self, ring_bytes: int = 64 << 20) -> None:
-            _native.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, pure.task_probe, _thread_name)
+            _native.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, pure.task_readers, _thread_name)
             self.answers = ANSWERS
             self._begin()
             self.scope_type = NativeScope

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -424,3 +425,56 @@ def test_tasks_that_start_one_another_hold_nothing_of_those_before(recorder: Any
     for length in (10, 10, 500):
         asyncio.run(main(length))
     assert held[2] - held[1] < 50
+
+
+# -------------------------------------------------------------------- tasks that share a context
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tasks are given contexts since Python 3.11")
+@pytest.mark.parametrize(
+    "how", ["both tasks are given it", "it is a task's own", "it is that of the task that gives it"]
+)
+def test_of_two_tasks_that_run_in_one_context_each_span_knows_its_own(recorder: Any, how: str) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: ran_in.append(asyncio.current_task()))
+    ran_in: list[Any] = []
+
+    async def work(name: str) -> None:
+        with recorder.make_scope(name):
+            leaf()
+            await asyncio.sleep(0)
+            leaf()
+            await asyncio.sleep(0)
+        leaf()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        context: Any = contextvars.copy_context()
+
+        async def giving() -> None:
+            second = loop.create_task(work("second"), context=context)
+            await work("first")
+            await second
+
+        if how == "it is that of the task that gives it":
+            await loop.create_task(giving(), context=context)
+            return
+        first = loop.create_task(work("first"), context=context)
+        if how == "it is a task's own":
+            await asyncio.sleep(0)
+        await asyncio.gather(first, loop.create_task(work("second"), context=context))
+
+    asyncio.run(main())
+    spans = sorted(recorder.spans(), key=lambda span: span.start_ns)
+    first, second = (next(span for span in spans if span.site.name == name) for name in ("first", "second"))
+    leaves = [span for span in spans if span.site.name == "leaf"]
+    # What the context's variables say: the second began while the first was the context's current span.
+    assert (first.parent_id, second.parent_id) == (0, first.span_id)
+    assert {leaf.parent_id for leaf in leaves} == {first.span_id, second.span_id, 0}
+    assert len({first.task_id, second.task_id}) == 2
+    tasks = dict(zip(map(id, ran_in), (leaf.task_id for leaf in leaves), strict=True))
+    assert [leaf.task_id for leaf in leaves] == [tasks[id(task)] for task in ran_in]
+    assert set(tasks.values()) == {first.task_id, second.task_id}
+    for span in (first, second):
+        inside = [one for one in leaves if one.parent_id == span.span_id and one.task_id == span.task_id]
+        assert span.self_ns == span.total_ns - sum(one.total_ns for one in inside)
+    assert recorder.counts() == {"scope closed before a scope inside it": 1}

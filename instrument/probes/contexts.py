@@ -6,6 +6,9 @@ it makes a task: by `loop.create_task`, which all of asyncio's own ways to a tas
 both tell the recorder. A loop that is not asyncio's, such as uvloop's, does not: there each call is written down as it
 begins and ends. What makes a task past its loop, by `asyncio.Task` itself, finds the nearest scope, coroutine or
 request, for those are written down wherever a loop runs.
+
+A context that is given to two tasks is one to its variables as well: a span of one task may hang below one of the
+other. Which task it ran in is asked for at each step there, for self times go by that.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import functools
 import sys
 from contextvars import Context
 from typing import Any
+from weakref import WeakValueDictionary
 
 from instrument.probes.functions import Undo, replace
 from instrument.probes.holders import rebind
@@ -56,7 +60,8 @@ class _Tasks:
     """Has asyncio's loops tell of the tasks that they make, from the first span under one on."""
 
     def __init__(self, recorder: Recorder, undos: list[Undo]) -> None:
-        self._publish = recorder.publish
+        self._publish, self._share = recorder.publish, recorder.share
+        self._given: WeakValueDictionary[int, Context] = WeakValueDictionary()
         self._undos = undos
         self._create_task: Any = None
         if "asyncio.base_events" in sys.modules:
@@ -72,11 +77,15 @@ class _Tasks:
 
     def _attach(self) -> None:
         base = sys.modules["asyncio.base_events"].BaseEventLoop
-        original, publish = base.create_task, self._publish
+        original, publish, share, given = base.create_task, self._publish, self._share, self._given
 
         @functools.wraps(original)
         def create_task(self: Any, *args: Any, **kwargs: Any) -> Any:
             publish()
+            context = kwargs.get("context")
+            if type(context) is Context:
+                share(context, id(context) in given)
+                given[id(context)] = context
             return original(self, *args, **kwargs)
 
         self._undos.append(replace(base, "create_task", create_task))
