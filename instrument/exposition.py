@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError
-from instrument.metrics import COUNTER, HISTOGRAM, Distribution, Snapshot
+from instrument.metrics import COUNTER, HISTOGRAM, Distribution, Exemplar, Snapshot
 from instrument.otlp.metrics import series_of
 from instrument.spans import Gpu, Origin, Sample
 from instrument.tally import bucket_middle
@@ -33,13 +33,21 @@ _UNITS_OF_RATES = {"By/s": "bytes_per_second"}
 Value = float | Distribution
 
 
-def text_of(origin: Origin, snapshot: Snapshot | None, samples: Sequence[Sample], gpus: Iterable[Gpu]) -> str:
-    """A snapshot, and the newest of the samples, as text.
+def text_of(
+    origin: Origin,
+    snapshot: Snapshot | None,
+    samples: Sequence[Sample],
+    gpus: Iterable[Gpu],
+    *,
+    openmetrics: bool = False,
+) -> str:
+    """A snapshot, and the newest of the samples, as text; exemplars only where it is that of OpenMetrics.
 
     Raises `ExportError` where the client library is not installed.
     """
     try:
         from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client.openmetrics import exposition as of_openmetrics
     except ImportError as missing:
         raise ExportError(
             "asked for metrics in Prometheus's format, but prometheus_client is not installed; "
@@ -52,18 +60,19 @@ def text_of(origin: Origin, snapshot: Snapshot | None, samples: Sequence[Sample]
                 rows = [
                     ({name: _text(value) for name, value in labels}, value) for labels, value in metric.series.items()
                 ]
-                yield _family(metric.name, metric.unit, metric.kind, metric.description, rows)
+                exemplars = [metric.exemplars.get(labels, ()) for labels in metric.series] if openmetrics else ()
+                yield _family(metric.name, metric.unit, metric.kind, metric.description, rows, origin, exemplars)
             newest = {(sample.name, sample.device): sample for sample in samples}.values()
             for series in series_of(newest, {gpu.device: gpu for gpu in gpus}, origin, {}, {}):
                 read: list[tuple[Mapping[str, str], Any]] = [
                     ({name: _text(value) for name, value in point.attributes.items()}, point.value)
                     for point in series.points
                 ]
-                yield _family(series.name, series.unit, series.kind, "", read)
+                yield _family(series.name, series.unit, series.kind, "", read, origin)
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collected())
-    return generate_latest(registry).decode()
+    return (of_openmetrics.generate_latest if openmetrics else generate_latest)(registry).decode()
 
 
 def _text(value: object) -> str:
@@ -78,7 +87,13 @@ def name_of(name: str, unit: str) -> str:
 
 
 def _family(
-    name: str, unit: str, kind: str, description: str, rows: Sequence[tuple[Mapping[str, str], Value]]
+    name: str,
+    unit: str,
+    kind: str,
+    description: str,
+    rows: Sequence[tuple[Mapping[str, str], Value]],
+    origin: Origin,
+    exemplars: Sequence[Sequence[Exemplar]] = (),
 ) -> Family:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
@@ -91,16 +106,30 @@ def _family(
         family = CounterMetricFamily(told, description, labels=names)
     else:
         family = GaugeMetricFamily(told, description, labels=names)
-    for labels, value in rows:
+    for at, (labels, value) in enumerate(rows):
         # Prometheus takes a label that a series has not for an empty one.
         by_name = {re.sub(r"[^a-zA-Z0-9]+", "_", key): text for key, text in labels.items()}
         texts = [by_name.get(label, "") for label in names]
         if isinstance(family, HistogramMetricFamily):
             if isinstance(value, Distribution):
-                family.add_metric(texts, _cumulative(value), value.sum_ns / 1e9)
+                family.add_metric(
+                    texts, _buckets(value, exemplars[at] if exemplars else (), origin), value.sum_ns / 1e9
+                )
         elif not isinstance(value, Distribution):
             family.add_metric(texts, value)
     return family
+
+
+def _buckets(of: Distribution, exemplars: Sequence[Exemplar], origin: Origin) -> Sequence[Any]:
+    """The buckets as the client library takes them: each with the longest of its exemplars, where it has one."""
+    from prometheus_client.samples import Exemplar as Told
+
+    told = {}
+    for one in exemplars:
+        ids = {"trace_id": f"{one.trace_id:032x}", "span_id": f"{one.span_id:016x}"}
+        at = bisect_left(BOUNDS_S, one.value_ns / 1e9)
+        told[at] = Told(ids, one.value_ns / 1e9, origin.realtime_of(one.at_ns) / 1e9)
+    return [(*bucket, told.get(at)) for at, bucket in enumerate(_cumulative(of))]
 
 
 def _cumulative(of: Distribution) -> list[tuple[str, float]]:

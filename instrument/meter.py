@@ -16,10 +16,20 @@ from typing import Any
 
 from instrument.http_status import STATUS
 from instrument.lines import CALLS, ELAPSED, MAX, MIN, WIDTH
-from instrument.metrics import COUNTER, HISTOGRAM, UPDOWN, Distribution, Labels, Metric, Snapshot
+from instrument.metrics import (
+    COUNTER,
+    HISTOGRAM,
+    UPDOWN,
+    Distribution,
+    Exemplar,
+    Exemplars,
+    Labels,
+    Metric,
+    Snapshot,
+)
 from instrument.recorder import Recorder
 from instrument.ring import Row
-from instrument.spans import FIRST_ITEM, ITEMS, LAST_ITEM, Site
+from instrument.spans import FIRST_ITEM, ITEMS, LAST_ITEM, Site, Span
 from instrument.tally import bucket, bucket_start
 
 SERIES_LIMIT = 2_000
@@ -68,6 +78,7 @@ class Meter:
         self._active: dict[Labels, int] = {}
         self._calls: dict[Labels, Distribution] = {}
         self._counters: dict[tuple[str, str], float] = {}
+        self._exemplars: dict[Labels, Exemplars] = {}
 
     # ---------------------------------------------------------------- requests
 
@@ -79,18 +90,19 @@ class Meter:
             if not endpoint:
                 continue
             told = row[10] or {}
-            labels = endpoint
-            if isinstance(scheme := told.get(SCHEME), str):  # of an address that its endpoint does not tell
-                labels += ((SCHEME, scheme),)
-            if isinstance(status := told.get(STATUS), int) and 100 <= status < 1000:
-                labels += ((STATUS, status),)
-            if row[9] is not None:
-                labels += (("error.type", row[9]),)
             duration_ns = row[6] - row[5]
-            _series(self._requests, labels).add(duration_ns)
+            _series(self._requests, _labels(endpoint, told, row[9])).add(duration_ns)
             if FIRST_ITEM in told and row[9] is None and self._is_generation(endpoint):
                 self._count_tokens(endpoint, told)
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
+
+    def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
+        """A request that has ended is kept, as a span of these ids: an exemplar of its series, where it has one."""
+        endpoint = endpoint_of(request.site)
+        labels = _labels(endpoint, request.attributes, request.error)
+        if endpoint and labels in self._requests:
+            one = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
+            self._exemplars.setdefault(labels, Exemplars()).add(one)
 
     def _is_generation(self, endpoint: Labels) -> bool:
         route = str(dict(endpoint).get("http.route", ""))
@@ -191,7 +203,8 @@ class Meter:
         metrics = []
         if requests or self._requests:
             told = "Duration of HTTP server requests."
-            metrics.append(_durations("http.server.request.duration", told, self._requests))
+            exemplars = {labels: of.all() for labels, of in self._exemplars.items()}
+            metrics.append(_durations("http.server.request.duration", told, self._requests, exemplars))
             metrics.append(self._active_requests())
         if self.generations:
             told = "Time to generate first token for successful responses."
@@ -226,8 +239,23 @@ def _series(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
     return series.setdefault(labels, Distribution())
 
 
-def _durations(name: str, description: str, of: Mapping[Labels, Distribution]) -> Metric:
-    return Metric(name, "s", HISTOGRAM, description, {labels: one.copy() for labels, one in of.items()})
+def _labels(endpoint: Labels, told: Mapping[Any, Any], error: str | None) -> Labels:
+    """What tells the requests of an endpoint that ended the same way from others."""
+    if isinstance(scheme := told.get(SCHEME), str):
+        endpoint += ((SCHEME, scheme),)
+    if isinstance(status := told.get(STATUS), int) and 100 <= status < 1000:
+        endpoint += ((STATUS, status),)
+    return endpoint if error is None else (*endpoint, ("error.type", error))
+
+
+def _durations(
+    name: str,
+    description: str,
+    of: Mapping[Labels, Distribution],
+    exemplars: Mapping[Labels, tuple[Exemplar, ...]] | None = None,
+) -> Metric:
+    series = {labels: one.copy() for labels, one in of.items()}
+    return Metric(name, "s", HISTOGRAM, description, series, exemplars or {})
 
 
 def endpoint_of(site: Site) -> Labels:

@@ -76,11 +76,45 @@ class Distribution:
         )
 
 
+EXEMPLARS = 8
+"""As many as a series has at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exemplar:
+    """A call that a series counts and whose trace is kept: how long it took, when it ended, and when it was kept."""
+
+    value_ns: int
+    at_ns: int
+    kept_ns: int
+    trace_id: int
+    span_id: int
+
+
+class Exemplars:
+    """Those of one series: the newest of each power of two of ns, of which the longest stay."""
+
+    __slots__ = ("_newest",)
+
+    def __init__(self) -> None:
+        self._newest: dict[int, Exemplar] = {}
+
+    def add(self, one: Exemplar) -> None:
+        """Take in another one."""
+        self._newest[one.value_ns.bit_length()] = one
+        if len(self._newest) > EXEMPLARS:
+            del self._newest[min(self._newest)]
+
+    def all(self) -> tuple[Exemplar, ...]:
+        """What is held, the shortest first."""
+        return tuple(self._newest[length] for length in sorted(self._newest))
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A metric and the value of each of its series. `kind` is `counter`, `updown`, `gauge` or `histogram`.
 
-    Values of a histogram are distributions, whose unit is s.
+    Values of a histogram are distributions, whose unit is s, and may have exemplars.
     """
 
     name: str
@@ -88,6 +122,7 @@ class Metric:
     kind: str
     description: str
     series: Mapping[Labels, float | Distribution]
+    exemplars: Mapping[Labels, tuple[Exemplar, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

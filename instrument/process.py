@@ -153,8 +153,11 @@ def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
     return session().flush(timeout_s)
 
 
-def prometheus() -> str:
+def prometheus(*, openmetrics: bool = False) -> str:
     """The metrics of this process in Prometheus's text format (0.0.4), for a service that answers scrapes with them.
+
+    With `openmetrics` they are in the format OpenMetrics (1.0.0), for scrapes that accept it: there, the buckets of
+    requests that OTLP exports traces of bear exemplars, with `trace_id` and `span_id`.
 
     They are those that a collector gets by OTLP: requests by endpoint and status, calls of the rules with `metrics`,
     gauges, our own losses and cost, each under the name that OpenTelemetry's names have in Prometheus. Some
@@ -162,8 +165,8 @@ def prometheus() -> str:
     `ExportError` where `prometheus_client`, which writes the format, is not installed.
     """
     if OFF:
-        return f"# {SWITCHED_OFF}\n"
-    return session().prometheus()
+        return "# EOF\n" if openmetrics else f"# {SWITCHED_OFF}\n"
+    return session().prometheus(openmetrics=openmetrics)
 
 
 def enable() -> None:

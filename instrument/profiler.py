@@ -349,7 +349,7 @@ class Session:
         cost = self.cost()
         return {"probes": cost.calls * cost.per_call_ns, **self.account.threads_ns()}
 
-    def prometheus(self) -> str:
+    def prometheus(self, *, openmetrics: bool = False) -> str:
         """The metrics as they are now, in Prometheus's text format; see `instrument.prometheus`."""
         from instrument.exposition import text_of
 
@@ -359,11 +359,14 @@ class Session:
         snapshot = self._pump(SCRAPE_WAIT_S, meters=True) or self._snapshot
         now_ns = time.monotonic_ns()
         samples = self._gauges.samples(now_ns - GAUGES_FOR_NS, now_ns)
-        return text_of(self.origin(), snapshot, samples, self._gauges.gpus())
+        return text_of(self.origin(), snapshot, samples, self._gauges.gpus(), openmetrics=openmetrics)
 
     def _keep(self, spans: list[Span]) -> None:
         if self._outbox is not None:
             self._outbox.put(spans)
+            # A request comes first among its spans; those that end after it come alone.
+            if spans[0].site.kind == "request" and spans[0].span_id == spans[0].root_id:
+                self._meter.note_kept(spans[0], *self.ids().of(spans[0]))
 
     def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
         if self._exporter is not None:

@@ -15,10 +15,12 @@ from instrument.exposition import BOUNDS_S, name_of
 from instrument.probes.requests import asgi
 from instrument.probes.requests.exchange import CURRENT, Exchanges
 from instrument.profile import RequestsRule
+from instrument.recorder import RECORDER
 from instrument.schema import loads
 
 pytest.importorskip("prometheus_client")
 
+from otlp_collectors import collecting, take
 from prometheus_client.parser import text_string_to_metric_families
 
 REQUESTS = "http_server_request_duration_seconds"
@@ -150,3 +152,36 @@ def test_without_the_client_library_it_says_what_to_install(monkeypatch: pytest.
 def test_without_a_session_it_says_so() -> None:
     with pytest.raises(instrument.StateError, match="no session runs"):
         instrument.prometheus()
+
+
+def test_openmetrics_has_exemplars_of_the_traces_that_are_kept() -> None:
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed
+
+    with collecting(take) as server:
+        otlp = f"export: {{otlp: {{endpoint: 'http://127.0.0.1:{server.server_port}'}}}}"
+        start(f"requests: auto\ncapture: {{sample: 0, errors: true}}\n{otlp}")
+        serve("/items", 200, 3)
+        serve("/items", 500, 3)
+        text = instrument.prometheus(openmetrics=True)
+        (family,) = [one for one in parsed(text) if one.name == REQUESTS]
+        ids = instrument.session().ids()
+        kept = {
+            f"{ids.span_id(span.span_id):016x}": span for span in RECORDER.spans() if span.error and not span.parent_id
+        }
+        found = [sample for sample in family.samples if sample.exemplar]
+        assert found
+        for sample in found:
+            assert sample.labels["http_response_status_code"] == "500"
+            span = kept[sample.exemplar.labels["span_id"]]
+            assert sample.exemplar.labels["trace_id"] == f"{ids.trace_id(span.span_id):032x}"
+            assert sample.exemplar.value == span.total_ns / 1e9 <= float(sample.labels["le"])
+        assert "span_id" not in instrument.prometheus()
+
+
+def test_openmetrics_points_to_no_trace_that_goes_nowhere() -> None:
+    start("requests: auto")
+    serve("/items", 200, 3)
+    text = instrument.prometheus(openmetrics=True)
+    assert text.endswith("# EOF\n")
+    assert f"{REQUESTS}_count" in text
+    assert "span_id" not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import os
 import threading
@@ -19,7 +20,7 @@ from test_requests import FLASK, STARLETTE, ask_all, gunicorn, serving, uvicorn
 
 import instrument
 from instrument import meter
-from instrument.metrics import Distribution
+from instrument.metrics import EXEMPLARS, Distribution, Exemplar, Exemplars
 from instrument.otlp.histograms import exponential
 from instrument.probes.requests import asgi
 from instrument.probes.requests.exchange import CURRENT, Exchanges
@@ -504,3 +505,42 @@ def test_calls_that_got_their_device_time_later_are_not_told_twice() -> None:
     assert told_so_far.count == sum(told_so_far.buckets.values()) == 4
     assert all(count >= before.buckets.get(index, 0) for index, count in told_so_far.buckets.items())
     assert told_so_far.since(before).buckets == {bucket(20_000): 1}
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_exemplars_point_to_the_requests_that_are_kept_and_to_no_other(protocol: str) -> None:
+    with receiver() as found:
+        endpoint = found.grpc_endpoint if protocol == "grpc" else f"http://127.0.0.1:{found.http_port}"
+        text = f"requests: auto\nexport: {{otlp: {{endpoint: '{endpoint}', protocol: {protocol}}}}}\n"
+        instrument.start(loads(text + "capture: {sample: 0, errors: true}", environ={}))
+        app = Served()
+        app.ask("/items/200", 20)
+        app.ask("/items/500", 5)
+        instrument.flush(10)
+        instrument.stop()
+        kept = {(span.trace_id, span.span_id): span for span in found.spans()}
+        assert len(kept) == 5
+        pointed = Counter()
+        for point in found.points():
+            if point.name != DURATION:
+                continue
+            for one in point.data.get("exemplars", ()):
+                ids = tuple(int.from_bytes(base64.b64decode(one[name]), "big") for name in ("trace_id", "span_id"))
+                span = kept[ids]
+                assert point.attributes["http.response.status_code"] == 500
+                assert int(one["time_unix_nano"]) == span.end_ns
+                assert one["as_double"] == pytest.approx((span.end_ns - span.start_ns) / 1e9)
+                assert point.start_ns < int(one["time_unix_nano"]) <= point.at_ns
+                pointed[ids] += 1
+        # Each is told once, though totals are told twice.
+        assert pointed
+        assert set(pointed.values()) == {1}
+
+
+def test_a_series_has_few_exemplars_of_which_the_longest_stay() -> None:
+    held = Exemplars()
+    for number in range(10_000):
+        held.add(Exemplar(number * number, number, number, 1, number))
+    assert len(held.all()) == EXEMPLARS
+    assert held.all()[-1].span_id == 9_999
+    assert [one.value_ns for one in held.all()] == sorted(one.value_ns for one in held.all())

@@ -417,6 +417,7 @@ def _listen(record: logging.LogRecord) -> bool:
 
 
 def _official_histogram(point: Point) -> Any:
+    from opentelemetry.sdk.metrics import Exemplar
     from opentelemetry.sdk.metrics import export as sdk
 
     value: Any = point.value
@@ -433,6 +434,7 @@ def _official_histogram(point: Point) -> Any:
         flags=0,
         min=value.least_s,
         max=value.most_s,
+        exemplars=[Exemplar({}, one.value_ns / 1e9, one.at_ns, one.span_id, one.trace_id) for one in point.exemplars],
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from instrument.metrics import COUNTER, GAUGE, HISTOGRAM, Distribution, Labels, Metric, Snapshot
 from instrument.otlp.histograms import Exponential, exponential
@@ -106,7 +106,13 @@ class Snapshots:
         else:
             told = exponential(value, has_extremes=True) if isinstance(value, Distribution) else value
         start_ns = 0 if metric.kind == GAUGE else origin.realtime_of(start_ns)
-        return Point(dict(labels), start_ns, origin.realtime_of(snapshot.at_ns), told)
+        since_ns = self._delivered.at_ns if self._delivered is not None else 0
+        exemplars = tuple(
+            replace(one, at_ns=origin.realtime_of(one.at_ns))
+            for one in metric.exemplars.get(labels, ())
+            if one.kept_ns > since_ns
+        )
+        return Point(dict(labels), start_ns, origin.realtime_of(snapshot.at_ns), told, exemplars)
 
     def taken(self, piece: Piece) -> None:
         """The collector has a piece."""
