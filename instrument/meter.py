@@ -28,7 +28,7 @@ from instrument.metrics import (
     Snapshot,
 )
 from instrument.recorder import Recorder
-from instrument.ring import Row
+from instrument.ring import Cursor, Row
 from instrument.spans import FIRST_ITEM, ITEMS, LAST_ITEM, Site, Span
 from instrument.tally import bucket, bucket_start
 
@@ -58,7 +58,8 @@ class Books:
 class Meter:
     """Counts what metrics tell. `count` and `snapshot` are for the one thread that reads the rings, in turn.
 
-    `generations` are the routes whose answers a model generates, as the profile has them.
+    `generations` are the routes whose answers a model generates, as the profile has them; functions that do so are
+    watched where `watch` says so.
     """
 
     def __init__(self, recorder: Recorder, books: Books) -> None:
@@ -79,6 +80,7 @@ class Meter:
         self._calls: dict[Labels, Distribution] = {}
         self._counters: dict[tuple[str, str], float] = {}
         self._exemplars: dict[Labels, Exemplars] = {}
+        self._watched: Cursor | None = None
 
     # ---------------------------------------------------------------- requests
 
@@ -93,7 +95,9 @@ class Meter:
             duration_ns = row[6] - row[5]
             _series(self._requests, _labels(endpoint, told, row[9])).add(duration_ns)
             if FIRST_ITEM in told and row[9] is None and self._is_generation(endpoint):
-                self._count_tokens(endpoint, told)
+                route = str(dict(endpoint).get("http.route", ""))
+                chats = (("gen_ai.operation.name", "chat"),) if route.endswith("/chat/completions") else ()
+                self._count_tokens((*chats, ("http.route", route)), told)
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
@@ -108,15 +112,42 @@ class Meter:
         route = str(dict(endpoint).get("http.route", ""))
         return any(route.startswith(one[:-1]) if one.endswith("*") else route == one for one in self.generations)
 
-    def _count_tokens(self, endpoint: Labels, told: Mapping[Any, Any]) -> None:
+    def watch(self, *, functions: bool) -> None:
+        """From now on, or no more, look for functions whose items a model generates."""
+        if not functions:
+            self._watched = None
+        elif self._watched is None:
+            self._watched = self._recorder.cursor()
+
+    def count_generators(self, sites_of: Callable[[], Collection[Site]]) -> None:
+        """Count what generators have yielded since the last time: those of some sites, which are asked for if need be.
+
+        Goes through every row: they may lie below any other.
+        """
+        if self._watched is None:
+            return
+        rows = [
+            row for _, rows in self._watched.read() for row in rows if row[9] is None and FIRST_ITEM in (row[10] or ())
+        ]
+        sites = sites_of() if rows else ()
+        for row in rows:
+            site = self._recorder.place_of(self._recorder.site_of(row))
+            if site in sites:
+                self._count_tokens(_call_labels(site), row[10] or {})
+
+    @property
+    def lost(self) -> int:
+        """Spans that were overwritten before it was seen whether they were of such generators."""
+        return 0 if self._watched is None else self._watched.lost
+
+    def _count_tokens(self, generator: Labels, told: Mapping[Any, Any]) -> None:
         """Count the times of a stream of generated items, each taken for a token."""
         first_ns, last_ns, items = (told.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
         if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
             return  # the service's own attributes of these names
-        route = str(dict(endpoint).get("http.route", ""))
         known = {
-            "gen_ai.operation.name": "chat" if route.endswith("/chat/completions") else "text_completion",
-            "http.route": route,
+            "gen_ai.operation.name": "text_completion",
+            **dict(generator),
             **{name: value for name in _GENERATION if isinstance(value := told.get(name), str)},
         }
         labels = tuple(known.items())
@@ -206,7 +237,7 @@ class Meter:
             exemplars = {labels: of.all() for labels, of in self._exemplars.items()}
             metrics.append(_durations("http.server.request.duration", told, self._requests, exemplars))
             metrics.append(self._active_requests())
-        if self.generations:
+        if self.generations or self._watched is not None:
             told = "Time to generate first token for successful responses."
             metrics.append(_durations("gen_ai.server.time_to_first_token", told, self._first_tokens))
             told = "Time per output token generated after the first token for successful responses."

@@ -80,7 +80,7 @@ class FunctionRule:
     and column; neither place is compared, so a rule that only moved is the same rule. `counted` is that of the function
     that `schedule.step` names: another rule may have it, but one of kind `op` records it as `step`. The first call of
     one with `first_request` is what the view `startup` takes for the first request. How long calls take is a metric of
-    each function with `metrics`.
+    each function with `metrics`. What those with `gen_ai` yield is generated, item by item.
     """
 
     match: tuple[str, ...]
@@ -94,6 +94,7 @@ class FunctionRule:
     counted: bool = False
     first_request: bool = False
     metrics: bool = False
+    gen_ai: bool = False
     line: int = field(default=0, compare=False)
     place: str = field(default="", compare=False)
     text: str = ""

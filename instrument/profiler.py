@@ -153,7 +153,7 @@ class Session:
         self.loop = Loop()
         self._reader.begin(self.profile, self.start_ns)
         self._meter.begin(self.start_ns)
-        self._meter.generations = _generations(self.profile)
+        self._watch_generations()
         self._metered_ns = self.start_ns
         self._snapshot: Snapshot | None = None
 
@@ -319,6 +319,7 @@ class Session:
             ended = self._meter.ended() if meters else {}
             if self._is_read():
                 self._reader.look()
+                self._meter.count_generators(self._generators)
             if meters:
                 snapshot = self._take_metrics(ended)
             if self._outbox is not None:
@@ -330,8 +331,16 @@ class Session:
 
     def _has_metrics(self) -> bool:
         """Whether the profile asks for any beside gauges, and there is somebody to be told."""
-        asks = bool(self.profile.requests) or any(rule.metrics for rule in self.profile.functions)
+        asks = bool(self.profile.requests) or any(rule.metrics or rule.gen_ai for rule in self.profile.functions)
         return self._is_scraped or (asks and self._exporter is not None)
+
+    def _watch_generations(self) -> None:
+        self._meter.generations = tuple(route for rule in self.profile.requests for route in rule.gen_ai)
+        self._meter.watch(functions=any(rule.gen_ai for rule in self.profile.functions))
+
+    def _generators(self) -> set[Site]:
+        """What the rules with `gen_ai` are recorded as."""
+        return self._sites_of({rule.text for rule in self.profile.functions if rule.gen_ai})
 
     def _take_metrics(self, ended: Ended) -> Snapshot:
         """Take all metrics, once the reader has met what had `ended` before."""
@@ -466,7 +475,7 @@ class Session:
         if profile.budget != before.budget:
             self._budget.change(profile.budget)
         self.profile = profile
-        self._meter.generations = _generations(profile)
+        self._watch_generations()
         self.generation += 1
         self._digest = profile.digest
         if self._exporter is not None:
@@ -523,7 +532,9 @@ class Session:
 
     def losses(self) -> Mapping[str, int]:
         """Everything that was recorded and not kept, by reason."""
-        return self.account.losses()
+        unseen = self._meter.lost
+        of_meter = {"spans overwritten before it was seen whether a model generated them": unseen} if unseen else {}
+        return {**self.account.losses(), **of_meter}
 
     def notes(self) -> list[str]:
         """Everything that could not be observed, and what went wrong, in sentences."""
@@ -862,10 +873,6 @@ def _attempt(place: str, action: Callable[[], object]) -> None:
         action()
     except Exception as fault:
         FAULTS.note(place, fault)
-
-
-def _generations(profile: Profile) -> tuple[str, ...]:
-    return tuple(route for rule in profile.requests for route in rule.gen_ai)
 
 
 def is_main() -> bool:

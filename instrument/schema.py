@@ -657,6 +657,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "device": Key("device", flag),
         "first_request": Key("first_request", flag),
         "metrics": Key("metrics", flag),
+        "gen_ai": Key("gen_ai", flag),
         "where": Key("where", _part("functions.where", dict)),
         "attributes": Key("attributes", one_or_more(_argument)),
     },

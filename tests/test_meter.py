@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -544,3 +544,58 @@ def test_a_series_has_few_exemplars_of_which_the_longest_stay() -> None:
     assert len(held.all()) == EXEMPLARS
     assert held.all()[-1].span_id == 9_999
     assert [one.value_ns for one in held.all()] == sorted(one.value_ns for one in held.all())
+
+
+def tokens(count: int, *, breaks: bool = False) -> Iterator[str]:
+    for number in range(count):
+        if breaks and number == 2:
+            raise ValueError(number)
+        yield "x"
+
+
+async def streamed(count: int) -> AsyncIterator[str]:
+    instrument.annotate({"gen_ai.request.model": "tiny"})
+    for _ in range(count):
+        yield "x"
+
+
+def test_generators_of_a_rule_tell_the_time_to_the_first_token_and_of_each() -> None:
+    async def consume() -> None:
+        async for _ in streamed(4):
+            pass
+
+    with collecting(take) as server:
+        rules = "functions: [{match: ['test_meter:tokens', 'test_meter:streamed'], gen_ai: true}]"
+        instrument.start(loads(f"{rules}\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}", environ={}))
+        for _ in range(3):
+            with instrument.scope("request", kind="request"):
+                assert list(tokens(5)) == ["x"] * 5
+        list(tokens(1))
+        with pytest.raises(ValueError, match="2"):
+            list(tokens(3, breaks=True))
+        asyncio.run(consume())
+        instrument.stop()
+        common = {"gen_ai.operation.name": "text_completion"}
+        of_tokens = common | {"instrument.span.name": "tokens", "code.function.name": "test_meter.tokens"}
+        of_stream = common | {"instrument.span.name": "streamed", "code.function.name": "test_meter.streamed"}
+        of_stream["gen_ai.request.model"] = "tiny"
+        first, each = (
+            {labels: point.count for labels, point in newest(server.metrics, f"gen_ai.server.{name}").items()}
+            for name in ("time_to_first_token", "time_per_output_token")
+        )
+        assert first == {tuple(sorted(of_tokens.items())): 4, tuple(sorted(of_stream.items())): 1}
+        assert each == {tuple(sorted(of_tokens.items())): 3, tuple(sorted(of_stream.items())): 1}
+
+
+def test_generators_that_nobody_could_look_at_in_time_are_counted() -> None:
+    with collecting(take) as server:
+        rules = "functions: [{match: 'test_meter:tokens', gen_ai: true}]\nlimits: {ring: 64KiB}"
+        session = instrument.start(loads(f"{rules}\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}", environ={}))
+        assert session is not None
+        with session._lock.held():
+            for _ in range(5_000):
+                list(tokens(1))
+        instrument.stop()
+        (point,) = newest(server.metrics, "gen_ai.server.time_to_first_token").values()
+        reason = "spans overwritten before it was seen whether a model generated them"
+        assert point.count + session.losses()[reason] == 5_000
