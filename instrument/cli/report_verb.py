@@ -19,11 +19,13 @@ def add(verbs: Verbs) -> None:
     """The verb `report` and its options."""
     parser = verbs.add_parser(
         "report",
-        help="print the summary of a saved Chrome trace",
+        help="print the summary of a saved recording or Chrome trace",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="views:\n" + "\n".join(f"  {view:<12}  {shows}" for view, shows in VIEWS.items()),
     )
-    parser.add_argument("trace", metavar="FILE", help=".json or .json.gz, ours or another profiler's")
+    parser.add_argument(
+        "trace", metavar="FILE", help="a recording (.npz), or .json or .json.gz, ours or another profiler's"
+    )
     parser.add_argument(
         "--with",
         dest="beside",
@@ -84,11 +86,17 @@ def _reported(options: argparse.Namespace) -> int:
     from instrument import chrome
     from instrument.report.summary import summary, summary_document, views_for
     from instrument.report.view import Options, Recording
+    from instrument.trace import file
 
-    trace, make_tally = chrome.read(options.trace)
+    if file.is_recording(options.trace):
+        saved = file.load(options.trace)
+        recording, make_tally = Recording.of_saved(saved), saved.counted
+    else:
+        trace, make_tally = chrome.read(options.trace)
+        recording = Recording.of_trace(trace, make_tally)
     if options.beside:
-        trace = chrome.join(trace, chrome.read(options.beside)[0])
-    recording = Recording.of_trace(trace, make_tally)
+        joined = chrome.join(recording.trace, chrome.read(options.beside)[0])
+        recording = Recording.of_trace(joined, make_tally)
     given = {
         "tracer_option": options.tracer_option,
         "state": options.state,

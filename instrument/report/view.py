@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from instrument.errors import TraceError
 from instrument.lines import Lines
 from instrument.profile import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
 from instrument.spans import Cost, Site, Span, Startup, Trace
@@ -19,6 +20,8 @@ from instrument.tally import Tally
 
 if TYPE_CHECKING:
     from instrument.report.step_counts import Benchmark
+    from instrument.trace import columns
+    from instrument.trace.file import Saved
 
 Made = TypeVar("Made")
 
@@ -144,9 +147,10 @@ class HeldSpans:
 class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
 
-    `make_tally`, `make_lines`, `make_trace`, `make_held`, `make_startup`, `make_upkeep` and `make_cost` are called when
-    somebody first reads what they make. `make_lines` makes the tally's lines, all threads as one where it is told so,
-    at less cost; `make_cost` gets them where they have been made. `make_held` tells of the spans that are held without
+    `make_tally`, `make_lines`, `make_trace`, `make_columns`, `make_held`, `make_startup`, `make_upkeep` and `make_cost`
+    are called when somebody first reads what they make. `make_lines` makes the tally's lines, all threads as one where
+    it is told so, at less cost; `make_cost` gets them where they have been made. `make_columns` makes the trace's
+    columns where it has them, else they are made of its spans. `make_held` tells of the spans that are held without
     making them, None where it cannot. `window_ns` is the length of the time that the tally covers, `recorder` is
     `native`, `pure` or `other`. `collector_ids` gives the trace id and the span id under which a span of the trace went
     to the collector. `benchmark` has counted the steps of a loop as they went by.
@@ -169,12 +173,14 @@ class Recording:
         make_lines: Callable[[bool], Lines] | None = None,
         make_held: Callable[[], HeldSpans | None] = lambda: None,
         make_cost: Callable[[Lines | None], Cost | None] = lambda lines: None,
+        make_columns: Callable[[], columns.Trace] | None = None,
     ) -> None:
         self._make_tally = make_tally
         self._make_lines = make_lines
         self._make_held = make_held
         self._lines: dict[bool, Lines] = {}
         self._make_trace = make_trace
+        self._make_columns = make_columns
         self._cost = cost
         self._make_cost = make_cost
         self.losses = dict(losses or {})
@@ -211,6 +217,18 @@ class Recording:
         return self._make_trace()
 
     @cached_property
+    def columns(self) -> columns.Trace:
+        """The same spans as columns. Raises `TraceError` for spans that are no sound trace."""
+        from instrument.trace.of_spans import trace_of
+
+        if self._make_columns is not None:
+            return self._make_columns()
+        try:
+            return trace_of(self.trace.spans)
+        except ValueError as problem:
+            raise TraceError(f"cannot report on the trace: {problem}") from problem
+
+    @cached_property
     def held(self) -> HeldSpans:
         """What there is to say of these spans together."""
         found = None if "trace" in vars(self) else self._make_held()
@@ -245,6 +263,22 @@ class Recording:
             window_ns=trace.end_ns - trace.start_ns,
             recorder=trace.origin.recorder,
             make_startup=lambda: trace.startup,
+        )
+
+    @classmethod
+    def of_saved(cls, saved: Saved) -> Recording:
+        """A recording from a file, of which no span is made that no view asks for."""
+        facts = saved.facts
+        return cls(
+            saved.counted,
+            saved.trace,
+            cost=facts.cost,
+            losses=facts.losses,
+            notes=facts.notes,
+            window_ns=facts.end_ns - facts.start_ns,
+            recorder=facts.origin.recorder,
+            make_startup=lambda: facts.startup,
+            make_columns=lambda: saved.columns,
         )
 
 

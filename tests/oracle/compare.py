@@ -5,8 +5,8 @@
 The answers are in `answers.json` as digests: of each trace and view that of the answer without options, and those that
 options change. `answers.xz` has the texts of most answers with all options or none, to show what changed. Exits with 1
 and the first difference of each view where there is any. `--update` keeps what is said now, for a change on purpose:
-its commit says why. `--spans 1000000` adds the trace of `tests/bench/views.py` of that size, whose digests are not kept
-but compared between the ways in which it is read.
+its commit says why. `--spans 1000000` compares the ways of reading the trace of `tests/bench/views.py` of that size
+with one another, in place of digests.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from oracle.recordings import ALL, Made, bench
 
 from instrument import chrome
+from instrument.errors import TraceError
 from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.summary import summary, summary_document
 from instrument.report.view import Options, Recording
+from instrument.trace import file
 
 DIGESTS = Path(__file__).with_name("answers.json")
 TEXTS = Path(__file__).with_name("answers.xz")
@@ -63,7 +65,22 @@ FEW = (PLAIN, "text", "OpDetail", "state GPU", "full on devices", "full on the h
 SHOWN, SHOWN_CHARACTERS = (PLAIN, "full on devices", "full on the host"), 60_000
 """The options whose texts are kept, and the longest of these."""
 
-WAYS: dict[str, Callable[[Path], Recording]] = {"chrome": lambda path: Recording.of_trace(*chrome.read(path))}
+
+def through_recording(path: Path) -> Recording:
+    """The trace as a recording has it that was saved of it; one that is not sound as it is, for none has that."""
+    trace, make_tally = chrome.read(path)
+    tally = None if trace.origin.recorder == "other" else make_tally()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return Recording.of_saved(file.load(file.dump(Path(folder, "recording.npz"), trace, tally)))
+        except TraceError:
+            return Recording.of_trace(trace, make_tally)
+
+
+WAYS: dict[str, Callable[[Path], Recording]] = {
+    "chrome": lambda path: Recording.of_trace(*chrome.read(path)),
+    "recording": through_recording,
+}
 """How a trace comes into a report."""
 
 

@@ -1,0 +1,155 @@
+"""A trace as numpy columns. One that exists is sound: what its columns say is checked where it is made, and only there.
+
+Rows are spans, in the order in which they were given. Times are ns on the monotonic clock, in 64 bits, of which one is
+left: so sums and differences of two do not wrap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.spans import AttributeValue, RemoteParent, Site
+from instrument.trace.forest import NONE, levels, rows_of
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+
+FARTHEST_NS = 1 << 62
+"""No clock reads more."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceIntervals:
+    """The device intervals of all spans, those of a span one after another: `row` is the span's, and never falls.
+
+    `label` is a place in `labels`.
+    """
+
+    row: Int32s
+    device: Int64s
+    stream: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+    label: Int32s
+    uncertainty_ns: Int64s
+    labels: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Spans as columns, a row each, with the names of `instrument.spans.Span`.
+
+    `site` and `error` are places in `sites` and `errors` (`NONE`: no error). `parent` is the row of the parent, `NONE`
+    for a span without one among these. `attributes` are by row, decoded when they are asked for; `with_attributes` says
+    which rows have any. `remote` is by row, of the few that have one.
+
+    Raises `ValueError` for columns that are not sound: of different lengths, with times or numbers that no clock and no
+    table has, with an id twice, or with parents that run in a circle.
+    """
+
+    sites: tuple[Site, ...]
+    errors: tuple[str, ...]
+    span_id: Int64s
+    parent_id: Int64s
+    root_id: Int64s
+    thread_id: Int64s
+    task_id: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+    active_ns: Int64s
+    self_ns: Int64s
+    site: Int32s
+    error: Int32s
+    clipped: Bools
+    device: DeviceIntervals
+    attributes: Sequence[Mapping[str, AttributeValue]] = field(repr=False)
+    with_attributes: Bools
+    remote: Mapping[int, RemoteParent]
+    parent: Int32s = field(init=False)
+    level: Int32s = field(init=False)
+    """How many spans are around a row, by its parents."""
+
+    def __post_init__(self) -> None:
+        _refuse_unsound(self)
+        parent = rows_of(self.span_id, self.parent_id)
+        parent[self.parent_id == 0] = NONE
+        object.__setattr__(self, "parent", parent)
+        object.__setattr__(self, "level", levels(parent))
+
+    def __len__(self) -> int:
+        return len(self.span_id)
+
+    @cached_property
+    def total_ns(self) -> Int64s:
+        """The host interval's length."""
+        return self.end_ns - self.start_ns
+
+    @cached_property
+    def kinds(self) -> NDArray[np.str_]:
+        """The kind of each site, by the site's place."""
+        return np.array([site.kind for site in self.sites], dtype=np.str_)
+
+    def of_kind(self, *kinds: str) -> Bools:
+        """Which rows are of one of the kinds."""
+        return self.of_sites([site.kind in kinds for site in self.sites])
+
+    def of_sites(self, wanted: Sequence[bool]) -> Bools:
+        """Which rows are of the sites that are wanted, told by the site's place."""
+        found: Bools = np.array([*wanted, False], dtype=np.bool_)[self.site]
+        return found
+
+    @cached_property
+    def on_line_of_parent(self) -> Bools:
+        """Which rows have a parent that ran on the same thread and task: part of whose time they are."""
+        around = self.parent
+        same = (self.thread_id == self.thread_id[around]) & (self.task_id == self.task_id[around])
+        return np.asarray(same & (around != NONE)) if len(self) else np.zeros(0, dtype=np.bool_)
+
+    @cached_property
+    def around(self) -> Int32s:
+        """The row of the span around each on its line, `NONE` for the first of a line."""
+        found: Int32s = np.where(self.on_line_of_parent, self.parent, np.int32(NONE)).astype(np.int32)
+        return found
+
+
+def _refuse_unsound(trace: Trace) -> None:
+    count, its = len(trace.span_id), trace.device
+    columns: list[NDArray[Any]] = [
+        trace.parent_id, trace.root_id, trace.thread_id, trace.task_id, trace.start_ns, trace.end_ns, trace.active_ns,
+        trace.self_ns, trace.site, trace.error, trace.clipped, trace.with_attributes,
+    ]  # fmt: skip
+    of_device: list[NDArray[Any]] = [its.device, its.stream, its.start_ns, its.end_ns, its.label, its.uncertainty_ns]
+    if any(len(one) != count for one in columns) or any(len(one) != len(its) for one in of_device):
+        raise ValueError("its columns are of different lengths; it is damaged")
+    for starts, ends in ((trace.start_ns, trace.end_ns), (its.start_ns, its.end_ns)):
+        if not _lie_within(starts, -FARTHEST_NS, FARTHEST_NS) or not _lie_within(ends, -FARTHEST_NS, FARTHEST_NS):
+            raise ValueError("it has a time that no clock reads; it is damaged")
+        if (ends < starts).any():
+            raise ValueError("something in it ends before it starts; it is damaged")
+    if not _lie_within(trace.active_ns, -FARTHEST_NS, FARTHEST_NS) or not _lie_within(
+        trace.self_ns, -FARTHEST_NS, FARTHEST_NS
+    ):
+        raise ValueError("it has a length of time that no clock reads; it is damaged")
+    tables = (
+        (trace.site, 0, len(trace.sites)), (trace.error, NONE, len(trace.errors)), (its.label, 0, len(its.labels)),
+        (its.row, 0, count),
+    )  # fmt: skip
+    if not all(_lie_within(*each) for each in tables) or (its.row[1:] < its.row[:-1]).any():
+        raise ValueError("it names what is in none of its tables; it is damaged")
+    # Of an id that is there twice one of the rows is found for both; `np.unique` takes thirty times as long.
+    if (rows_of(trace.span_id, trace.span_id) != np.arange(count)).any():
+        raise ValueError("two spans in it have one id; it is damaged")
+
+
+def _lie_within(column: NDArray[Any], first: int, end: int) -> bool:
+    return not len(column) or bool(first <= column.min() and column.max() < end)

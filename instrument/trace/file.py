@@ -1,0 +1,186 @@
+"""A saved recording: the columns of a trace, and what is known beside them, in one file of numpy's own format.
+
+`numpy.load` reads it without us: `packing` says what each array is, and `metadata` is JSON in UTF-8. Nothing in it is
+pickled, and nothing that it says is believed before it is checked.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instrument import atomic, spans
+from instrument.chrome.metadata import LIMIT_LINKS, Metadata, Sites, metadata
+from instrument.chrome.text import LIMIT_SPANS, checked, encode, safe
+from instrument.errors import TraceError
+from instrument.spans import Sample
+from instrument.tally import Tally
+from instrument.trace.archive import write_archive
+from instrument.trace.columns import Trace
+from instrument.trace.of_spans import spans_of, trace_of
+from instrument.trace.packing import Column, packed, unpacked
+
+LAYOUT = 1
+"""Version of what the arrays are."""
+
+LIMIT_BYTES = 2 << 30
+"""Most bytes that `load` unpacks."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a file has: the spans as columns, and as `facts` a trace without them. A tally may have been saved."""
+
+    columns: Trace
+    facts: spans.Trace
+    tally: Tally | None
+
+    def trace(self) -> spans.Trace:
+        """With an object for each span."""
+        return replace(self.facts, spans=spans_of(self.columns))
+
+    def counted(self) -> Tally:
+        """The tally, counted from the spans if none was saved. Raises `TraceError` for calls too deep for it."""
+        if self.tally is not None:
+            return self.tally
+        try:
+            return Tally.of_spans(spans_of(self.columns), self.facts.threads, limit_links=LIMIT_LINKS)
+        except ValueError as problem:
+            raise TraceError(f"cannot count the calls of the recording: {problem}") from problem
+
+
+# Written
+
+
+def dump(path: str | os.PathLike[str], trace: spans.Trace, tally: Tally | None = None) -> Path:
+    """Write a trace, and the tally if one is given, as a recording.
+
+    The file appears complete and with mode 0600 or not at all, and replaces an older one; directories above it are
+    made. Raises `TraceError` when it cannot be written, or the spans are no sound trace.
+    """
+    try:
+        columns = trace_of(trace.spans)
+    except ValueError as problem:
+        raise TraceError(f"cannot write the recording {os.fspath(path)}: {problem}") from problem
+    return write(path, columns, trace, tally)
+
+
+def write(path: str | os.PathLike[str], columns: Trace, facts: spans.Trace, tally: Tally | None = None) -> Path:
+    """Write columns; `facts` are what the trace knows beside its spans. As `dump`."""
+    target = Path(path)
+    try:
+        with atomic.replacing(target) as file:
+            _write(file, columns, facts, tally)
+    except OSError as problem:
+        raise TraceError(f"cannot write the recording {target}: {problem.strerror or problem}") from problem
+    return target
+
+
+def _write(file: Any, columns: Trace, facts: spans.Trace, tally: Tally | None) -> None:
+    sites = Sites(columns.sites)
+    places = np.array([sites.place(site) for site in columns.sites], dtype=np.int32)
+    arrays, more = packed(columns, _attributes_text)
+    arrays["site"] = places[arrays["site"]].astype(arrays["site"].dtype) if len(places) else arrays["site"]
+    base_ns = facts.start_ns
+    more["samples"] = [
+        [one.name, one.device, one.at_ns - base_ns, one.value] for one in facts.samples if one.value is not None
+    ]
+    pieces = metadata(facts, base_ns, sites, tally, 0)
+    known = "".join(piece if isinstance(piece, str) else piece.decode() for piece in pieces)
+    text = f'{{"layout":{LAYOUT},"spans":{encode(safe(more))},"trace":{known}}}'
+    arrays["metadata"] = np.frombuffer(text.encode(), dtype=np.uint8)
+    write_archive(file, ((f"{name}.npy", _member(column)) for name, column in arrays.items()))
+
+
+def _member(column: Column) -> bytes:
+    member = io.BytesIO()
+    np.lib.format.write_array(member, column, version=(1, 0), allow_pickle=False)
+    return member.getvalue()
+
+
+def _attributes_text(attributes: Any) -> str:
+    return encode(safe(dict(attributes)))
+
+
+# Read back
+
+
+def is_recording(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as a recording does."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(4) == b"PK\x03\x04"
+    except OSError:
+        return False
+
+
+def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
+    """Read a recording. Raises `TraceError` for whatever cannot be read, or is not sound."""
+    with _refusals(path):
+        arrays = _arrays(Path(path), limit_bytes)
+        known = json.loads(arrays.pop("metadata").tobytes())
+        if known["layout"] != LAYOUT:
+            raise ValueError(f"its layout is {known['layout']!r:.20}; read it with the version that wrote it")
+        about = Metadata(checked(known["trace"], dict))
+        more = checked(known["spans"], dict)
+        columns = unpacked(arrays, more, about.sites)
+        facts = about.trace([], [_sample(about.base_ns, *each) for each in more["samples"]])
+        saved = Saved(columns, facts, about.tally())
+        if saved.tally is None and int(columns.level.sum(dtype=np.int64)) > LIMIT_LINKS:
+            saved = replace(saved, tally=saved.counted())
+        return saved
+
+
+def _sample(base_ns: int, name: Any, device: Any, since_ns: Any, value: Any) -> Sample:
+    return Sample(
+        checked(name, str), checked(device, int), base_ns + checked(since_ns, int), checked(value, float, int)
+    )
+
+
+def _arrays(path: Path, limit_bytes: int) -> dict[str, Column]:
+    found: dict[str, Column] = {}
+    with zipfile.ZipFile(path) as archive:
+        if sum(member.file_size for member in archive.infolist()) > limit_bytes:
+            raise ValueError(f"it unpacks to more than {limit_bytes} bytes")
+        for member in archive.infolist():
+            found[member.filename.removesuffix(".npy")] = _array(archive.read(member))
+    if len(found["span_id_steps"]) > LIMIT_SPANS:
+        raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
+    return found
+
+
+def _array(data: bytes) -> Column:
+    """An array of whole numbers, as a view of what was read: what its head claims is never made room for."""
+    head = io.BytesIO(data)
+    if np.lib.format.read_magic(head) != (1, 0):
+        raise ValueError("an array in it is of another version of numpy's format")
+    shape, _, kind = np.lib.format.read_array_header_1_0(head)
+    if kind.kind not in "iub" or len(shape) != 1 or shape[0] * kind.itemsize != len(data) - head.tell():
+        raise ValueError("an array in it is no column of whole numbers; it is damaged")
+    return np.frombuffer(data, kind, offset=head.tell())
+
+
+@contextmanager
+def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Everything that a file may raise, as a `TraceError`."""
+    try:
+        yield
+    except OSError as problem:
+        why: str = f"{problem.strerror or problem}; give a recording that may be read"
+        raise TraceError(f"cannot read the recording {os.fspath(path)}: {why}") from problem
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError) as problem:
+        why = f"it is cut off or damaged ({problem!s:.80}); write or copy it again"
+        raise TraceError(f"cannot read the recording {os.fspath(path)}: {why}") from problem
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as problem:
+        raise TraceError(f"cannot read the recording {os.fspath(path)}: {problem!s:.200}") from problem

@@ -1,0 +1,62 @@
+"""Trees as a column of parents: which row is the parent of each, and how deep each lies, in whatever order rows are."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+NONE = -1
+"""In place of a row: there is none."""
+
+
+def rows_of(ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The rows of the wanted ids, of which each is there once, -1 for those that are not there."""
+    if not len(ids):
+        return np.full(len(wanted), NONE, dtype=np.int32)
+    first, last = int(ids.min()), int(ids.max())
+    if last - first < 4 * len(ids) + 1_000:  # most are numbered one after another: a table of all is faster than a sort
+        table = np.full(last - first + 1, NONE, dtype=np.int32)
+        table[ids - first] = np.arange(len(ids), dtype=np.int32)
+        inside = (wanted >= first) & (wanted <= last)
+        found = table[np.where(inside, wanted, first) - first]
+        found[~inside] = NONE
+        return np.asarray(found)
+    order = np.argsort(ids)
+    places = np.searchsorted(ids, wanted, sorter=order).clip(max=len(ids) - 1)
+    rows = order[places].astype(np.int32)
+    rows[ids[rows] != wanted] = NONE
+    return np.asarray(rows)
+
+
+def levels(parents: NDArray[np.int32]) -> NDArray[np.int32]:
+    """How many rows are above each. Pointers are doubled: as many rounds as the depth has binary digits.
+
+    Raises `ValueError` where parents run in a circle.
+    """
+    depth = (parents != NONE).astype(np.int32)
+    open_rows = np.flatnonzero(depth)
+    # Of each row one that is `depth` levels above it: its parent, then that one's, then one two above that, and so on.
+    above = parents.copy()
+    for _ in range(len(parents).bit_length() + 1):
+        if not len(open_rows):
+            return np.asarray(depth)
+        up = above[open_rows]
+        farther = above[up]
+        depth[open_rows] += depth[up]
+        above[open_rows] = farther
+        open_rows = open_rows[farther != NONE]
+    raise ValueError("parents in it run in a circle; it is damaged")
+
+
+def tops(parents: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The topmost row at or above each. Raises `ValueError` where parents run in a circle."""
+    found = np.where(parents == NONE, np.arange(len(parents), dtype=np.int32), parents)
+    for _ in range(len(parents).bit_length() + 1):
+        farther = found[found]
+        if (farther == found).all():
+            # What has come round a circle may stand still, but on no topmost row.
+            if (parents[found] != NONE).any():
+                break
+            return np.asarray(found)
+        found = farther
+    raise ValueError("parents in it run in a circle; it is damaged")

@@ -1,0 +1,127 @@
+"""Span objects as columns, and columns as span objects: the way between what makes single spans and what takes many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Any, overload
+
+import numpy as np
+
+from instrument.spans import AttributeValue, DeviceInterval, Site, Span
+from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.forest import NONE
+
+
+class AttributesOfSpans(Sequence[Mapping[str, AttributeValue]]):
+    """The attributes of spans by their row, which the spans keep."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @overload
+    def __getitem__(self, row: int) -> Mapping[str, AttributeValue]: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[Mapping[str, AttributeValue]]: ...
+    def __getitem__(self, row: int | slice) -> Any:
+        if isinstance(row, slice):
+            return [span.attributes for span in self._spans[row]]
+        return self._spans[row].attributes
+
+
+def trace_of(spans: Sequence[Span]) -> Trace:
+    """The columns of spans, in their order, at 1.2 us a span.
+
+    Raises `ValueError` for spans that are no sound trace.
+    """
+    sites: dict[Site, int] = {}
+    errors: dict[str | None, int] = {None: NONE}
+    site_numbers = _numbered(map(attrgetter("site"), spans), sites)
+    error_numbers = _numbered(map(attrgetter("error"), spans), errors)
+    intervals, rows = _intervals(spans)
+    columns = {name: _numbers(map(attrgetter(name), spans), len(spans)) for name in _NUMBERS}
+    return Trace(
+        sites=tuple(sites),
+        errors=tuple(error for error in errors if error is not None),
+        **columns,
+        site=site_numbers,
+        error=error_numbers,
+        clipped=np.fromiter(map(attrgetter("clipped"), spans), np.bool_, len(spans)),
+        device=_columns_of(intervals, rows),
+        attributes=AttributesOfSpans(spans),
+        with_attributes=np.fromiter(map(bool, map(attrgetter("attributes"), spans)), np.bool_, len(spans)),
+        remote={
+            row: remote for row, remote in enumerate(map(attrgetter("remote"), spans)) if remote is not None
+        },
+    )  # fmt: skip
+
+
+_NUMBERS = (
+    "span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns",
+)  # fmt: skip
+
+
+def _numbers(values: Iterable[int], count: int) -> Int64s:
+    try:
+        return np.fromiter(values, np.int64, count)
+    except OverflowError as problem:
+        raise ValueError("it has a number of more than 64 bits; it is damaged") from problem
+
+
+def _numbered(values: Iterable[Any], known: dict[Any, int]) -> Int32s:
+    """Of each value its number: those that are not known yet are counted on, by first sight."""
+    found = list(values)
+    for value in dict.fromkeys(found):
+        known.setdefault(value, len(known) + min(known.values(), default=0))
+    return np.fromiter(map(known.__getitem__, found), np.int32, len(found))
+
+
+def _intervals(spans: Sequence[Span]) -> tuple[list[DeviceInterval], Int32s]:
+    of_spans = list(map(attrgetter("device"), spans))
+    counts = np.fromiter(map(len, of_spans), np.int32, len(spans))
+    return list(chain.from_iterable(of_spans)), np.repeat(np.arange(len(spans), dtype=np.int32), counts)
+
+
+def _columns_of(intervals: Sequence[DeviceInterval], rows: Int32s) -> DeviceIntervals:
+    labels: dict[str, int] = {}
+    count = len(intervals)
+    return DeviceIntervals(
+        row=rows,
+        label=_numbered(map(attrgetter("label"), intervals), labels),
+        labels=tuple(labels),
+        **{
+            name: _numbers(map(attrgetter(name), intervals), count)
+            for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns")
+        },
+    )
+
+
+def spans_of(trace: Trace) -> list[Span]:
+    """Columns as objects, a span for each row, in the same order."""
+    devices = _devices_of(trace)
+    names: list[str | None] = [*trace.errors, None]
+    columns: list[Iterable[Any]] = [map(trace.sites.__getitem__, trace.site.tolist())]
+    columns += [getattr(trace, name).tolist() for name in _NUMBERS]
+    columns.append(map(names.__getitem__, trace.error.tolist()))
+    make: Callable[..., Span] = Span
+    spans = list(map(make, *columns, repeat({}), devices, trace.clipped.tolist()))
+    for row in np.flatnonzero(trace.with_attributes).tolist():
+        spans[row].attributes = trace.attributes[row]
+    for row, remote in trace.remote.items():
+        spans[row].remote = remote
+    return spans
+
+
+def _devices_of(trace: Trace) -> list[tuple[DeviceInterval, ...]]:
+    its = trace.device
+    found: list[tuple[DeviceInterval, ...]] = [()] * len(trace)
+    columns = (its.device, its.stream, its.start_ns, its.end_ns)
+    labels = map(its.labels.__getitem__, its.label.tolist())
+    made = map(DeviceInterval, *(one.tolist() for one in columns), labels, its.uncertainty_ns.tolist())
+    for row, interval in zip(its.row.tolist(), made, strict=True):
+        found[row] += (interval,)
+    return found

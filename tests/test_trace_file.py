@@ -1,0 +1,189 @@
+"""Saved recordings: what was saved comes back exactly, numpy reads it by itself, and no damaged one does harm."""
+
+from __future__ import annotations
+
+import json
+import random
+import stat
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fuzz_traces import changed_bytes, sample_trace
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle.recordings import program
+from raw_spans import traces
+
+from instrument import chrome
+from instrument.errors import TraceError
+from instrument.spans import Origin, Site, Span, Trace, by_start
+from instrument.tally import Tally
+from instrument.trace import file
+from instrument.trace.of_spans import trace_of
+
+
+def saved_and_read(folder: Path, trace: Trace, tally: Tally | None = None) -> file.Saved:
+    return file.load(file.dump(folder / "recording.npz", trace, tally))
+
+
+def facts(trace: Trace) -> str:
+    """All of a trace by value but for its start-up, in the order of its file."""
+    by_start(trace.spans)
+    spans = [[getattr(one, name) for name in Span.__slots__ if name != "site"] + [one.site.key] for one in trace.spans]
+    known = {name: getattr(trace, name) for name in Trace.__slots__ if name not in ("spans", "startup")}
+    sequences = ("notes", "samples", "gpus", "kernels", "allocations", "flops")
+    return repr((spans, known | {name: tuple(known[name]) for name in sequences}))
+
+
+@given(trace=traces())
+def test_any_spans_come_back_exactly(tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
+    assert facts(saved_and_read(tmp_path_factory.mktemp("saved"), trace).trace()) == facts(trace)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_is_known_beside_the_spans_comes_back_as_from_chrome(seed: int, tmp_path: Path) -> None:
+    trace = program(seed, 120)
+    tally = Tally.of_spans(trace.spans, trace.threads)
+    expected, expected_tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace, tally))
+    saved = saved_and_read(tmp_path, trace, tally)
+    assert facts(saved.trace()) == facts(expected)
+    assert saved.facts.startup is not None
+    assert expected.startup is not None
+    assert replace(saved.facts.startup, firsts=(), request=None) == replace(
+        expected.startup, firsts=(), request=None
+    )  # fmt: skip
+    rows, expected_rows = ([(r.thread_id, r.totals) for r in one.rows()] for one in (saved.counted(), expected_tally))
+    assert rows == expected_rows
+
+
+def test_numpy_reads_it_without_us(tmp_path: Path) -> None:
+    trace = program(2, 100)
+    path = file.dump(tmp_path / "recording.npz", trace)
+    spans = sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
+    with np.load(path, allow_pickle=False) as arrays:
+        start_ns = np.cumsum(arrays["start_ns_steps"], dtype=np.int64)
+        assert start_ns.tolist() == [span.start_ns for span in spans]
+        assert arrays["total_ns"].tolist() == [span.total_ns for span in spans]
+        assert arrays["thread_ids"][arrays["thread"]].tolist() == [span.thread_id for span in spans]
+        sites = json.loads(bytes(arrays["metadata"]))["trace"]["sites"]
+        assert [sites[place]["name"] for place in arrays["site"]] == [span.site.name for span in spans]
+
+
+def test_it_is_for_its_owner_only_and_zipfile_finds_no_fault_in_it(tmp_path: Path) -> None:
+    path = file.dump(tmp_path / "new" / "recording.npz", program(1, 50))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(path.parent.iterdir()) == [path]
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+
+
+def test_it_is_the_same_without_isal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = program(3, 80)
+    usual = facts(saved_and_read(tmp_path, trace).trace())
+    monkeypatch.setitem(sys.modules, "isal", None)
+    assert facts(saved_and_read(tmp_path, trace).trace()) == usual
+
+
+def test_a_recording_cannot_be_where_a_folder_is(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot write the recording"):
+        file.dump(tmp_path, program(1, 10))
+
+
+def span(span_id: int, parent_id: int, **more: int) -> Span:
+    return Span(Site("f"), span_id, parent_id, 1, 1, 0, more.get("start_ns", 0), more.get("end_ns", 9), 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("spans", "why"),
+    [
+        ([span(1, 2), span(2, 1)], "circle"),
+        ([span(1, 2), span(2, 3), span(3, 1), span(4, 0)], "circle"),
+        ([span(1, 1)], "circle"),
+        ([span(1, 0), span(1, 0)], "two spans in it have one id"),
+        ([span(1, 0), span(1 << 61, 0), span(1 << 61, 0)], "two spans in it have one id"),
+        ([span(1, 0, start_ns=5, end_ns=4)], "ends before it starts"),
+        ([span(1, 0, end_ns=(1 << 63) - 1)], "time that no clock reads"),
+    ],
+)
+def test_spans_that_are_no_sound_trace_are_refused(spans: list[Span], why: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=why):
+        trace_of(spans)
+    with pytest.raises(TraceError, match=why):
+        file.dump(tmp_path / "recording.npz", Trace(Origin(1, "shop", 0, 0), 0, 9, spans))
+
+
+def test_a_chain_of_twenty_thousand_levels_is_no_circle() -> None:
+    assert trace_of([span(number, number - 1) for number in range(1, 20_001)]).level[-1] == 19_999
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_damaged_recording_is_read_or_refused(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    trace, tally = sample_trace(seed)
+    whole, path = file.dump(tmp_path / "recording.npz", trace, tally).read_bytes(), tmp_path / "damaged.npz"
+    for _ in range(40):
+        path.write_bytes(changed_bytes(chance, whole))
+        try:
+            file.load(path).trace()
+        except TraceError:
+            pass
+
+
+@given(data=st.data())
+def test_arrays_that_say_anything_are_a_sound_trace_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("saved")
+    path = file.dump(folder / "recording.npz", program(4, 30))
+    with np.load(path) as arrays:
+        found = {name: arrays[name].copy() for name in arrays.files}
+    name = data.draw(st.sampled_from(sorted(set(found) - {"metadata"})))
+    number = data.draw(st.sampled_from([0, 1, -1, 7, 255, 1 << 31, (1 << 63) - 1, -(1 << 63)]))
+    if len(found[name]) and data.draw(st.booleans()):
+        found[name] = found[name].astype(np.int64)
+        found[name][data.draw(st.integers(0, len(found[name]) - 1))] = number
+    else:
+        found[name] = data.draw(st.sampled_from([found[name][:-1], np.zeros(3), found[name].reshape(1, -1)]))
+    np.savez(path, **found)
+    try:
+        file.load(path).trace()
+    except TraceError:
+        return
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"\x93NUMPY"])
+def test_what_is_no_recording_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "recording.npz"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="cannot read the recording"):
+        file.load(path)
+
+
+def test_a_small_file_does_not_unpack_to_all_memory(tmp_path: Path) -> None:
+    path = tmp_path / "recording.npz"
+    np.savez_compressed(path, span_id_steps=np.zeros(1 << 22, dtype=np.uint8))
+    with pytest.raises(TraceError, match="unpacks to more"):
+        file.load(path, limit_bytes=1 << 20)
+
+
+def test_the_command_reports_on_a_recording_as_on_a_chrome_trace(tmp_path: Path) -> None:
+    trace = program(5, 150)
+    paths = chrome.dump(tmp_path / "trace.json.gz", trace), file.dump(tmp_path / "recording.npz", trace)
+    command = [sys.executable, "-m", "instrument", "report", "--view", "events,requests,device,copies"]
+    told = [subprocess.run([*command, path], capture_output=True, check=True, timeout=60).stdout for path in paths]
+    assert told[0] == told[1]
+    assert b"Profiling Report" in told[0]
+
+
+def test_the_command_refuses_a_damaged_recording_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "recording.npz"
+    path.write_bytes(b"PK\x03\x04damaged")
+    done = subprocess.run([sys.executable, "-m", "instrument", "report", path], capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count(b"\n") == 1
+    assert b"cannot read the recording" in done.stderr
