@@ -128,7 +128,7 @@ def write(stream: TextIO, text: str, limit_ns: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Destination:
     """Where a process of a service puts what it leaves behind: below the folder in which its session began.
 
     Files of the first process need no number of the process in their names.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from instrument.unpatched import RLock
 
 
-class Lock:
+class SessionLock:
     """A reentrant lock. A signal that comes to its holder can be put off until it lets go."""
 
     def __init__(self) -> None:

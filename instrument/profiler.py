@@ -30,7 +30,7 @@ from instrument.first_request import taken_for_first
 from instrument.generation import Reload
 from instrument.governor import Budget
 from instrument.import_times import ImportTimes
-from instrument.lock import Lock
+from instrument.lock import SessionLock
 from instrument.meter import Books, Ended, Meter
 from instrument.metrics import Snapshot
 from instrument.outbox import Outbox
@@ -89,7 +89,7 @@ class Session:
         self.generation = 1
         self._digest = profile.digest
         self._forget = forget
-        self._lock = Lock()
+        self._lock = SessionLock()
         self._undos: list[Callable[[], None]] = []
         self._last_undos: list[Callable[[], object]] = [lambda: forget(self)]
         self.onlookers: list[Callable[[], object]] = []
@@ -806,8 +806,8 @@ class Session:
         )
         self.account.lose("files removed to stay within limits.disk", removed)
 
-    def _place(self) -> files.Place:
-        return files.Place(self._folder, self.profile.service, is_first=is_main() and not self._forked)
+    def _place(self) -> files.Destination:
+        return files.Destination(self._folder, self.profile.service, is_first=is_main() and not self._forked)
 
     def _print_summary(self, wanted: Summary) -> None:
         # Workers of one service write to one stream: which of them this is stands in each.
@@ -827,7 +827,7 @@ class Session:
         """The child records on its own: own rings, ids, threads and files. `whole`: no reload was under way."""
         self._forked = True
         self._reloading = RLock()
-        self._lock = Lock()
+        self._lock = SessionLock()
         self.selection.after_fork_in_child()
         if not whole:
             _attempt("reload that a fork cut short", lambda: self.selection.change(self.profile, anew=True))

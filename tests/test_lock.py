@@ -7,11 +7,11 @@ import signal
 import threading
 from types import FrameType
 
-from instrument.lock import Lock
+from instrument.lock import SessionLock
 
 
 def test_a_signal_to_its_holder_is_sent_again_when_the_outermost_lets_go() -> None:
-    lock, seen = Lock(), []
+    lock, seen = SessionLock(), []
 
     def handle(number: int, frame: FrameType | None) -> None:
         seen.append(lock.postpone(number))
@@ -28,7 +28,7 @@ def test_a_signal_to_its_holder_is_sent_again_when_the_outermost_lets_go() -> No
 
 
 def test_a_signal_to_a_thread_that_does_not_hold_it_is_not_put_off() -> None:
-    lock, busy, done = Lock(), threading.Event(), threading.Event()
+    lock, busy, done = SessionLock(), threading.Event(), threading.Event()
 
     def hold() -> None:
         with lock.held():

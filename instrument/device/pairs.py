@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from instrument.device.anchors import Anchors, Place
+from instrument.device.anchors import Anchors, Moment
 from instrument.device.streams import Stream
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Pair:
     def clear(self) -> None:
         """As it lies in the pool."""
         self.handle = self.stream = self.thread_id = self.begin_ns = self.end_ns = self.error = 0
-        self.place: Place | None = None
+        self.place: Moment | None = None
         self.whole: Pair | None = None
         self.running: Pair | None = None
         self.row: tuple[Any, int, int, int] | None = None

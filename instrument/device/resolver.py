@@ -11,7 +11,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from instrument.device import cuda
-from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS, Place
+from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS, Moment
 from instrument.device.intervals import Intervals
 from instrument.device.pairs import Context, Driver, Held, Pair, Times
 from instrument.device.streams import Stream
@@ -504,18 +504,18 @@ class Resolver:
         finally:
             self._give_back(whole)
 
-    def _place(self, context: Context, pair: Pair, offset_ns: int | None) -> Place | None:
+    def _place(self, context: Context, pair: Pair, offset_ns: int | None) -> Moment | None:
         """When a pair began on the device, which lies `offset_ns` after the newest anchor: not before it was asked to.
 
         None where the driver does not tell.
         """
         anchor = context.anchors.newest_event
         if anchor is None:  # the device has been too busy to be read
-            return Place(pair.begin_ns, self._now() - pair.begin_ns, near=False)
+            return Moment(pair.begin_ns, self._now() - pair.begin_ns, near=False)
         error = 0
         if offset_ns is None:
             error, offset_ns = self._driver.elapsed_ns(anchor, pair.begin)
-        place: Place | None = None
+        place: Moment | None = None
         if not error:
             error, place = context.anchors.place(pair.begin, offset_ns)
         if error or place is None:

@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import FAULTS, logger
-from instrument.otlp.delivery import Verdict
 from instrument.otlp.metrics import PATIENCE_NS, Metrics, metrics_url
 from instrument.otlp.packing import Ids
 from instrument.otlp.points import Series
+from instrument.otlp.response import Response
 from instrument.otlp.senders import THREAD_NAME, Sender, sender_for
 from instrument.otlp.tracer import (
     detected_attributes,
@@ -427,7 +427,7 @@ class Exporter:
         metrics.snapshots.delivered(snapshot)
         return True
 
-    def _deliver_metrics(self, sender: Sender, series: Sequence[Series]) -> Verdict:
+    def _deliver_metrics(self, sender: Sender, series: Sequence[Series]) -> Response:
         """Send one request of metrics. What waits because the collector asks for it does not hold up spans.
 
         At the end there are no spans to hold up, and no next time: then it may take as long as the end may.
@@ -495,7 +495,7 @@ class Exporter:
         last_ns = time.monotonic_ns() + timeout_ns
         while True:
             if not self._hold(sender, last_ns):
-                verdict = Verdict(False, reason=self._reason)
+                verdict = Response(False, reason=self._reason)
                 break
             deadline_ns = time.monotonic_ns() + timeout_ns
 
@@ -549,7 +549,7 @@ class Exporter:
         except Empty:
             pass  # waited in full
 
-    def _say(self, verdict: Verdict) -> None:
+    def _say(self, verdict: Response) -> None:
         """Log the first failure and the recovery from it, each at most once in a while."""
         if verdict.reason:
             self._reason = verdict.reason if verdict.reason.isprintable() else repr(verdict.reason)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from instrument.metrics import Snapshot
-from instrument.otlp.delivery import Verdict
 from instrument.otlp.points import Point, Series
+from instrument.otlp.response import Response
 from instrument.otlp.snapshots import Piece, Snapshots
 from instrument.spans import HOST, Gpu, Origin, Sample
 from instrument.unpatched import Lock
@@ -164,7 +164,7 @@ class Metrics:
         found = series_of(samples, gpus, origin, self._newest, self._begun_ns)
         return found, len(samples)
 
-    def settle(self, samples: int, lost: int, verdict: Verdict) -> None:
+    def settle(self, samples: int, lost: int, verdict: Response) -> None:
         """Count what became of a request of samples. A collector that has no place for metrics gets no more."""
         with self._lock:
             fate = "rejected" if verdict.taken else "failed"
@@ -172,7 +172,7 @@ class Metrics:
             self._lost[fate] += min(lost, samples)
         self._heed(verdict, lost)
 
-    def settle_piece(self, piece: Piece, verdict: Verdict) -> None:
+    def settle_piece(self, piece: Piece, verdict: Response) -> None:
         """Count what became of a part of a snapshot, likewise. Where it was not taken, the next snapshot tells it."""
         if verdict.taken:
             self.snapshots.taken(piece)
@@ -180,7 +180,7 @@ class Metrics:
                 self._lost_series["rejected"] += verdict.rejected
         self._heed(verdict, verdict.rejected if verdict.taken else piece.points)
 
-    def _heed(self, verdict: Verdict, lost: int) -> None:
+    def _heed(self, verdict: Response, lost: int) -> None:
         with self._lock:
             if lost:
                 self._reason = verdict.reason or "the collector did not say why"

@@ -18,9 +18,9 @@ from instrument.document import without_secrets
 from instrument.errors import ExportError
 from instrument.otlp import packing
 from instrument.otlp.connection import Connection, Timed, TlsConnection, context
-from instrument.otlp.delivery import Verdict
 from instrument.otlp.metrics import PATIENCE_NS, metrics_url
 from instrument.otlp.points import Point, Series, pack_metric
+from instrument.otlp.response import Response
 from instrument.spans import Origin, Span
 from instrument.threads import current_name
 
@@ -95,20 +95,20 @@ class Http:
         """Bytes that a piece adds to a request."""
         return len(piece)
 
-    def send(self, pieces: Sequence[bytes], left_s: Callable[[], float], pause: Callable[[float], None]) -> Verdict:
+    def send(self, pieces: Sequence[bytes], left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
         """Deliver one request, trying again while there is time and hope."""
         return self._send(self._head, packing.request_of(self._resource, pieces), len(pieces), left_s, pause)
 
     def send_metrics(
         self, series: Sequence[Series], left_s: Callable[[], float], pause: Callable[[float], None]
-    ) -> Verdict:
+    ) -> Response:
         """Deliver one request of metrics, likewise; what is rejected counts points."""
         body = packing.request_of(self._resource, map(pack_metric, series))
         return self._send(self._metrics_head, body, sum(len(one.points) for one in series), left_s, pause)
 
     def _send(
         self, head: bytes, body: bytes, count: int, left_s: Callable[[], float], pause: Callable[[float], None]
-    ) -> Verdict:
+    ) -> Response:
         from http.client import HTTPException
 
         if self._gzip:
@@ -125,7 +125,7 @@ class Http:
                     continue
                 reason = f"{type(fault).__name__}: {fault}"
             except HTTPException as fault:
-                return Verdict(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")
+                return Response(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")
             else:
                 if response.status not in (429, 502, 503, 504):
                     return _judge(response, content, count)
@@ -133,9 +133,9 @@ class Http:
                 asked_s = _retry_after_s(response.getheader("Retry-After"))
                 if asked_s > 0:
                     reason = f"{reason}, asks to wait for {asked_s:.0f} s"
-                    return Verdict(False, wait_s=max(asked_s, wait_s), reason=reason)
+                    return Response(False, wait_s=max(asked_s, wait_s), reason=reason)
             if wait_s >= left_s():
-                return Verdict(False, reason=reason)
+                return Response(False, reason=reason)
             pause(wait_s)
             back_off_s *= 2
 
@@ -183,16 +183,16 @@ class Http:
             connection.abort()
 
 
-def _judge(response: HTTPResponse, content: bytes, spans: int) -> Verdict:
+def _judge(response: HTTPResponse, content: bytes, spans: int) -> Response:
     if 200 <= response.status < 300:
         rejected, message = partial_success(content)
-        return Verdict(True, rejected=min(rejected, spans), reason=message)
+        return Response(True, rejected=min(rejected, spans), reason=message)
     reason = f"HTTP {response.status} {response.reason[:100]}"
     location = response.getheader("Location")
     if location:
         reason += f", redirected to {without_secrets(location)[:200]}"
     refused = response.status in _REFUSED
-    return Verdict(False, too_large=response.status == 413, refused=refused, reason=reason)
+    return Response(False, too_large=response.status == 413, refused=refused, reason=reason)
 
 
 def partial_success(answer: bytes) -> tuple[int, str]:
@@ -304,33 +304,33 @@ class Grpc:
         """Nothing: the official exporter packs, so only the number of spans is known."""
         return 0
 
-    def send(self, pieces: Sequence[ReadableSpan], left_s: Callable[[], float], _pause: object) -> Verdict:
+    def send(self, pieces: Sequence[ReadableSpan], left_s: Callable[[], float], _pause: object) -> Response:
         """Deliver one request, within the time that the official exporter was given."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         if left_s() <= 0:
-            return Verdict(False)
+            return Response(False)
         Grpc.said = "the official gRPC exporter reported a failure"
         exporter = self._exporter = self._exporter or self._open()
         try:
             taken = exporter.export(pieces) is SpanExportResult.SUCCESS
         except Exception as fault:  # `abort` may close the channel between two of its tries
-            return Verdict(False, reason=f"{type(fault).__name__}: {fault}")
-        return Verdict(taken, reason="" if taken else self.said)
+            return Response(False, reason=f"{type(fault).__name__}: {fault}")
+        return Response(taken, reason="" if taken else self.said)
 
-    def send_metrics(self, series: Sequence[Series], left_s: Callable[[], float], _pause: object) -> Verdict:
+    def send_metrics(self, series: Sequence[Series], left_s: Callable[[], float], _pause: object) -> Response:
         """Deliver one request of metrics, likewise."""
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         if left_s() <= 0:
-            return Verdict(False)
+            return Response(False)
         Grpc.said = "the official gRPC exporter reported a failure"
         exporter = self._metric_exporter = self._metric_exporter or self._open_metrics()
         try:
             taken = exporter.export(self._metrics_data(series)) is MetricExportResult.SUCCESS
         except Exception as fault:  # as above
-            return Verdict(False, reason=f"{type(fault).__name__}: {fault}")
-        return Verdict(taken, refused="UNIMPLEMENTED" in self.said, reason="" if taken else self.said)
+            return Response(False, reason=f"{type(fault).__name__}: {fault}")
+        return Response(taken, refused="UNIMPLEMENTED" in self.said, reason="" if taken else self.said)
 
     def _metrics_data(self, series: Sequence[Series]) -> Any:
         from opentelemetry.sdk.metrics import export as sdk

@@ -423,7 +423,7 @@ class Probe:
         self.site = site
         works = CallWork.of(recorder, target.function) if site.device else None
         self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes, works)
-        self._place: Place | None = None
+        self._place: Assignment | None = None
         self.is_set = False
 
     def set(self) -> None:
@@ -436,7 +436,7 @@ class Probe:
             made = holders.change(target.raw, target.function, self.wrapped)
             self._name_property()
         if made is not target.raw:
-            self._place = Place(target.owner, target.attribute, made)
+            self._place = Assignment(target.owner, target.attribute, made)
 
     def undo(self) -> None:
         """Put the very object that lay there back."""
@@ -463,7 +463,7 @@ class Probe:
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
 
 
-class Place:
+class Assignment:
     """An attribute of a module or class that has been set, and what it was before."""
 
     __slots__ = ("_attribute", "_before", "_new", "_own", "_owner")
@@ -499,7 +499,7 @@ def attach(target: Target, site: Site, recorder: Recorder = RECORDER) -> tuple[A
 
 def replace(owner: Any, attribute: str, new: Any) -> Undo:
     """Set an attribute of a module or class; the way back leaves alone what somebody else has set since."""
-    return Place(owner, attribute, new).undo
+    return Assignment(owner, attribute, new).undo
 
 
 def undo_all(undos: list[Undo]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Response:
     """What became of one request: whether it was taken, how many of its spans were rejected all the same, and why.
 
     `refused` says that the collector has no place for such requests at all, `wait_s` that it takes none for so long.
