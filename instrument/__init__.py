@@ -13,17 +13,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
-from instrument.probes.functions import profiled
-from instrument.probes.loaders import loader
-from instrument.probes.scopes import annotate, annotate_request, rename_span, scope, scope_end, scope_start, set_status
+from instrument.instrumentors.functions import profiled
+from instrument.instrumentors.loaders import loader
+from instrument.recorder.scopes import (
+    annotate,
+    annotate_request,
+    rename_span,
+    scope,
+    scope_end,
+    scope_start,
+    set_status,
+)
 
 if TYPE_CHECKING:
-    from instrument.handlers import export_chrome, export_otlp, print_summary
-    from instrument.probes.requests.propagation import inject
-    from instrument.process import disable, dump, enable, flush, prometheus, reload, session, start, stop, summary
-    from instrument.profiler import Session
-    from instrument.steps import Profiler
-    from instrument.window import schedule
+    from instrument.instrumentors.requests.propagation import inject
+    from instrument.sessions.handlers import export_chrome, export_otlp, print_summary
+    from instrument.sessions.process import (
+        disable,
+        dump,
+        enable,
+        flush,
+        prometheus,
+        reload,
+        session,
+        start,
+        stop,
+        summary,
+    )
+    from instrument.sessions.profiler import Profiler
+    from instrument.sessions.session import Session
+    from instrument.sessions.window import schedule
 
 __version__ = "0.1.0"
 
@@ -67,19 +86,19 @@ _OF_THE_SESSION = frozenset(
 )
 
 _ROOM_OF = {
-    "Profiler": "steps",
-    "export_chrome": "handlers",
-    "export_otlp": "handlers",
-    "inject": "probes.requests.propagation",
-    "print_summary": "handlers",
-    "schedule": "window",
+    "Profiler": "sessions.profiler",
+    "export_chrome": "sessions.handlers",
+    "export_otlp": "sessions.handlers",
+    "inject": "instrumentors.requests.propagation",
+    "print_summary": "sessions.handlers",
+    "schedule": "sessions.window",
 }
 
 
 def __getattr__(name: str) -> Any:
     # A service that only decorates its functions does not pay for the exporters.
     if name in _OF_THE_SESSION:
-        from instrument import process
+        from instrument.sessions import process
 
         return getattr(process, name)
     if name in _ROOM_OF:

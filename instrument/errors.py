@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from instrument.faults import FAULTS as FAULTS
-from instrument.faults import Faults as Faults
-from instrument.faults import logger as logger
-
 ERROR_NAME_LIMIT = 200
 """So many characters of an exception class's name are kept."""
 

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import instrument
-from instrument.errors import FAULTS
-from instrument.imports import Finder
-from instrument.probes import contexts, loaders
-from instrument.probes.selection import Selection
-from instrument.recorder import RECORDER, PureRecorder, Recorder
-from instrument.schema import loads
+from instrument.instrumentors import contexts, loaders
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER, PureRecorder, Recorder
+from instrument.runtime.faults import FAULTS
+from instrument.runtime.imports import Finder
 
 pytest_plugins = ["driver"]
 
@@ -84,7 +84,7 @@ def left_behind() -> list[str]:
         found.append("the recorder is on")
     if RECORDER.current_id():
         found.append("a span is current")
-    process = sys.modules.get("instrument.process")
+    process = sys.modules.get("instrument.sessions.process")
     if process is not None and process._session is not None:
         found.append("a session runs")
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

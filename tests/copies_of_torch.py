@@ -18,15 +18,15 @@ torch = pytest.importorskip("torch")
 from fake_torch_device import NAME, use  # noqa: E402 - after the skip
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
-from instrument.errors import FAULTS  # noqa: E402
-from instrument.probes.copies import Copies  # noqa: E402
-from instrument.probes.copies import torch as room  # noqa: E402
-from instrument.probes.copies.transfers import Transfers  # noqa: E402
-from instrument.profile import DIRECTIONS, CopyRule  # noqa: E402
-from instrument.recorder import Recorder  # noqa: E402
-from instrument.report.events import events  # noqa: E402
+from instrument.instrumentors.copies import Copies  # noqa: E402
+from instrument.instrumentors.copies import torch_copies as room  # noqa: E402
+from instrument.instrumentors.copies.transfers import Transfers  # noqa: E402
+from instrument.profile.model import DIRECTIONS, CopyRule  # noqa: E402
+from instrument.recorder.recorder import Recorder  # noqa: E402
+from instrument.recording.spans import Origin, Trace  # noqa: E402
+from instrument.report.events_view import events  # noqa: E402
 from instrument.report.view import Options, Recording  # noqa: E402
-from instrument.spans import Origin, Trace  # noqa: E402
+from instrument.runtime.faults import FAULTS  # noqa: E402
 
 SECOND = f"{NAME}:1"
 

@@ -19,16 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from instrument import chrome, schema
-from instrument.chrome import allocations, reading
+from instrument import chrome
 from instrument.chrome import foreign as foreign_traces
+from instrument.chrome import reading
 from instrument.errors import ProfileError, TraceError
-from instrument.profile import SORT_KEYS, STATES, VIEWS
-from instrument.report import allocations as report_allocations
-from instrument.report import places as report_places
-from instrument.report.summary import summary, summary_document
-from instrument.report.view import Options, Recording
-from instrument.spans import (
+from instrument.profile import keys
+from instrument.profile.model import SORT_KEYS, STATES, VIEWS
+from instrument.recording.spans import (
     HOST,
     WORK,
     Allocation,
@@ -48,13 +45,18 @@ from instrument.spans import (
     Trace,
     by_start,
 )
-from instrument.tally import Tally
-from instrument.window import Windows
+from instrument.recording.tally import Tally
+from instrument.report import allocation_sums as report_allocations
+from instrument.report import places as report_places
+from instrument.report.summary import summary, summary_document
+from instrument.report.view import Options, Recording
+from instrument.sessions.window import Windows
+from instrument.trace import allocation_lists
 
 TWINS = (
     (reading, "_native"),
     (foreign_traces, "_native"),
-    (allocations, "_native_reader"),
+    (allocation_lists, "_native_reader"),
     (report_allocations, "_native"),
     (report_places, "_native"),
 )
@@ -332,7 +334,7 @@ def fuzz_profiles(folder: Path, count: int, seed: int) -> Counter[str]:
     for _ in range(count):
         path.write_bytes(changed_bytes(chance, chance.choice(whole)))
         try:
-            windows = Windows(schema.load(path).schedule, 0)
+            windows = Windows(keys.load(path).schedule, 0)
             for at_ns in range(1, 50):
                 windows.step(at_ns)
             found["loaded"] += 1

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from instrument.recording.spans import Origin, Trace
+from instrument.recording.tally import Tally
 from instrument.report.table import LINE, columns
 from instrument.report.view import Recording, View
-from instrument.spans import Origin, Trace
-from instrument.tally import Tally
 
 FOLDER = Path(__file__).parent / "golden" / "views"
 

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from otlp_spans import SECOND
 
-from instrument.profile import Otlp
+from instrument.profile.model import Otlp
 
 Behave = Callable[["Handler", int], None]
 """What a collector does with a request of so many spans."""

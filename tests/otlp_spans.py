@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from instrument.spans import Origin, Site, Span
+from instrument.recording.spans import Origin, Site, Span
 
 SECOND = 10**9
 ORIGIN = Origin(pid=1, service="chat", monotonic_ns=1_000, realtime_ns=1_700_000_000 * SECOND + 123_456_789, host="box")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, assign_self_times
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace, assign_self_times
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from instrument.spans import Site
+from instrument.recording.spans import Site
 
 SYNC = (
     "call",

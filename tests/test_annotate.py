@@ -21,10 +21,9 @@ from otlp_spans import ORIGIN
 
 import instrument
 from instrument import chrome
-from instrument.errors import FAULTS
 from instrument.otlp import packing
-from instrument.recorder import NAMES_OF_PLACE
-from instrument.spans import (
+from instrument.recorder.recorder import NAMES_OF_PLACE
+from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
     FIRST_ITEM,
     ITEMS,
@@ -35,6 +34,7 @@ from instrument.spans import (
     Span,
     Trace,
 )
+from instrument.runtime.faults import FAULTS
 
 
 def attributes(recorder: Any) -> dict[str, dict[str, object]]:

@@ -1,13 +1,15 @@
-"""The house: imports point down, the public names are these, and importing the package starts nothing."""
+"""The house: imports point down, names mean one thing, the public names are these, and importing starts nothing."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -16,103 +18,167 @@ import tomllib
 import instrument
 
 ROOT = Path(instrument.__file__).parent
+PROJECT = ROOT.parent
 
-FLOORS: list[list[str]] = [
-    [
-        "unpatched", "errors", "threads", "termination", "atomic", "board", "clock", "compression", "http_status",
-        "document", "native", "spans", "tally", "paths", "lines", "ring", "rows", "environment", "hello",
-        "memory_limit", "annotation", "metrics", "faults", "kinds", "control_groups",
-    ],
-    ["profile", "presets", "pure", "wrapping", "shelf", "recorder", "imports", "main_module", "import_times", "device"],
-    [
-        "schema", "probe_cost", "probes", "capture", "governor", "window", "step_spans", "control", "chrome", "otlp",
-        "report", "stretch", "lock", "ticks", "meter", "trace",
-    ],
-    [
-        "process", "profiler", "account", "first_request", "generation", "reader", "outbox", "files", "handlers",
-        "steps", "operator_spans", "torch_profiler", "sharing", "exposition",
-    ],
-    ["", "__main__", "cli", "autostart", "faces"],
-]  # fmt: skip
+FLOORS: list[set[str]] = [
+    {"native", "runtime"},
+    {"profile", "recording"},
+    {"recorder", "trace"},
+    {"device", "instrumentors"},
+    {"chrome", "otlp", "report"},
+    {"agent", "sessions"},
+    {"cli", "compat"},
+]
+"""The rooms, from the lowest floor up. A room that does not stand yet has its place all the same."""
 
-WITHIN = {
-    "errors": {"faults"},
-    "faults": {"unpatched"},
-    "threads": {"errors", "unpatched"},
-    "memory_limit": {"errors"},
-    "metrics": {"tally"},
-    "spans": {"kinds", "native"},
-    "annotation": {"spans"},
-    "tally": {"native", "spans"},
-    "paths": {"native", "spans"},
-    "lines": {"native", "paths", "spans", "tally"},
-    "ring": {"spans", "tally", "unpatched"},
-    "rows": {"native", "paths", "ring", "spans"},
-    "recorder": {"pure", "shelf", "wrapping"},
-    "device": {"imports", "profile", "recorder"},
-    "probe_cost": {"probes"},
-    "trace": {"chrome"},  # the metadata, which is no more Chrome's than ours
-    "report": {"trace"},
-    "process": {"profiler", "generation"},
-    "profiler": {"account", "exposition", "first_request", "files", "generation", "outbox", "reader"},
-    "account": {"reader"},
-    "generation": {"files"},
-    "handlers": {"profiler", "files", "torch_profiler"},
-    "sharing": {"process", "profiler", "torch_profiler"},
-    "steps": {"process", "profiler", "handlers", "sharing", "torch_profiler"},
-    "torch_profiler": {"operator_spans"},
-    "cli": {"autostart"},
-    "__main__": {"cli"},
-}
-"""What may be imported on a room's own floor."""
+BENEATH, ABOVE = {"errors", "clock"}, {"", "__main__"}
+"""The modules of the root itself: on the first two the whole house stands, the others are its doors."""
 
 MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in ROOT.rglob("*.py"))
 
 
-def room(module: Path) -> str:
-    """The room of a module: its first name below the package, "" for the package itself."""
-    return "" if module.parts == ("__init__",) else module.parts[0]
+def dotted(module: Path) -> str:
+    """The name of a module below the package, "" for the package itself."""
+    return ".".join(module.parts[:-1] if module.name == "__init__" else module.parts)
+
+
+NAMES = {dotted(module): module for module in MODULES}
+
+
+def room(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def floor(name: str) -> int:
+    """The floor of a room, or of a module of the root."""
+    if name in BENEATH:
+        return -1
+    if name in ABOVE:
+        return len(FLOORS)
     return next(index for index, rooms in enumerate(FLOORS) if name in rooms)
 
 
-def imported_rooms(module: Path) -> set[str]:
-    tree = ast.parse((ROOT / module).with_suffix(".py").read_text())
-    rooms = set()
-    for node in ast.walk(tree):
-        names = []
+def imported(module: Path) -> set[str]:
+    """The modules of the package that one imports, anywhere in it, also for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / module).with_suffix(".py").read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            told = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[:2] == ["instrument", "_recorder"]:
-                continue  # native, and optional: it imports nothing
-            if parts[0] == "instrument" and len(parts) > 1:
-                known = (ROOT / parts[1]).is_dir() or (ROOT / f"{parts[1]}.py").exists()
-                rooms.add(parts[1] if known else "")
-    return rooms
+            told = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for source, name in told:
+            first, _, below = source.partition(".")
+            if first != "instrument":
+                continue
+            inner = f"{below}.{name}" if below and name else below or name
+            if inner in NAMES:
+                found.add(inner)
+            elif below == "native" and name.startswith("_"):
+                continue  # built of C, and optional: it imports nothing
+            elif below.startswith("native._"):
+                continue
+            else:
+                assert below in NAMES, f"{module}: imports instrument.{below}, which is no module"
+                found.add(below)
+    return found - {dotted(module)}
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_imports_point_strictly_down(module: Path) -> None:
-    own = room(module)
-    for other in imported_rooms(module) - {own}:
-        assert floor(other) < floor(own) or other in WITHIN.get(own, set()), f"{module} imports {other or 'instrument'}"
+IMPORTED = {name: imported(module) for name, module in NAMES.items()}
 
 
-def test_every_room_has_a_floor_and_every_floor_its_rooms() -> None:
-    assert {room(module) for module in MODULES} == {name for names in FLOORS for name in names}
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name or "instrument")
+def test_imports_point_strictly_down(name: str) -> None:
+    for other in IMPORTED[name]:
+        if room(other) != room(name):
+            assert floor(room(other)) < floor(room(name)), f"{name} imports {other or 'instrument'}"
+
+
+def test_no_module_of_the_house_imports_itself_by_way_of_others() -> None:
+    left = {name: set(others) for name, others in IMPORTED.items()}
+    while done := {name for name, others in left.items() if not others}:
+        left = {name: others - done for name, others in left.items() if name not in done}
+    in_circle = set(left)
+    while outside := {name for name in in_circle if not any(name in left[other] for other in in_circle)}:
+        in_circle -= outside  # they only use what lies in one
+    assert in_circle == set()
+
+
+def test_every_room_has_a_floor_and_the_root_holds_what_a_user_types() -> None:
+    rooms = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms <= set().union(*FLOORS)
+    files = {path.name for path in ROOT.iterdir() if path.is_file()}
+    assert files == {"__init__.py", "__main__.py", "errors.py", "clock.py", "py.typed"}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """So that a name in a traceback, a search or a comment is one place."""
+    named = defaultdict(list)
+    for name in NAMES:
+        named[name.rpartition(".")[2]].append(name)
+    # What a room is named after may bear the room's name: recorder.recorder.
+    twice = {base: names for base, names in named.items() if len(names) > 1 and set(names) != {base, f"{base}.{base}"}}
+    assert twice == {}
+
+
+def test_no_room_or_module_of_the_root_bears_a_public_name() -> None:
+    """Python puts a room into the package under its name as soon as it is imported, over what stood there."""
+    assert {room(name) for name in NAMES} & set(instrument.__all__) == set()
+
+
+def test_every_source_in_c_lies_in_one_room() -> None:
+    sources = [path for path in ROOT.rglob("*") if path.suffix in (".c", ".h")]
+    assert sources
+    assert {path.parent for path in sources} == {ROOT / "native"}
 
 
 def test_every_folder_is_shipped() -> None:
     wanted = {".".join(["instrument", *module.parts[:-1]]) for module in MODULES}
-    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    settings = tomllib.loads((PROJECT / "pyproject.toml").read_text("utf-8"))
     assert set(settings["tool"]["setuptools"]["packages"]) == wanted
+
+
+def test_every_file_beside_the_modules_is_shipped() -> None:
+    data = tomllib.loads((PROJECT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-data"]
+    for path in ROOT.rglob("*"):
+        if path.is_dir() or path.suffix in (".py", ".pyc", ".so", ".c", ".h"):
+            continue
+        package = ".".join(["instrument", *path.parent.relative_to(ROOT).parts])
+        assert any(path.match(kind) for kind in data.get(package, ())), path
+
+
+CONTRIBUTING = PROJECT / ".github" / "CONTRIBUTING.md"
+
+
+def test_what_contributors_are_told_to_open_is_there() -> None:
+    text = CONTRIBUTING.read_text("utf-8")
+    told = set(re.findall(r"`((?:instrument|tests|configs|examples|\.ci|\.github)/[\w./*-]*)`", text))
+    assert len(told) > 40
+    assert [path for path in sorted(told) if not list(PROJECT.glob(path.rstrip("/")))] == []
+    assert "(.github/CONTRIBUTING.md)" in (PROJECT / "README.md").read_text("utf-8")
+
+
+def test_contributors_are_shown_every_room() -> None:
+    text = CONTRIBUTING.read_text("utf-8")
+    rooms = {room(name) for name in NAMES} - BENEATH - ABOVE
+    drawn = re.findall(r"(?ms)^```text\n(.*?floor 7.*?)^```", text)
+    assert len(drawn) == 1
+    assert rooms <= set(re.findall(r"([a-z]+)/", drawn[0]))
+    floors = [line for line in drawn[0].splitlines() if line.startswith("floor")]
+    assert [set(re.findall(r"([a-z]+)/", line.partition("  #")[0])) for line in reversed(floors)] == FLOORS
+
+
+def test_public_names_stay_what_they_are_after_all_modules_are_imported() -> None:
+    program = (
+        "import importlib, sys, instrument\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "print(*(name for name in instrument.__all__ if type(getattr(instrument, name)).__name__ == 'module'))"
+    )
+    rooms = [f"instrument.{name}" for name in NAMES if name and "." not in name and name != "__main__"]
+    done = subprocess.run([sys.executable, "-c", program, *rooms], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
 
 
 def test_the_public_names_are_these() -> None:
@@ -172,7 +238,7 @@ print(*sorted({{name.partition(".")[0] for name in new}}))
     ("statement", "forbidden"),
     [
         ("import instrument", {"torch", "numpy", "cuda", "pynvml", "opentelemetry", "yaml", "asyncio", "ssl", "http"}),
-        ("import instrument.process", {"torch", "numpy", "cuda", "pynvml", "opentelemetry", "grpc", "google"}),
+        ("import instrument.sessions.process", {"torch", "numpy", "cuda", "pynvml", "opentelemetry", "grpc", "google"}),
     ],
 )
 def test_importing_starts_nothing_and_pulls_in_nothing_heavy(statement: str, forbidden: set[str]) -> None:

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import outline, tree_of
 
-import instrument.capture as capture_module
-from instrument import pure
-from instrument.capture import LEAST_CALLS, Trees
-from instrument.profile import Capture, Rate, Usual, Where
-from instrument.recorder import PureRecorder, Recorder
-from instrument.spans import RemoteParent, Site, Span
+import instrument.sessions.capture as capture_module
+from instrument.profile.model import Capture, Rate, Usual, Where
+from instrument.recorder import pure
+from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recording.spans import RemoteParent, Site, Span
+from instrument.sessions.capture import LEAST_CALLS, Trees
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
 
@@ -152,7 +152,7 @@ def test_a_task_that_a_kept_request_has_left_behind_does_not_add_to_it_for_ever(
 
 
 def test_requests_that_never_end_do_not_grow_without_bound(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.recorder.HELD_ROWS", 20)
+    monkeypatch.setattr("instrument.recorder.recorder.HELD_ROWS", 20)
     kept = Kept(recorder, Capture(sample=1.0))
     open_requests = []
     for _ in range(10):
@@ -211,8 +211,8 @@ def test_both_recorders_keep_the_same_of_any_course(
     def course(recorder: Any) -> Any:
         recorder.on = True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("instrument.recorder.HELD_ROWS", limit)
-            patch.setattr("instrument.recorder.DECIDED_ROOTS", limit // 2)
+            patch.setattr("instrument.recorder.recorder.HELD_ROWS", limit)
+            patch.setattr("instrument.recorder.recorder.DECIDED_ROOTS", limit // 2)
             kept = Kept(recorder, Capture(sample=sample, errors=errors), spans_per_request)
         told = []
         frames = []

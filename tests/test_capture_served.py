@@ -20,7 +20,7 @@ from otlp_receiver import Received, receiver
 from test_requests import serving, uvicorn
 
 from instrument import chrome
-from instrument.tally import Totals
+from instrument.recording.tally import Totals
 
 NEEDED = ("numpy", "starlette", "torch", "uvicorn")
 pytestmark = pytest.mark.skipif(not all(map(importlib.util.find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import instrument
-from instrument.probes.selection import Selection
-from instrument.probes.verdict import STATES, Verdict, over_processes
-from instrument.schema import BESIDE, VARIABLES, loads
+from instrument.instrumentors.selection import Selection
+from instrument.instrumentors.verdict import STATES, Verdict, over_processes
+from instrument.profile.keys import BESIDE, VARIABLES, loads
 
 SERVICE = """
 import itertools
@@ -230,7 +230,10 @@ def test_it_says_which_recorder_is_in_use_and_why() -> None:
     write("p.yaml", "")
     found = json.loads(check("p.yaml", "--json", INSTRUMENT_PURE="1").stdout)["recorder"]
     assert found["kind"] == "pure"
-    assert found["why_not_native"] in ("INSTRUMENT_PURE=1", "No module named 'instrument._recorder'")  # not built
+    assert found["why_not_native"] in (
+        "INSTRUMENT_PURE=1",
+        "No module named 'instrument.native._recorder'",
+    )  # not built
     wanted = f"recorder: pure Python ({found['why_not_native']})"
     assert wanted in check("p.yaml", INSTRUMENT_PURE="1").stdout
 
@@ -383,7 +386,7 @@ def test_check_takes_the_profile_of_the_environment() -> None:
 def test_help_on_the_summary_lists_every_option() -> None:
     from dataclasses import fields
 
-    from instrument.profile import VIEWS
+    from instrument.profile.model import VIEWS
     from instrument.report.view import Options
 
     listed = instrument.summary.__doc__ or ""

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from instrument import chrome
 from instrument.chrome import reading, slices
 from instrument.errors import TraceError
-from instrument.spans import (
+from instrument.profile.kinds import KINDS
+from instrument.recording.spans import (
     GAUGES,
     HOST,
-    KINDS,
     Cost,
     DeviceInterval,
     Gpu,
@@ -38,7 +38,7 @@ from instrument.spans import (
     Span,
     Trace,
 )
-from instrument.tally import Tally
+from instrument.recording.tally import Tally
 
 BASE_NS = 123_456_789_012_345
 ORIGIN = Origin(4711, "chat-7b", BASE_NS - 5, 1_763_683_200_000_000_001, "native", "profile.yaml", "node-3")
@@ -1094,7 +1094,7 @@ def test_bare_lists_and_objects_are_read(tmp_path: Path, text: str) -> None:
 
 
 def test_values_longer_than_a_block_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.chrome.text.BLOCK_BYTES", 1)
+    monkeypatch.setattr("instrument.trace.text.BLOCK_BYTES", 1)
     spans = [span(i, i, 50 - i, site=SITES[i % 9], parent=i - 1) for i in range(1, 20)]
     path = chrome.dump(tmp_path / "trace.json.gz", trace(*spans))
     assert_same(chrome.load(path)[0], trace(*spans))
@@ -1104,7 +1104,7 @@ def test_values_longer_than_a_block_are_read(tmp_path: Path, monkeypatch: pytest
 def test_numbers_that_a_block_cuts_anywhere_are_read_in_full(
     size_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instrument.chrome.text.BLOCK_BYTES", size_bytes)
+    monkeypatch.setattr("instrument.trace.text.BLOCK_BYTES", size_bytes)
     path = tmp_path / "trace.json"
     path.write_text('{"a":1.5,"b":-1.25e+2,"c":2E-1,"d":12,"traceEvents":[],"baseTimeNanoseconds":120}')
     assert chrome.load(path)[0].origin.realtime_ns == 120

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument import chrome
-from instrument.chrome import allocations, reading
-from instrument.chrome.text import Json
+from instrument.chrome import reading
 from instrument.errors import TraceError
-from instrument.spans import HOST, Allocation, Allocations, Origin, Site, Span, Trace
+from instrument.recording.spans import HOST, Allocation, Allocations, Origin, Site, Span, Trace
+from instrument.trace import allocation_lists
+from instrument.trace.text import Json
 
 INT64 = 1 << 63
 BASE_NS = 1000
@@ -27,9 +28,9 @@ BASE_NS = 1000
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test runs against both."""
     if request.param == "twin":
-        monkeypatch.setattr(allocations, "_native_reader", None)
-        monkeypatch.setattr(allocations, "_native_writer", None)
-    elif allocations._native_reader is None:
+        monkeypatch.setattr(allocation_lists, "_native_reader", None)
+        monkeypatch.setattr(allocation_lists, "_native_writer", None)
+    elif allocation_lists._native_reader is None:
         pytest.skip("the loops in C are not in use")
 
 
@@ -99,8 +100,8 @@ def test_every_allocation_comes_back(tmp_path: Path, found: list[Allocation], pa
     assert isinstance(again.allocations, Allocations)
     text = path.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocations, "_native_writer", None)
-        patch.setattr(allocations, "_native_reader", None)
+        patch.setattr(allocation_lists, "_native_writer", None)
+        patch.setattr(allocation_lists, "_native_reader", None)
         assert loaded(path).allocations == found
         assert chrome.dump(tmp_path / "twin.json", again).read_bytes() == text
 
@@ -108,9 +109,9 @@ def test_every_allocation_comes_back(tmp_path: Path, found: list[Allocation], pa
 def test_several_batches_come_back_whatever_the_text_beside_them_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocations, "BATCH", 7)
+    monkeypatch.setattr(allocation_lists, "BATCH", 7)
     for block, name in ((1, "f"), (50, "caf\u00e9"), (64, "\u6a21\u578b"), (1 << 20, "\U0001f600")):
-        monkeypatch.setattr("instrument.chrome.text.BLOCK_BYTES", block)
+        monkeypatch.setattr("instrument.trace.text.BLOCK_BYTES", block)
         trace = trace_of(Allocations.of(some(50)), name)
         trace.notes = (name * 3,)
         again = loaded(chrome.dump(tmp_path / "trace.json.gz", trace))
@@ -254,7 +255,7 @@ def test_more_than_any_trace_has_are_refused(tmp_path: Path, monkeypatch: pytest
 def test_allocations_may_be_more_text_than_any_one_value_but_all_else_may_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instrument.chrome.text.BLOCK_BYTES", 100)
+    monkeypatch.setattr("instrument.trace.text.BLOCK_BYTES", 100)
     for module in ("text", "reading"):
         monkeypatch.setattr(f"instrument.chrome.{module}.LIMIT_VALUE", 1000)
     path = chrome.dump(tmp_path / "trace.json", trace_of(some(500)))
@@ -283,11 +284,11 @@ def test_both_readers_take_the_same_of_any_text(rows: list[str], behind: str, bl
         left = [data.encode()[at : at + block] for at in range(0, len(data.encode()), block)][::-1]
         text = Json(lambda _: left.pop() if left else b"", 1 << 20)
         try:
-            return bytes(allocations.take(text, 5)), text.passed
+            return bytes(allocation_lists.take(text, 5)), text.passed
         except ValueError as error:
             return str(error)
 
     found = outcome()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocations, "_native_reader", None)
+        patch.setattr(allocation_lists, "_native_reader", None)
         assert found == outcome()

@@ -21,8 +21,8 @@ from instrument import chrome
 from instrument.chrome import foreign
 from instrument.chrome.foreign import Foreign
 from instrument.errors import TraceError
+from instrument.recording.spans import Span, flops_told
 from instrument.report.stretches import having
-from instrument.spans import Span, flops_told
 
 native = pytest.mark.skipif(foreign._native is None, reason="no native scanner in use")
 

@@ -15,13 +15,13 @@ import pytest
 
 from instrument import chrome
 from instrument.chrome import foreign
+from instrument.recording.spans import HOST, Allocation, Trace
 from instrument.report.calls import Times
-from instrument.report.memory import memory
-from instrument.report.operators import operators
-from instrument.report.phases import phases
-from instrument.report.user import user
+from instrument.report.memory_view import memory
+from instrument.report.operators_view import operators
+from instrument.report.phases_view import phases
+from instrument.report.user_view import user
 from instrument.report.view import Options, Recording
-from instrument.spans import HOST, Allocation, Trace
 
 GOLDEN = Path(__file__).parent / "golden"
 OUR_PHASE = {

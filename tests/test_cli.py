@@ -20,8 +20,8 @@ from otlp_receiver import receiver
 
 import instrument
 from instrument import chrome
-from instrument.profile import VIEWS
-from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.profile.model import VIEWS
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
 
 INSTRUMENT = [sys.executable, "-m", "instrument"]
 OURS = ("INSTRUMENT_PROFILE", "INSTRUMENT", "INSTRUMENT_RUN_PID", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -124,7 +124,7 @@ def test_a_parent_that_does_not_read_our_summary_does_not_make_the_host_hang(fol
     calls = "; ".join(f"work.step{i}(1)" for i in range(60))
     write(folder / "work.py", "\n".join(f"def step{i}(x): return x" for i in range(60)))
     write(folder / "all.yaml", 'functions: [{match: "work:*"}]\nexport: {summary: {to: stderr, rows: 100}}')
-    write(folder / "main.py", f"import work, instrument.profiler as p\np.EXIT_LIMIT_NS = 10**9\n{calls}")
+    write(folder / "main.py", f"import work, instrument.sessions.session as p\np.EXIT_LIMIT_NS = 10**9\n{calls}")
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     host = subprocess.Popen([*INSTRUMENT, "run", "--profile", "all.yaml", "--", "main.py"], stderr=writer)
@@ -143,7 +143,8 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
         folder / "main.py",
         """
         import os, signal, sys, time
-        from instrument import chrome, process
+        from instrument import chrome
+        from instrument.sessions import process
         from work import step
 
         real = chrome.dump

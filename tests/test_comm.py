@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from instrument.errors import FAULTS
-from instrument.probes.comm import OPERATIONS, Comm
-from instrument.recorder import Recorder
+from instrument.instrumentors.comm import OPERATIONS, Comm
+from instrument.recorder.recorder import Recorder
+from instrument.runtime.faults import FAULTS
 
 
 @pytest.fixture(scope="module", autouse=True)

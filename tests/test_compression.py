@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument import compression
+from instrument.runtime import compression
 
 pytest.importorskip("isal")
 

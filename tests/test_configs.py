@@ -10,13 +10,13 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-import instrument.schema
-from instrument.profile import Chrome, Export, Otlp, Profile, Summary
-from instrument.schema import KEYS, load, loads
+import instrument.profile.keys
+from instrument.profile.keys import KEYS, load, loads
+from instrument.profile.model import Chrome, Export, Otlp, Profile, Summary
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 EVERYTHING = CONFIGS / "everything.yaml"
-SCHEMA = json.loads(Path(instrument.schema.__file__).with_name("profile.schema.json").read_text("utf-8"))
+SCHEMA = json.loads(Path(instrument.profile.keys.__file__).with_name("profile.schema.json").read_text("utf-8"))
 
 
 def uncommented(path: Path) -> str:

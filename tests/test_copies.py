@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from instrument.probes.copies import torch as room
-from instrument.probes.copies.transfers import Transfers
-from instrument.profile import DIRECTIONS, CopyRule
-from instrument.recorder import Recorder
-from instrument.spans import Work
+from instrument.instrumentors.copies import torch_copies as room
+from instrument.instrumentors.copies.transfers import Transfers
+from instrument.profile.model import DIRECTIONS, CopyRule
+from instrument.recorder.recorder import Recorder
+from instrument.recording.spans import Work
 
 
 @pytest.fixture(scope="module", autouse=True)

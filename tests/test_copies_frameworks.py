@@ -23,9 +23,9 @@ HERE = Path(__file__).parent
 
 START = """
 import sys
-from instrument.probes.selection import Selection
-from instrument.schema import loads
-from instrument.recorder import RECORDER
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER
 
 ALL = "copies: [{{directions: [h2d, d2h, d2d, p2p, h2h], frameworks: {framework}}}]"
 selection = Selection(loads(ALL))
@@ -305,7 +305,7 @@ def test_the_real_cupy_has_what_is_replaced_and_gets_it_back() -> None:
 JAX = """
     import jax, numpy
     import jax.numpy as jnp
-    from instrument.probes.copies import jax as room
+    from instrument.instrumentors.copies import jax_copies as room
     {hosts}
     one, two = jax.devices()
     x = numpy.arange(8.0, dtype=numpy.float32)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from trees import tree
 
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
+from instrument.instrumentors.selection import Selection
+from instrument.recorder.recorder import Recorder
 
 SERVICE = """
 class Config:

@@ -28,11 +28,11 @@ from fake_torch_cuda import fake_torch
 import instrument
 from instrument import chrome
 from instrument.device.cuda import CudaDriver, misfit
-from instrument.profiler import Session
-from instrument.report.memory import memory
+from instrument.profile.keys import loads
+from instrument.recording.spans import DeviceInterval, Span
+from instrument.report.memory_view import memory
 from instrument.report.view import Options, Recording
-from instrument.schema import loads
-from instrument.spans import DeviceInterval, Span
+from instrument.sessions.session import Session
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -433,7 +433,7 @@ import {first}
 if "{first}" == "numba":
     import numba.cuda
 import instrument
-from instrument.schema import loads
+from instrument.profile.keys import loads
 running = instrument.start(loads(""))
 import torch
 torch.zeros(1, device="cuda").add_(1).item()
@@ -457,7 +457,7 @@ STICKY = """
 import sys, time
 import torch
 import instrument
-from instrument.schema import loads
+from instrument.profile.keys import loads
 if sys.argv[1] == "on":
     instrument.start(loads(""))
 table, index = torch.zeros(10, device="cuda"), torch.tensor([10**6], device="cuda")

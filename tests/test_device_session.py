@@ -25,10 +25,10 @@ from trees import outline, tree_of
 
 import instrument
 from instrument import chrome
-from instrument.profiler import Session
-from instrument.recorder import RECORDER
-from instrument.schema import loads
-from instrument.spans import Site
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.spans import Site
+from instrument.sessions.session import Session
 
 pytest.importorskip("cuda.bindings.driver")
 pytestmark = pytest.mark.fake_driver
@@ -441,7 +441,7 @@ def test_an_open_span_alone_is_looked_at_twice_a_second(torch: Any, session: Any
 NUMBA = """
 import time
 import instrument
-from instrument.schema import loads
+from instrument.profile.keys import loads
 running = instrument.start(loads("copies: [{directions: [h2d, d2h]}]"))
 import numpy
 from numba import cuda

@@ -166,7 +166,7 @@ import sys
 import time
 from driver import FakeDriver
 from fake_torch_cuda import fake_torch
-from instrument.process import start
+from instrument.sessions.process import start
 import instrument
 
 fake = FakeDriver(os.path.join(os.environ["LD_LIBRARY_PATH"], "libcuda.so.1"))
@@ -244,7 +244,7 @@ FORK = """
 import gc, os, sys
 from driver import FakeDriver
 from fake_torch_cuda import fake_torch
-from instrument.process import start
+from instrument.sessions.process import start
 import instrument
 
 fake = FakeDriver(os.path.join(os.environ["LD_LIBRARY_PATH"], "libcuda.so.1"))

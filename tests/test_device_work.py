@@ -16,13 +16,13 @@ from driver import FakeDriver
 from fake_torch_cuda import fake_torch
 
 import instrument
-from instrument.errors import FAULTS
-from instrument.probes.work import KEPT, SELDOM, CallWork, ModuleWork, tensors_near
-from instrument.profiler import Session
-from instrument.recorder import RECORDER
-from instrument.rows import STREAM
-from instrument.schema import loads
-from instrument.spans import Work
+from instrument.instrumentors.work import KEPT, SELDOM, CallWork, ModuleWork, tensors_near
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.rows import STREAM
+from instrument.recording.spans import Work
+from instrument.runtime.faults import FAULTS
+from instrument.sessions.session import Session
 
 MS = 10**6
 NAME = "service_with_models"
@@ -155,8 +155,8 @@ def test_a_model_that_comes_later_is_found_and_looked_for_ever_more_seldom(
     timed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
-    found = instrument.probes.work.models_in
-    monkeypatch.setattr("instrument.probes.work.models_in", lambda *args: looks.append(args) or found(*args))
+    found = instrument.instrumentors.work.models_in
+    monkeypatch.setattr("instrument.instrumentors.work.models_in", lambda *args: looks.append(args) or found(*args))
     work, service = CallWork.of(timed, Service.answer), Service(model=None)
     for _ in range(100 * SELDOM):
         assert devices(work, service) == ()

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from instrument.errors import Faults, ProfileError
+from instrument.errors import ProfileError
+from instrument.runtime.faults import Faults
 
 
 def test_a_profile_error_survives_pickling_with_all_its_problems() -> None:

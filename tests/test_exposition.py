@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import instrument
-from instrument.exposition import BOUNDS_S, name_of
-from instrument.probes.requests import asgi
-from instrument.probes.requests.exchange import CURRENT, Exchanges
-from instrument.profile import RequestsRule
-from instrument.recorder import RECORDER
-from instrument.schema import loads
+from instrument.instrumentors.requests import asgi
+from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
+from instrument.profile.keys import loads
+from instrument.profile.model import RequestsRule
+from instrument.recorder.recorder import RECORDER
+from instrument.sessions.exposition import BOUNDS_S, name_of
 
 pytest.importorskip("prometheus_client")
 
@@ -130,7 +130,7 @@ def test_names_are_those_that_opentelemetry_gives_in_prometheus(name: str, unit:
 
 
 def test_a_scrape_while_the_session_is_busy_tells_what_was_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    from instrument import profiler
+    from instrument.sessions import session as profiler
 
     monkeypatch.setattr(profiler, "SCRAPE_WAIT_S", 0.01)
     start("requests: auto")

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 
 import instrument
-from instrument import atomic, chrome, files
-from instrument.schema import loads
+from instrument import chrome
+from instrument.profile.keys import loads
+from instrument.runtime import atomic
+from instrument.sessions import files
 
 WORKER = """
 import sys, time, logging
 import instrument
-from instrument.schema import loads
+from instrument.profile.keys import loads
 from instrument import profiled, scope
 
 @profiled("work")
@@ -86,7 +88,7 @@ def test_eight_processes_on_one_path_keep_within_the_disk_limit_and_each_keeps_i
 
 def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_counts(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom instrument import atomic\n"
+        "import sys\nfrom pathlib import Path\nfrom instrument.runtime import atomic\n"
         "with atomic.replacing(Path(sys.argv[1])) as file:\n"
         "    file.write(b'x' * 1000)\n    file.flush()\n    print('writing', flush=True)\n    sys.stdin.readline()\n"
     )
@@ -183,7 +185,7 @@ def test_a_full_disk_leaves_the_older_file_and_nothing_else(what: str, caplog: p
 
 def test_the_standard_streams_of_the_system_are_never_replaced_by_a_file(tmp_path: Path) -> None:
     with (tmp_path / "redirected").open("w") as file:
-        code = "from instrument import atomic\nwith atomic.replacing(Path('/dev/stdout')): pass"
+        code = "from instrument.runtime import atomic\nwith atomic.replacing(Path('/dev/stdout')): pass"
         code = f"from pathlib import Path\n{code}"
         done = subprocess.run([sys.executable, "-c", code], stdout=file, stderr=subprocess.PIPE, text=True, check=False)
     assert "something that is no file has this name" in done.stderr

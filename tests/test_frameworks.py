@@ -12,18 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from trees import tree
 
-from instrument.probes.selection import Selection
-from instrument.process import check
-from instrument.profile import FRAMEWORKS
-from instrument.recorder import Recorder
-from instrument.schema import loads
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.profile.model import FRAMEWORKS
+from instrument.recorder.recorder import Recorder
+from instrument.sessions.process import check
 
 PROGRAM = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import instrument
-from instrument.profile import FRAMEWORKS
-from instrument.schema import loads
+from instrument.profile.model import FRAMEWORKS
+from instrument.profile.keys import loads
 
 session = instrument.start(loads("{frameworks: auto, layers: [{type: Dense}]}"))
 assert not set(FRAMEWORKS) & set(sys.modules), "imported by us"

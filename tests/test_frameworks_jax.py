@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-from instrument.probes.frameworks.jax import FUNCTIONS
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
+from instrument.instrumentors.frameworks.jax import FUNCTIONS
+from instrument.instrumentors.selection import Selection
+from instrument.recorder.recorder import Recorder
 
 PROFILE = "frameworks: [jax]"
 

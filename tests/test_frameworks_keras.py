@@ -19,8 +19,8 @@ if importlib.util.find_spec("keras") is None:
     pytest.skip("needs keras", allow_module_level=True)
 os.environ.setdefault("KERAS_BACKEND", "jax" if importlib.util.find_spec("jax") else "torch")
 
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
+from instrument.instrumentors.selection import Selection
+from instrument.recorder.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 

@@ -15,12 +15,12 @@ import pytest
 from trees import outline, tree, tree_of
 
 import instrument
-from instrument.probes.frameworks import nodes as nodes_room
-from instrument.probes.frameworks.nodes import MODULE
-from instrument.probes.frameworks.onnxruntime import METHODS
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
-from instrument.schema import loads
+from instrument.instrumentors.frameworks import nodes as nodes_room
+from instrument.instrumentors.frameworks.nodes import MODULE
+from instrument.instrumentors.frameworks.onnxruntime import METHODS
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import Recorder
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-from instrument.errors import FAULTS
-from instrument.probes.frameworks.sklearn import METHODS
-from instrument.probes.lineages import subclasses
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
+from instrument.instrumentors.frameworks.sklearn import METHODS
+from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.selection import Selection
+from instrument.recorder.recorder import Recorder
+from instrument.runtime.faults import FAULTS
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
+from instrument.instrumentors.selection import Selection
+from instrument.recorder.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 

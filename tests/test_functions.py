@@ -16,10 +16,10 @@ import pytest
 from trees import outline, tree
 
 from instrument import TargetError, profiled, scope, scope_end, scope_start
-from instrument.probes import functions
-from instrument.probes.functions import Target, Unreachable, attach, find, is_held_elsewhere, matches, site_of
-from instrument.probes.holders import loaded_modules, rebind
-from instrument.recorder import Recorder
+from instrument.instrumentors import functions
+from instrument.instrumentors.functions import Target, Unreachable, attach, find, is_held_elsewhere, matches, site_of
+from instrument.instrumentors.holders import loaded_modules, rebind
+from instrument.recorder.recorder import Recorder
 
 
 def test_profiled_with_and_without_a_name_and_with_a_kind(recording: Recorder) -> None:
@@ -215,7 +215,7 @@ with instrument.scope("x"): f()
 instrument.scope_end(instrument.scope_start("y"))
 assert "off" in instrument.summary()
 instrument.stop()
-from instrument.recorder import RECORDER
+from instrument.recorder.recorder import RECORDER
 assert RECORDER.calls == 0
 """
     done = subprocess.run(

@@ -21,19 +21,20 @@ from typing import Any
 import pytest
 
 import instrument
-from instrument import chrome, control_groups
+from instrument import chrome
 from instrument.device import gauges as room
 from instrument.device import host as host_room
 from instrument.device import nvml
 from instrument.device.gauges import Gauges
 from instrument.device.host import Host
 from instrument.device.nvml import Found, shown
-from instrument.errors import FAULTS
-from instrument.profile import AUTO_NS, Device
-from instrument.report.device import device
+from instrument.profile.keys import loads
+from instrument.profile.model import AUTO_NS, Device
+from instrument.recording.spans import GAUGES, HOST, Gpu
+from instrument.report.device_view import device
 from instrument.report.view import Options, Recording
-from instrument.schema import loads
-from instrument.spans import GAUGES, HOST, Gpu
+from instrument.runtime import control_groups
+from instrument.runtime.faults import FAULTS
 
 MS = 10**6
 HERE = Path(__file__).parent
@@ -44,8 +45,8 @@ PRELUDE = """
 import os, sys, threading, time
 import instrument
 from instrument.device.gauges import Gauges
-from instrument.profile import AUTO_NS, Device
-from instrument.spans import HOST
+from instrument.profile.model import AUTO_NS, Device
+from instrument.recording.spans import HOST
 
 MS = 10**6
 
@@ -755,7 +756,7 @@ def test_a_child_opens_nvml_for_itself_and_the_parent_reads_on(run: Run) -> None
     done = run(
         FULL,
         """
-        from instrument.schema import loads
+        from instrument.profile.keys import loads
         session = instrument.start(loads("device: {cuda: off, nvml: 20ms}", environ={}))
         def used():
             return [s.at_ns for s in session.trace().samples if s.name == "memory_used"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from instrument.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, Site, Span
+from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, Site, Span
 
 FACTS = {ITEMS, FIRST_ITEM, LAST_ITEM, LONGEST_GAP}
 

@@ -17,22 +17,22 @@ import pytest
 from golden_views import of_tally
 from paddle_golden import golden_trace
 
+from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span, Trace, assign_self_times
+from instrument.recording.tally import Tally, Totals, bucket
 from instrument.report.calls import Times
-from instrument.report.copies import copies
-from instrument.report.distribution import distribution
-from instrument.report.events import EventRow, Events, events
-from instrument.report.kernels import kernels
-from instrument.report.operators import operators
-from instrument.report.overview import overview
-from instrument.report.phases import phases
-from instrument.report.self_times import classes, instances, ops
+from instrument.report.copies_view import copies
+from instrument.report.distribution_view import distribution
+from instrument.report.events_view import EventRow, Events, events
+from instrument.report.kernels_view import kernels
+from instrument.report.operators_view import operators
+from instrument.report.overview_view import overview
+from instrument.report.phases_view import phases
+from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.step_counts import Benchmark
 from instrument.report.table import number
-from instrument.report.user import user
+from instrument.report.user_view import user
 from instrument.report.utilisation import utilisation
 from instrument.report.view import Options, Recording
-from instrument.spans import DeviceInterval, Kernel, Origin, Site, Span, Trace, assign_self_times
-from instrument.tally import Tally, Totals, bucket
 
 DOCUMENTS = Path(__file__).parent / "golden" / "documents"
 MS = 1_000_000

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from trees import tree
 
-from instrument.governor import Budget, Governor
-from instrument.probes import decorated
-from instrument.probes.loaders import _recorded
-from instrument.recorder import RECORDER
-from instrument.spans import Site
+from instrument.instrumentors import decorated
+from instrument.instrumentors.loaders import _recorded
+from instrument.recorder.governor import Budget, Governor
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.spans import Site
 
 COSTS_NS = dict.fromkeys(("call", "method", "wrapper", "coroutine", "generator", "scope"), 100.0)
 SECOND_NS = 10**9
@@ -63,7 +63,7 @@ def test_a_budget_may_be_changed_and_taken_back_and_is_looked_at_once_in_a_while
     budget.release()
     budget.step()  # too soon to look again
     assert recorder.muted == set()
-    monkeypatch.setattr("instrument.governor.STEP_NS", 0)
+    monkeypatch.setattr("instrument.recorder.governor.STEP_NS", 0)
     called(function, 1_000)
     budget.step()
     assert len(recorder.muted) == 1
@@ -136,8 +136,8 @@ def test_release_and_reset_bring_everything_back(recorder: Any) -> None:
 
 
 def test_a_layer_can_be_muted(recorder: Any, torch: Any) -> None:
-    from instrument.probes.layers import Layers
-    from instrument.profile import LayerRule
+    from instrument.instrumentors.layers import Layers
+    from instrument.profile.model import LayerRule
 
     layers = Layers([LayerRule(types=("Identity",))], recorder)
     undo = layers.attach(torch)
@@ -197,7 +197,7 @@ def test_what_is_over_the_budget_when_only_counted_is_taken_off_named_and_tried_
         assert detaching.off == set()  # while it is looked at
         called(hot, load)
 
-    monkeypatch.setattr("instrument.governor.time.sleep", sleep)
+    monkeypatch.setattr("instrument.recorder.governor.time.sleep", sleep)
     tried = []
     for second in range(100):
         before = recorder.muted_calls()
@@ -240,7 +240,7 @@ def test_a_probe_that_was_tried_in_a_pause_of_the_load_is_tried_later_the_next_t
     detaching = Detaching("hot")
     clock = Clock(recorder, BUDGET)
     clock.governor = Governor(recorder, BUDGET, COSTS_NS, 0, {"call": 50.0}, detaching)
-    monkeypatch.setattr("instrument.governor.time.sleep", lambda seconds: None)  # nothing is called meanwhile
+    monkeypatch.setattr("instrument.recorder.governor.time.sleep", lambda seconds: None)  # nothing is called meanwhile
     tried = []
     for second in range(100):
         if not detaching.off:

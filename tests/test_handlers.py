@@ -18,8 +18,8 @@ from otlp_receiver import Receiver, free_port, receiver
 import instrument
 from instrument import Profiler, chrome, export_chrome, export_otlp, print_summary, profiled, schedule, scope
 from instrument.errors import ProfileError
-from instrument.handlers import WINDOWS_LIMIT, InBackground, Window
-from instrument.schema import loads
+from instrument.profile.keys import loads
+from instrument.sessions.handlers import WINDOWS_LIMIT, InBackground, Window
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +305,7 @@ def test_windows_that_come_faster_than_they_are_written_are_given_up_oldest_firs
 
 
 def test_large_windows_that_wait_are_bounded_by_their_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.handlers.ROWS_LIMIT", 5)
+    monkeypatch.setattr("instrument.sessions.handlers.ROWS_LIMIT", 5)
     go, seen = threading.Event(), []
 
     def slow(window: Window) -> None:
@@ -328,7 +328,7 @@ def test_large_windows_that_wait_are_bounded_by_their_spans(monkeypatch: pytest.
 def test_stop_waits_only_so_long_and_says_what_was_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("instrument.steps.WAIT_LIMIT_NS", 10**7)
+    monkeypatch.setattr("instrument.sessions.profiler.WAIT_LIMIT_NS", 10**7)
     begun, go, seen = threading.Event(), threading.Event(), []
 
     def stuck(window: Window) -> None:
@@ -381,7 +381,7 @@ def test_windows_that_nobody_keeps_are_never_made_into_spans(monkeypatch: pytest
     made: list[int] = []
     real = instrument.Session.trace_of
     monkeypatch.setattr(
-        "instrument.profiler.Session.trace_of",
+        "instrument.sessions.session.Session.trace_of",
         lambda session, stretch: (made.append(stretch.window), real(session, stretch))[1],
     )
     with Profiler(schedule=schedule(record=1), on_trace_ready=lambda window: None) as profiler:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from instrument import hello
+from instrument.sessions import hello
 
-SAY = "from instrument import hello; hello.say(); print(flush=True)"
+SAY = "from instrument.sessions import hello; hello.say(); print(flush=True)"
 SLEEP = "import time; time.sleep(60)"
 EXEC = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(flush=True); {SLEEP}'])"
 
@@ -103,7 +103,7 @@ def test_a_hello_that_nobody_hears_and_one_without_a_run_do_nothing(monkeypatch:
 def test_who_listens_is_no_child_of_the_service_and_holds_none_of_its_files(tmp_path: Path) -> None:
     source = """
 import os, sys, time
-from instrument import hello
+from instrument.sessions import hello
 read, write = os.pipe()
 os.set_inheritable(write, True)
 hello.listen(os.getpid())

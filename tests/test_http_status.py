@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from otlp_spans import span as span_of
 
-from instrument.capture import Trees
-from instrument.http_status import ANSWERS, STATUS, status_of
 from instrument.otlp.packing import attributes_of
-from instrument.profile import Capture
-from instrument.spans import Site
-from instrument.wrapping import wrap
+from instrument.profile.model import Capture
+from instrument.recorder.http_status import ANSWERS, STATUS, status_of
+from instrument.recorder.wrapping import wrap
+from instrument.recording.spans import Site
+from instrument.sessions.capture import Trees
 
 REQUEST, WORK = Site("handle", "request"), Site("authorise", "op")
 

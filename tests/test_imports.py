@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from instrument import imports
-from instrument.errors import FAULTS
+from instrument.runtime import imports
+from instrument.runtime.faults import FAULTS
 
 
 @pytest.fixture

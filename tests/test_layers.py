@@ -13,13 +13,13 @@ import pytest
 from trees import outline, tree
 
 import instrument
-from instrument.errors import FAULTS
-from instrument.probes.layers import VAIN_WALKS, Layers
-from instrument.probes.work import ModuleWork
-from instrument.profile import LayerRule
-from instrument.recorder import Recorder
-from instrument.schema import loads
-from instrument.spans import Work
+from instrument.instrumentors.layers import VAIN_WALKS, Layers
+from instrument.instrumentors.work import ModuleWork
+from instrument.profile.keys import loads
+from instrument.profile.model import LayerRule
+from instrument.recorder.recorder import Recorder
+from instrument.recording.spans import Work
+from instrument.runtime.faults import FAULTS
 
 pytestmark = pytest.mark.usefixtures("small_heap")  # without models of other tests
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from trees import outline, tree
 
-from instrument.probes.layers import Layers
-from instrument.profile import LayerRule
-from instrument.recorder import Recorder
+from instrument.instrumentors.layers import Layers
+from instrument.profile.model import LayerRule
+from instrument.recorder.recorder import Recorder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
@@ -454,9 +454,9 @@ def test_undo_restores_the_very_same_calls(attach: Callable[..., Layers]) -> Non
 
 PROGRAM = """
 import sys
-from instrument.probes.selection import Selection
-from instrument.schema import loads
-from instrument.recorder import RECORDER
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER
 
 selection = Selection(loads("layers: [{type: [Linear, Sequential]}]"))
 selection.attach()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from trees import tree
 
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
-from instrument.schema import loads
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import Recorder
 
 BASE = """
 class Route:

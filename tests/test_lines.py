@@ -15,9 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import instrument
-from instrument import lines as lines_room
-from instrument import paths, scope
-from instrument.lines import (
+from instrument import scope
+from instrument.profile.keys import loads
+from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
+from instrument.recorder.recorder import RECORDER
+from instrument.recording import lines as lines_room
+from instrument.recording import paths
+from instrument.recording.lines import (
     CALLS,
     FIRST,
     ORDERS,
@@ -30,16 +34,13 @@ from instrument.lines import (
     topmost,
     tree_of_names,
 )
-from instrument.paths import NOT_BELOW, CallTree, shaped
-from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
-from instrument.recorder import RECORDER
-from instrument.report.events import events
-from instrument.report.self_times import classes, instances, ops
+from instrument.recording.paths import NOT_BELOW, CallTree, shaped
+from instrument.recording.spans import Site
+from instrument.recording.tally import Tally, Totals
+from instrument.report.events_view import events
+from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.tree import LEVELS, WEIGHTS
 from instrument.report.view import HeldSpans, Options, Recording
-from instrument.schema import loads
-from instrument.spans import Site
-from instrument.tally import Tally, Totals
 
 native = pytest.mark.skipif(lines_room._native is None, reason="the native loops are not built")
 

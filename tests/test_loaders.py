@@ -17,10 +17,10 @@ import pytest
 from trees import outline, tree
 
 from instrument import TargetError, loader, scope
-from instrument.probes.loaders import Loaders
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
-from instrument.schema import loads
+from instrument.instrumentors.loaders import Loaders
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import Recorder
 
 
 class Batches:

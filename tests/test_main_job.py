@@ -23,10 +23,10 @@ import pytest
 from otlp_receiver import Received, receiver
 
 from instrument import chrome
-from instrument.profile import VIEWS
-from instrument.report.requests import requests
+from instrument.profile.model import VIEWS
+from instrument.recording.spans import Interval, Span, Trace, length, union
+from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
-from instrument.spans import Interval, Span, Trace, length, union
 
 if not all(map(find_spec, ("torch", "starlette", "uvicorn", "httpx"))):
     pytest.skip("needs torch, starlette, uvicorn and httpx", allow_module_level=True)

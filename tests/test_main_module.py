@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from instrument.main_module import plan_of
-from instrument.recorder import RECORDER
+from instrument.recorder.recorder import RECORDER
+from instrument.runtime.main_module import plan_of
 
 PROGRAM = '''\
 """What the program says of itself."""

@@ -19,14 +19,14 @@ from otlp_receiver import receiver
 from test_requests import FLASK, STARLETTE, ask_all, gunicorn, serving, uvicorn
 
 import instrument
-from instrument import meter
-from instrument.metrics import EXEMPLARS, Distribution, Exemplar, Exemplars
+from instrument.instrumentors.requests import asgi
+from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
 from instrument.otlp.histograms import exponential
-from instrument.probes.requests import asgi
-from instrument.probes.requests.exchange import CURRENT, Exchanges
-from instrument.profile import Profile, RequestsRule
-from instrument.schema import loads
-from instrument.tally import bucket
+from instrument.profile.keys import loads
+from instrument.profile.model import Profile, RequestsRule
+from instrument.recording.distributions import EXEMPLARS, Distribution, Exemplar, Exemplars
+from instrument.recording.tally import bucket
+from instrument.sessions import meter
 
 DURATION, ACTIVE, CALLS = "http.server.request.duration", "http.server.active_requests", "instrument.call.duration"
 DELTA, CUMULATIVE = 1, 2

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.spans import Site
+from instrument.recording.spans import Site
 
 CALLS = ("call", "fails", "scope", "kept scope", "attributes", "generator", "holding generator", "recursive")
 TASKS = ("await", "gather", "async scope", "async generator")

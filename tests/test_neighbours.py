@@ -18,9 +18,9 @@ import pytest
 from trees import tree
 
 import instrument
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
-from instrument.schema import loads
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import Recorder
 
 
 @pytest.fixture
@@ -334,9 +334,9 @@ def test_an_instrumentation_of_opentelemetry_and_we_share_a_function(
 
 DDTRACE = """
 import sys, served
-from instrument.probes.selection import Selection
-from instrument.schema import loads
-from instrument.recorder import RECORDER
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER
 selection = Selection(loads('functions: [{match: "served_late:f"}, {match: "served:g"}]', environ={}))
 undo = selection.attach()
 RECORDER.on = True

@@ -29,7 +29,7 @@ PROGRAM = """
 import asyncio, sys, threading
 import instrument
 from instrument import profiled, scope
-from instrument.process import start
+from instrument.sessions.process import start
 
 session = start({profile!r})
 {body}
@@ -312,7 +312,7 @@ def test_a_tool_keeps_a_bounded_number_of_names(hear: Hear) -> None:
 def test_stopping_gives_the_recorder_back_as_it_was(hear: Hear) -> None:
     heard = hear(
         """
-        from instrument.recorder import RECORDER
+        from instrument.recorder.recorder import RECORDER
 
         print(RECORDER.watches_all)
         held = scope("open at the stop")
@@ -367,7 +367,7 @@ def test_a_forked_child_ends_its_own_ranges_alone(hear: Hear) -> None:
 
 
 ASK = """
-from instrument.recorder import RECORDER
+from instrument.recorder.recorder import RECORDER
 
 with scope("work"):
     pass

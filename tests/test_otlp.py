@@ -48,11 +48,12 @@ from otlp_collectors import (
 from otlp_receiver import Receiver, free_port, receiver
 from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes, span, tree
 
-from instrument.errors import FAULTS, ExportError
+from instrument.errors import ExportError
 from instrument.otlp import Delivery, Exporter, current_parent, senders
 from instrument.otlp.exporter import REQUEST_BYTES
-from instrument.profile import Otlp
-from instrument.spans import DeviceInterval, RemoteParent, Site
+from instrument.profile.model import Otlp
+from instrument.recording.spans import DeviceInterval, RemoteParent, Site
+from instrument.runtime.faults import FAULTS
 
 REMOTE = RemoteParent(0xABCDEF0123456789_0011223344556677, 0x0102030405060708, 1)
 
@@ -248,8 +249,8 @@ def test_a_service_thread_imports_nothing_of_opentelemetry() -> None:
     script = """
         import sys
         from instrument import otlp
-        from instrument.profile import Otlp
-        from instrument.spans import Origin, Site, Span
+        from instrument.profile.model import Otlp
+        from instrument.recording.spans import Origin, Site, Span
         exporter = otlp.Exporter(Otlp("http://127.0.0.1:1/v1/traces"), Origin(1, "s", 0, 0), dict)
         exporter.offer([Span(Site("a"), 1, 0, 1, 1, 0, 0, 1, 1, 1)])
         assert otlp.current_parent() is None
@@ -778,8 +779,8 @@ def test_grpc_says_why_it_failed() -> None:
 FORK = """
     import json, os, sys, time
     from instrument import otlp
-    from instrument.profile import Otlp
-    from instrument.spans import Origin, Site, Span
+    from instrument.profile.model import Otlp
+    from instrument.recording.spans import Origin, Site, Span
 
     def tree(name, number):
         return [Span(Site(name), number, 0, number, 1, 0, 1, 2, 1, 1)]

@@ -19,9 +19,9 @@ from otlp_spans import ORIGIN, SECOND, span
 import instrument
 from instrument.otlp import Exporter, metrics
 from instrument.otlp.metrics import MEASURES, metrics_url
-from instrument.profile import Otlp
-from instrument.schema import loads
-from instrument.spans import GAUGES, HOST, Gpu, Sample
+from instrument.profile.keys import loads
+from instrument.profile.model import Otlp
+from instrument.recording.spans import GAUGES, HOST, Gpu, Sample
 
 GPU = Gpu(1, "NVIDIA H200", "GPU-aaaa")
 

@@ -20,8 +20,8 @@ from otlp_spans import ORIGIN, THREADS, expected_attributes, legal, said, span
 
 from instrument.otlp import packing, senders
 from instrument.otlp.packing import Ids
-from instrument.profile import Otlp
-from instrument.spans import LINK, LINK_TRACE_ID, DeviceInterval, RemoteParent, Site, Span, link_of
+from instrument.profile.model import Otlp
+from instrument.recording.spans import LINK, LINK_TRACE_ID, DeviceInterval, RemoteParent, Site, Span, link_of
 
 
 def decoded(spans: Sequence[Span], ids: Ids) -> list[trace_pb2.Span]:

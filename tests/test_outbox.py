@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from instrument import outbox
-from instrument.outbox import Outbox
-from instrument.spans import Origin, Site, Span
+from instrument.recording.spans import Origin, Site, Span
+from instrument.sessions import outbox
+from instrument.sessions.outbox import Outbox
 
 ON_DEVICE, ON_HOST = Site("decode", device=True), Site("tokenize")
 

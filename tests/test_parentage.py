@@ -22,10 +22,10 @@ from otlp_spans import ORIGIN
 from trees import tree_of
 
 from instrument import chrome
-from instrument.capture import Trees
 from instrument.otlp import packing
-from instrument.profile import Capture
-from instrument.spans import LINK, Origin, RemoteParent, Site, Span, Trace
+from instrument.profile.model import Capture
+from instrument.recording.spans import LINK, Origin, RemoteParent, Site, Span, Trace
+from instrument.sessions.capture import Trees
 
 
 def wrapped(recorder: Any, name: str, kind: str = "user") -> Callable[[Any], Any]:

@@ -17,12 +17,12 @@ import pytest
 from trees import outline, tree
 
 from instrument import scope
-from instrument.errors import FAULTS
-from instrument.probes.phases import Phases
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
-from instrument.schema import loads
-from instrument.spans import Span
+from instrument.instrumentors.phases import Phases
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import Recorder
+from instrument.recording.spans import Span
+from instrument.runtime.faults import FAULTS
 
 ENGINE = "_engine_run_backward"
 

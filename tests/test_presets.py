@@ -16,14 +16,14 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-import instrument.schema
+import instrument.profile.keys
 from instrument import chrome
 from instrument.errors import ProfileError
-from instrument.presets import PRESETS, path_of, text_of
-from instrument.profile import Capture, Chrome, CopyRule, Device, Profile, RequestsRule, Summary
-from instrument.schema import load, loads
+from instrument.profile.keys import load, loads
+from instrument.profile.model import Capture, Chrome, CopyRule, Device, Profile, RequestsRule, Summary
+from instrument.profile.presets import PRESETS, path_of, text_of
 
-SCHEMA = json.loads(Path(instrument.schema.__file__).with_name("profile.schema.json").read_text("utf-8"))
+SCHEMA = json.loads(Path(instrument.profile.keys.__file__).with_name("profile.schema.json").read_text("utf-8"))
 HEALTH = loads(text_of("serving"), environ={}).requests[0].ignore
 
 
@@ -62,7 +62,7 @@ class TestEveryPreset:
 
     def test_it_is_shipped(self, preset: str) -> None:
         root = Path(__file__).parent.parent
-        assert '"instrument.presets" = ["*.yaml"]' in (root / "pyproject.toml").read_text("utf-8")
+        assert '"instrument.profile.presets" = ["*.yaml"]' in (root / "pyproject.toml").read_text("utf-8")
         assert Path(path_of(preset)).is_file()
 
 

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 import instrument
-from instrument import schema as module
 from instrument.errors import InstrumentError, ProfileError
-from instrument.presets import PRESETS
-from instrument.profile import (
+from instrument.profile import keys as module
+from instrument.profile.keys import DURATION_UNITS, KEYS, SIZE_UNITS, load, loads
+from instrument.profile.kinds import KINDS
+from instrument.profile.model import (
     COMPRESSIONS,
     COPY_FRAMEWORKS,
     DEVICE_DIRECTIONS,
@@ -52,8 +53,8 @@ from instrument.profile import (
     Usual,
     Where,
 )
-from instrument.schema import DURATION_UNITS, KEYS, SIZE_UNITS, load, loads
-from instrument.spans import KINDS, PHASES
+from instrument.profile.presets import PRESETS
+from instrument.recording.spans import PHASES
 
 SCHEMA = json.loads(Path(module.__file__).with_name("profile.schema.json").read_text("utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA)
@@ -386,7 +387,7 @@ class TestProfiles:
         assert "secret" not in repr(read("export: {otlp: {headers: {authorization: secret}}}"))
 
     def test_importing_the_room_does_not_import_yaml(self) -> None:
-        code = "import sys, instrument.schema; sys.exit('yaml' in sys.modules)"
+        code = "import sys, instrument.profile.keys; sys.exit('yaml' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

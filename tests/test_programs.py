@@ -16,14 +16,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from otlp_spans import ORIGIN
 from programs import Machine, Tracked, program, recursive
 
-from instrument.capture import Trees
+from instrument.instrumentors import contexts
 from instrument.otlp import packing
-from instrument.probes import contexts
-from instrument.profile import Capture
-from instrument.recorder import PureRecorder, Recorder
-from instrument.ring import Row
-from instrument.spans import ITEMS, LINK, Site, Span
-from instrument.tally import Tally
+from instrument.profile.model import Capture
+from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recording.ring import Row
+from instrument.recording.spans import ITEMS, LINK, Site, Span
+from instrument.recording.tally import Tally
+from instrument.sessions.capture import Trees
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "200"))
 FIRST = 50

@@ -34,7 +34,7 @@ from otlp_collectors import collecting, take
 from trees import outline, tree_of
 
 from instrument import chrome
-from instrument.spans import Span, Trace
+from instrument.recording.spans import Span, Trace
 
 ROOT = Path(__file__).parent.parent
 REPORT = re.compile(r"\n-{20,}> *Summary of \S+ *<-{20,}\n.*?\nChrome trace: [^\n]+\n", re.DOTALL)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from instrument.profile import Profile
-from instrument.reader import Reader
-from instrument.schema import loads
-from instrument.spans import Origin, Span
+from instrument.profile.keys import loads
+from instrument.profile.model import Profile
+from instrument.recording.spans import Origin, Span
+from instrument.sessions.reader import Reader
 
 ORIGIN = Origin(1, "shop", 0, 0)
 

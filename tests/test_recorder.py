@@ -25,14 +25,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import outline, tree
 
-from instrument import pure
-from instrument import recorder as recorder_module
-from instrument.lines import WIDTH, Lines
-from instrument.paths import NOT_BELOW
-from instrument.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
-from instrument.spans import ATTRIBUTE_LIMIT, REMOTE, RemoteParent, Site
-from instrument.tally import OVERFLOW, Totals, bucket
-from instrument.ticks import use_ticks
+from instrument.instrumentors.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
+from instrument.recorder import pure
+from instrument.recorder import recorder as recorder_module
+from instrument.recorder.ticks import use_ticks
+from instrument.recording.lines import WIDTH, Lines
+from instrument.recording.paths import NOT_BELOW
+from instrument.recording.spans import ATTRIBUTE_LIMIT, REMOTE, RemoteParent, Site
+from instrument.recording.tally import OVERFLOW, Totals, bucket
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -1142,7 +1142,7 @@ def test_a_time_stamp_counter_that_strays_is_given_up_and_counted(recorder: Any)
 def test_processor_and_kernel_must_both_call_the_counter_sound(
     monkeypatch: pytest.MonkeyPatch, flags: str | None, source: str, reason: str
 ) -> None:
-    from instrument import ticks
+    from instrument.recorder import ticks
 
     def read(path: Path, **_: object) -> str:
         if flags is None:

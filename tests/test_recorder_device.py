@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from instrument.rows import STREAM
-from instrument.spans import Site
+from instrument.recording.rows import STREAM
+from instrument.recording.spans import Site
 
 SITE, PLAIN = Site("timed", device=True), Site("plain")
 

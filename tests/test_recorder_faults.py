@@ -36,9 +36,9 @@ import pytest
 from conftest import RECORDERS
 from trees import tree
 
-from instrument.recorder import PureRecorder, Recorder
-from instrument.spans import Site
-from instrument.tally import Totals
+from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recording.spans import Site
+from instrument.recording.tally import Totals
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -50,8 +50,8 @@ needs_native = pytest.mark.skipif(Recorder is PureRecorder, reason="the native c
 
 PRELUDE = """
 import atexit, contextvars, gc, os, signal, sys, threading, time, warnings, weakref
-from instrument.recorder import RECORDER as recorder
-from instrument.spans import Site
+from instrument.recorder.recorder import RECORDER as recorder
+from instrument.recording.spans import Site
 recorder.on = True
 def wrapped(name="", kind="op"):
     return lambda function: recorder.wrap(function, Site(name or function.__name__, kind))
@@ -448,13 +448,13 @@ def test_a_sub_interpreter_gets_the_twin_and_the_main_one_goes_on(kind: str) -> 
         inside = '''if True:
             import sys
             try:
-                from instrument import _recorder
+                from instrument.native import _recorder
             except ImportError as error:
                 print("refused:", "interpreter" in str(error))
             else:
                 print("refused: no")
-            from instrument.recorder import RECORDER as recorder
-            from instrument.spans import Site
+            from instrument.recorder.recorder import RECORDER as recorder
+            from instrument.recording.spans import Site
             recorder.on = True
             function = recorder.wrap(lambda: None, Site("g"))
             def numbers():
@@ -1049,7 +1049,7 @@ def test_a_handlers_exception_is_never_swallowed_while_we_look_at_a_new_thread_o
     printed = run(
         kind,
         """
-        from instrument import pure
+        from instrument.recorder import pure
         function = wrapped("f")(lambda: None)
         def raises(*_):
             raise KeyboardInterrupt
@@ -1462,8 +1462,8 @@ def test_a_wrapped_function_is_the_target_of_a_spawned_process(kind: str, tmp_pa
         textwrap.dedent(
             """
             import multiprocessing, sys
-            from instrument.recorder import RECORDER as recorder
-            from instrument.spans import Site
+            from instrument.recorder.recorder import RECORDER as recorder
+            from instrument.recording.spans import Site
             recorder.on = True
 
             def work(queue):

@@ -16,10 +16,10 @@ import pytest
 from otlp_spans import ORIGIN
 
 from instrument import chrome
+from instrument.recording.spans import DeviceInterval, Site, Span, Trace
+from instrument.recording.tally import OVERFLOW, Tally, Totals
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
-from instrument.spans import DeviceInterval, Site, Span, Trace
-from instrument.tally import OVERFLOW, Tally, Totals
 
 
 def wrapped(recorder: Any, name: str, function: Any, kind: str = "op") -> Any:
@@ -219,7 +219,7 @@ def test_a_saved_trace_without_a_tally_has_of_a_recursion_the_tally_that_was_liv
         fail_(4)
     live = recorder.tally()
     if not counts_natively:
-        monkeypatch.setattr("instrument.tally._native", None)
+        monkeypatch.setattr("instrument.recording.tally._native", None)
     trace = Trace(ORIGIN, 0, time.monotonic_ns(), recorder.spans(), live.threads)
     loaded, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace))
     assert {len(row.path) for row in tally.rows()} == {1, 2, 3, 4}

@@ -24,13 +24,14 @@ import pytest
 from otlp_receiver import receiver
 
 import instrument
-from instrument import ProfileError, StateError, chrome, control
-from instrument.control import CALLERS, REQUEST_BYTES, Control, Request
-from instrument.generation import AT_START, NAMES_TOLD, Reload, refusals, taken_on
-from instrument.probes.selection import Selection
-from instrument.profiler import Session
-from instrument.recorder import RECORDER
-from instrument.schema import loads
+from instrument import ProfileError, StateError, chrome
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER
+from instrument.sessions import control
+from instrument.sessions.control import CALLERS, REQUEST_BYTES, Control, Request
+from instrument.sessions.generation import AT_START, NAMES_TOLD, Reload, refusals, taken_on
+from instrument.sessions.session import Session
 
 WORK = """
 def first(x): return x + 1
@@ -235,7 +236,7 @@ def test_layers_keep_their_sites_and_classes_get_their_own_forward_back(recorder
 
 
 def test_copies_follow_rules_and_keep_the_counts_of_those_that_stay(recorder: Any) -> None:
-    from instrument.probes.copies import Copies
+    from instrument.instrumentors.copies import Copies
 
     rules = loads("copies: [{directions: [h2d]}, {directions: [d2h]}]", environ={}).copies
     copies = Copies(rules, recorder)
@@ -364,7 +365,7 @@ def test_a_bad_profile_leaves_the_old_one_running_and_is_noted(bad: str) -> None
 
 
 def test_a_fault_while_rules_change_puts_the_old_ones_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from instrument.probes.copies import Copies
+    from instrument.instrumentors.copies import Copies
 
     module = work()
     session = begin('functions: [{match: "reloaded:first"}]')
@@ -749,7 +750,7 @@ def exit_code(child: int) -> int:
 def test_children_forked_in_the_middle_of_reloads_are_whole_and_follow_by_themselves(
     wait_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instrument.process.FORK_WAIT_S", wait_s)
+    monkeypatch.setattr("instrument.sessions.process.FORK_WAIT_S", wait_s)
     module = work()
     session = begin(LISTENING + 'functions: [{match: "reloaded:first"}]')
     profiles = [loads(f'functions: [{{match: "reloaded:{name}"}}]', environ={}) for name in ("*", "first", "Engine.*")]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from instrument.spans import Site
+from instrument.recording.spans import Site
 
 ROUTE = Site("GET /chat/{id}", "request")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from instrument.recording.spans import Site, Span
 from instrument.report.answers import Answers, Streams
-from instrument.spans import Site, Span
 
 SITE = Site("GET /chat", "request")
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import instrument
 from instrument import Profiler, chrome, loader, profiled, scope
-from instrument.report.benchmark import Loops, benchmark, counted, line_of
+from instrument.recording.spans import Origin, Site, Span, Trace, length, union
+from instrument.report.benchmark_view import Loops, benchmark, counted, line_of
 from instrument.report.step_counts import Benchmark, Loop, Spread
 from instrument.report.summary import summary_document
 from instrument.report.view import Options, Recording
-from instrument.spans import Origin, Site, Span, Trace, length, union
 
 GOLDEN = Path(__file__).parent / "golden" / "paddle_timer_synthetic.txt"
 MS = 1_000_000

@@ -16,18 +16,18 @@ from test_report_views import CHOICES, hostile, running, service, span, traces
 
 import instrument
 from instrument import chrome, scope
-from instrument.profile import VIEWS
-from instrument.report.benchmark import benchmark
-from instrument.report.brief import MOST_LINES, Brief, brief
-from instrument.report.device import device
-from instrument.report.phases import phases
-from instrument.report.requests import requests
-from instrument.report.self_times import ops
+from instrument.profile.keys import loads
+from instrument.profile.model import VIEWS
+from instrument.recording.spans import Cost, DeviceInterval, Origin, Site, Span, Trace, assign_self_times
+from instrument.report.benchmark_view import benchmark
+from instrument.report.brief_view import MOST_LINES, Brief, brief
+from instrument.report.device_view import device
+from instrument.report.phases_view import phases
+from instrument.report.requests_view import requests
+from instrument.report.self_times_view import ops
 from instrument.report.summary import summary
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording
-from instrument.schema import loads
-from instrument.spans import Cost, DeviceInterval, Origin, Site, Span, Trace, assign_self_times
 
 MS = 1_000_000
 SCREEN = 60

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_spans import traces
 
+from instrument.recording.spans import DeviceInterval, Interval, PureDeviceInterval, Site, Span, Trace
 from instrument.report import calls
 from instrument.report.calls import NEVER, Place, call_tree, device_ns, every_place, lines
-from instrument.report.operators import OPERATORS
+from instrument.report.operators_view import OPERATORS
 from instrument.report.stretches import UNTIMED
-from instrument.spans import DeviceInterval, Interval, PureDeviceInterval, Site, Span, Trace
 
 native = pytest.mark.skipif(calls._native is None, reason="the call tree in C is not in use")
 OUTER, INNER = Site("outer", "op"), Site("inner", "layer")

@@ -17,16 +17,16 @@ from raw_spans import counted_paths, traces
 
 import instrument
 from instrument import chrome, profiled, scope
-from instrument.probes.requests import asgi
-from instrument.probes.requests.exchange import Exchanges
-from instrument.recorder import RECORDER
-from instrument.report.cost import InstrumentationCost, SiteCost, cost
+from instrument.instrumentors.requests import asgi
+from instrument.instrumentors.requests.exchange import Exchanges
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.spans import Cost, DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.tally import Tally
+from instrument.report.cost_view import InstrumentationCost, SiteCost, cost
 from instrument.report.summary import summary
 from instrument.report.utilisation import NO_EVENTS, UNTIMED
 from instrument.report.view import Options, Recording, Upkeep
-from instrument.schema import loads
-from instrument.spans import Cost, DeviceInterval, Origin, Site, Span, Trace
-from instrument.tally import Tally
 
 MS = 1_000_000
 CHAT = Site("POST /chat", "request", "chat.server", "handle")
@@ -227,7 +227,7 @@ def test_the_probes_are_measured_when_a_session_starts_and_by_no_report(monkeypa
     session = instrument.start(loads(""))
     try:
         assert all(cost.added_ns > 1 for cost in session.account.costs.by_shape.values())
-        monkeypatch.setattr("instrument.probe_cost.Recorder", None)
+        monkeypatch.setattr("instrument.instrumentors.probe_cost.Recorder", None)
         with scope("request", kind="request"):
             pass
         assert session.cost().per_call_ns == session.account.costs.by_shape["scope"].added_ns

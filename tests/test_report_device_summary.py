@@ -9,10 +9,10 @@ from golden_views import text_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instrument.recording.spans import GAUGES, HOST, Gpu, Sample
 from instrument.report.device_summary import DeviceRow, device_rows
 from instrument.report.device_summary import device_summary as summary_of
 from instrument.report.view import Options
-from instrument.spans import GAUGES, HOST, Gpu, Sample
 
 SECOND = 10**9
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from paddle_golden import golden_trace
 from raw_spans import points, traces
 
-from instrument.report.distribution import COMPUTES, PAUSES, Distribution, OperationUse, PlaceUse, distribution
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.report.distribution_view import COMPUTES, PAUSES, Distribution, OperationUse, PlaceUse, distribution
 from instrument.report.table import columns
 from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording
-from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
 
 MS = 1_000_000
 STEP, F, COMM = Site("step", "step"), Site("f", "op", device=True), Site("all_reduce", "comm")

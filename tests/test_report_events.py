@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_spans import counted_paths, traces
 
-from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS
-from instrument.report.events import EventRow, Events, events
+from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
+from instrument.recording.spans import Cost, DeviceInterval, Site, Span, Trace
+from instrument.recording.tally import Tally, Totals, bucket
+from instrument.report.events_view import EventRow, Events, events
 from instrument.report.summary import summary
 from instrument.report.table import LINE, columns, compact, number, safe, shorten, shortened, table
 from instrument.report.view import THREADS, Options, Recording, document
-from instrument.spans import Cost, DeviceInterval, Site, Span, Trace
-from instrument.tally import Tally, Totals, bucket
 
 GOLDEN = Path(__file__).parent / "golden" / "fluid185_All_OpDetail_total_compiled.txt"
 CELLS = ["Calls", "Total", "Min.", "Max.", "Ave.", "Ratio.", "p50", "p99"]

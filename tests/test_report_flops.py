@@ -17,11 +17,11 @@ from raw_spans import traces
 
 import instrument
 from instrument import chrome, cli
-from instrument.chrome.flops import flops_of
-from instrument.report.flops import FlopRow, flop_table
-from instrument.report.operators import OPERATORS, Operators, operators
+from instrument.chrome.operator_flops import flops_of
+from instrument.recording.spans import FLOPS, DeviceInterval, Flops, Origin, Site, Span, Trace
+from instrument.report.flop_rows import FlopRow, flop_table
+from instrument.report.operators_view import OPERATORS, Operators, operators
 from instrument.report.view import Options, Recording
-from instrument.spans import FLOPS, DeviceInterval, Flops, Origin, Site, Span, Trace
 
 US, MS = 1_000, 1_000_000
 

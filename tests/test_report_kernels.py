@@ -16,11 +16,11 @@ from paddle_golden import GOLDEN, golden_trace
 
 from instrument import chrome, cli
 from instrument.errors import TraceError
-from instrument.report.kernels import KERNELS, STRETCHES, Kernels, kernels
+from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span, Trace
+from instrument.report.kernels_view import KERNELS, STRETCHES, Kernels, kernels
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
-from instrument.spans import DeviceInterval, Kernel, Origin, Site, Span, Trace
 
 US = 1_000
 MS = 1_000_000

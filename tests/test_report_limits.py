@@ -14,10 +14,10 @@ import pytest
 import instrument
 from instrument import chrome
 from instrument.chrome import reading
-from instrument.profile import VIEWS
+from instrument.profile.keys import loads
+from instrument.profile.model import VIEWS
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
-from instrument.schema import loads
 
 BLOCK = 50_000
 

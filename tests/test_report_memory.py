@@ -25,14 +25,15 @@ from test_report_places import FAR, NEAR, SITES, any_spans, spans_of_tasks
 
 import instrument
 from instrument import chrome, cli
-from instrument.profile import STATES
-from instrument.report import allocations, places
-from instrument.report.memory import BEFORE, Memory, PlaceMemory, memory
+from instrument.profile.keys import loads
+from instrument.profile.model import STATES
+from instrument.recording.spans import HOST, Allocation, Allocations, Gpu, Origin, Sample, Site, Span, Trace
+from instrument.report import allocation_sums as allocations
+from instrument.report import places
+from instrument.report.memory_view import BEFORE, Memory, PlaceMemory, memory
 from instrument.report.places import NOWHERE, SHARED, UNKNOWN
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
-from instrument.schema import loads
-from instrument.spans import HOST, Allocation, Allocations, Gpu, Origin, Sample, Site, Span, Trace
 
 MS = 1_000_000
 MIB = 1 << 20

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from paddle_golden import GOLDEN, golden_trace
 from raw_spans import above, lies_in, points, timed, traces
 
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.report.call_rows import REMAINING, CallRow
 from instrument.report.calls import Times
-from instrument.report.operators import IN_ORDER, OPERATORS, Operators, operators
-from instrument.report.overview import overview
-from instrument.report.rows import REMAINING, CallRow
+from instrument.report.operators_view import IN_ORDER, OPERATORS, Operators, operators
+from instrument.report.overview_view import overview
 from instrument.report.table import LINE, columns
-from instrument.report.user import User, user
+from instrument.report.user_view import User, user
 from instrument.report.view import Options, Recording, document
-from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
 
 MS = 1_000_000
 

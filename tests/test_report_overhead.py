@@ -11,15 +11,15 @@ import pytest
 from golden_views import of_tally
 
 from instrument import chrome
-from instrument.lines import Lines
-from instrument.probes.functions import site_of
-from instrument.report.events import events
+from instrument.instrumentors.functions import site_of
+from instrument.recorder.wrapping import wrap
+from instrument.recording.lines import Lines
+from instrument.recording.spans import Origin, Site, Trace
+from instrument.recording.tally import Tally, Totals
+from instrument.report.events_view import events
 from instrument.report.overhead import Overhead, overhead
-from instrument.report.self_times import SelfTimes, classes, instances, ops
+from instrument.report.self_times_view import SelfTimes, classes, instances, ops
 from instrument.report.view import Options, Recording
-from instrument.spans import Origin, Site, Trace
-from instrument.tally import Tally, Totals
-from instrument.wrapping import wrap
 
 REQUEST = Site("POST /chat", "request", suspends=True)
 HANDLER = Site("handle", "request")

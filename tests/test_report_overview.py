@@ -10,9 +10,9 @@ from hypothesis import given
 from paddle_golden import GOLDEN, golden_trace
 from raw_spans import lies_in, points, timed, traces
 
-from instrument.report.overview import ALL_DEVICES, Overview, overview
+from instrument.recording.spans import Origin, Site, Span, Trace
+from instrument.report.overview_view import ALL_DEVICES, Overview, overview
 from instrument.report.view import Options, Recording, document
-from instrument.spans import Origin, Site, Span, Trace
 
 MS = 1_000_000
 

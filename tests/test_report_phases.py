@@ -15,13 +15,13 @@ from hypothesis import given
 from paddle_golden import GOLDEN, golden_trace
 from raw_spans import points, traces
 
-from instrument.report.phases import OTHERS, PhaseRow, Phases, phases
+from instrument.recorder.wrapping import wrap
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace, union
+from instrument.report.phases_view import OTHERS, PhaseRow, Phases, phases
 from instrument.report.table import columns
 from instrument.report.units import phase_of, steps_of
 from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording, document
-from instrument.spans import DeviceInterval, Origin, Site, Span, Trace, union
-from instrument.wrapping import wrap
 
 MS = 1_000_000
 DECLARED = {"Net": "forward", "Linear": "forward", "Gradient Backward": "backward", "Optimization Step": "optimizer"}

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_report_kernels import span, trace_of
 
+from instrument.recording.spans import Origin, Site, Span, Trace
 from instrument.report import places
 from instrument.report.places import NO_SPAN, SEVERAL, innermost, name_of
-from instrument.spans import Origin, Site, Span, Trace
 
 native = pytest.mark.skipif(places._native is None, reason="places in C are not in use")
 

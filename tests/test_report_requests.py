@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trees import outline
 
-from instrument.report.requests import Endpoint, RequestTimes, requests
+from instrument.recording.spans import DeviceInterval, Origin, RemoteParent, Site, Span, Trace
+from instrument.report.requests_view import Endpoint, RequestTimes, requests
 from instrument.report.view import Options, Recording
-from instrument.spans import DeviceInterval, Origin, RemoteParent, Site, Span, Trace
 
 MS = 1_000_000
 CHAT, EMBED = Site("POST /chat", "request"), Site("POST /embed", "request")

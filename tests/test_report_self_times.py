@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_spans import counted_paths, points, traces
 
-from instrument.profile import SORT_KEYS
-from instrument.report.self_times import FunctionTimes, SelfTimes, class_of, classes, instances, ops
+from instrument.profile.model import SORT_KEYS
+from instrument.recording.spans import Site, Trace, assign_self_times
+from instrument.recording.tally import Tally, Totals
+from instrument.report.self_times_view import FunctionTimes, SelfTimes, class_of, classes, instances, ops
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
-from instrument.spans import Site, Trace, assign_self_times
-from instrument.tally import Tally, Totals
 
 MS = 1_000_000
 GOLDEN = Path(__file__).parent / "golden"

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument import chrome, clock
-from instrument.report.startup import StartupView, startup
+from instrument.recording.spans import FirstCall, ImportTime, Origin, Site, Span, Startup, Trace
+from instrument.recording.tally import Tally, Totals, bucket
+from instrument.report.startup_view import StartupView, startup
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
-from instrument.spans import FirstCall, ImportTime, Origin, Site, Span, Startup, Trace
-from instrument.tally import Tally, Totals, bucket
 
 MS = 1_000_000
 LOAD = Site("torch.load", "phase", attributes=(("phase", "load"),))

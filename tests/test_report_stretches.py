@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_report_utilisation import WINDOW, made, traces
 
+from instrument.recording.spans import DeviceInterval, Interval, PureDeviceInterval, Site, Span, Trace
 from instrument.report import stretches
 from instrument.report.stretches import (
     DeviceTime,
@@ -23,7 +24,6 @@ from instrument.report.stretches import (
     unpacked,
     without,
 )
-from instrument.spans import DeviceInterval, Interval, PureDeviceInterval, Site, Span, Trace
 
 PARTS = st.lists(st.tuples(st.integers(-30, 30), st.integers(0, 9)).map(lambda one: (one[0], one[0] + one[1])))
 

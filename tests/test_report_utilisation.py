@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from instrument.recording.spans import DeviceInterval, Interval, Origin, Site, Span, Trace
 from instrument.report.stretches import UNTIMED
 from instrument.report.utilisation import NO_EVENTS, DeviceUse, Unanswered, Utilisation, utilisation
-from instrument.spans import DeviceInterval, Interval, Origin, Site, Span, Trace
 
 WINDOW = (10, 50)
 SITES = [

@@ -15,15 +15,12 @@ from hypothesis import strategies as st
 
 import instrument
 from instrument import scope
-from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
-from instrument.report.summary import VIEW_OF, made, summary, summary_document
-from instrument.report.table import LINE, columns, in_unit, safe, section_title
-from instrument.report.view import UNITS, Options, Recording, Upkeep
-from instrument.schema import loads
-from instrument.spans import (
+from instrument.profile.keys import loads
+from instrument.profile.kinds import KINDS
+from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
+from instrument.recording.spans import (
     GAUGES,
     HOST,
-    KINDS,
     Allocation,
     Cost,
     DeviceInterval,
@@ -40,7 +37,10 @@ from instrument.spans import (
     Trace,
     assign_self_times,
 )
-from instrument.tally import Tally
+from instrument.recording.tally import Tally
+from instrument.report.summary import VIEW_OF, made, summary, summary_document
+from instrument.report.table import LINE, columns, in_unit, safe, section_title
+from instrument.report.view import UNITS, Options, Recording, Upkeep
 
 MS = 1_000_000
 HOSTILE = [

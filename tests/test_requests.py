@@ -24,9 +24,9 @@ import pytest
 from otlp_receiver import Receiver, receiver
 
 from instrument import chrome
-from instrument.probes.requests import Requests
-from instrument.profile import RequestsRule
-from instrument.spans import Span
+from instrument.instrumentors.requests import Requests
+from instrument.profile.model import RequestsRule
+from instrument.recording.spans import Span
 
 SERVED = Path(__file__).parent / "served"
 START_LIMIT_S = 60.0

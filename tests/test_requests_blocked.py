@@ -17,15 +17,15 @@ import pytest
 
 import instrument
 from instrument import chrome
-from instrument.probes.requests import asgi
-from instrument.probes.requests.exchange import OPEN, Exchanges
-from instrument.profile import Capture, FunctionRule, Limits, Profile, RequestsRule
-from instrument.recorder import RECORDER
-from instrument.report.requests import requests
-from instrument.report.self_times import ops
+from instrument.instrumentors.requests import asgi
+from instrument.instrumentors.requests.exchange import OPEN, Exchanges
+from instrument.profile.model import Capture, FunctionRule, Limits, Profile, RequestsRule
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.spans import BLOCKED_BY, Origin, Span, Trace, is_blocked_loop
+from instrument.report.requests_view import requests
+from instrument.report.self_times_view import ops
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
-from instrument.spans import BLOCKED_BY, Origin, Span, Trace, is_blocked_loop
 
 BLOCK_NS = 20_000_000
 LIMIT_NS = 5_000_000

@@ -29,11 +29,11 @@ import grpc.aio
 from otlp_receiver import receiver
 from test_requests import SERVED, requests_in
 
-from instrument.errors import FAULTS
-from instrument.probes.requests import Requests, endpoints
-from instrument.probes.requests.grpc import NOT_BEGUN
-from instrument.profile import RequestsRule
-from instrument.spans import Site, Span
+from instrument.instrumentors.requests import Requests, endpoints
+from instrument.instrumentors.requests.grpc import NOT_BEGUN
+from instrument.profile.model import RequestsRule
+from instrument.recording.spans import Site, Span
+from instrument.runtime.faults import FAULTS
 
 LIMIT_S = 60.0
 STATUS = "rpc.response.status_code"

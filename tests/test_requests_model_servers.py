@@ -26,7 +26,7 @@ from otlp_receiver import Received, free_port, receiver
 from test_requests import SERVED, requests_in
 
 from instrument import chrome
-from instrument.spans import Span
+from instrument.recording.spans import Span
 
 START_LIMIT_S = 120.0
 TIMES = 200

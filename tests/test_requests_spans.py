@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import instrument
-from instrument.probes.requests import asgi, wsgi
-from instrument.probes.requests.exchange import ADDRESSES_KNOWN, CURRENT, OPEN, Exchanges
-from instrument.profile import Capture, Profile, RequestsRule
-from instrument.recorder import RECORDER
-from instrument.spans import RemoteParent, Span
+from instrument.instrumentors.requests import asgi, wsgi
+from instrument.instrumentors.requests.exchange import ADDRESSES_KNOWN, CURRENT, OPEN, Exchanges
+from instrument.profile.model import Capture, Profile, RequestsRule
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.spans import RemoteParent, Span
 
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 REMOTE = RemoteParent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, 1)

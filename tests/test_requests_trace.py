@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import instrument
+from instrument.instrumentors.requests import asgi
+from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.otlp.packing import Ids, link_of
-from instrument.probes.requests import asgi
-from instrument.probes.requests.exchange import Exchanges
-from instrument.profile import Capture, Profile, RequestsRule
-from instrument.recorder import RECORDER
-from instrument.spans import Span, remote_of
+from instrument.profile.model import Capture, Profile, RequestsRule
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.spans import Span, remote_of
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -146,7 +146,7 @@ def test_a_request_below_a_span_of_opentelemetry_is_its_child(session: instrumen
 
 def secret_request(requests: str, tmp_path: Any) -> str:
     """All that comes out of a session in which one request was full of secrets."""
-    from instrument.schema import loads
+    from instrument.profile.keys import loads
 
     path = tmp_path / "trace.json"
     canaries = {name: f"{name} c4n4ry" for name in ("authorization", "cookie", "x-tenant", "user-agent", "referer")}

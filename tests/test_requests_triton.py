@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from instrument import chrome
-from instrument.probes.requests import Requests
-from instrument.profile import RequestsRule
-from instrument.spans import Site, Span
+from instrument.instrumentors.requests import Requests
+from instrument.profile.model import RequestsRule
+from instrument.recording.spans import Site, Span
 
 FINAL = 1
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import instrument
-from instrument import board, chrome
-from instrument.probes.verdict import Verdict, without_others
-from instrument.schema import loads
+from instrument import chrome
+from instrument.instrumentors.verdict import Verdict, without_others
+from instrument.profile.keys import loads
+from instrument.recording import board
 
 ENGINE = "def step(x): return x + 1\n"
 API = "def handle(x): return x\n"
@@ -146,7 +147,7 @@ def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None
         child = subprocess.Popen([sys.executable, "-c", worker], **pipes, text=True)
         print(child.pid, child.stdout.readline())
         import time, os
-        from instrument import board
+        from instrument.recording import board
         end = time.monotonic() + 60
         while board.attached("engine:step") not in board.marks() and time.monotonic() < end:
             time.sleep(0.01)
@@ -181,7 +182,7 @@ def test_a_process_whose_imports_are_timed_and_that_records_nothing_has_no_threa
         "startup: auto\ndevice: {host: 100ms}\nexport: {summary: {to: 'summaries/{pid}.txt'}}"
     )
     done = run(f"""
-        import os, colorsys, instrument.process
+        import os, colorsys, instrument.sessions.process
         print(os.getpid(), {THREADS})
     """)
     assert done.returncode == 0, done.stderr
@@ -251,7 +252,7 @@ def test_a_board_is_found_by_children_and_gone_with_its_process() -> None:
     try:
         board.put(["one", "two"])
         board.put(["two"])
-        program = "from instrument import board; print(sorted(board.marks())); board.put(['three'])"
+        program = "from instrument.recording import board; print(sorted(board.marks())); board.put(['three'])"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert done.stdout == "['one', 'two']\n"
         assert board.marks() == {"one", "two", "three"}

@@ -12,8 +12,8 @@ import pytest
 
 from instrument.errors import ExportError, ProfileError
 from instrument.otlp.senders import sender_for
-from instrument.profile import Otlp
-from instrument.schema import KEYS, VARIABLES, loads
+from instrument.profile.keys import KEYS, VARIABLES, loads
+from instrument.profile.model import Otlp
 
 CANARY = "c4n4ry"
 SHAPES = [

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument import native
-from instrument.spans import (
+from instrument.recording.spans import (
     DeviceInterval,
     Interval,
     Origin,

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 import instrument
-from instrument import chrome, process
-from instrument.probes.selection import Selection
-from instrument.probes.startup import COMPILES, LOADS, Startup
-from instrument.recorder import RECORDER
-from instrument.report.startup import StartupView, startup
+from instrument import chrome
+from instrument.instrumentors.selection import Selection
+from instrument.instrumentors.startup import COMPILES, LOADS, Startup
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER
+from instrument.report.startup_view import StartupView, startup
 from instrument.report.view import Options, Recording
-from instrument.schema import loads
+from instrument.sessions import process
 
 PROFILE = "startup: auto"
 

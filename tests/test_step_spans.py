@@ -16,10 +16,10 @@ from trees import outline
 
 import instrument
 from instrument import Profiler, chrome, schedule, scope
-from instrument.schema import loads
-from instrument.spans import Origin, Site, Span, Trace, assign_self_times, length, union
-from instrument.step_spans import Step, steps_of_batches, with_steps
-from instrument.steps import Window
+from instrument.profile.keys import loads
+from instrument.recording.spans import Origin, Site, Span, Trace, assign_self_times, length, union
+from instrument.sessions.profiler import Window
+from instrument.sessions.step_spans import Step, steps_of_batches, with_steps
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from instrument.spans import Origin
-from instrument.stretch import WINDOWS_THREAD, Stretch
+from instrument.recording.spans import Origin
+from instrument.sessions.stretch import WINDOWS_THREAD, Stretch
 
 ORIGIN = Origin(1, "shop", 0, 0)
 

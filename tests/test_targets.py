@@ -24,11 +24,11 @@ from conftest import RECORDERS
 from trees import tree
 
 from instrument import TargetError, profiled, scope
-from instrument.errors import FAULTS
-from instrument.probes import holders
-from instrument.probes.selection import Selection
-from instrument.recorder import Recorder
-from instrument.schema import loads
+from instrument.instrumentors import holders
+from instrument.instrumentors.selection import Selection
+from instrument.profile.keys import loads
+from instrument.recorder.recorder import Recorder
+from instrument.runtime.faults import FAULTS
 
 
 @pytest.fixture

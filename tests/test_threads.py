@@ -19,10 +19,10 @@ import pytest
 from otlp_collectors import collecting, take
 from otlp_spans import ORIGIN, SECOND, THREADS, tree
 
-from instrument.errors import FAULTS
 from instrument.otlp import Exporter
-from instrument.threads import Thread, current_name
-from instrument.unpatched import Event
+from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import Thread, current_name
+from instrument.runtime.unpatched import Event
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float = 60) -> None:

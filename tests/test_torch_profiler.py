@@ -17,16 +17,17 @@ import pytest
 from kineto import BASE_NS, Kineto
 
 import instrument
-from instrument import Profiler, chrome, schedule, scope, torch_profiler
+from instrument import Profiler, chrome, schedule, scope
+from instrument.compat import fluid, paddle, singa
 from instrument.errors import ProfileError
-from instrument.faces import fluid, paddle, singa
-from instrument.handlers import Window
-from instrument.operator_spans import with_operators
-from instrument.report.benchmark import benchmark
-from instrument.report.phases import phases
+from instrument.profile.keys import loads
+from instrument.recording.spans import FLOPS, Origin, Site, Span, Trace, is_operator
+from instrument.report.benchmark_view import benchmark
+from instrument.report.phases_view import phases
 from instrument.report.view import Options, Recording
-from instrument.schema import loads
-from instrument.spans import FLOPS, Origin, Site, Span, Trace, is_operator
+from instrument.sessions import torch_profiler
+from instrument.sessions.handlers import Window
+from instrument.sessions.operator_spans import with_operators
 
 PID = 4321
 US = 1_000
@@ -441,7 +442,7 @@ def test_singas_verbosities_print_as_its_document_shows(verbosity: int, capsys: 
 
 THEANO = """
 import torch
-from instrument.faces import theano
+from instrument.compat import theano
 f = theano.function(name="example")(lambda x, y, z: (x + y + z) * 2)
 for _ in range(2):
     f(torch.ones(8), torch.ones(8), torch.ones(8))
@@ -476,7 +477,7 @@ def test_without_the_flag_nothing_is_profiled_and_a_destination_may_be_a_file() 
 
 
 def test_flags_are_set_in_code_too() -> None:
-    from instrument.faces.theano_flags import Config
+    from instrument.compat.theano_flags import Config
 
     config = Config.of("profile=True, profiling.n_apply=7,profile=maybe")
     assert (config.profile, config.profiling.n_apply, config.profiling.n_ops) == (True, 7, 20)

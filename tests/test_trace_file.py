@@ -21,8 +21,8 @@ from raw_spans import traces
 
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.spans import Origin, Site, Span, Trace, by_start
-from instrument.tally import Tally
+from instrument.recording.spans import Origin, Site, Span, Trace, by_start
+from instrument.recording.tally import Tally
 from instrument.trace import file
 from instrument.trace.of_spans import trace_of
 

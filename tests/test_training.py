@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from instrument import chrome
-from instrument.profile import VIEWS
+from instrument.profile.model import VIEWS
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip("needs torch", allow_module_level=True)
@@ -23,7 +23,7 @@ import json
 import torch
 import torch.distributed as dist
 from instrument import Profiler
-from instrument.profile import VIEWS
+from instrument.profile.model import VIEWS
 from instrument.report.view import document
 
 class Model(torch.nn.Module):

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from instrument.probes.selection import Selection
-from instrument.spans import Site
+from instrument.instrumentors.selection import Selection
+from instrument.recording.spans import Site
 
 FLAGS = {name: value for name, value in vars(inspect).items() if name.startswith("CO_")}
 

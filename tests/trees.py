@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from instrument.recorder import Recorder
-from instrument.spans import Span
+from instrument.recorder.recorder import Recorder
+from instrument.recording.spans import Span
 
 
 def _name(span: Span) -> str:

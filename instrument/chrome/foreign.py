@@ -13,14 +13,13 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instrument import native
-from instrument.chrome import paddle
-from instrument.chrome.flops import flops_of, is_counted
+from instrument.chrome import paddle_traces
 from instrument.chrome.lanes import SPARE_TIDS
-from instrument.chrome.text import LIMIT_SPANS, Json, checked, end_of, nanoseconds
-from instrument.spans import (
+from instrument.chrome.operator_flops import flops_of, is_counted
+from instrument.profile.kinds import KINDS
+from instrument.recording.spans import (
     FLOPS,
     HOST,
-    KINDS,
     Allocation,
     Allocations,
     Kernel,
@@ -32,11 +31,12 @@ from instrument.spans import (
     by_start,
     flops_told,
 )
+from instrument.trace.text import LIMIT_SPANS, Json, checked, end_of, nanoseconds
 
 if TYPE_CHECKING:
-    from instrument.chrome._foreign import Scanner
+    from instrument.native._foreign import Scanner
 
-_native = native.find("chrome._foreign")
+_native = native.find("_foreign")
 
 OPERATOR = "cpu_op"
 """Category of torch's operators."""
@@ -86,8 +86,8 @@ class Foreign:
         self.spans: list[Span] = []
         self.marks: dict[tuple[Any, ...], list[tuple[int, Span | None]]] = {}
         self._tasks: dict[tuple[Any, ...], int] = {}
-        self._sites: dict[tuple[str, str, paddle.Attributes], Site] = {}
-        self._clock_of_paddle = paddle.Clock()
+        self._sites: dict[tuple[str, str, paddle_traces.Attributes], Site] = {}
+        self._clock_of_paddle = paddle_traces.Clock()
         self._unsized = 0
         self._names: dict[tuple[Any, ...], str] = {}
         self._thread_ids: dict[tuple[Any, ...], int] = {}
@@ -130,9 +130,9 @@ class Foreign:
     def add(self, event: dict[str, Any]) -> None:
         phase = checked(event.get("ph", ""), str)
         pid, tid = (checked(event.get(key), int, str, type(None)) for key in ("pid", "tid"))
-        row = pid, paddle.thread_of(tid)
+        row = pid, paddle_traces.thread_of(tid)
         if phase == "M" and event.get("name") in ("process_name", "thread_name"):
-            name = paddle.thread_name(checked(event["args"]["name"], str))
+            name = paddle_traces.thread_name(checked(event["args"]["name"], str))
             self._names[row if event["name"] == "thread_name" else (pid, None)] = name
         if phase == "i" and event.get("name") == "[memory]":
             self._add_allocation(event, row)
@@ -173,8 +173,8 @@ class Foreign:
         """What is known of a slice by its category, "" for none, and its name."""
         kind, text = checked(category, str), NAMELESS if name is None else checked(name, str)
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
-        name, attributes, work = text, paddle.Attributes(), WORK_OF_CATEGORY.get(kind)
-        known = None if step is not None else paddle.meaning(kind, text)
+        name, attributes, work = text, paddle_traces.Attributes(), WORK_OF_CATEGORY.get(kind)
+        known = None if step is not None else paddle_traces.meaning(kind, text)
         ours = "step" if step is not None else KIND_OF_CATEGORY.get(kind, "user")
         if step is not None:
             name = step[1]
@@ -212,11 +212,13 @@ class Foreign:
         args = event.get("args")
         is_torchs = isinstance(args, dict) and "Bytes" in args
         found = (
-            _allocation(event, self._thread_id(row)) if is_torchs else paddle.allocation(event, self._thread_id(row))
+            _allocation(event, self._thread_id(row))
+            if is_torchs
+            else paddle_traces.allocation(event, self._thread_id(row))
         )
         if found is not None:
             self._allocations += Allocations.of([found]).rows
-        elif event.get("cat") not in paddle.RESERVING:
+        elif event.get("cat") not in paddle_traces.RESERVING:
             self._unsized += 1
         if len(self._allocations) > LIMIT_SPANS * Allocations.ROW.size:
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from operator import attrgetter
 
 from instrument.errors import TraceError
-from instrument.spans import Allocations, Flops, Kernel, Trace, flops_told
+from instrument.recording.spans import Allocations, Flops, Kernel, Trace, flops_told
 
 OURS = "trace of instrument"
 TORCHS = "trace of torch.profiler"

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from instrument.chrome.text import microseconds
-from instrument.spans import DeviceInterval, Span
+from instrument.recording.spans import DeviceInterval, Span
+from instrument.trace.text import microseconds
 
 DEVICE_PIDS = SPARE_TIDS = 1 << 31
 """No process or thread of a host has an id from here on: devices are processes, further lanes are threads there."""

@@ -10,17 +10,18 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from instrument import compression, native
-from instrument.chrome import allocations
+from instrument import native
 from instrument.chrome.foreign import Foreign
 from instrument.chrome.lanes import DEVICE_PIDS
-from instrument.chrome.metadata import LIMIT_LINKS, Metadata, attribute, made
-from instrument.chrome.text import INT64, LIMIT_SPANS, LIMIT_VALUE, Json, checked, end_of, index, nanoseconds
 from instrument.errors import TraceError
-from instrument.spans import HOST, DeviceInterval, RemoteParent, Sample, Span, Trace, by_start
-from instrument.tally import Tally
+from instrument.recording.spans import HOST, DeviceInterval, RemoteParent, Sample, Span, Trace, by_start
+from instrument.recording.tally import Tally
+from instrument.runtime import compression
+from instrument.trace import allocation_lists
+from instrument.trace.metadata import LIMIT_LINKS, Metadata, attribute, made
+from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_VALUE, Json, checked, end_of, index, nanoseconds
 
-_native = native.find("chrome._reading")
+_native = native.find("_reading")
 _native_spans = native.find("_spans")
 
 LIMIT_BYTES = 2 << 30
@@ -197,7 +198,7 @@ def _facts(text: Json) -> dict[str, Any]:
         key = checked(text.value(), str)
         text.take(":")
         if key == "allocations" and "format" in facts and text.peek() == "[":
-            facts[key] = allocations.take(text, LIMIT_SPANS)
+            facts[key] = allocation_lists.take(text, LIMIT_SPANS)
         else:
             facts[key] = text.value()
             held += text.passed - before

@@ -13,14 +13,14 @@ from typing import Any
 
 from instrument import native
 from instrument.chrome.lanes import DEEPEST, Arrows, Board, Lane, Row
-from instrument.chrome.metadata import SiteText
-from instrument.chrome.text import INT64, MILLI, clean, encode, microseconds, safe
-from instrument.spans import Site, Span
+from instrument.recording.spans import Site, Span
+from instrument.trace.metadata import SiteText
+from instrument.trace.text import INT64, MILLI, clean, encode, microseconds, safe
 
 BATCH = 4096
 """How many spans are in memory as text."""
 
-_native = native.find("chrome._slices")
+_native = native.find("_slices")
 
 
 class Slices:

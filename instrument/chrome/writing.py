@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, islice
 from pathlib import Path
 
-from instrument import atomic, compression
 from instrument.chrome.lanes import DEVICE_PIDS, Row
-from instrument.chrome.metadata import Sites, metadata
 from instrument.chrome.slices import BATCH, slices_of
-from instrument.chrome.text import clean, encode, is_number, microseconds, safe
 from instrument.errors import TraceError
-from instrument.spans import GAUGES, HOST, Gpu, Sample, Trace
-from instrument.tally import Tally
+from instrument.recording.spans import GAUGES, HOST, Gpu, Sample, Trace
+from instrument.recording.tally import Tally
+from instrument.runtime import atomic, compression
+from instrument.trace.metadata import Sites, metadata
+from instrument.trace.text import clean, encode, is_number, microseconds, safe
 
 ZLIB_LEVEL = 4
 """Files a tenth smaller than with level 3 in a quarter more time; level 6 is a sixth smaller in twice the time."""

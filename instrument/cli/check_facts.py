@@ -9,9 +9,9 @@ from typing import Any
 
 from instrument import native
 from instrument.device import cuda
-from instrument.probes.verdict import Verdict
-from instrument.profile import Profile
-from instrument.schema import BESIDE, KEYS, setting
+from instrument.instrumentors.verdict import Verdict
+from instrument.profile.keys import BESIDE, KEYS, setting
+from instrument.profile.model import Profile
 
 ATTACHED_SHOWN = 20
 """The most targets of a rule that `check` shows line by line where all is well."""
@@ -48,7 +48,7 @@ def print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str,
     """What `check` prints as text."""
     print(f"profile {profile.source}: service {_service_told(profile)}, digest {profile.digest}")
     if profile.export.is_empty:
-        from instrument.process import NO_EXPORT
+        from instrument.sessions.process import NO_EXPORT
 
         print(f"  {NO_EXPORT}")
     for name, value, origin in _settings_of(profile):

@@ -15,13 +15,13 @@ from instrument.cli.interpreter import interpreter_flags
 from instrument.cli.option_values import Verbs
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
 from instrument.errors import InstrumentError
-from instrument.main_module import MAINS
-from instrument.presets import PRESETS, text_of
-from instrument.probes.scopes import OFF
-from instrument.probes.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
-from instrument.probes.verdict import STATES as STATES_OF_TARGETS
-from instrument.profile import Profile
-from instrument.schema import load
+from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, over_processes, reports_to_check
+from instrument.instrumentors.verdict import STATES as STATES_OF_TARGETS
+from instrument.profile.keys import load
+from instrument.profile.model import Profile
+from instrument.profile.presets import PRESETS, text_of
+from instrument.recorder.scopes import OFF
+from instrument.runtime.main_module import MAINS
 
 
 def add(verbs: Verbs) -> None:
@@ -65,7 +65,7 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
         verdicts, command = verdicts_of(path, host, to_stderr=options.json)
     else:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
-        from instrument import process
+        from instrument.sessions import process
 
         verdicts, problems = process.check(profile, options.modules)
     if options.json:

@@ -6,10 +6,10 @@ import argparse
 import re
 from typing import TypeAlias
 
-from instrument.document import nearest
-from instrument.profile import VIEWS
+from instrument.profile.document import nearest
+from instrument.profile.keys import SIZE_UNITS
+from instrument.profile.model import VIEWS
 from instrument.report.view import UNITS
-from instrument.schema import SIZE_UNITS
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What a verb is added to."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instrument.cli.option_values import Verbs, seconds
-from instrument.control import WAIT_S, Answer, Request, folder_of, sockets, tell
 from instrument.errors import InstrumentError
-from instrument.profile import Profile
-from instrument.schema import load
+from instrument.profile.keys import load
+from instrument.profile.model import Profile
+from instrument.sessions.control import WAIT_S, Answer, Request, folder_of, sockets, tell
 
 
 def add(verbs: Verbs) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from instrument.cli.option_values import Verbs, count, size_bytes, time_ns, view_names, whole
-from instrument.memory_limit import within_memory
-from instrument.profile import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
+from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.view import THREADS, UNITS
+from instrument.runtime.memory_limit import within_memory
 
 
 def add(verbs: Verbs) -> None:

@@ -9,16 +9,18 @@ import shutil
 import sys
 from pathlib import Path
 
-from instrument import autostart, board, environment, hello
 from instrument.cli.interpreter import interpreter_flags
 from instrument.cli.option_values import Verbs
 from instrument.cli.output import flush
 from instrument.cli.wanted_profile import DEFAULT, WITHOUT_PROFILE, wanted
 from instrument.errors import InstrumentError
-from instrument.presets import PRESETS
-from instrument.probes.scopes import OFF
-from instrument.profile import Profile
-from instrument.schema import load
+from instrument.profile.keys import load
+from instrument.profile.model import Profile
+from instrument.profile.presets import PRESETS
+from instrument.recorder.scopes import OFF
+from instrument.recording import board
+from instrument.runtime import environment
+from instrument.sessions import autostart, hello
 
 
 def add(verbs: Verbs) -> None:

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from instrument.errors import InstrumentError
-from instrument.presets import PRESETS, path_of
+from instrument.profile.presets import PRESETS, path_of
 
 DEFAULT = f"default: the variable INSTRUMENT_PROFILE, else the preset {PRESETS[0]}"
 

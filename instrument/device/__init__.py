@@ -6,12 +6,12 @@ device, and a vendor's bindings are imported only where there is a driver.
 
 A span that asks for device time records one CUDA event on the current stream of torch, cupy or numba when it begins and
 one when it ends, and goes on. A layer is timed on the devices of its parameters; a call on those of the torch model
-that its object holds, that it is given or that its code names, else of its tensors (`instrument.probes.work`), with one
-interval for each. A scope, and whatever else cannot be told so, is timed on the device that is current when it begins.
-A thread of ours asks for events that have happened and puts them on the host's clock. No call waits for the device,
-CUDA is never initialised, no context is made and CUPTI is not used, so that Nsight and torch.profiler may run at the
-same time. A stream that is being captured is left alone; each replay of a torch CUDA graph is one span. Hosts without
-cuda-bindings, and ROCm, are timed by torch's own events.
+that its object holds, that it is given or that its code names, else of its tensors, with one interval for each (see
+`instrument.instrumentors.work`). A scope, and whatever else cannot be told so, is timed on the device that is current
+when it begins. A thread of ours asks for events that have happened and puts them on the host's clock. No call waits for
+the device, CUDA is never initialised, no context is made and CUPTI is not used, so that Nsight and torch.profiler may
+run at the same time. A stream that is being captured is left alone; each replay of a torch CUDA graph is one span.
+Hosts without cuda-bindings, and ROCm, are timed by torch's own events.
 
 A pair of events spans a stretch of a stream, not a kernel, so each interval has the uncertainty of its place and a
 label: `exclusive`; `overlapped` (another stream's timed work ran meanwhile); `launch-bound` (the stream had run dry

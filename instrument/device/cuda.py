@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from instrument.recorder import native_driver_calls
+from instrument.recorder.recorder import native_driver_calls
 
 T = TypeVar("T")
 

@@ -12,11 +12,11 @@ from instrument.device import nvml
 from instrument.device.host import Host
 from instrument.device.nvml import Closed, Nvml, NvmlError
 from instrument.device.torch_memory import TorchMemory
-from instrument.errors import FAULTS
-from instrument.profile import AUTO_NS, Device
-from instrument.spans import HOST, Gpu, Sample
-from instrument.threads import Thread
-from instrument.unpatched import Event, Lock, local
+from instrument.profile.model import AUTO_NS, Device
+from instrument.recording.spans import HOST, Gpu, Sample
+from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import Thread
+from instrument.runtime.unpatched import Event, Lock, local
 
 EVERY_NS = 10**9
 """How often is read what the profile leaves to us."""

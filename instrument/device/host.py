@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from instrument.control_groups import cores
+from instrument.runtime.control_groups import cores
 
 PROC = Path("/proc")
 

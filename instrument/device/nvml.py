@@ -17,7 +17,7 @@ from ctypes import CDLL
 from dataclasses import dataclass, field
 from typing import Any
 
-from instrument.spans import Gpu
+from instrument.recording.spans import Gpu
 
 LIBRARY = "libnvidia-ml.so.1"
 

@@ -15,8 +15,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from instrument.recorder import Recorder
-from instrument.spans import Site
+from instrument.recorder.recorder import Recorder
+from instrument.recording.spans import Site
 
 DOMAIN = "instrument"
 VARIABLE = "NVTX_INJECTION64_PATH"

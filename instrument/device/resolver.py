@@ -12,14 +12,14 @@ from operator import attrgetter
 
 from instrument.device import cuda
 from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS, Moment
-from instrument.device.intervals import Intervals
+from instrument.device.interval_ring import Intervals
 from instrument.device.pairs import Context, Driver, Held, Pair, Times
 from instrument.device.streams import Stream
-from instrument.errors import FAULTS
-from instrument.recorder import Recorder
-from instrument.rows import STREAM
-from instrument.threads import Thread
-from instrument.unpatched import Event, sleep
+from instrument.recorder.recorder import Recorder
+from instrument.recording.rows import STREAM
+from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import Thread
+from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from instrument.errors import FAULTS
-from instrument.recorder import stream_handle
+from instrument.recorder.recorder import stream_handle
+from instrument.runtime.faults import FAULTS
 
 Stream = tuple[int, int]
 """Index of a device as the process numbers them, and the handle of one of its streams."""

@@ -3,7 +3,7 @@
 A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread
 of ours, the resolver, asks for events that have happened, puts the stretch between them on the host's clock and adds it
 to the tally. The pair spans a stretch of the stream, not a kernel: whatever else ran in between is in it, which is what
-the labels (`instrument.device.intervals.LABELS`) are about.
+the labels (`instrument.device.interval_ring.LABELS`) are about.
 
 Events come from a pool for each context, filled outside of the calls that use it. Nothing is recorded on a stream that
 is being captured into a graph. An error of the driver costs its device times, counted; one after which the driver says
@@ -20,19 +20,19 @@ from threading import get_native_id
 from types import ModuleType
 from typing import Any
 
-from instrument import imports
 from instrument.device import cuda, streams
 from instrument.device.anchors import Anchors
-from instrument.device.intervals import LABELS, Intervals
+from instrument.device.interval_ring import LABELS, Intervals
 from instrument.device.nvtx import Ranges
 from instrument.device.pairs import STREAMS_KNOWN, Context, Driver, Pair, Untimed
 from instrument.device.resolver import FIRST, INTERRUPTED, Resolver
 from instrument.device.streams import Current, Stream
 from instrument.device.torch_events import TorchDriver
-from instrument.recorder import RECORDER, Recorder
-from instrument.rows import STREAM
-from instrument.spans import NO_DEVICE_TIME, Site, Span, Work
-from instrument.unpatched import Lock
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.rows import STREAM
+from instrument.recording.spans import NO_DEVICE_TIME, Site, Span, Work
+from instrument.runtime import imports
+from instrument.runtime.unpatched import Lock
 
 NO_STREAM_YET = "spans that began before their thread had used numba, whose streams are told by their use"
 NO_CONTEXT_YET = "spans that began before their device had a context"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from instrument.unpatched import connect
+from instrument.runtime.unpatched import connect
 
 if TYPE_CHECKING:
     import ssl

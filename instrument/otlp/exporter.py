@@ -10,7 +10,6 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from instrument.errors import FAULTS, logger
 from instrument.otlp.metrics import PATIENCE_NS, Metrics, metrics_url
 from instrument.otlp.packing import Ids
 from instrument.otlp.points import Series
@@ -23,12 +22,13 @@ from instrument.otlp.tracer import (
     resource_attributes,
     suppress_instrumentation,
 )
-from instrument.spans import Origin, Span
-from instrument.threads import Thread
-from instrument.unpatched import TIMEOUT_MAX, Empty, Lock, SimpleQueue
+from instrument.recording.spans import Origin, Span
+from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.threads import Thread
+from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, Lock, SimpleQueue
 
 if TYPE_CHECKING:
-    from instrument.profile import Otlp
+    from instrument.profile.model import Otlp
 
 QUEUE_SPANS = 65_536
 """Spans that may wait for delivery; beyond it the oldest whole trees go."""

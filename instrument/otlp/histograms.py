@@ -12,9 +12,9 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
-from instrument.metrics import Distribution
 from instrument.otlp.packing import pack_field, varint
-from instrument.tally import bucket_middle
+from instrument.recording.distributions import Distribution
+from instrument.recording.tally import bucket_middle
 
 FINEST_SCALE = 5
 MOST_BUCKETS = 160

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from instrument.metrics import Snapshot
 from instrument.otlp.points import Point, Series
 from instrument.otlp.response import Response
 from instrument.otlp.snapshots import Piece, Snapshots
-from instrument.spans import HOST, Gpu, Origin, Sample
-from instrument.unpatched import Lock
+from instrument.recording.distributions import Snapshot
+from instrument.recording.spans import HOST, Gpu, Origin, Sample
+from instrument.runtime.unpatched import Lock
 
 QUEUE_SAMPLES = 65_536
 """Samples that may wait for delivery; beyond it the oldest go."""

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from instrument.spans import (
+from instrument.recording.spans import (
     ERROR_TYPE,
     LINK,
     LINK_REMOTE,

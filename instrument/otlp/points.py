@@ -6,9 +6,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from instrument.metrics import Exemplar
 from instrument.otlp.histograms import Exponential, pack_exponential
 from instrument.otlp.packing import pack_attributes, pack_field, pack_text
+from instrument.recording.distributions import Exemplar
 
 
 @dataclass(frozen=True, slots=True)

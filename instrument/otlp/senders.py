@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from instrument.compression import compressor
-from instrument.document import without_secrets
 from instrument.errors import ExportError
 from instrument.otlp import packing
 from instrument.otlp.connection import Connection, Timed, TlsConnection, context
 from instrument.otlp.metrics import PATIENCE_NS, metrics_url
 from instrument.otlp.points import Point, Series, pack_metric
 from instrument.otlp.response import Response
-from instrument.spans import Origin, Span
-from instrument.threads import current_name
+from instrument.profile.document import without_secrets
+from instrument.recording.spans import Origin, Span
+from instrument.runtime.compression import compressor
+from instrument.runtime.threads import current_name
 
 if TYPE_CHECKING:
     import logging
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from instrument.profile import Otlp
+    from instrument.profile.model import Otlp
 
 THREAD_NAME = "instrument-otlp"
 """The export thread. What the official exporter logs on a thread of ours, we say ourselves."""

@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from instrument.metrics import COUNTER, GAUGE, HISTOGRAM, Distribution, Labels, Metric, Snapshot
 from instrument.otlp.histograms import Exponential, exponential
 from instrument.otlp.points import Point, Series
-from instrument.spans import Origin
+from instrument.recording.distributions import COUNTER, GAUGE, HISTOGRAM, Distribution, Labels, Metric, Snapshot
+from instrument.recording.spans import Origin
 
 PREFERENCE = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from instrument.errors import FAULTS
 from instrument.otlp.packing import version
-from instrument.spans import Origin, RemoteParent
+from instrument.recording.spans import Origin, RemoteParent
+from instrument.runtime.faults import FAULTS
 
 _UNNAMED = "unknown_service"
 

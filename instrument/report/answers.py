@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from instrument.http_status import STATUS
-from instrument.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, Span
-from instrument.tally import percentiles_of
+from instrument.recorder.http_status import STATUS
+from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, Span
+from instrument.recording.tally import percentiles_of
 
 CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
 

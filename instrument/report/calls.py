@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from instrument import native
+from instrument.recording.spans import DeviceInterval, Interval, Site, Span, length, union
 from instrument.report.stretches import UNTIMED
 from instrument.report.table import share
-from instrument.spans import DeviceInterval, Interval, Site, Span, length, union
 
-_native = native.find("report._calls")
+_native = native.find("_calls")
 
 NEVER = 1 << 63
 """Later, and longer, than any time of a span."""

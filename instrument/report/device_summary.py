@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from instrument.recording.spans import GAUGES, HOST, Gauge, Gpu, Sample
 from instrument.report.table import GAP, LINE, MISSING, in_unit, number, safe, section_title, shorten, table, wrapped
 from instrument.report.view import Options
-from instrument.spans import GAUGES, HOST, Gauge, Gpu, Sample
 
 NOT_TOLD = "n/a"
 """Stands for what a device does not tell."""

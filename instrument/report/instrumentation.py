@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from instrument.recording.spans import Cost
 from instrument.report.table import number, percent, safe, section_title, wrapped
-from instrument.spans import Cost
 
 COST = "Cost of "
 """How a note begins that says what something cost, and not that something was not observed."""

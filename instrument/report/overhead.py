@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from instrument.lines import CALLS, Lines
+from instrument.recording.lines import CALLS, Lines
+from instrument.recording.spans import Site, is_operator
 from instrument.report.table import share
 from instrument.report.tree import TIMES
-from instrument.spans import Site, is_operator
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 _WAITING = frozenset({"queue", "wait"})

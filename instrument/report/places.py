@@ -13,9 +13,9 @@ from contextlib import suppress
 from math import inf
 
 from instrument import native
-from instrument.spans import Site, Span, Trace
+from instrument.recording.spans import Site, Span, Trace
 
-_native = native.find("report._places")
+_native = native.find("_places")
 
 SHARED = "(several tasks were open)"
 """The place of what happened while several tasks had spans open on the thread."""

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from instrument.document import nearest
-from instrument.profile import VIEWS
-from instrument.report.benchmark import benchmark
-from instrument.report.brief import brief
-from instrument.report.copies import copies
-from instrument.report.cost import cost
-from instrument.report.device import device
-from instrument.report.distribution import distribution
-from instrument.report.events import events
+from instrument.profile.document import nearest
+from instrument.profile.model import VIEWS
+from instrument.report.benchmark_view import benchmark
+from instrument.report.brief_view import brief
+from instrument.report.copies_view import copies
+from instrument.report.cost_view import cost
+from instrument.report.device_view import device
+from instrument.report.distribution_view import distribution
+from instrument.report.events_view import events
 from instrument.report.instrumentation import instrumentation
-from instrument.report.kernels import kernels
-from instrument.report.memory import memory
-from instrument.report.operators import operators
-from instrument.report.overview import overview
-from instrument.report.phases import phases
-from instrument.report.requests import requests
-from instrument.report.self_times import classes, instances, ops
-from instrument.report.startup import startup
-from instrument.report.user import user
+from instrument.report.kernels_view import kernels
+from instrument.report.memory_view import memory
+from instrument.report.operators_view import operators
+from instrument.report.overview_view import overview
+from instrument.report.phases_view import phases
+from instrument.report.requests_view import requests
+from instrument.report.self_times_view import classes, instances, ops
+from instrument.report.startup_view import startup
+from instrument.report.user_view import user
 from instrument.report.view import Options, Recording, View, document
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {

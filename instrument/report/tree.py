@@ -10,7 +10,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from instrument.lines import (
+from instrument.recording.lines import (
     CALLS,
     DEVICE,
     ELAPSED,
@@ -24,9 +24,9 @@ from instrument.lines import (
     parted,
     tree_of_names,
 )
-from instrument.paths import CallTree
+from instrument.recording.paths import CallTree
+from instrument.recording.spans import Site
 from instrument.report.view import Options
-from instrument.spans import Site
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")

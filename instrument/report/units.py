@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 
+from instrument.recording.spans import Interval, Site, Span, Trace, subtract, union
 from instrument.report.stretches import Line, grouped, packed, sites
-from instrument.spans import Interval, Site, Span, Trace, subtract, union
 
 LOADER = "loader"
 OPTIMIZER = "optimizer"

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from instrument.recording.spans import Interval, Span, Trace, clip
+from instrument.recording.tally import percentiles_of
 from instrument.report.stretches import (
     UNTIMED,
     Group,
@@ -27,8 +29,6 @@ from instrument.report.stretches import (
     within,
 )
 from instrument.report.table import share
-from instrument.spans import Interval, Span, Trace, clip
-from instrument.tally import percentiles_of
 
 NO_EVENTS = "no events"
 """Why a span that asked for device time has none, where no interval says it."""

@@ -1,7 +1,7 @@
 """What every view is: numbers made of a recording as its options ask, with a text and a document of the same numbers.
 
-A view is a function ``name(recording, options)`` in the room ``report/name.py``. What it returns is a frozen dataclass:
-its fields and public properties are the numbers, times in ns, and `lines` prints them.
+A view is a function ``name(recording, options)`` in ``report/name_view.py``. What it returns is a frozen dataclass: its
+fields and public properties are the numbers, times in ns, and `lines` prints them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from instrument.errors import TraceError
-from instrument.lines import Lines
-from instrument.profile import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
-from instrument.spans import Cost, Site, Span, Startup, Trace
-from instrument.tally import Tally
+from instrument.profile.model import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
+from instrument.recording.lines import Lines
+from instrument.recording.spans import Cost, Site, Span, Startup, Trace
+from instrument.recording.tally import Tally
 
 if TYPE_CHECKING:
     from instrument.report.step_counts import Benchmark

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable
 from typing import IO
 
-from instrument import compression
+from instrument.runtime import compression
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")

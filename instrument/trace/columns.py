@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.spans import AttributeValue, RemoteParent, Site
+from instrument.recording.spans import AttributeValue, RemoteParent, Site
 from instrument.trace.forest import NONE, levels, rows_of
 
 Int64s = NDArray[np.int64]
@@ -47,7 +47,7 @@ class DeviceIntervals:
 
 @dataclass(frozen=True)
 class Trace:
-    """Spans as columns, a row each, with the names of `instrument.spans.Span`.
+    """Spans as columns, a row each, with the names of `instrument.recording.spans.Span`.
 
     `site` and `error` are places in `sites` and `errors` (`NONE`: no error). `parent` is the row of the parent, `NONE`
     for a span without one among these. `attributes` are by row, decoded when they are asked for; `with_attributes` says

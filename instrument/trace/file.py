@@ -20,16 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from instrument import atomic, spans
-from instrument.chrome.metadata import LIMIT_LINKS, Metadata, Sites, metadata
-from instrument.chrome.text import LIMIT_SPANS, checked, encode, safe
 from instrument.errors import TraceError
-from instrument.spans import Sample
-from instrument.tally import Tally
+from instrument.recording import spans
+from instrument.recording.spans import Sample
+from instrument.recording.tally import Tally
+from instrument.runtime import atomic
 from instrument.trace.archive import write_archive
 from instrument.trace.columns import Trace
+from instrument.trace.layout import Column, packed, unpacked
+from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, metadata
 from instrument.trace.of_spans import spans_of, trace_of
-from instrument.trace.packing import Column, packed, unpacked
+from instrument.trace.text import LIMIT_SPANS, checked, encode, safe
 
 LAYOUT = 1
 """Version of what the arrays are."""

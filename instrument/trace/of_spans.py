@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from instrument.spans import AttributeValue, DeviceInterval, Site, Span
+from instrument.recording.spans import AttributeValue, DeviceInterval, Site, Span
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
 

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import instrument  # noqa: E402
-from instrument.probe_cost import measure_costs, measure_passed_ns  # noqa: E402
+from instrument.instrumentors.probe_cost import measure_costs, measure_passed_ns  # noqa: E402
 
 BUDGET = 0.01
 SLACK = 0.003

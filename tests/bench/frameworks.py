@@ -19,7 +19,7 @@ import onnxruntime
 from onnx import helper
 
 import instrument
-from instrument.profile import FrameworkRule, Profile
+from instrument.profile.model import FrameworkRule, Profile
 
 STATES = ("as it is", "recorded", "switched off")
 INPUT = {"x": np.ones((1, 64), np.float32)}

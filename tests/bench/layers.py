@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import instrument
-from instrument.profile import LayerRule, Profile
-from instrument.recorder import RECORDER
+from instrument.profile.model import LayerRule, Profile
+from instrument.recorder.recorder import RECORDER
 
 MODULES = 100
 WIDTH = 256

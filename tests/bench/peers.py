@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instrument.recorder import PureRecorder, Recorder
-from instrument.spans import Site
+from instrument.recorder.recorder import PureRecorder, Recorder
+from instrument.recording.spans import Site
 
 CALLS = 5_000
 ROUNDS = 41

@@ -31,8 +31,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from instrument import annotate, scope
-from instrument.recorder import RECORDER, Recorder
-from instrument.spans import Site
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import Site
 
 CALLS = 20_000
 ROUNDS = 15

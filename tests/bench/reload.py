@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import instrument
-from instrument import control
+from instrument.sessions import control
 
 ROUNDS = 30
 IDLE_S = 2.0

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from typing import Any
 
 import instrument
-from instrument.probes.requests import asgi, wsgi
-from instrument.probes.requests.exchange import Exchanges
-from instrument.profile import Profile, RequestsRule
+from instrument.instrumentors.requests import asgi, wsgi
+from instrument.instrumentors.requests.exchange import Exchanges
+from instrument.profile.model import Profile, RequestsRule
 
 CALLS = 300
 HEADERS = [

@@ -27,9 +27,10 @@ case $mode in
     thread) flags=(-fsanitize=thread) libraries=(libtsan.so) ;;
     *) echo "sanitise.sh: found mode '$mode'; allowed: address, thread" >&2; exit 2 ;;
 esac
-for part in _recorder _spans _lines chrome/_foreign chrome/_reading chrome/_slices report/_allocations report/_calls report/_places report/_stretches; do
+for source in instrument/native/_*.c; do
+    part=$(basename "$source" .c)
     gcc -O1 -g -fno-omit-frame-pointer "${flags[@]}" -Wno-cast-function-type -shared -fPIC -I"$include" \
-        "instrument/$part.c" -o "$folder/instrument/$part$suffix"
+        "$source" -o "$folder/instrument/native/$part$suffix"
 done
 preload=
 for library in "${libraries[@]}"; do

@@ -93,7 +93,7 @@ HOST = """
 import gc, sys, threading, time
 import instrument
 from chat import server
-from instrument.recorder import RECORDER
+from instrument.recorder.recorder import RECORDER
 
 RECORDER.node_limit = 1 << 20  # probes that come back are new ones, with call paths of their own
 

@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from instrument.recorder import Recorder
-from instrument.spans import Site
+from instrument.recorder.recorder import Recorder
+from instrument.recording.spans import Site
 
 RING_BYTES = 16 << 20
 BOUND_MIB = RING_BYTES >> 20

@@ -26,7 +26,7 @@ TARGETS = {"write .json": 0.5, "write .json.gz": 0.5, "bytes .json.gz": 25.0, "r
 
 def make(count: int, in_tasks: bool) -> Any:
     """A service's trace: requests of steps of layers, on four threads, or in sixteen tasks at a time on one."""
-    from instrument.spans import DeviceInterval, Origin, Site, Span, Trace
+    from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
 
     chance = random.Random(1)
     request = Site("POST /chat", "request" if in_tasks else "op", "chat.server", "handle", "server.py", 10)
@@ -82,7 +82,7 @@ def make(count: int, in_tasks: bool) -> Any:
 
 def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
     from instrument import chrome
-    from instrument.tally import Tally
+    from instrument.recording.tally import Tally
 
     trace = make(count, in_tasks)
     started = time.perf_counter()

@@ -42,10 +42,10 @@ from pathlib import Path
 
 import instrument
 from instrument import chrome
-from instrument.lines import WIDTH
-from instrument.profile import VIEWS
-from instrument.recorder import RECORDER
-from instrument.spans import (
+from instrument.profile.model import VIEWS
+from instrument.recorder.recorder import RECORDER
+from instrument.recording.lines import WIDTH
+from instrument.recording.spans import (
     HOST,
     Allocation,
     DeviceInterval,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from paddle_golden import golden_trace
 
-from instrument.spans import (
+from instrument.recording.spans import (
     BLOCKED_LOOP,
     HOST,
     Allocation,

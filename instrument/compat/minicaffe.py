@@ -1,0 +1,123 @@
+"""The profiler of Mini-Caffe: `enable`, `disable`, `open_scope`, `close_scope`, `dump`.
+
+The states are its own: scopes are nothing while it is off, it is not switched off with scopes open, and what one
+thread has opened that thread closes. Differences: `dump` is allowed at any time, forgets nothing, and writes slices in
+lanes of their threads, in nanoseconds; each thread has scopes of its own, which end with it at the latest; a name is
+what was given, not the path. The end of the session switches off, whatever scopes are open.
+
+Where no session runs, `enable` begins one that records the layers of the models of torch too, each by its class; with
+a profile in `INSTRUMENT_PROFILE` that one says what is recorded. A session that runs already goes on after `disable`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+from instrument.errors import StateError
+from instrument.profile.model import LayerRule, Profile
+from instrument.recorder.recorder import RECORDER, Scope
+from instrument.recorder.scopes import OFF
+from instrument.sessions import process
+from instrument.sessions.session import Session
+from instrument.sessions.sharing import join
+
+EVERY_LAYER = Profile(layers=(LayerRule(match=("**",), text="every layer"),), source="instrument.compat.minicaffe")
+
+
+class _Opened(threading.local):
+    """The scopes that this thread has open, innermost last."""
+
+    def __init__(self) -> None:
+        self.scopes: list[Scope] = []
+        with _lock:
+            _scopes_of[threading.current_thread()] = self.scopes
+
+
+_lock = threading.RLock()
+_scopes_of: dict[threading.Thread, list[Scope]] = {}
+_opened = _Opened()
+_is_on = False
+_looked_at: Session | None = None
+_own: Session | None = None
+
+
+def enable() -> None:
+    """Begin, or go on, to record. Raises `StateError` where it is on."""
+    global _is_on, _looked_at, _own
+    with _lock:
+        if _is_on and not _has_ended():
+            raise StateError("asked to enable the profiler, but it is on already; disable() it first")
+        _forget_scopes()
+        running = _running()
+        if running is None:
+            _own = join(None if os.environ.get("INSTRUMENT_PROFILE") or OFF else EVERY_LAYER)
+        elif running is _own:
+            process.enable()
+        _looked_at = running or _own
+        _is_on = True
+
+
+def disable() -> None:
+    """Record no more; what was recorded can still be dumped. Raises `StateError` where it is off or scopes are open."""
+    global _is_on
+    with _lock:
+        if not _is_on:
+            raise StateError("asked to disable the profiler, but it is off; enable() it first")
+        if _has_ended():
+            _forget_scopes()
+        count = sum(len(scopes) for thread, scopes in _scopes_of.items() if thread.is_alive())
+        if count:
+            raise StateError(f"asked to disable the profiler with {count} scopes open; close_scope() them first")
+        if _own is not None and _running() is _own:
+            process.disable()
+        _is_on = False
+
+
+def open_scope(name: str) -> None:
+    """Begin a scope within the one that this thread has open; nothing while the profiler is off."""
+    if _is_on:
+        _opened.scopes.append(RECORDER.make_scope(name).start())
+
+
+def close_scope() -> None:
+    """End this thread's innermost scope; nothing while the profiler is off. Raises `StateError` where none is open."""
+    if not _is_on:
+        return
+    if not _opened.scopes:
+        raise StateError("asked to close a scope, but this thread has none open; open_scope(name) begins one")
+    _opened.scopes.pop().end()
+
+
+def dump(path: str | os.PathLike[str]) -> Path:
+    """Write all that is held, of every time that it was on, as a Chrome trace. Raises `StateError`, `TraceError`."""
+    return process.dump(path)
+
+
+def now() -> int:
+    """Microseconds on the clock of the spans."""
+    return time.monotonic_ns() // 1000
+
+
+def _has_ended() -> bool:
+    """Whether the session that is looked at runs no more."""
+    return _looked_at is not None and _running() is not _looked_at
+
+
+def _forget_scopes() -> None:
+    """Those of threads that have ended; end those that others left open in a session that has."""
+    for thread, scopes in list(_scopes_of.items()):
+        if not thread.is_alive():
+            del _scopes_of[thread]
+            continue
+        while scopes:
+            scopes.pop().end()
+
+
+def _running() -> Session | None:
+    try:
+        return process.session()
+    except StateError:
+        return None

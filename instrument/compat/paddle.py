@@ -1,0 +1,382 @@
+"""The names of `paddle.profiler`: `Profiler`, `make_scheduler`, `RecordEvent`, `SortedKeys`, `SummaryView` and so on.
+
+Differences: on_trace_ready runs before the next window is armed, and nothing is written where none is given. A window
+that the schedule leaves without RECORD_AND_RETURN is delivered too. Ranges may overlap, cross steps and tasks;
+profilers may be nested. `make_scheduler` is `instrument.schedule`, and `ProfilerState` that of the windows
+(`instrument.sessions.window.State`). `summary` prints and returns the text. There is no protobuf. Operators, kernels
+and what `record_shapes`, `profile_memory` and `with_flops` ask for come from torch.profiler, where torch is imported
+and no session of a profile runs. What is asked for and not recorded is said once in the log, and in the session's
+notes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from instrument import chrome
+from instrument.errors import ProfileError
+from instrument.instrumentors.functions import profiled
+from instrument.profile.model import VIEWS
+from instrument.recorder.recorder import RECORDER, Scope
+from instrument.recorder.scopes import OFF
+from instrument.recording.spans import Trace
+from instrument.recording.tally import Tally
+from instrument.report.benchmark_view import counted
+from instrument.report.summary import summary
+from instrument.report.view import Options, Recording
+from instrument.runtime.faults import logger
+from instrument.sessions import torch_profiler
+from instrument.sessions.handlers import InBackground, Window, chrome_files, export_chrome, is_asynchronous
+from instrument.sessions.profiler import Profiler as _Profiler
+from instrument.sessions.window import State as ProfilerState
+from instrument.sessions.window import States
+from instrument.sessions.window import schedule as make_scheduler
+
+__all__ = [
+    "Profiler",
+    "ProfilerResult",
+    "ProfilerState",
+    "ProfilerTarget",
+    "RecordEvent",
+    "SortedKeys",
+    "SummaryView",
+    "TracerEventType",
+    "export_chrome_tracing",
+    "export_protobuf",
+    "get_profiler",
+    "load_profiler_result",
+    "make_scheduler",
+]
+
+_KEYS = ("targets", "scheduler", "on_trace_ready", "timer_only")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ProfilerTarget(Enum):
+    """What is timed: the host, or what goes to a GPU too. Of the others nothing is."""
+
+    CPU = 0
+    GPU = 1
+    XPU = 2
+    CUSTOM_DEVICE = 3
+
+
+_TIMED = (ProfilerTarget.CPU, ProfilerTarget.GPU)
+
+_NO_DEVICE = "host and GPU are timed"
+_INSTEAD: Mapping[str, str] = {
+    "record_shapes": "torch.profiler notes shapes where torch is imported and no session of a profile runs",
+    "profile_memory": "torch.profiler tells allocations where torch is imported and no session of a profile runs",
+    "emit_nvtx": "under Nsight every span is an NVTX range without it",
+    "with_flops": "torch.profiler tells operations where torch is imported and no session of a profile runs",
+}
+_OF_TORCH = ("record_shapes", "profile_memory", "with_flops")
+"""What torch.profiler tells, where it is beside."""
+
+_told: set[str] = set()
+
+
+class SortedKeys(Enum):
+    """What rows are sorted by, in our words."""
+
+    CPUTotal = "cpu_total"
+    CPUAvg = "cpu_ave"
+    CPUMax = "cpu_max"
+    CPUMin = "cpu_min"
+    GPUTotal = "gpu_total"
+    GPUAvg = "gpu_ave"
+    GPUMax = "gpu_max"
+    GPUMin = "gpu_min"
+
+
+class SummaryView(Enum):
+    """The views, in our words."""
+
+    DeviceView = "device"
+    OverView = "overview"
+    ModelView = "phases"
+    DistributedView = "distribution"
+    KernelView = "kernels"
+    OperatorView = "operators"
+    MemoryView = "memory"
+    MemoryManipulationView = "copies"
+    UDFView = "user"
+
+
+class TracerEventType(Enum):
+    """What a range is: the kind of its span, or the phase."""
+
+    Operator = "op"
+    Dataloader = "loader"
+    ProfileStep = "step"
+    UserDefined = "user"
+    Forward = "forward"
+    Backward = "backward"
+    Optimization = "optimizer"
+    Communication = "comm"
+    PythonOp = "python op"
+    PythonUserDefined = "python user"
+
+
+_SCOPE_OF: Mapping[TracerEventType, Mapping[str, str]] = {
+    TracerEventType.Forward: {"phase": "forward"},
+    TracerEventType.Backward: {"phase": "backward"},
+    TracerEventType.Optimization: {"phase": "optimizer"},
+    TracerEventType.PythonOp: {"kind": "op"},
+    TracerEventType.PythonUserDefined: {"kind": "user"},
+}
+
+
+class RecordEvent:
+    """A range by name: a context manager, a decorator, or `begin` and `end`. `end` without `begin` is nothing."""
+
+    def __init__(self, name: str, event_type: TracerEventType = TracerEventType.PythonUserDefined) -> None:
+        self.name = name
+        self.event_type = event_type
+        self._how = _SCOPE_OF.get(event_type) or {"kind": event_type.value}
+        self._scope: Scope | None = None
+
+    def begin(self) -> None:
+        """Begin the range, unless it is open."""
+        if self._scope is None:
+            self._scope = RECORDER.make_scope(self.name, **self._how).start()  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        """End the range, on whatever thread or task."""
+        opened, self._scope = self._scope, None
+        if opened is not None:
+            opened.end()
+
+    def __enter__(self) -> RecordEvent:
+        self.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        opened, self._scope = self._scope, None
+        if opened is not None:
+            opened.end(error)
+
+    def __call__(self, function: Function) -> Function:
+        return profiled(self.name, **self._how)(function)  # type: ignore[call-overload, no-any-return]
+
+
+class _Exporter(InBackground):
+    """Writes windows; given a profiler, as within a handler, it writes the newest at once."""
+
+    def __call__(self, ready: Profiler | Window) -> object:
+        window = ready.window if isinstance(ready, Profiler) else ready
+        return None if window is None else super().__call__(window)
+
+
+def export_chrome_tracing(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
+    """As `instrument.export_chrome`: one file a window, named by service or worker, process and window."""
+    return _Exporter(chrome_files(dir_name, worker_name))
+
+
+def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
+    """There is none. Raises `ProfileError`, which says what there is."""
+    raise ProfileError(
+        ["export_protobuf: no protobuf is written; use export_chrome_tracing, load_profiler_result reads it"]
+    )
+
+
+class Profiler(_Profiler):
+    """`paddle.profiler.Profiler`: its arguments, in our words those of `instrument.Profiler`.
+
+    `targets` with a GPU time the device too; left out, both. In a `scheduler` ``(start, end)`` a start below 0 is 0.
+    `on_trace_ready` gets this object, and its `window` is what has been recorded. A handler may `stop` it: that is done
+    when the step has ended, and what steps the loop goes on to count is nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        targets: Iterable[ProfilerTarget] | None = None,
+        scheduler: tuple[int, int] | States | None = None,
+        on_trace_ready: Handler | Sequence[Handler] | None = None,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        timer_only: bool = False,
+        emit_nvtx: bool = False,
+        custom_device_types: Sequence[str] = (),
+        with_flops: bool = False,
+    ) -> None:
+        wanted = set(_TIMED if targets is None else targets)
+        unknown = [target for target in wanted if not isinstance(target, ProfilerTarget)]
+        if unknown or not wanted.intersection(_TIMED):
+            raise ProfileError([f"Profiler: targets: found {targets!r}; allowed: a list of ProfilerTarget.CPU and GPU"])
+        if isinstance(scheduler, (tuple, list)) and len(scheduler) == 2 and isinstance(scheduler[0], int):
+            scheduler = (max(scheduler[0], 0), scheduler[1])
+        asked = {
+            "record_shapes": record_shapes, "profile_memory": profile_memory, "emit_nvtx": emit_nvtx,
+            "custom_device_types": custom_device_types, "with_flops": with_flops,
+            **{f"targets: {target.name}": True for target in wanted.difference(_TIMED)},
+        }  # fmt: skip
+        self._not_recorded = sorted(name for name, value in asked.items() if value)
+        wanted.intersection_update(_TIMED)
+        many = on_trace_ready if isinstance(on_trace_ready, (list, tuple)) else [on_trace_ready]
+        super().__init__(
+            state=None if len(wanted) > 1 else wanted.pop().name,
+            schedule=scheduler,
+            on_trace_ready=[self._given(handler) for handler in many if handler is not None],
+            timer_only=timer_only,
+        )
+        self._torch_options = replace(
+            self._torch_options,
+            record_shapes=bool(record_shapes or with_flops),
+            profile_memory=bool(profile_memory),
+        )
+
+    def _given(self, handler: Any) -> Any:
+        """The handler as a function of a window, which those of `instrument` are."""
+        if (
+            not callable(handler)
+            or is_asynchronous(handler)
+            or isinstance(handler, InBackground)
+            or getattr(handler, "__module__", "") == export_chrome.__module__
+        ):
+            return handler
+        return lambda window: handler(self)
+
+    def start(self) -> None:
+        """As that of `instrument.Profiler`."""
+        super().start()
+        by_torch = _OF_TORCH if self._torch is not None and torch_profiler.is_there() else ()
+        for name in self._not_recorded:
+            if name in by_torch:
+                continue
+            note = f"paddle.Profiler: {name}: accepted, but not recorded; {_INSTEAD.get(name, _NO_DEVICE)}"
+            if note not in _told:
+                _told.add(note)
+                logger.warning("%s", note)
+            if self._session is not None and note not in self._session.account.notes():
+                self._session.account.complain(note, log=False)
+
+    def _stop(self) -> None:
+        """As that of `instrument.Profiler`, and print the cost of the steps where some were timed."""
+        was_running = self._is_running
+        super()._stop()
+        if was_running and not OFF and self._benchmark.loop().steps:
+            print("\n".join(counted(self._benchmark, Options()).lines()), flush=True)
+
+    def export(self, path: str | os.PathLike[str], format: str = "json") -> Path:
+        """Write the newest window as a Chrome trace. Raises `ProfileError` for a format that is not json."""
+        if format != "json":
+            raise ProfileError(
+                [f"Profiler.export: format: found {format!r}; allowed: json, which load_profiler_result reads"]
+            )
+        return super().export(path)
+
+    def summary(  # type: ignore[override]
+        self,
+        sorted_by: SortedKeys = SortedKeys.CPUTotal,
+        op_detail: bool = True,
+        thread_sep: bool = False,
+        time_unit: str = "ms",
+        views: SummaryView | Iterable[SummaryView] | None = None,
+    ) -> str:
+        """Print the newest window's views and the cost of the steps, and return the text."""
+        text = "\n".join(counted(self._benchmark, Options(unit=time_unit)).lines())
+        if self.window is not None:
+            recording = Recording.of_trace(self.window.trace)
+            text = f"{_text(recording, sorted_by, op_detail, thread_sep, time_unit, views)}\n{text}"
+        print(text, flush=True)
+        return text
+
+
+Handler = Callable[[Profiler], object] | InBackground
+"""What `on_trace_ready` may be."""
+
+
+class ProfilerResult:
+    """A saved window: its `trace`, its `tally`, and its `summary` as that of `Profiler`."""
+
+    def __init__(self, trace: Trace, tally: Tally) -> None:
+        self.trace = trace
+        self.tally = tally
+
+    def summary(
+        self,
+        sorted_by: SortedKeys = SortedKeys.CPUTotal,
+        op_detail: bool = True,
+        thread_sep: bool = False,
+        time_unit: str = "ms",
+        views: SummaryView | Iterable[SummaryView] | None = None,
+    ) -> str:
+        """Print the views, and return the text."""
+        text = _text(
+            Recording.of_trace(self.trace, lambda: self.tally), sorted_by, op_detail, thread_sep, time_unit, views
+        )
+        print(text, flush=True)
+        return text
+
+
+def load_profiler_result(file_name: str | os.PathLike[str]) -> ProfilerResult:
+    """Read a file that `export_chrome_tracing` or `export` has written. Raises `TraceError`."""
+    return ProfilerResult(*chrome.load(file_name))
+
+
+def get_profiler(config_path: str | os.PathLike[str]) -> Profiler:
+    """The profiler that a JSON file of Paddle's asks for. Raises `ProfileError` for what is wrong in it.
+
+    Functions of `paddle.profiler` that it names are those of this module.
+    """
+    try:
+        return Profiler(**_asked(json.loads(Path(config_path).read_text(encoding="utf-8"))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ProfileError([f"get_profiler: {os.fspath(config_path)}: {type(error).__name__}: {error}"]) from error
+
+
+def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Profiler` that such a file means."""
+    unknown = [name for name in found if name not in _KEYS]
+    if unknown:
+        raise ValueError(f"found the key {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
+    asked = dict(found)
+    if "targets" in asked:
+        asked["targets"] = [ProfilerTarget[name.upper()] for name in asked["targets"]]
+    for name in ("scheduler", "on_trace_ready"):
+        if isinstance(asked.get(name), dict):
+            ((function, how),) = asked[name].items()
+            asked[name] = _named(function, **how)
+    return asked
+
+
+def _named(function: str, module: str, use_direct: bool = False, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    """A function that a file names, or what a call of it returns."""
+    ours = module == "paddle.profiler" or module.startswith("paddle.profiler.")
+    found = getattr(sys.modules[__name__] if ours else import_module(module), function)
+    return found if use_direct else found(*args, **(kwargs or {}))
+
+
+def _text(
+    recording: Recording,
+    sorted_by: SortedKeys,
+    op_detail: bool,
+    thread_sep: bool,
+    time_unit: str,
+    views: SummaryView | Iterable[SummaryView] | None,
+) -> str:
+    """The views in Paddle's order; where none is named all of them, that of memory where it was profiled."""
+    if views is None:  # memory where it was profiled, as there
+        hidden = () if recording.trace.allocations else (SummaryView.MemoryView,)
+        views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]
+    elif isinstance(views, SummaryView):
+        views = [views]
+    options = Options(
+        tracer_option="OpDetail" if op_detail else "Default",
+        sorted_by=sorted_by.value,
+        threads="apart" if thread_sep else "merged",
+        unit=time_unit,
+    )
+    return summary([view.value for view in views], recording, options)

@@ -1,0 +1,229 @@
+"""The device profiling of SINGA: `SetVerbosity`, `SetSkipIteration`, `PrintTimeProfiling` of a device.
+
+Verbosity 0 prints nothing, 1 forward and backward, 2 one line for each operator in the order of execution, 3 those of
+communication alone. An iteration begins with the forward after a backward or an optimizer, or with each forward where
+there is neither; `EndIteration`, which SINGA has not, says instead where a graph has run. Differences: nothing of ours
+is synchronised; averages divide by the iterations that were timed, and their number is printed; Backward is backward
+alone, the optimizer and gaps are not in it (the view `phases` has them), and what there was none of is `-`. No device
+is made or moved to: whatever the device, what is recorded says what is timed. Where no session runs, that of
+`INSTRUMENT_PROFILE` begins, else one that records phases, layers, communication and copies, and operators are those
+that torch.profiler tells, up to the first print, where torch is imported.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+
+from instrument.errors import ProfileError
+from instrument.recording.spans import Span, Trace, is_operator
+from instrument.report.operators_view import IN_ORDER, operators
+from instrument.report.phases_view import phases
+from instrument.report.table import number, safe
+from instrument.report.units import OPTIMIZER, phase_of
+from instrument.report.view import Options, Recording
+from instrument.runtime.faults import logger
+from instrument.sessions.session import Session
+from instrument.sessions.sharing import join, leave, torch_beside
+from instrument.sessions.step_spans import STEP, STEPS_KEPT, Step, with_steps
+from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
+
+SKIPPED_ITERATIONS = 5
+
+_EVALUATES = "autograd::engine::evaluate_function"
+"""How operators begin that do no more than call one of backward."""
+
+
+class Device:
+    """What SINGA's device offers to time its graph. `verbosity` 0 records nothing."""
+
+    def __init__(self) -> None:
+        self.verbosity = 0
+        self.skip_iteration = SKIPPED_ITERATIONS
+        self._session: Session | None = None
+        self._torch: TorchProfiler | None = None
+        self._joined: Trace | None = None
+        self._cut = ""
+        self._since_ns = self._step_ns = 0
+        self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
+        self._ended = 0
+
+    def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802 - the name that its users have
+        """0 to 3; from 1 on the first iteration begins. Back to 0, recording ends and what was recorded is gone."""
+        if verbosity not in (0, 1, 2, 3):
+            raise ProfileError([f"SetVerbosity: found {verbosity!r}; allowed: 0, 1, 2, 3"])
+        self.verbosity = verbosity
+        if verbosity and self._session is None:
+            self._session, self._ended, self._joined, self._cut = join(None), 0, None, ""
+            self._steps.clear()
+            self._since_ns = self._step_ns = time.monotonic_ns()
+        if verbosity > 1 and self._session is not None and self._torch is None:
+            self._torch = torch_beside(self._session, OPERATORS_ALONE)
+            if self._torch is not None and not self._ended:
+                self._torch.begin()
+                self._since_ns = self._step_ns = time.monotonic_ns()
+        elif not verbosity and self._session is not None:
+            session, self._session = self._session, None
+            torch, self._torch = self._torch, None
+            if torch is not None:
+                torch.end()
+            leave(session)
+
+    def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
+        """How many first iterations are not timed."""
+        if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < 0:
+            raise ProfileError([f"SetSkipIteration: found {iterations!r}; allowed: a whole number from 0"])
+        self.skip_iteration = iterations
+
+    def EndIteration(self) -> None:  # noqa: N802
+        """An iteration has ended and the next one begins."""
+        if self._session is not None:
+            began_ns, self._step_ns = self._step_ns, time.monotonic_ns()
+            self._steps.append(Step(self._ended, began_ns, self._step_ns, threading.get_native_id()))
+            self._ended += 1
+            if self._torch is not None:
+                self._torch.look()
+
+    def PrintTimeProfiling(self) -> None:  # noqa: N802
+        """Print the means of the iterations up to now; nothing is reset. Nothing for verbosity 0."""
+        if not self.verbosity:
+            logger.info("SINGA: verbosity is 0: nothing was timed; SetVerbosity(1) or more")
+        elif self._session is not None:  # None: switched off by the environment
+            print("\n".join(["", "Time Profiling:", *self._lines(self._session)]), flush=True)
+
+    def _lines(self, session: Session) -> list[str]:
+        options = Options(tracer_option="AllOpDetail", skip_first=self.skip_iteration)
+        trace = self._trace(session)
+        recording = Recording.of_trace(trace)
+        if self.verbosity == 1:
+            found = phases(recording, options)
+            lines = [
+                f"{name.capitalize()} Propagation Time : {_seconds(found.mean_ns.get(name))} sec"
+                for name in ("forward", "backward")
+            ]
+            return [*lines, self._timed(found.timed if found.of == "step" else 0)]
+        if any(is_operator(span.site) for span in trace.spans):
+            means, timed = _means(trace, self.skip_iteration)
+            told = enumerate(means.items())
+            lines = [_line(at, name, mean_ns) for at, ((name, kind, _), mean_ns) in told if self._is_told(kind)]
+            return [*lines, self._timed(timed)]
+        order = operators(recording, options).in_order
+        lines = [
+            _line(one.number, one.name, one.mean_ns)
+            for one in (order.operators if order is not None else ())
+            if one.total_ns and self._is_told(one.kind)
+        ]
+        return [*lines, self._timed(order.timed if order is not None else 0)]
+
+    def _is_told(self, kind: str) -> bool:
+        return self.verbosity == 2 or kind == "comm"
+
+    def _trace(self, session: Session) -> Trace:
+        """What was recorded, with its iterations; where torch.profiler was beside, as long as it was."""
+        seen = None if self._torch is None else self._torch.end()
+        if seen is None and self._joined is not None and self.verbosity > 1:
+            return self._joined
+        until_ns = time.monotonic_ns() if seen is None else seen.end_ns
+        trace = session.trace_of(session.take(self._since_ns, until_ns))
+        steps = [step for step in self._steps if step.end_ns <= until_ns] if self._ended else _iterations(trace)
+        trace = with_steps(trace, steps)
+        if seen is not None:
+            trace = self._joined = seen.join(trace)
+            self._cut = f"; torch.profiler was beside these alone: {seen.cut}" if seen.cut else ""
+        return trace
+
+    def _timed(self, count: int) -> str:
+        why = self._cut if self.verbosity > 1 else ""
+        if not count and not self._ended:
+            why = f"; call EndIteration() after each, or use torch; the first {self.skip_iteration} are skipped"
+        return f"Timed iterations: {count}{why}"
+
+
+def _iterations(trace: Trace) -> list[Step]:
+    """From one forward to that which comes after a backward or an optimizer, or to the next where there is neither."""
+    by_thread: dict[int, list[tuple[Span, str]]] = {}
+    for span in trace.spans:
+        phase = phase_of(span.site)
+        if phase in ("forward", "backward", OPTIMIZER) and not span.clipped:
+            by_thread.setdefault(span.thread_id, []).append((span, phase))
+    steps: list[Step] = []
+    for thread_id, own in by_thread.items():
+        own.sort(key=lambda one: one[0].start_ns)
+        learns = any(phase != "forward" for _, phase in own)
+        starts: list[int] = []
+        has_learnt = True
+        for span, phase in own:
+            if phase == "forward" and (has_learnt or not learns):
+                starts.append(span.start_ns)
+                has_learnt = False
+            has_learnt |= phase != "forward"
+        ends = [*starts[1:], max(span.end_ns for span, _ in own)]
+        steps += [Step(at, *times, thread_id) for at, times in enumerate(zip(starts, ends, strict=True)) if starts]
+    return steps
+
+
+def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
+    """The mean time of each operator in an iteration, by name, kind and how often it came before in it; and how many
+    iterations were timed. In the order of execution; an operator that others are in has their time."""
+    by_id = {span.span_id: span for span in trace.spans}
+    iterations = {
+        span.span_id: Counter[tuple[str, str]]()
+        for span in trace.spans
+        if span.site is STEP and not span.clipped and span.attributes["step"] >= skip  # type: ignore[operator]
+    }
+    device_ns: Counter[int] = Counter()
+    for span in trace.spans:
+        if span.device and is_operator(span.site):
+            for one in (span, *_around(span, by_id)):
+                device_ns[one.span_id] += span.device_ns
+    sums: dict[tuple[str, str, int], int] = {}
+    for span in sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns)):
+        if not _is_listed(span, by_id):
+            continue
+        counts = next((iterations[one.span_id] for one in _around(span, by_id) if one.span_id in iterations), None)
+        if counts is not None:
+            name, kind = span.site.name, span.site.kind
+            key = name, kind, counts[name, kind]
+            counts[name, kind] += 1
+            sums[key] = sums.get(key, 0) + (span.device_ns or device_ns[span.span_id] or span.total_ns)
+    return {key: total_ns / len(iterations) for key, total_ns in sums.items()}, len(iterations)
+
+
+def _is_listed(span: Span, by_id: Mapping[int, Span]) -> bool:
+    """Whether an operator has a line: not a layer, for torch's operators are what it does, and none within another."""
+    if not is_operator(span.site):
+        return span.site.kind in IN_ORDER and span.site.kind != "layer"
+    is_outer = all(not is_operator(one.site) or one.site.name.startswith(_EVALUATES) for one in _around(span, by_id))
+    return is_outer and not span.site.name.startswith(_EVALUATES)
+
+
+def _around(span: Span, by_id: Mapping[int, Span]) -> Iterator[Span]:
+    outer = by_id.get(span.parent_id)
+    while outer is not None:
+        yield outer
+        outer = by_id.get(outer.parent_id)
+
+
+def _line(at: int, name: str, mean_ns: float) -> str:
+    return f"OP_ID{at}. {safe(name)} : {number(mean_ns / 1e9)} sec"
+
+
+def create_cpu_device() -> Device:
+    """What is looked at by a program that computes on the CPU."""
+    return Device()
+
+
+def create_cuda_gpu() -> Device:
+    """What is looked at by a program that computes on a GPU."""
+    return Device()
+
+
+def create_cuda_gpu_on(device_id: int) -> Device:
+    """As `create_cuda_gpu`, on whichever GPU."""
+    return Device()
+
+
+def _seconds(value_ns: float | None) -> str:
+    return number(None if value_ns is None else value_ns / 1e9)

@@ -1,0 +1,74 @@
+"""Intervals: the newest stretches of device time, in one block of memory that never grows."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from struct import Struct
+
+from instrument.recording.spans import DeviceInterval, Span
+from instrument.runtime.unpatched import Lock
+
+LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
+"""What is known of an interval.
+
+`exclusive`: no other timed stretch ran on the device meanwhile. `overlapped`: one did, on another stream, so each may
+have slowed the other. `launch-bound`: the stream had run dry when the span ended, or the stretch is so short that the
+events themselves count: what it says is how long launching took. `stale`: its length is right, its place is not known
+well. `captured` and `dropped` were not timed and have no length: the stream was being captured into a graph, or no
+event was to be had.
+"""
+
+_NUMBERS = {label: number for number, label in enumerate(LABELS)}
+
+_CELLS = Struct("QqQqqqq")
+_pack_into = _CELLS.pack_into
+
+INTERVAL_BYTES = _CELLS.size
+
+
+class Intervals:
+    """A ring of intervals by span; written by one thread, read by any."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._capacity = max(memory_bytes // INTERVAL_BYTES, 64)
+        self._memory = bytearray(self._capacity * INTERVAL_BYTES)
+        self._lock = Lock()
+        self.count = 0
+
+    @property
+    def overwritten(self) -> int:
+        """How many newer ones have taken the place of."""
+        return max(self.count - self._capacity, 0)
+
+    def add(
+        self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int = 0
+    ) -> None:
+        """Keep one, in place of the oldest if need be."""
+        at = self.count % self._capacity * INTERVAL_BYTES
+        with self._lock:
+            _pack_into(self._memory, at, span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
+            self.count += 1
+
+    def join(self, spans: Iterable[Span], since: int = 0) -> None:
+        """Give each span its intervals, those that are still here and came after the first `since`, by time."""
+        wanted = {span.span_id: span for span in spans if span.site.device} if self.count > since else {}
+        for span_id, intervals in self.of(wanted, since).items():
+            wanted[span_id].device = intervals
+
+    def of(self, span_ids: Container[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
+        """The same intervals by the id of their span."""
+        with self._lock:
+            first, last = max(since, self.count - self._capacity), self.count
+            if first == last:
+                return {}
+            begin, end = (number % self._capacity * INTERVAL_BYTES for number in (first, last))
+            block = self._memory[begin:end] if begin < end else self._memory[begin:] + self._memory[:end]
+        found: dict[int, list[DeviceInterval]] = {}
+        for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in _CELLS.iter_unpack(block):
+            if span_id in span_ids:
+                interval = DeviceInterval(device, stream, start_ns, end_ns, LABELS[label], uncertainty_ns)
+                found.setdefault(span_id, []).append(interval)
+        return {
+            span_id: tuple(sorted(intervals, key=lambda interval: interval.start_ns))
+            for span_id, intervals in found.items()
+        }

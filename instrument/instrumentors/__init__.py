@@ -1,0 +1,1 @@
+"""Instrumentors: how targets are found and made to record, and the way back."""

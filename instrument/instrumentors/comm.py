@@ -1,0 +1,292 @@
+"""Communication: what torch.distributed does between processes, each call a span of kind `comm`.
+
+A process group's own methods are replaced, below the functions of `torch.distributed`: those stay the very same, for
+compilers and torch itself know them by identity. A collective that waits is one span, `all_reduce`. An asynchronous one
+is the span of the call, and `all_reduce.wait` where its work is waited for, with `in_flight_ns` from the call to the
+end of the wait. Sends and receives do not tell which they are, so that they always have both.
+
+Spans carry operation, bytes (the larger of what this rank hands over and gets), backend, group, rank and world size,
+and never an address or the contents of a tensor. Device time is what the stream that calls has to wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from instrument.errors import error_name
+from instrument.instrumentors.compilers import run_as_they_are
+from instrument.instrumentors.functions import replace
+from instrument.instrumentors.switch import Switch
+from instrument.instrumentors.verdict import Verdict
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import AttributeValue, Site
+from instrument.runtime.faults import FAULTS
+
+MODULE = "torch.distributed.distributed_c10d"
+
+OPERATIONS: Mapping[str, str] = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor",
+    "all_gather_single_coalesced": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "gather": "gather",
+    "scatter": "scatter",
+    "barrier": "barrier",
+    "monitored_barrier": "monitored_barrier",
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv",
+    "_end_coalescing": "coalesced",
+}
+"""What `torch.distributed` calls what a method of a process group does, in one version of torch or another."""
+
+PEERS = frozenset({"send", "recv"})
+
+UNSEEN = (
+    "what C++ starts by itself: the all-reduce of DistributedDataParallel's reducer within backward, functional "
+    "collectives (DTensor, compiled regions), and what NCCL does on its own streams while nobody waits for it"
+)
+
+
+@dataclass(slots=True)
+class _Issued:
+    """A communication that has begun. `waits` tells that the wait for it is a part of its call, and of its span."""
+
+    site: Site
+    wait_site: Site
+    attributes: dict[str, AttributeValue]
+    waits: bool
+    start_ns: int
+    pair: Any
+
+    def __del__(self) -> None:
+        if self.pair is not None:
+            self.pair.cancel()
+
+
+class Comm(Switch):
+    """The profile's `comm: auto` at work. `hits` counts the calls of each operation."""
+
+    key = "comm"
+    module = MODULE
+
+    def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
+        super().__init__(rules, recorder)
+        self.hits: Counter[str] = Counter()
+        self._sites: dict[tuple[str, int, bool], tuple[Site, Site]] = {}
+        self._issued: weakref.WeakKeyDictionary[Any, _Issued] = weakref.WeakKeyDictionary()
+        self._why = "torch.distributed not imported"
+        self._is_compiling: Callable[[], bool] = lambda: False
+
+    def imported(self, module: Any) -> bool:
+        """torch.distributed has been imported: replace what process groups do, and the wait for it."""
+        if self._attached:
+            return False
+        group, work = getattr(module, "ProcessGroup", None), getattr(module, "Work", None)
+        if group is None or work is None:
+            self._why = "this torch.distributed has no process groups"
+            return False
+        self._attach()
+        self._is_compiling = getattr(getattr(module.torch, "compiler", None), "is_compiling", self._is_compiling)
+        replaced = [(group, method, operation) for method, operation in OPERATIONS.items() if hasattr(group, method)]
+        around = [
+            (owner, method, self._call(operation, getattr(owner, method))) for owner, method, operation in replaced
+        ]
+        around.append((work, "wait", self._wait(work.wait)))
+        own = (*vars(Comm).values(), *vars(_Issued).values(), _facts, _amount)
+        run_as_they_are(module.torch, (*own, *(wrapper for _, _, wrapper in around)))
+        self._undos += [replace(owner, method, wrapper) for owner, method, wrapper in around]
+        return False
+
+    def undo(self) -> None:
+        """Give process groups and their work their own methods back."""
+        super().undo()
+        self._issued.clear()
+
+    def verdicts(self) -> list[Verdict]:
+        """Whether there is torch.distributed, what has been called, and what cannot be seen."""
+        if not self.rules:
+            return []
+        if not self._met:
+            return [Verdict("comm", "waiting", why=self._why)]
+        if not self.hits:
+            return [Verdict("comm", "waiting", why="no process group has been used")]
+        calls = ", ".join(f"{count} {operation}" for operation, count in sorted(self.hits.items()))
+        return [Verdict("comm", "attached", why=calls), Verdict("comm", "partly", "torch", f"not seen: {UNSEEN}")]
+
+    # ---------------------------------------------------------------- calls
+
+    def _call(self, operation: str, method: Callable[..., Any]) -> Any:
+        recorder, is_compiling, begin, end = self._recorder, self._is_compiling, self._begin_call, self._end_call
+
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.on:
+                return method(*args, **kwargs)
+            issued = begin(operation, args, kwargs)
+            try:
+                work = method(*args, **kwargs)
+            except BaseException as error:
+                end(issued, None, error)
+                raise
+            end(issued, work)
+            return work
+
+        return wrapper
+
+    def _wait(self, method: Callable[..., Any]) -> Any:
+        recorder, is_compiling, begin, end = self._recorder, self._is_compiling, self._begin_wait, self._end_wait
+
+        @functools.wraps(method)
+        def wait(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.on:
+                return method(self, *args, **kwargs)
+            issued, start_ns = begin(self)
+            try:
+                out = method(self, *args, **kwargs)
+            except BaseException as error:
+                end(issued, start_ns, error)
+                raise
+            end(issued, start_ns)
+            return out
+
+        return wait
+
+    def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued | None:
+        """What is known of a call before it is made; None for a fault of ours."""
+        try:
+            waits = any(getattr(one, "asyncOp", None) is False for one in (*args, *kwargs.values()))
+            moved_bytes, on_device = _amount(args[1:])
+            attributes: dict[str, AttributeValue] = {"bytes": moved_bytes} if moved_bytes else {}
+            if operation in PEERS and len(args) > 2 and isinstance(args[2], int):
+                attributes["peer"] = args[2]
+            site, wait_site = self._sites_of(operation, args[0], on_device)
+            self.hits[operation] += 1
+            pair = self._pair(site) if waits else None
+            return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
+        except Exception as fault:
+            FAULTS.note("communication probe", fault)
+            return None
+
+    def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None = None) -> None:
+        """The call has returned: a span of it, unless the wait for its work is a part of it."""
+        if issued is None:
+            return
+        try:
+            may_wait = error is None and hasattr(work, "wait")
+            if not (may_wait and issued.waits):
+                self._record(issued, issued.start_ns, issued.attributes, error)
+            if may_wait:
+                self._issued[work] = issued
+        except Exception as fault:
+            FAULTS.note("communication probe", fault)
+
+    def _begin_wait(self, work: Any) -> tuple[_Issued | None, int]:
+        try:
+            issued = self._issued.pop(work, None)
+            if issued is not None and not issued.waits:
+                issued.pair = self._pair(issued.site)
+            return issued, time.monotonic_ns()
+        except Exception as fault:
+            FAULTS.note("communication probe", fault)
+            return None, 0
+
+    def _end_wait(self, issued: _Issued | None, start_ns: int, error: BaseException | None = None) -> None:
+        """Work has been waited for: a span of its call to now, or of the wait alone where the call has had its own."""
+        if issued is None:
+            return
+        try:
+            if issued.waits:
+                self._record(issued, issued.start_ns, issued.attributes, error)
+                return
+            issued.site = issued.wait_site
+            self._record(issued, start_ns, {"in_flight_ns": time.monotonic_ns() - issued.start_ns}, error)
+        except Exception as fault:
+            FAULTS.note("communication probe", fault)
+
+    def _record(
+        self, issued: _Issued, start_ns: int, attributes: dict[str, AttributeValue], error: BaseException | None
+    ) -> None:
+        if error is not None:
+            attributes = {**attributes, "error": error_name(error)}
+        pair, issued.pair = issued.pair, None
+        self._recorder.record(issued.site, start_ns, attributes or None, pair)
+
+    def _pair(self, site: Site) -> Any:
+        """What times the calling stream from now on; None where nothing does."""
+        begin = self._recorder.begin_device
+        return begin(None, None, 0) if site.device and begin is not None else None
+
+    # ---------------------------------------------------------------- sites
+
+    def _sites_of(self, operation: str, group: Any, on_device: bool) -> tuple[Site, Site]:
+        """The sites of calls of an operation in a group, and of the waits for them."""
+        key = operation, id(group), on_device
+        sites = self._sites.get(key)
+        if sites is None:
+            weakref.finalize(group, self._sites.pop, key, None)
+            facts = _facts(group)
+            instance = " ".join(str(fact) for _, fact in facts[:2])
+            call = Site(
+                operation,
+                "comm",
+                "torch.distributed",
+                operation,
+                "",
+                0,
+                instance,
+                on_device,
+                (("op", operation), *facts),
+            )
+            wait = dataclasses.replace(call, name=f"{operation}.wait", qualname="Work.wait")
+            # setdefault, because two threads may be first: one site for each key or the tally would split.
+            sites = self._sites.setdefault(key, (call, wait))
+        return sites
+
+
+def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
+    """What is known of a process group, and nothing of where its processes are."""
+    name = getattr(group, "group_desc", None) or getattr(group, "group_name", None)
+    return (
+        ("backend", str(group.name())),
+        ("group", str(name or "group").replace("undefined", "group")),
+        ("rank", int(group.rank())),
+        ("world_size", int(group.size())),
+    )
+
+
+def _amount(arguments: Sequence[Any]) -> tuple[int, bool]:
+    """The bytes of the larger of a call's arguments, and whether any of their tensors lies on a device."""
+    most, on_device = 0, False
+    for argument in arguments:
+        size, waiting = 0, [argument]
+        while waiting:
+            thing = waiting.pop()
+            if isinstance(thing, (list, tuple)):
+                waiting.extend(thing)
+            elif hasattr(thing, "element_size"):
+                size += int(thing.numel() * thing.element_size())
+                on_device = on_device or thing.device.type != "cpu"
+        most = max(most, size)
+    return most, on_device

@@ -1,0 +1,163 @@
+"""Copies between host and device, framework by framework, each as a copy span with direction and bytes.
+
+A room holds what one framework calls its copies. It is used once the host has imported that framework, and never
+imports it. A call that moves nothing is not a copy and leaves no span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+from instrument.instrumentors.copies import (
+    cuda_bindings_copies,
+    cupy_copies,
+    jax_copies,
+    numba_copies,
+    numpy_copies,
+    onnxruntime_copies,
+    torch_copies,
+)
+from instrument.instrumentors.copies.transfers import Places, Transfers
+from instrument.instrumentors.verdict import Verdict
+from instrument.profile.model import CopyRule
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.runtime.faults import FAULTS
+
+
+class Room(Protocol):
+    """What a module of this package tells of its framework."""
+
+    @property
+    def FRAMEWORK(self) -> str:  # noqa: N802 - a constant of the module
+        """The package's name, as rules call it."""
+
+    @property
+    def MODULES(self) -> Sequence[str]:  # noqa: N802
+        """The modules after whose import it is attached."""
+
+    @property
+    def WAYS(self) -> Sequence[str]:  # noqa: N802
+        """The directions of the copies that it sees."""
+
+    @property
+    def UNSEEN(self) -> str:  # noqa: N802
+        """The framework's copies that it cannot see."""
+
+    def attach(self, module: Any, transfers: Transfers) -> Places:
+        """One of the modules has been imported: replace what copies."""
+
+
+ROOMS: tuple[Room, ...] = (
+    torch_copies,
+    cupy_copies,
+    numba_copies,
+    cuda_bindings_copies,
+    onnxruntime_copies,
+    jax_copies,
+    numpy_copies,
+)
+
+
+class Copies:
+    """The copy rules of one session at work."""
+
+    def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
+        self.transfers = Transfers(rules, recorder)
+        self._rooms = self._wanted()
+        self._attached: dict[str, Places] = {}
+        self._met: dict[str, Room] = {}  # by module, also when its own functions are back
+        self._absent: dict[str, str] = {}
+
+    def _wanted(self) -> dict[str, Room]:
+        return {
+            name: room for room in ROOMS if self.transfers.wants(room.FRAMEWORK, room.WAYS) for name in room.MODULES
+        }
+
+    @property
+    def rules(self) -> tuple[CopyRule, ...]:
+        """The rules at work, in the order of the profile."""
+        return self.transfers.rules
+
+    @property
+    def hits(self) -> list[int]:
+        """How many copies each rule has had."""
+        return self.transfers.hits
+
+    def change(self, rules: Sequence[CopyRule], modules: Iterable[ModuleType]) -> None:
+        """Take on other rules; those that stay keep their count, frameworks that none means their own functions."""
+        self.transfers.change(rules)
+        self._rooms = self._wanted()
+        self._absent.clear()
+        if not rules:
+            self.undo()
+            return
+        for name in [name for name in self._attached if name not in self._rooms]:
+            places = self._attached.pop(name)
+            del self._met[name]
+            self.transfers.places.remove(places)
+            places.undo()
+        for module in modules:
+            if self.wants(module.__name__):
+                self.imported(module)
+
+    def probed(self) -> Mapping[str, Any]:
+        """The rules at work, by their text."""
+        return {rule.text: rule for rule in self.rules} if self._attached else {}
+
+    def wants(self, module_name: str) -> bool:
+        """Whether copies that a rule asks for are made by that module."""
+        return module_name in self._rooms
+
+    def imported(self, module: ModuleType) -> bool:
+        """A framework has been imported: replace its functions that copy."""
+        name = module.__name__
+        room = self._rooms[name]
+        if name in self._attached:
+            return False
+        why = torch_copies.why_absent(module) if room.FRAMEWORK == "torch" else ""
+        if why and not self.transfers.wants(room.FRAMEWORK, ("h2h",)):
+            self._absent[room.FRAMEWORK] = why
+            return False
+        before = len(self.transfers.places)
+        try:
+            places = room.attach(module, self.transfers)
+            places.bind()
+            self._attached[name], self._met[name] = places, room
+        except Exception as fault:
+            # Another version of the framework than those we know.
+            while len(self.transfers.places) > before:
+                self.transfers.places.pop().undo()
+            self._absent[room.FRAMEWORK] = f"its copies cannot be observed: {type(fault).__name__}: {fault}"
+            FAULTS.note(f"copy probe of {room.FRAMEWORK}", fault)
+        return False
+
+    def undo(self) -> None:
+        """Give every framework its own functions back."""
+        while self.transfers.places:
+            self.transfers.places.pop().undo()
+        self._attached.clear()
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule up to now, in the order of the profile; then, once, what cannot be seen."""
+        met = {room.FRAMEWORK: room for room in self._met.values()}
+        verdicts = [
+            self._verdict(rule, hits, met) for rule, hits in zip(self.transfers.rules, self.transfers.hits, strict=True)
+        ]
+        verdicts += [Verdict("copies", "partly", name, f"not seen: {room.UNSEEN}") for name, room in met.items()]
+        return verdicts
+
+    def _verdict(self, rule: CopyRule, hits: int, met: dict[str, Room]) -> Verdict:
+        if hits:
+            return Verdict(rule.text, "attached", why=f"{hits} copies")
+        rooms = [room for room in self._rooms.values() if room.FRAMEWORK in rule.frameworks]
+        reasons = ["no such copy was made"] if any(room.FRAMEWORK in met for room in rooms) else []
+        reasons += dict.fromkeys(self._absent[room.FRAMEWORK] for room in rooms if room.FRAMEWORK in self._absent)
+        if reasons:
+            return Verdict(rule.text, "waiting", why="; ".join(reasons))
+        names = list(dict.fromkeys(room.FRAMEWORK for room in rooms))
+        if not names:
+            return Verdict(rule.text, "not found", why=f"{', '.join(rule.frameworks)} makes no such copies")
+        shown = names[0] if len(names) == 1 else f"none of {', '.join(names)}"
+        return Verdict(rule.text, "waiting", why=f"{shown} {'not ' if len(names) == 1 else ''}imported")

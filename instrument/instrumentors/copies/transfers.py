@@ -1,0 +1,262 @@
+"""Transfers: one copy's facts, and what makes a span of it if a rule wants it.
+
+A room of this family knows the functions of one framework that copy, and tells for each call what it has moved. All
+rooms share one guard, so that calls inside of a call that copies (a subclass of a tensor, one framework that hands over
+to another) give one span. What a copy takes on the device is timed where the room can tell the stream beforehand: a
+pair of events around each call, given up again where the call did nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.holders import rebind
+from instrument.profile.model import CopyRule
+from instrument.recorder.recorder import RECORDER, Recorder, stream_handle
+from instrument.recording.rows import STREAM
+from instrument.recording.spans import Site, Work
+from instrument.runtime.faults import FAULTS
+
+
+class Transfer(NamedTuple):
+    """What one call has moved.
+
+    `way` is one of `instrument.profile.model.DIRECTIONS`. `sync` tells whether the call waits for the copy, as far as
+    its arguments say; `pinned` whether the host's side is page-locked, None where only the driver could tell.
+    """
+
+    way: str
+    moved_bytes: int
+    sync: bool
+    pinned: bool | None = None
+
+
+Facts = Callable[[Any, Any, Any], Transfer | None]
+"""What a call has moved, from its result, its positional and its named arguments; None for no copy."""
+
+
+NOWHERE = object()
+
+Stream = Callable[[Any, Any], Any]
+"""On which stream a call copies, from its positional and its named arguments: a stream or its address, None for the
+framework's current one, `Work` for that on another device, `NOWHERE` for none that can be known before."""
+
+
+class _Inside(threading.local):
+    """Whether this thread is inside of a call that copies."""
+
+    busy = False
+
+
+_INSIDE = _Inside()
+
+
+class Transfers:
+    """The copy rules of one session. `hits` counts copies by rule, `places` is what has been replaced for them."""
+
+    def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
+        self._at_work: tuple[tuple[CopyRule, ...], list[int]] = (tuple(rules), [0] * len(rules))
+        self.places: list[Places] = []
+        self._recorder = recorder
+        self._sites: dict[tuple[str, str, Transfer], Site] = {}
+
+    @property
+    def rules(self) -> tuple[CopyRule, ...]:
+        """The rules at work, in the order of the profile."""
+        return self._at_work[0]
+
+    @property
+    def hits(self) -> list[int]:
+        """How many copies each rule has had."""
+        return self._at_work[1]
+
+    def change(self, rules: Sequence[CopyRule]) -> None:
+        """Take on other rules at once; those that stay keep their count."""
+        before = dict(zip(*self._at_work, strict=True))
+        self._at_work = (tuple(rules), [before.get(rule, 0) for rule in rules])
+
+    def wants(self, framework: str, ways: Iterable[str]) -> bool:
+        """Whether a rule asks for copies of a framework in one of the directions."""
+        return any(framework in rule.frameworks and not set(ways).isdisjoint(rule.directions) for rule in self.rules)
+
+    def watch(
+        self, function: Any, framework: str, qualname: str, facts: Facts, ready: Callable[[], bool], stream: Stream
+    ) -> Any:
+        """The function with a copy span for each call that has moved something.
+
+        `ready` is asked first at each call: False while the framework cannot copy yet, or while it traces the call
+        instead of running it.
+        """
+        recorder, inside, now, site_of, timed = self._recorder, _INSIDE, time.monotonic_ns, self._wanted, self._timed
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not ready() or not recorder.on or inside.busy:
+                return function(*args, **kwargs)
+            inside.busy = True
+            pair = None
+            try:
+                start_ns = now()
+                if recorder.begin_device is not None:
+                    pair = timed(framework, stream, args, kwargs)
+                out = function(*args, **kwargs)
+            except BaseException:
+                if pair is not None:
+                    pair.cancel()
+                raise
+            finally:
+                inside.busy = False
+            try:
+                transfer = facts(out, args, kwargs)
+                site = None if transfer is None else site_of(framework, qualname, transfer)
+                if transfer is not None and site is not None:
+                    handed, pair = (pair, None) if site.device else (None, pair)
+                    recorder.record(site, start_ns, {"bytes": transfer.moved_bytes}, handed)
+            except Exception as fault:
+                FAULTS.note("copy probe", fault)
+            finally:
+                if pair is not None:
+                    pair.cancel()
+            return out
+
+        try:
+            return functools.wraps(function)(wrapper)
+        except (AttributeError, TypeError):  # a function made in C with odd attributes
+            return wrapper
+
+    def _timed(self, framework: str, stream: Stream, args: Any, kwargs: Any) -> Any:
+        """What times a call on the device, before anybody knows whether it will copy; None for nothing."""
+        begin = self._recorder.begin_device
+        try:
+            where = stream(args, kwargs)
+            if begin is None or where is NOWHERE:
+                return None
+            if where is None or isinstance(where, Work):
+                return begin(None, {STREAM: where or Work(framework)}, 0)
+            return begin(None, {STREAM: stream_handle(where)}, 0)
+        except Exception as fault:
+            FAULTS.note("copy probe", fault)
+            return None
+
+    def _wanted(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
+        """The site of a call that has moved something, if a rule wants it; counts it for the rule."""
+        way, moved_bytes = transfer.way, transfer.moved_bytes
+        rules, hits = self._at_work
+        for index, rule in enumerate(rules if moved_bytes > 0 else ()):
+            if way in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
+                hits[index] += 1
+                return self._site(framework, qualname, transfer)
+        return None
+
+    def _site(self, framework: str, qualname: str, transfer: Transfer) -> Site:
+        key = (framework, qualname, transfer._replace(moved_bytes=0))
+        site = self._sites.get(key)
+        if site is None:
+            way, _, sync, pinned = transfer
+            facts: tuple[tuple[str, str | bool], ...] = (("direction", way), ("sync", sync))
+            if pinned is not None:
+                facts += (("pinned", pinned),)
+            # Copies of one call that wait and that do not are two places, or the tally would add them up.
+            modes = ["sync" if sync else "async", *([] if pinned is None else ["pinned" if pinned else "pageable"])]
+            name, instance = f"memcpy {way}", ", ".join(modes)
+            new = Site(name, "copy", framework, qualname, instance=instance, device=way != "h2h", attributes=facts)
+            # setdefault, because two threads may be first: one site for each key or the tally would split.
+            site = self._sites.setdefault(key, new)
+        return site
+
+
+class Places:
+    """What has been replaced in one framework, and the way back."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        framework: str,
+        ready: Callable[[], bool] = lambda: True,
+        stream: Stream = lambda args, kwargs: NOWHERE,
+    ) -> None:
+        self.transfers = transfers
+        transfers.places.append(self)
+        self.undos: list[Undo] = []
+        self._framework = framework
+        self._ready = ready
+        self._stream = stream
+        self._bound: list[tuple[Any, Any]] = []
+
+    def methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
+        """Replace methods of a class, those that it has. `stream` is that of the room where it is left out."""
+        for name in names:
+            method = getattr(owner, name, None)
+            if method is not None:
+                self.undos.append(
+                    replace(owner, name, self._watched(method, f"{owner.__name__}.{name}", facts, stream))
+                )
+
+    def factory(self, owner: Any, name: str, facts: Facts) -> None:
+        """Replace a classmethod of a class; `facts` gets the arguments with the class first."""
+        raw = vars(owner).get(name)
+        if isinstance(raw, classmethod):
+            watched = self._watched(raw.__func__, f"{owner.__name__}.{name}", facts)
+            self.undos.append(replace(owner, name, classmethod(watched)))
+
+    def value(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
+        """Replace a property of a class; only reads for which `is_fresh(object)` is true can be copies."""
+        read = vars(owner)[name].fget
+        watched = self._watched(read, f"{owner.__name__}.{name}", facts)
+        replacement = property(lambda own: watched(own) if is_fresh(own) else read(own), doc=vars(owner)[name].__doc__)
+        self.undos.append(replace(owner, name, replacement))
+
+    def functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
+        """Replace functions of a module; `bind` does the same wherever else they are bound. As `methods` otherwise.
+
+        Only functions that no compiler knows by identity: numba and torch.compile do know some.
+        """
+        for name in names:
+            function = getattr(module, name, None)
+            if callable(function):
+                watched = self._watched(function, name, facts, stream)
+                self.undos.append(replace(module, name, watched))
+                self._bound.append((function, watched))
+
+    def bind(self) -> None:
+        """Replace the functions in all modules that have bound their names: one pass over all names of the process."""
+        rebind(self._bound)
+
+    def undo(self) -> None:
+        """Give the framework its own functions back, also the names that were bound meanwhile."""
+        undo_all(self.undos)
+        rebind((watched, function) for function, watched in self._bound)
+        self._bound.clear()
+
+    def _watched(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
+        return self.transfers.watch(function, self._framework, qualname, facts, self._ready, stream or self._stream)
+
+
+def argument(args: Any, kwargs: Any, index: int, name: str, default: Any = None) -> Any:
+    """One argument of a call, however it was passed."""
+    return args[index] if len(args) > index else kwargs.get(name, default)
+
+
+_PINNED_OWNERS = frozenset({"PinnedMemoryPointer", "PinnedMemory", "MappedMemory", "PinnedBuffer"})
+"""Classes of cupy, numba and cuda.core that own page-locked memory below a numpy array."""
+
+
+def is_pinned(array: Any) -> bool | None:
+    """Whether a numpy array lies in page-locked memory, None where its owner does not tell."""
+    owner = getattr(array, "base", None)
+    if owner is None:
+        return False if hasattr(array, "base") else None
+    for _ in range(10):
+        if type(owner).__name__ in _PINNED_OWNERS:
+            return True
+        below = getattr(owner, "base", None)
+        if below is None:
+            below = getattr(owner, "obj", None)  # a memoryview
+        if below is None:
+            return False if hasattr(owner, "base") else None
+        owner = below
+    return None

@@ -1,0 +1,189 @@
+"""Entry points: the methods through which a service calls a framework, each call a span.
+
+The method is replaced in the class that defines it, when the host has imported its module. What a span is called, and
+the facts that stay the same, are decided once for each subject: an object, or its class. What a version of the
+framework lacks is named by a verdict.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.holders import loaded_modules, namespace
+from instrument.instrumentors.verdict import Verdict
+from instrument.profile.model import FrameworkRule
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import AttributeValue, Site
+from instrument.runtime.faults import FAULTS
+
+Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
+"""The instance of a site and its attributes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A method by class and name, and the modules that define the class, in one version of the framework or another.
+
+    It is replaced in the class that defines it, which may be one above.
+
+    `name` is what its spans are called.
+    """
+
+    modules: tuple[str, ...]
+    owner: str
+    method: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.owner}.{self.method}"
+
+
+class Entries:
+    """The entry points of one framework at work.
+
+    `facts_of` describes an object, once for each, or with `by_class` once for each class of objects.
+    """
+
+    def __init__(
+        self,
+        rule: FrameworkRule,
+        entries: Sequence[Entry],
+        facts_of: Callable[[Any], Facts],
+        *,
+        by_class: bool = False,
+        recorder: Recorder = RECORDER,
+    ) -> None:
+        self.rule = rule
+        self._entries = tuple(entries)
+        self._facts_of = facts_of
+        self._by_class = by_class
+        self._recorder = recorder
+        self._modules = frozenset(name for entry in entries for name in entry.modules)
+        self._verdicts: dict[str, Verdict] = {}
+        self._shared: dict[tuple[str, Facts], Any] = {}
+        self._undos: list[Undo] = []
+
+    def wants(self, module_name: str) -> bool:
+        """Whether an entry point is defined in that module."""
+        return module_name in self._modules
+
+    def imported(self, module: ModuleType) -> bool:
+        """Attach to the entry points that the module defines."""
+        for entry in self._entries:
+            if module.__name__ in entry.modules:
+                self._verdicts[entry.label] = self._attach(entry, namespace(module).get(entry.owner))
+        return False
+
+    def undo(self) -> None:
+        """Give every class its own methods back."""
+        undo_all(self._undos)
+        self._shared.clear()
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of each entry point; those that wait for their module together, and not where all were taken."""
+        verdicts = list(self._verdicts.values())
+        waiting = {entry.modules for entry in self._entries if entry.label not in self._verdicts}
+        if waiting and not self.rule.auto:
+            there = {name for name, _ in loaded_modules()}
+            names = sorted(" or ".join(modules) for modules in waiting) if self.rule.name in there else [self.rule.name]
+            verdicts.append(Verdict(self.rule.text, "waiting", why=f"{', '.join(names)} not imported"))
+        return verdicts
+
+    def _attach(self, entry: Entry, owner: Any) -> Verdict:
+        bases = owner.__mro__ if isinstance(owner, type) else ()
+        owner = next((base for base in bases if entry.method in vars(base)), None)
+        if owner is None:
+            return missing(self.rule, entry.label)
+        method = vars(owner)[entry.method]
+        if hasattr(method, "__instrument_framework__"):  # a second name of the same module
+            return Verdict(self.rule.text, "attached", entry.label)
+        if (verdict := taken(self.rule, entry.label, method)) is not None:
+            return verdict
+        if not isinstance(method, FunctionType):
+            why = f"it is a {type(method).__name__}, not a function"
+            return Verdict(self.rule.text, "unreachable", entry.label, why)
+        try:
+            self._undos.append(replace(owner, entry.method, self._wrap(entry, method)))
+        except Exception as error:  # a metaclass that lets nothing be set
+            why = f"it cannot be replaced: {type(error).__name__}: {error}"
+            return Verdict(self.rule.text, "unreachable", entry.label, why)
+        return Verdict(self.rule.text, "attached", entry.label)
+
+    def _wrap(self, entry: Entry, method: FunctionType) -> Any:
+        recorder, by_class, decide = self._recorder, self._by_class, self._decide
+        is_compiling = compiling_test()
+        recordings: dict[int, Any] = {}
+
+        @functools.wraps(method)
+        def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if (is_compiling is not None and is_compiling()) or not recorder.on:
+                return method(self, *args, **kwargs)
+            subject = type(self) if by_class else self
+            recording = recordings.get(id(subject)) or decide(entry, method, self, subject, recordings)
+            return recording(self, *args, **kwargs)
+
+        wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
+        return wrapper
+
+    def _decide(self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]) -> Any:
+        """The method with the site of a subject, at its first call. Subjects that are described alike share one."""
+        try:
+            facts = self._facts_of(thing)
+        except Exception as fault:
+            FAULTS.note(f"description of a call of {entry.label}", fault)
+            facts = ("", ())
+        recording = self._shared.get((entry.label, facts))
+        if recording is None:
+            site = self._site(entry, method, facts)
+            made = self._recorder.make_function(method, site)
+            recording = self._shared.setdefault((entry.label, facts), made)
+            if recording is made:  # two threads may be first
+                self._recorder.may_mute(site, made)
+        weakref.finalize(subject, recordings.pop, id(subject), None)
+        recordings[id(subject)] = recording
+        return recording
+
+    @staticmethod
+    def _site(entry: Entry, method: FunctionType, facts: Facts) -> Site:
+        inner: Any = method
+        while hasattr(inner, "__wrapped__"):
+            inner = inner.__wrapped__
+        return Site(
+            name=entry.name,
+            kind="op",
+            module=method.__module__,
+            qualname=method.__qualname__,
+            file=inner.__code__.co_filename,
+            line=inner.__code__.co_firstlineno,
+            instance=facts[0],
+            attributes=facts[1],
+        )
+
+
+def missing(rule: FrameworkRule, label: str) -> Verdict:
+    """The verdict on an entry point that the imported version of a framework does not have."""
+    version = next((namespace(m).get("__version__") for name, m in loaded_modules() if name == rule.name), None)
+    return Verdict(rule.text, "unreachable", label, f"{rule.name} {version or '(of unknown version)'} has none")
+
+
+def taken(rule: FrameworkRule, label: str, function: Any) -> Verdict | None:
+    """The verdict on an entry point that a function rule or a decorator records already, which then keeps it."""
+    site = getattr(function, "__instrument__", None)
+    if not isinstance(site, Site):
+        return None
+    return Verdict(rule.text, "attached", label, f"it is recorded as {site.name!r} already")
+
+
+def compiling_test() -> Callable[[], bool] | None:
+    """What tells whether torch compiles what runs now, where no probe may be; None where there is no torch."""
+    torch = sys.modules.get("torch")
+    found: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
+    return found

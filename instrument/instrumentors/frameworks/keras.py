@@ -1,0 +1,180 @@
+"""Keras 3: `predict` by the name of the model, and the layers that the profile's layer rules select.
+
+A layer's path is made of the names of the layers that hold it, without the model's own; where the backend is torch a
+layer is a torch module too, and recorded once, here. While a model is built or compiled its layers are called with
+no data: that records nothing, and what was compiled then runs as one. Selected layers that this hides are counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts, compiling_test, missing, taken
+from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.holders import namespace
+from instrument.instrumentors.layers import Layers, Paths
+from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.verdict import Verdict
+from instrument.profile.model import FrameworkRule
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import Site
+from instrument.runtime.faults import FAULTS
+
+LAYER = "keras.src.layers.layer"
+BACKENDS = ("jax", "torch", "numpy")
+"""The backends of which it is known how to tell that they trace."""
+
+ENTRIES = [
+    Entry(("keras.src.models.model",), "Model", method, f"keras.{method}") for method in ("predict", "predict_on_batch")
+]
+
+_NOT_SELECTED = Site("(not selected)")
+
+
+def facts_of(model: Any) -> Facts:
+    """The model's name."""
+    return str(model.name), ()
+
+
+class KerasLayers:
+    """The layer rules of one session at work in Keras. `hidden` counts calls of selected layers while JAX traced."""
+
+    def __init__(self, rule: FrameworkRule, layers: Layers, recorder: Recorder = RECORDER) -> None:
+        self.rule = rule
+        self.hidden = 0
+        self._layers = layers
+        self._recorder = recorder
+        self._sites: dict[int, Site] = {}
+        self._verdicts: list[Verdict] = []
+        self._undos: list[Undo] = []
+        layers.known["keras"] = None
+        layers.left_out = _is_layer
+
+    def wants(self, module_name: str) -> bool:
+        """Whether Keras defines its layers there."""
+        return module_name == LAYER
+
+    def imported(self, module: ModuleType) -> bool:
+        """Attach to the class of all layers."""
+        layer = namespace(module).get("Layer")
+        call = vars(layer).get("__call__") if isinstance(layer, type) else None
+        if (verdict := taken(self.rule, "Layer.__call__", call)) is not None:
+            self._verdicts.append(verdict)
+            return False
+        if not isinstance(layer, type) or not isinstance(call, FunctionType):
+            self._verdicts.append(missing(self.rule, "Layer.__call__"))
+            return False
+        backend = str(_named("keras.src.backend.config", "backend", lambda: "unknown")())
+        if backend not in BACKENDS:
+            why = f"with the backend {backend} it is not known what runs and what is only traced"
+            self._verdicts.append(Verdict(self.rule.text, "unreachable", "Layer.__call__", why))
+            return False
+        self._paths = Paths(layer, _children)
+        self._symbolic_type = _named("keras.src.backend.common.keras_tensor", "KerasTensor", ())
+        self._layers.known["keras"] = lambda: subclasses(layer)
+        self._undos.append(replace(layer, "__call__", self._wrap(call)))
+        return False
+
+    def undo(self) -> None:
+        """Give the class of all layers its own `__call__` back."""
+        undo_all(self._undos)
+        self._sites.clear()
+
+    def verdicts(self) -> list[Verdict]:
+        """What of the layers cannot be observed; the layer rules answer for the rest."""
+        if not self.hidden:
+            return list(self._verdicts)
+        why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
+        return [*self._verdicts, Verdict(self.rule.text, "partly", "Layer.__call__", why)]
+
+    def _wrap(self, call: FunctionType) -> Any:
+        recorder, sites, decide, symbolic_type = self._recorder, self._sites, self._decide, self._symbolic_type
+        open_, close, pass_muted = recorder.open, recorder.close, recorder.pass_muted
+        in_symbolic_scope = _named("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
+        is_clean = _named("jax._src.core", "trace_state_clean", lambda: True)
+        is_compiling = compiling_test()
+
+        @functools.wraps(call)
+        def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if (is_compiling is not None and is_compiling()) or not recorder.on:
+                return call(self, *args, **kwargs)
+            if in_symbolic_scope() or _holds(symbolic_type, args, kwargs):
+                return call(self, *args, **kwargs)
+            site = sites.get(id(self)) or decide(self)
+            if site is _NOT_SELECTED:
+                return call(self, *args, **kwargs)
+            if not is_clean():
+                probe.hidden += 1
+                return call(self, *args, **kwargs)
+            if pass_muted(site):
+                return call(self, *args, **kwargs)
+            frame = open_(site)
+            try:
+                result = call(self, *args, **kwargs)
+            except BaseException as error:
+                close(frame, error)
+                raise
+            close(frame)
+            return result
+
+        probe = self
+        wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
+        return wrapper
+
+    def _decide(self, layer: Any) -> Site:
+        """Whether a layer records, and as what: once for each instance, as soon as its path is known."""
+        try:
+            path = self._paths.of(layer)
+            site = self._layers.select(type(layer), path or "", "call") or _NOT_SELECTED
+            if path is None and site is _NOT_SELECTED:
+                return site
+        except Exception as fault:
+            FAULTS.note("layer selection", fault)
+            site = _NOT_SELECTED
+        weakref.finalize(layer, self._sites.pop, id(layer), None)
+        self._sites[id(layer)] = site
+        return site
+
+
+def _children(layer: Any) -> Iterable[tuple[str, Any]]:
+    """The layers that a layer holds, by name."""
+    return [(child.name, child) for child in vars(layer).get("_layers") or ()]
+
+
+def _is_layer(cls: type[Any]) -> bool:
+    return any(base.__module__ == LAYER for base in cls.__mro__)
+
+
+def _named(module_name: str, name: str, default: Any) -> Any:
+    """What an imported module means by a name, or the default."""
+    module = sys.modules.get(module_name)
+    return default if module is None else namespace(module).get(name, default)
+
+
+def _holds(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an argument, or a part of one, stands for a tensor of a model that is being built."""
+    for argument in (*args, *kwargs.values()) if kwargs else args:
+        parts: Callable[[], Iterator[Any]] | None = None
+        if isinstance(argument, symbolic_type):
+            return True
+        if isinstance(argument, (list, tuple)):
+            parts = argument.__iter__
+        elif isinstance(argument, dict):
+            parts = argument.values().__iter__
+        if parts is not None and any(isinstance(part, symbolic_type) for part in parts()):
+            return True
+    return False
+
+
+def probes(
+    rule: FrameworkRule, layers: Layers | None, recorder: Recorder = RECORDER
+) -> Iterator[Entries | KerasLayers]:
+    """The probes of the rule, and of the profile's layer rules."""
+    yield Entries(rule, ENTRIES, facts_of, recorder=recorder)
+    if layers is not None:
+        yield KerasLayers(rule, layers, recorder)

@@ -1,0 +1,195 @@
+"""scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of every estimator class.
+
+A method is replaced in the class that defines it, also where that is a class of the host or of a library built on
+scikit-learn, as soon as it is defined. An estimator calls its own methods in turn; of those only the outermost is a
+span, so that the children of a pipeline's call are its steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import weakref
+from types import FunctionType, ModuleType
+from typing import Any
+
+from instrument.instrumentors.frameworks.entries import missing
+from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.holders import namespace
+from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.verdict import Verdict
+from instrument.profile.model import FrameworkRule
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import Site
+from instrument.runtime.faults import FAULTS
+
+METHODS = ("predict", "predict_proba", "decision_function", "transform")
+
+BASE = ("sklearn.base", "BaseEstimator")
+WRAPPING = ("sklearn.utils._set_output", "_SetOutputMixin")
+"""The class that replaces `transform` in each class below it, after its `__init_subclass__` has called the others."""
+
+
+class Estimators:
+    """The estimators of one session at work. `hits` counts the methods of classes that have been called."""
+
+    def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
+        self.rule = rule
+        self.hits = 0
+        self._recorder = recorder
+        self._inside = _Inside()
+        self._base: type[Any] | None = None
+        self._wrapping: type[Any] | None = None
+        self._verdict: Verdict | None = None
+        self._unreachable: dict[str, Verdict] = {}
+        self._undos: list[Undo] = []
+
+    def wants(self, module_name: str) -> bool:
+        """Whether it is the module from which all estimators come."""
+        return module_name == BASE[0]
+
+    def imported(self, module: ModuleType) -> bool:
+        """Attach to every estimator class that is defined, and to each when it is."""
+        base = namespace(module).get(BASE[1])
+        if not isinstance(base, type):
+            self._verdict = missing(self.rule, ".".join(BASE))
+            return False
+        self._base = base
+        self._wrapping = next((cls for cls in _bases_of_transformers(module) if cls.__name__ == WRAPPING[1]), None)
+        for watched in filter(None, (base, self._wrapping)):
+            self._undos.append(self._watch_subclasses(watched))
+        for cls in subclasses(base):
+            self._defined(cls)
+        return False
+
+    def undo(self) -> None:
+        """Give every class its own methods back and stop watching."""
+        undo_all(self._undos)
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of the rule, and the methods that cannot be observed."""
+        if self._verdict is not None:
+            return [self._verdict]
+        if self._base is None:
+            return [] if self.rule.auto else [Verdict(self.rule.text, "waiting", why="sklearn not imported")]
+        if self.hits:
+            first = Verdict(self.rule.text, "attached", why=f"{self.hits} methods of estimators")
+        else:
+            first = Verdict(self.rule.text, "waiting", why="no estimator has run")
+        return [*([] if self.rule.auto and not self.hits else [first]), *self._unreachable.values()]
+
+    def _watch_subclasses(self, watched: type[Any]) -> Undo:
+        estimators = self
+        before = vars(watched).get("__init_subclass__")
+
+        def __init_subclass__(cls: type[Any], /, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is one
+            if before is None:
+                super(watched, cls).__init_subclass__(*args, **kwargs)
+            else:
+                before.__get__(None, cls)(*args, **kwargs)
+            try:
+                estimators._defined_below(watched, cls)
+            except Exception as fault:
+                FAULTS.note("definition of an estimator class", fault)
+
+        if before is not None:
+            functools.update_wrapper(__init_subclass__, before.__func__)
+        return replace(watched, "__init_subclass__", classmethod(__init_subclass__))
+
+    def _defined_below(self, watched: type[Any], cls: type[Any]) -> None:
+        """A class is defined: attach, once the last of the classes that we watch has done its own work on it."""
+        last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
+        if last is watched and self._base in cls.__mro__:
+            self._defined(cls)
+
+    def _defined(self, cls: type[Any]) -> None:
+        for name in METHODS:
+            owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+            if owner is None:
+                continue
+            raw = vars(owner)[name]
+            if isinstance(getattr(raw, "__instrument__", None), Site):  # a function rule has it
+                continue
+            # Of `available_if`: a descriptor that holds the function, and may say that there is none.
+            function = raw if isinstance(raw, FunctionType) else getattr(raw, "fn", None)
+            if not isinstance(function, FunctionType):
+                if raw is not None:
+                    label = f"{owner.__qualname__}.{name}"
+                    why = f"it is a {type(raw).__name__}, not a function"
+                    self._unreachable[label] = Verdict(self.rule.text, "unreachable", label, why)
+                continue
+            if not hasattr(function, "__instrument_framework__"):
+                self._attach(owner, name, raw, self._wrap(name, function))
+
+    def _attach(self, owner: type[Any], name: str, raw: Any, wrapped: Any) -> None:
+        new = wrapped
+        if not isinstance(raw, FunctionType):
+            new = copy.copy(raw)
+            new.fn = wrapped
+        try:
+            self._undos.append(replace(owner, name, new))
+        except Exception as error:  # a metaclass that lets nothing be set
+            label = f"{owner.__qualname__}.{name}"
+            why = f"it cannot be replaced: {type(error).__name__}: {error}"
+            self._unreachable[label] = Verdict(self.rule.text, "unreachable", label, why)
+
+    def _wrap(self, name: str, method: FunctionType) -> Any:
+        recorder, decide, inside = self._recorder, self._decide, self._inside
+        recordings: dict[int, Any] = {}
+
+        @functools.wraps(method)
+        def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.on:
+                return method(self, *args, **kwargs)
+            running, key = inside.estimators, id(self)
+            if key in running:
+                return method(self, *args, **kwargs)
+            cls = type(self)
+            recording = recordings.get(id(cls)) or decide(name, method, cls, recordings)
+            running.add(key)
+            try:
+                return recording(self, *args, **kwargs)
+            finally:
+                running.discard(key)
+
+        wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
+        return wrapper
+
+    def _decide(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
+        """A class's method with its site, at its first call."""
+        inner: Any = method
+        while hasattr(inner, "__wrapped__"):
+            inner = inner.__wrapped__
+        site = Site(
+            name=f"{cls.__name__}.{name}",
+            kind="op",
+            module=method.__module__,
+            qualname=method.__qualname__,
+            file=inner.__code__.co_filename,
+            line=inner.__code__.co_firstlineno,
+        )
+        made = self._recorder.make_function(method, site)
+        recording = recordings.setdefault(id(cls), made)
+        if recording is made:  # two threads may be first
+            weakref.finalize(cls, recordings.pop, id(cls), None)
+            self._recorder.may_mute(site, made)
+            self.hits += 1
+        return recording
+
+
+class _Inside(threading.local):
+    """The estimators, by identity, inside whose methods this thread is."""
+
+    def __init__(self) -> None:
+        self.estimators: set[int] = set()
+
+
+def _bases_of_transformers(module: ModuleType) -> tuple[type[Any], ...]:
+    mixin: Any = namespace(module).get("TransformerMixin")
+    return mixin.__mro__ if isinstance(mixin, type) else ()
+
+
+def probes(rule: FrameworkRule, recorder: Recorder = RECORDER) -> Estimators:
+    """The probes of the rule."""
+    return Estimators(rule, recorder)

@@ -1,0 +1,443 @@
+"""Layers of torch models: selected by path in the module tree or by class, recorded around `forward`.
+
+The class's `forward` is replaced, never an instance's: a closure on an instance would follow `copy.deepcopy` with the
+original's weights and break `pickle`. Which instances record is decided once for each, at its first call, and kept
+beside the module and not in it. A compiler sees the original's code, or our wrapper's first line: graphs do not break.
+
+Paths come from torch's own module registration hook, which costs nothing when a model runs. Modules that no hook
+saw (built before the session started, or made by `copy.deepcopy` or `pickle`) are found by a walk of the heap. A model
+may make a new layer in every call, which sits nowhere: for such a class walks take at most a hundredth of the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import gc
+import inspect
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, matches, replace, undo_all
+from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.regions import DYNAMO, WRAPPING, Regions, Selected, known_as, selects
+from instrument.instrumentors.verdict import Verdict
+from instrument.instrumentors.work import ModuleWork, tensors_near, tensors_of
+from instrument.profile.model import LayerRule
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import Site
+from instrument.runtime.faults import FAULTS
+
+VAIN_WALKS = 3
+WALK_SHARE = 100
+"""After so many walks that did not find where a layer of a class sits, each is followed by so many times its own time
+without one for this class."""
+
+_REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
+"""Classes that put the module that they wrap under the name `module`."""
+
+
+class Paths:
+    """Where each module sits: its parent and its name there, held weakly. `children` are a module's, by name."""
+
+    def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
+        self._module_type = module_type
+        self._children = children
+        self._places: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._parents: dict[int, weakref.ref[Any]] = {}
+        self._vain_walks: Counter[type[Any]] = Counter()
+        self._next_walk_ns = 0
+
+    def place(self, parent: Any, name: str, child: Any) -> None:
+        """Note that `parent.name` is `child`; the first place counts, as long as that parent lives."""
+        if id(parent) not in self._parents:
+            key = id(parent)
+            self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
+        child_key = id(child)
+        known = self._places.get(child_key)
+        if known is None:
+            weakref.finalize(child, self._places.pop, child_key, None)
+        if known is None or known[0]() is None:
+            self._places[child_key] = (weakref.ref(parent), name)
+
+    def of(self, module: Any) -> str | None:
+        """The dotted path from the module's root; "" for a root, None where that is not known yet."""
+        if self._is_lost(module):
+            cls = type(module)
+            if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
+                self.walk_heap()
+                self._vain_walks[cls] += self._is_lost(module)
+            elif id(module) not in self._parents:
+                return None
+        return self._from_root(id(module))
+
+    def _from_root(self, key: int) -> str:
+        names: list[str] = []
+        while (place := self._places.get(key)) is not None and len(names) < 100:
+            parent = place[0]()
+            if parent is None:
+                break
+            wraps = place[1] in WRAPPING or (place[1] == "module" and type(parent).__name__ in _REPLICATING)
+            names.extend([] if wraps else [place[1]])
+            key = id(parent)
+        return ".".join(reversed(names))
+
+    def parent_of(self, module: Any) -> Any:
+        """The module in which another sits, as far as that is known; else None."""
+        place = self._places.get(id(module))
+        return None if place is None else place[0]()
+
+    def known(self) -> set[str]:
+        """The paths of all layers that have been placed."""
+        return {self._from_root(key) for key in list(self._places)} - {""}
+
+    def _is_lost(self, module: Any) -> bool:
+        """Whether no place is known for a module, or a parent on the way up has gone without it.
+
+        Also a module with children may sit somewhere: who writes into `_modules` (quantisation does) tells nobody.
+        """
+        for depth in range(100):
+            place = self._places.get(id(module))
+            if place is None:
+                return depth == 0
+            module = place[0]()
+            if module is None:
+                return True
+        return False
+
+    def look_again(self) -> None:
+        """Place the modules that came without registration, at most a hundredth of the time."""
+        if time.monotonic_ns() >= self._next_walk_ns:
+            self.walk_heap()
+
+    def roots(self) -> Iterator[Any]:
+        """The modules alive that have children and sit in no other."""
+        for key, reference in list(self._parents.items()):
+            module = reference()
+            if module is not None and key not in self._places:
+                yield module
+
+    def walk_heap(self) -> Iterator[tuple[str, Any]]:
+        """Place every module that is alive now; tells each name and child. Tens of milliseconds on a large heap."""
+        start_ns = time.monotonic_ns()
+        # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]
+        edges = []
+        for parent in modules:
+            for name, child in self._children(parent):
+                if child is not None:
+                    self.place(parent, name, child)
+                    edges.append((name, child))
+        end_ns = time.monotonic_ns()
+        self._next_walk_ns = end_ns + WALK_SHARE * (end_ns - start_ns)
+        return iter(edges)
+
+
+def _torch_children(module: Any) -> Iterable[tuple[str, Any]]:
+    return (vars(module).get("_modules") or {}).items()
+
+
+class Layers:
+    """The layer rules of one session at work in torch. `hits` counts the layers that each rule selected.
+
+    Another framework's layers may be selected by the same rules: it makes itself known in `known`, which holds for each
+    framework that the rules mean its layer classes, or None while it is not imported, and `select`s. Classes that are
+    layers of both are `left_out` here.
+    """
+
+    def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
+        self._recorder = recorder
+        self._sites: dict[int, Site | None] = {}  # by identity of the module
+        self._followed: set[int] = set()  # modules whose end is told to us
+        # By name, whether device time is asked for, class, path and devices.
+        self._shared: dict[tuple[str | None, bool, type[Any], str, tuple[int, ...]], Site] = {}
+        self._torch: ModuleType | None = None
+        self.known: dict[str, Callable[[], Iterable[type[Any]]] | None] = {"torch": None}
+        self.left_out: Callable[[type[Any]], bool] = lambda cls: False
+        self._undos: list[Undo] = []
+        self._patches: dict[type[Any], Undo] = {}
+        self._unseen: list[Verdict] | None = None
+        self._regions = Regions(self._first, lambda key: self._sites.pop(key, None), recorder)
+        self._take_on(rules)
+
+    def _take_on(self, rules: Sequence[LayerRule]) -> None:
+        # Each rule with the sites that it has selected. Replaced as a whole, for calls read it while rules change.
+        self._at_work: list[Selected] = [(rule, {}) for rule in rules]
+        self._patched: set[type[Any]] = set()
+        self._types = frozenset(name for rule in rules for name in rule.types)
+        self._last_segments = {text.rpartition(".")[2] for rule in rules for text in rule.match if not rule.types}
+
+    @property
+    def rules(self) -> tuple[LayerRule, ...]:
+        return tuple(rule for rule, _ in self._at_work)
+
+    def change(self, rules: Sequence[LayerRule], modules: Iterable[ModuleType]) -> None:
+        """Take on other rules: a layer that is recorded as before keeps its site, a class that no rule means its own
+        `forward` again. Walks the heap, tens of milliseconds in a large process.
+        """
+        self._take_on(rules)
+        if not rules:
+            self.undo()
+            self._torch = None
+            return
+        if self._torch is None:
+            for module in modules:
+                if self.wants(module.__name__):
+                    self.imported(module)
+            return
+        decided = set(self._sites)
+        self._sites.clear()
+        self._regions.forget()
+        for cls in subclasses(self._module_type):
+            self._defined(cls)
+        for name, child in self._paths.walk_heap():
+            self._placed(name, child)
+            if id(child) in decided and id(child) not in self._sites:
+                self._decide(child)
+        for cls in [cls for cls in self._patches if cls not in self._patched]:
+            undo_all([self._patches.pop(cls)])
+
+    def probed(self) -> Mapping[str, Any]:
+        """The rules at work, by their text."""
+        return {rule.text: rule for rule in self.rules} if self._torch is not None else {}
+
+    def wants(self, module_name: str) -> bool:
+        """Whether layers come from that module."""
+        return module_name in ("torch", DYNAMO)
+
+    def imported(self, module: ModuleType) -> bool:
+        """Begin to observe: torch has been imported, or later the part of it that compiles."""
+        if module.__name__ == DYNAMO:
+            if self._torch is not None:
+                self._regions.attach_dynamo(module)
+        elif self._torch is None:
+            self._torch = module
+            self.attach(module)
+        return False
+
+    def attach(self, torch: Any) -> Undo:
+        """Begin to observe; `torch` has been imported. Returns the way back."""
+        module_type = torch.nn.Module
+        self._unseen = None
+        self._module_type = module_type
+        self.known["torch"] = lambda: subclasses(module_type)
+        self._is_compiling = _compiling_test(torch)
+        dynamo = getattr(getattr(torch, "_C", None), "_dynamo", None)
+        self._evaluate = getattr(getattr(dynamo, "eval_frame", None), "set_eval_frame", None)
+        self._paths = Paths(module_type, _torch_children)
+        handle = torch.nn.modules.module.register_module_module_registration_hook(self._registered)
+        self._undos.append(handle.remove)
+        self._undos.append(self._watch_subclasses(module_type))
+        for cls in subclasses(module_type):
+            self._defined(cls)
+        for name, child in self._paths.walk_heap():
+            self._placed(name, child)
+        self._regions.attach(torch, self._paths)
+        return self.undo
+
+    def undo(self) -> None:
+        """Give every class its own `forward` back and stop watching."""
+        # Told afterwards, too, when nothing is in place any more by which a layer shows that it was observed.
+        if self._unseen is None and self._torch is not None:
+            try:
+                self._unseen = self._regions.unseen()
+            except Exception as fault:
+                FAULTS.note("layers that cannot be observed", fault)
+        self._regions.undo()
+        undo_all([*self._undos, *self._patches.values()])
+        self._undos.clear()
+        self._patches.clear()
+        self._patched.clear()
+        self._sites.clear()
+        self._shared.clear()
+
+    def _watch_subclasses(self, module_type: type[Any]) -> Undo:
+        """See each class as it is defined: a model without children is never registered anywhere."""
+        layers = self
+
+        def __init_subclass__(cls: type[Any], /, **kwargs: Any) -> None:  # noqa: N807 - it is one
+            super(module_type, cls).__init_subclass__(**kwargs)
+            try:
+                layers._defined(cls)
+            except Exception as fault:
+                FAULTS.note("definition of a layer class", fault)
+
+        return replace(module_type, "__init_subclass__", classmethod(__init_subclass__))
+
+    def _defined(self, cls: type[Any]) -> None:
+        if known_as(cls) in self._types:
+            self._patch(cls)
+
+    def _registered(self, parent: Any, name: str, child: Any) -> None:
+        """torch's registration hook. Returns None, which leaves the child as it is."""
+        try:
+            if child is not None:
+                self._paths.place(parent, name, child)
+                self._placed(name, child)
+        except Exception as fault:
+            FAULTS.note("module registration hook", fault)
+
+    def _placed(self, name: str, child: Any) -> None:
+        """Patch the class of a module whose last name a path rule could mean; paths are complete only later."""
+        if type(child) not in self._patched and any(
+            "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
+        ):
+            self._patch(type(child))
+
+    def _patch(self, cls: type[Any]) -> None:
+        """Replace `forward` in the class that defines it for `cls`."""
+        if self.left_out(cls):
+            return
+        self._patched.add(cls)
+        owner = next((base for base in cls.__mro__ if "forward" in vars(base)), None)
+        if owner is None or owner is self._module_type or (owner in self._patched and owner is not cls):
+            return
+        forward = vars(owner)["forward"]
+        if owner in self._patches:
+            self._patched.add(owner)
+            return
+        if not isinstance(forward, FunctionType) or hasattr(forward, "__instrument_layers__"):
+            return
+        self._patched.add(owner)
+        self._patches[owner] = replace(owner, "forward", self._wrap(forward))
+
+    def _wrap(self, forward: FunctionType) -> Any:
+        made: Any = self._recorder.wrap_method(forward, self._sites, self._decide, self._is_compiling, self._evaluate)
+        made.__instrument_layers__ = True
+        return made
+
+    def _decide(self, module: Any) -> Site | None:
+        """Whether a layer records, and as what: once for each instance, as soon as its path is known."""
+        at_work = self._at_work
+        try:
+            path = self._paths.of(module)
+            site = None if self._regions.holds(module) else self.select(type(module), path or "", module=module)
+            if path is None and site is None and not self._regions.holds(module):
+                return None
+        except Exception as fault:
+            FAULTS.note("layer selection", fault)
+            site = None
+        key = id(module)
+        if key not in self._followed:
+            self._followed.add(key)
+            weakref.finalize(module, self._forget, key)
+        self._sites[key] = site
+        if self._at_work is not at_work:  # they changed meanwhile: the next call decides anew
+            self._sites.pop(key, None)
+        return site
+
+    def detach(self, site: Site) -> Undo | None:
+        """Let the layers of a site pass for a while, which are then not counted; gives the way back, None without any.
+
+        The method of their class stays replaced: their calls cost what those of a layer cost that no rule selects.
+        """
+        layers = [key for key, known in list(self._sites.items()) if known is site]
+        for key in layers:
+            self._sites[key] = None
+
+        def attach() -> None:
+            for key in layers:
+                if key in self._sites and self._sites[key] is None:
+                    self._sites[key] = site
+
+        return attach if layers else None
+
+    def _forget(self, key: int) -> None:
+        self._followed.discard(key)
+        self._sites.pop(key, None)
+
+    def _first(self, class_name: str, path: str) -> Selected | None:
+        """The first rule that selects a layer of a class at a path, and the sites that it has selected so far."""
+        return next((found for found in self._at_work if selects(found[0], class_name, path)), None)
+
+    def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
+        """The site of a layer that a rule selects, None where none does. `method` does the work of the class.
+
+        A rule that asks for device time has a site for each set of devices that a `module` works on.
+        """
+        found = self._first(known_as(cls), path)
+        if found is None:
+            return None
+        rule, selected = found
+        tensors = self._tensors_of(module) if rule.device and module is not None else []
+        work = ModuleWork(tensors) if tensors else None
+        key = (rule.name, rule.device, cls, path, () if work is None else work.devices)
+        site = self._shared.get(key)
+        if site is None:
+            made = self._site(rule, cls, path, method)
+            site = self._shared.setdefault(key, made if work is None else dataclasses.replace(made, work=work))
+            self._recorder.may_mute(site)
+        elif isinstance(site.work, ModuleWork):
+            site.work.follow(tensors)
+        selected[site] = None
+        return site
+
+    def _tensors_of(self, module: Any) -> Sequence[Any]:
+        """Where they lie, a layer works: its own tensors, else one of its neighbours'."""
+        own = tensors_of(module)
+        return own or tensors_near(module, self._paths.parent_of, lambda parent: dict(_torch_children(parent)).values())
+
+    @staticmethod
+    def _site(rule: LayerRule, cls: type[Any], path: str, method: str) -> Site:
+        code = inspect.unwrap(getattr(cls, method)).__code__
+        return Site(
+            name=rule.name or known_as(cls),
+            kind="layer",
+            module=cls.__module__,
+            qualname=f"{cls.__qualname__}.{method}",
+            file=code.co_filename,
+            line=code.co_firstlineno,
+            instance=path,
+            device=rule.device,
+        )
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule up to now, in the order of the profile."""
+        imported = [classes for classes in self.known.values() if classes is not None]
+        if not imported:
+            why = f"{' and '.join(self.known)} not imported"
+            return [Verdict(rule.text, "waiting", why=why) for rule in self.rules]
+        known = sorted({cls.__name__ for classes in imported for cls in classes()})
+        unseen = self._unseen
+        if unseen is None:
+            unseen = self._regions.unseen() if self._torch is not None else []
+        verdicts: list[Verdict] = []
+        for rule, selected in self._at_work:
+            found = [
+                Verdict(
+                    rule.text,
+                    "attached",
+                    site.instance or f"{site.qualname.rpartition('.')[0] or site.name} (root)",
+                    site=site,
+                )
+                for site in list(selected)
+            ] + [verdict for verdict in unseen if verdict.rule == rule.text]
+            verdicts += found or [self._missed(rule, known)]
+        return verdicts
+
+    def _missed(self, rule: LayerRule, known: Sequence[str]) -> Verdict:
+        unknown = [name for name in rule.types if name not in known]
+        if rule.types and len(unknown) == len(rule.types):
+            # A package that is not imported yet may define it.
+            why = f"no class of that name is defined yet: {', '.join(unknown)}"
+            return Verdict(rule.text, "waiting", why=why + _nearest(unknown[0], known))
+        why = "no layer that it selects has run"
+        paths = self._paths.known()
+        if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
+            why = f"no layer sits at such a path{_nearest(rule.match[0], sorted(paths))}"
+        return Verdict(rule.text, "waiting", why=why)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; nearest is {close[0]}" if close else ""
+
+
+def _compiling_test(torch: Any) -> Callable[[], bool]:
+    compiler = getattr(torch, "compiler", None)
+    found = getattr(compiler, "is_compiling", None)
+    return found if found is not None else lambda: False

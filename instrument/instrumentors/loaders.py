@@ -1,0 +1,325 @@
+"""Loaders: what a service waits for before it can compute, each `next` a span of kind `loader`.
+
+`loader(iterable)` stands in for any iterable, iterator or generator, also asynchronous ones. The profile's
+`loaders: auto` does the same for every `DataLoader` of torch, by the class of its iterators.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, TypeVar
+
+from instrument.errors import TargetError
+from instrument.instrumentors.functions import replace
+from instrument.instrumentors.switch import Switch
+from instrument.instrumentors.verdict import Verdict
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recorder.scopes import OFF
+from instrument.recording.spans import Site
+from instrument.runtime.unpatched import Lock
+
+T = TypeVar("T")
+
+_TORCH = "torch.utils.data.dataloader"
+
+
+def loader(iterable: T, name: str | None = None) -> T:
+    """Record how long each item of an iterable takes: ``for batch in loader(batches, "read"):``.
+
+    Takes iterables, iterators and generators, also asynchronous ones, and gives what behaves like the very same:
+    length, items, attributes, `isinstance`, repeated iteration, exceptions, `send`, `throw` and `close`. Each `next` is
+    a span of kind `loader`, also the last one, which finds nothing more. `name` groups the spans; left out, the name of
+    the generator or class. Costs one branch while recording is off, and is the very same object when `INSTRUMENT=off`.
+    Raises `TargetError` for what cannot be iterated.
+    """
+    if OFF:
+        return iterable
+    kind = type(iterable)
+    if not any(_has(kind, method) for method in ("__iter__", "__next__", "__getitem__", "__aiter__", "__anext__")):
+        raise TargetError(
+            f"loader takes an iterable; found {iterable!r:.80} of type {kind.__name__}. "
+            "Hand over what the loop runs over, or use profiled for a function."
+        )
+    if name is not None and (not isinstance(name, str) or not name):
+        raise TargetError(f"loader: found name {name!r}; allowed: text that says what is loaded")
+    own = getattr(iterable, "__name__", None)
+    site = RECORDER.scope_site(name or (own if isinstance(own, str) and own else kind.__name__), "loader")
+    RECORDER.may_mute(site, shape="wrapper")
+    made: T = _stand_in(iterable, site)
+    return made
+
+
+def _stand_in(source: Any, site: Site) -> Any:
+    kind: Any = type(source)
+    return _class_for(kind)(source, site)
+
+
+def _reloaded(source: Any, name: str) -> Any:
+    """A stand-in as copies and pickles bring it back."""
+    return loader(source, name)
+
+
+class _StandIn:
+    """Behaves like what it stands for; classes below add what that one's class can do."""
+
+    __slots__ = ("__weakref__", "_instrument_site", "_instrument_source")
+
+    _instrument_site: Site
+    _instrument_source: Any
+
+    def __init__(self, source: Any, site: Site) -> None:
+        object.__setattr__(self, "_instrument_source", source)
+        object.__setattr__(self, "_instrument_site", site)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._instrument_source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._instrument_source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._instrument_source, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._instrument_source, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._instrument_source)
+
+    def __repr__(self) -> str:
+        return repr(self._instrument_source)
+
+    def __str__(self) -> str:
+        return str(self._instrument_source)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._instrument_source == getattr(other, "_instrument_source", other))
+
+    def __hash__(self) -> int:
+        return hash(self._instrument_source)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reloaded, (self._instrument_source, self._instrument_site.name)
+
+
+def _iter(self: Any) -> Any:
+    return _stand_in(iter(self._instrument_source), self._instrument_site)
+
+
+def _aiter(self: Any) -> Any:
+    return _stand_in(self._instrument_source.__aiter__(), self._instrument_site)
+
+
+def _self(self: Any) -> Any:
+    return self
+
+
+def _resuming(name: str) -> Callable[..., Any]:
+    """`__next__` of an iterator, or `send` or `throw` of a generator."""
+
+    def resume(self: Any, *args: Any) -> Any:
+        method = getattr(self._instrument_source, name)
+        if not RECORDER.on:
+            return method(*args)
+        return _timed(RECORDER, self._instrument_site, method, args)
+
+    return resume
+
+
+def _resuming_async(name: str) -> Callable[..., Any]:
+    async def resume(self: Any, *args: Any) -> Any:
+        method = getattr(self._instrument_source, name)
+        if not RECORDER.on:
+            return await method(*args)
+        waiting = Waiting() if _listeners else None
+        if RECORDER.pass_muted(self._instrument_site):
+            try:
+                return await method(*args)
+            finally:
+                if waiting is not None:
+                    waiting.end()
+        frame = RECORDER.open(self._instrument_site)
+        try:
+            item = await method(*args)
+        except StopAsyncIteration:
+            RECORDER.close(frame)
+            raise
+        except BaseException as error:
+            RECORDER.close(frame, error)
+            raise
+        finally:
+            if waiting is not None:
+                waiting.end()
+        RECORDER.close(frame)
+        return item
+
+    return resume
+
+
+def _timed(recorder: Recorder, site: Site, method: Callable[..., Any], args: Any) -> Any:
+    if not _listeners:
+        return _recorded(recorder, site, method, args)
+    waiting = Waiting()
+    try:
+        return _recorded(recorder, site, method, args)
+    finally:
+        waiting.end()
+
+
+def _recorded(recorder: Recorder, site: Site, method: Callable[..., Any], args: Any) -> Any:
+    if recorder.pass_muted(site):
+        return method(*args)
+    frame = recorder.open(site)
+    try:
+        item = method(*args)
+    except StopIteration:  # the end, and no failure
+        recorder.close(frame)
+        raise
+    except BaseException as error:
+        recorder.close(frame, error)
+        raise
+    recorder.close(frame)
+    return item
+
+
+# -------------------------------------------------------------------- what a loop has waited for
+
+Listener = Callable[[int, int, object], object]
+"""Is told the native id of a thread, for how many ns it has waited for a loader, and on whose behalf, if known."""
+
+_listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
+_listeners_lock = Lock()
+_is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=False)
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Have a bound method told of each wait for a loader, once where loaders lie in one another. Returns the undo.
+
+    Whoever forgets to undo is forgotten, too.
+    """
+    global _listeners
+    known = weakref.WeakMethod(listener)
+    with _listeners_lock:
+        _listeners = (*(one for one in _listeners if one() is not None), known)
+
+    def undo() -> None:
+        global _listeners
+        with _listeners_lock:
+            _listeners = tuple(one for one in _listeners if one is not known)
+
+    return undo
+
+
+class Waiting:
+    """A wait for a loader on this thread, from here to `end`, which tells the listeners unless another is around it."""
+
+    def __init__(self, of: object = None) -> None:
+        self._of = of
+        self._token = None if _is_waiting.get() else _is_waiting.set(True)
+        self._start_ns = time.monotonic_ns()
+
+    def end(self) -> None:
+        """The item is there, or will not come."""
+        if self._token is not None:
+            try:
+                _is_waiting.reset(self._token)
+            except ValueError:
+                return  # in another context, as where a coroutine that nobody awaits any more is closed
+            waited_ns, thread_id = time.monotonic_ns() - self._start_ns, threading.get_native_id()
+            for known in _listeners:
+                listener = known()
+                if listener is not None:
+                    listener(thread_id, waited_ns, self._of)
+
+
+_FORWARDED = (
+    "__len__", "__length_hint__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__reversed__",
+    "__bool__", "__call__", "__enter__", "__exit__", "__aenter__", "__aexit__",
+)  # fmt: skip
+"""What Python looks up on the class and not on the object."""
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._instrument_source, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def _has(kind: Any, method: str) -> bool:
+    """Whether objects of a class have a method; `hasattr` would find the metaclass's, such as `__call__`."""
+    return any(vars(base).get(method) is not None for base in kind.__mro__)
+
+
+@functools.lru_cache(maxsize=256)
+def _class_for(kind: Any) -> type[_StandIn]:
+    """The class of what stands in for objects of a class: it can do what they can do, and no more."""
+    methods: dict[str, Any] = {name: _forwarding(name) for name in _FORWARDED if _has(kind, name)}
+    if _has(kind, "__next__"):
+        methods["__iter__"] = _self
+        methods.update({name: _resuming(name) for name in ("__next__", "send", "throw") if _has(kind, name)})
+    elif _has(kind, "__iter__") or (_has(kind, "__getitem__") and not _has(kind, "__aiter__")):
+        methods["__iter__"] = _iter
+    if _has(kind, "__anext__"):
+        methods["__aiter__"] = _self
+        methods.update({name: _resuming_async(name) for name in ("__anext__", "asend", "athrow") if _has(kind, name)})
+    elif _has(kind, "__aiter__"):
+        methods["__aiter__"] = _aiter
+    return type(kind.__name__, (_StandIn,), {"__slots__": (), **methods})
+
+
+class Loaders(Switch):
+    """The profile's `loaders: auto` at work: every `DataLoader` of torch, each dataset's class a site of its own."""
+
+    key = "loaders"
+    module = _TORCH
+
+    def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
+        super().__init__(rules, recorder)
+        self._sites: dict[type[Any], Site] = {}
+
+    def imported(self, module: ModuleType) -> bool:
+        """Replace `__next__` of the class of all iterators of a `DataLoader`."""
+        iterator: Any = getattr(module, "_BaseDataLoaderIter", None)
+        if iterator is not None and not self._attached:
+            self._attach()
+            self._undos.append(replace(iterator, "__next__", self._wrap(iterator.__next__)))
+        return False
+
+    def _wrap(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        recorder, sites = self._recorder, self._sites
+
+        @functools.wraps(method)
+        def __next__(self: Any) -> Any:  # noqa: N807 - it is one
+            if not recorder.on:
+                return method(self)
+            dataset = type(getattr(self, "_dataset", None))
+            return _timed(recorder, sites.get(dataset) or make(dataset), method, (self,))
+
+        make = self._make_site
+        return __next__
+
+    def _make_site(self, dataset: type[Any]) -> Site:
+        new = Site("DataLoader", "loader", _TORCH, "_BaseDataLoaderIter.__next__", instance=dataset.__name__)
+        # setdefault, because two threads may be first: one site for each class or the tally would split.
+        site = self._sites.setdefault(dataset, new)
+        self._recorder.may_mute(site, shape="wrapper")
+        return site
+
+    def verdicts(self) -> list[Verdict]:
+        """Whether there is a loader to record, and whether one has run."""
+        if not self.rules:
+            return []
+        if not self._met:
+            return [Verdict("loaders", "waiting", why="torch.utils.data not imported")]
+        if not self._sites:
+            return [Verdict("loaders", "waiting", why="no DataLoader has run")]
+        return [Verdict("loaders", "attached", ", ".join(sorted(site.instance for site in self._sites.values())))]

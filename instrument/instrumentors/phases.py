@@ -1,0 +1,275 @@
+"""Phases of a training loop with torch: forward, backward and optimizer, each a span of kind `phase`.
+
+Forward is the outermost call of a module on its thread, backward a run of the autograd engine (`backward`, `grad`), and
+optimizer the `step` of any optimizer. What runs within a phase belongs to it, with two exceptions. The closure of an
+optimizer (LBFGS, Lightning) calls forward and backward, and these are phases of their own. A module that is called
+within backward computes again what a checkpoint did not keep: that is `recompute`, a part of backward.
+
+A compiled model is one call as any other; what a compiler traces never meets a probe.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+from instrument.instrumentors.compilers import evaluator, run_as_they_are
+from instrument.instrumentors.functions import replace
+from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.switch import Switch
+from instrument.instrumentors.verdict import Verdict
+from instrument.instrumentors.work import CallWork
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import Site
+from instrument.runtime.faults import FAULTS
+
+FORWARD, BACKWARD, OPTIMIZER, RECOMPUTE = "forward", "backward", "optimizer", "recompute"
+
+PASSES: Mapping[str, frozenset[str]] = {
+    FORWARD: frozenset({FORWARD, RECOMPUTE}),
+    BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
+    OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
+}
+"""Within which phases of the same thread a call passes as a part of them."""
+
+_WRAPPED_IN: Mapping[str, str] = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+"""Classes that stand around a model, and the name under which they hold it."""
+
+UNSEEN = "modules and optimizers within a function that torch.compile has compiled, and C++ code that calls the engine"
+
+
+class _Inside(threading.local):
+    """The phase that this thread is in."""
+
+    phase: str | None = None
+
+
+class Phases(Switch):
+    """The profile's `phases: auto` at work. `hits` are the phases that were seen, with the names of their classes."""
+
+    key = "phases"
+    module = "torch"
+
+    def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
+        super().__init__(rules, recorder)
+        self.hits: dict[str, set[str]] = {}
+        self._inside = _Inside()
+        self._recordings: dict[tuple[str, int, int], Any] = {}
+        self._sites: dict[tuple[str, str, str], Site] = {}
+        self._lacking: list[str] = []
+        self._has_device = False
+        self._is_compiling: Callable[[], bool] = lambda: False
+        self._graph_task: Callable[[], int] = lambda: -1
+        self._evaluate: Callable[[Any], Any] = lambda evaluate: None
+        self._run_as_they_are: Callable[[Iterable[Any]], None] = lambda functions: None
+
+    def imported(self, torch: Any) -> bool:
+        """torch has been imported: stand around modules, the engine and the optimizers."""
+        if self._attached:
+            return False
+        self._attach()
+        version = getattr(torch, "version", None)
+        self._has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
+        self._is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", self._is_compiling)
+        self._graph_task = getattr(torch._C, "_current_graph_task_id", self._graph_task)
+        self._evaluate = evaluator(torch)
+        self._run_as_they_are = functools.partial(run_as_they_are, torch)
+        self._run_as_they_are((self._run, _unwrapped))
+        module_type = torch.nn.Module
+        self._undos.append(replace(module_type, "__call__", self._forward(module_type.__call__)))
+        autograd = torch.autograd
+        # Both backward() and grad() end in it, and no compiler knows it by identity as it knows those two.
+        engine = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
+        self._undos.append(replace(autograd, engine, self._function(getattr(autograd, engine))))
+        self._watch_optimizers(torch.optim.Optimizer)
+        return False
+
+    def undo(self) -> None:
+        """Give modules, engine and optimizers their own functions back."""
+        super().undo()
+        self._recordings.clear()
+
+    def verdicts(self) -> list[Verdict]:
+        """Whether there is torch, which phases have run, and what cannot be seen."""
+        if not self.rules:
+            return []
+        if not self.hits:
+            why = "no module, backward or optimizer has run" if self._met else "torch not imported"
+            return [Verdict("phases", "waiting", why=why)]
+        verdicts = [
+            Verdict("phases", "attached", phase, ", ".join(sorted(filter(None, names))))
+            for phase, names in sorted(self.hits.items())
+        ]
+        verdicts += [Verdict("phases", "unreachable", name, "its step is no function") for name in self._lacking]
+        return [*verdicts, Verdict("phases", "partly", "torch", f"not seen: {UNSEEN}")]
+
+    # ---------------------------------------------------------------- what stands around
+
+    def _forward(self, method: Callable[..., Any]) -> Any:
+        """What stands around the call of every module, and around nothing else.
+
+        torch.profiler (`with_stack`) knows calls of modules by the code of `Module.__call__`, whoever has written that,
+        and reads the module from its local `self`: without one the process would die, and an optimizer would be asked
+        for what only a module has.
+        """
+        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[FORWARD]
+        is_compiling = self._is_compiling
+
+        @functools.wraps(method)
+        def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            # A compiler reads this line alone: it knows the answer, and goes on with the method.
+            if is_compiling() or not recorder.on or inside.phase in passes:
+                return method(self, *args, **kwargs)
+            return run(FORWARD, method, self, (self, *args), kwargs)
+
+        wrapper.__instrument_phase__ = FORWARD  # type: ignore[attr-defined]
+        self._run_as_they_are((wrapper,))
+        return wrapper
+
+    def _step(self, method: Callable[..., Any]) -> Any:
+        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[OPTIMIZER]
+        is_compiling = self._is_compiling
+
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.on or inside.phase in passes:
+                return method(*args, **kwargs)
+            return run(OPTIMIZER, method, args[0], args, kwargs)
+
+        wrapper.__instrument_phase__ = OPTIMIZER  # type: ignore[attr-defined]
+        self._run_as_they_are((wrapper,))
+        return wrapper
+
+    def _function(self, function: Callable[..., Any]) -> Any:
+        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[BACKWARD]
+        is_compiling = self._is_compiling
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.on or inside.phase in passes:
+                return function(*args, **kwargs)
+            return run(BACKWARD, function, None, args, kwargs)
+
+        self._run_as_they_are((wrapper,))
+        return wrapper
+
+    def _run(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
+        """A call that may be a phase. The engine's own threads are in backward, too, and know its task."""
+        if not self._attached:  # what was made for a compiled model is still called when it is off
+            return function(*args, **kwargs)
+        inside = self._inside
+        before = inside.phase
+        if before == BACKWARD or self._graph_task() != -1:
+            if phase != FORWARD:
+                return function(*args, **kwargs)
+            phase = RECOMPUTE
+        try:
+            subject = None if thing is None else type(_unwrapped(thing))
+            recording = self._recordings.get((phase, id(subject), id(function)))
+            if recording is None:
+                evaluate = self._evaluate(None)
+                try:
+                    recording = self._decide(phase, function, subject)
+                finally:
+                    self._evaluate(evaluate)
+        except Exception as fault:
+            FAULTS.note(f"phase {phase}", fault)
+            return function(*args, **kwargs)
+        inside.phase = phase
+        try:
+            return recording(*args, **kwargs)
+        finally:
+            inside.phase = before
+
+    def _decide(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
+        """The function with the site of a phase of objects of a class, at their first call."""
+        key = phase, id(subject), id(function)
+        site = self._site(phase, function, subject)
+        works = CallWork(self._recorder, is_method=False) if site.device else None
+        made = self._recorder.make_function(function, site, works)
+        recording = self._recordings.setdefault(key, made)
+        if recording is made:  # two threads may be first
+            self._recorder.may_mute(site, made)
+            if subject is not None:
+                weakref.finalize(subject, self._recordings.pop, key, None)
+            self.hits.setdefault(phase, set()).add(site.instance)
+        return recording
+
+    def _site(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Site:
+        owner, name = ("torch.autograd", "backward") if subject is None else (subject.__module__, subject.__qualname__)
+        inner: Any = getattr(subject, "step" if phase == OPTIMIZER else "forward", function)
+        while hasattr(inner, "__wrapped__"):
+            inner = inner.__wrapped__
+        code = getattr(inner, "__code__", None)
+        new = Site(
+            name=phase,
+            kind="op" if phase == RECOMPUTE else "phase",
+            module=owner,
+            qualname=name,
+            file=code.co_filename if code is not None else "",
+            line=code.co_firstlineno if code is not None else 0,
+            instance="" if subject is None else subject.__name__,
+            device=self._has_device,
+            attributes=() if phase == RECOMPUTE else (("phase", phase),),
+        )
+        return self._sites.setdefault((phase, owner, name), new)
+
+    # ---------------------------------------------------------------- optimizers
+
+    def _watch_optimizers(self, base: type[Any]) -> None:
+        """Stand around the `step` of every class of optimizers of which there is one, now or later.
+
+        torch itself stands around the `step` of a class when its first object is made, and we around both: so that
+        what lies in the class is what it was when we go.
+        """
+        patch = getattr(base, "_patch_step_function", None)
+        if not isinstance(patch, FunctionType):
+            self._lacking.append("Optimizer")
+            return
+        attach = self._attach_step
+
+        @functools.wraps(patch)
+        def _patch_step_function(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            out = patch(self, *args, **kwargs)
+            try:
+                attach(type(self))
+            except Exception as fault:
+                FAULTS.note("step of an optimizer", fault)
+            return out
+
+        self._undos.append(replace(base, "_patch_step_function", _patch_step_function))
+        for cls in subclasses(base):
+            if hasattr(vars(cls).get("step"), "hooked"):
+                attach(cls)
+
+    def _attach_step(self, cls: type[Any]) -> None:
+        owner = next((base for base in cls.__mro__ if "step" in vars(base)), None)
+        if owner is None or not self._attached:
+            return
+        step = vars(owner)["step"]
+        if hasattr(step, "__instrument_phase__"):
+            return
+        if not isinstance(step, FunctionType):
+            if cls.__qualname__ not in self._lacking:
+                self._lacking.append(cls.__qualname__)
+            return
+        self._undos.append(replace(owner, "step", self._step(step)))
+
+
+def _unwrapped(thing: Any) -> Any:
+    """The model inside of what compiles or distributes it."""
+    while (held := _WRAPPED_IN.get(type(thing).__name__)) is not None:
+        inner = (vars(thing).get("_modules") or {}).get(held)
+        if inner is None:
+            break
+        thing = inner
+    return thing

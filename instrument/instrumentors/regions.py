@@ -1,0 +1,335 @@
+"""Regions: stretches of a model that torch runs as one thing, each one span at most, and the layers inside by name.
+
+A module under `torch.compile`, a `ScriptModule` and a `GraphModule` are called from Python once and run their layers in
+C or in generated code. The call is recorded where a rule selects the module; what a rule selects inside cannot be, and
+`unseen` says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from instrument.instrumentors.functions import Undo, matches, replace, undo_all
+from instrument.instrumentors.verdict import Verdict
+from instrument.instrumentors.work import ModuleWork, tensors_of
+from instrument.profile.model import LayerRule
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import Site
+from instrument.runtime.faults import FAULTS
+
+DYNAMO = "torch._dynamo.eval_frame"
+"""The module that has the class of compiled models; torch imports it when something is compiled."""
+
+WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Names under which torch.compile, FSDP and checkpointing put the module that they wrap: no part of a path."""
+
+_COMPILED = "inside a compiled region"
+_SCRIPTED = "inside a ScriptModule"
+_EXPORTED = "inside an exported graph"
+_ATTENTION = "inside a MultiheadAttention, which computes with their weights and does not call them"
+_ENCODER = "inside a TransformerEncoderLayer, which may run as one kernel in eval mode"
+_OWN_FORWARD = "with a forward of the instance's own"
+_UNREGISTERED = "put in place past torch's registration"
+
+
+class Paths(Protocol):
+    """Where modules sit in their models."""
+
+    def of(self, module: Any) -> str | None:
+        """The dotted path from the module's root; "" for a root, None where that is not known yet."""
+
+    def look_again(self) -> None:
+        """Place the modules that came without registration, unless that was done a moment ago."""
+
+    def roots(self) -> Iterator[Any]:
+        """The modules alive that have children and sit in no other."""
+
+
+def selects(rule: LayerRule, class_name: str, path: str) -> bool:
+    """Whether a rule means a layer of a class at a path."""
+    if rule.types and class_name not in rule.types:
+        return False
+    if rule.match and not any(matches(text, path) for text in rule.match):
+        return False
+    return not any(matches(text, path) for text in rule.exclude)
+
+
+def known_as(cls: type[Any]) -> str:
+    """The class name by which rules select a layer.
+
+    torch swaps an instance's class for one made on the spot, `ParametrizedLinear` or `FSDPLinear`, above its own.
+    """
+    for prefix in ("Parametrized", "FSDP"):
+        for base in cls.__mro__[1:]:
+            if cls.__name__ == prefix + base.__name__:
+                return known_as(base)
+    return cls.__name__
+
+
+Selected = tuple[LayerRule, dict[Site, None]]
+"""A rule, and the sites that it has selected."""
+
+
+class Regions:
+    """The layer rules of one session at work on compiled, scripted and exported modules.
+
+    `first` gives the first rule that selects a layer of a class at a path; `forget` is told the identity of a module
+    that has become a region, so that its own `forward` is not recorded again inside the span of the region.
+    """
+
+    def __init__(
+        self,
+        first: Callable[[str, str], Selected | None],
+        forget: Callable[[int], object],
+        recorder: Recorder = RECORDER,
+    ) -> None:
+        self._first = first
+        self._forget = forget
+        self._roots: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._recorder = recorder
+        self._sites: dict[int, Site | None] = {}  # by identity of the module
+        self._shared: dict[tuple[str | None, bool, str, str, str, tuple[int, ...]], Site] = {}
+        self._undos: list[Undo] = []
+        self._compiled: list[weakref.ref[Any]] = []  # modules whose compiled call is ours
+
+    def attach(self, torch: Any, paths: Paths) -> None:
+        """`torch` has been imported: record the calls of regions."""
+        self._torch, self._paths = torch, paths
+        self._is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None) or (lambda: False)
+        scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
+        if scripted is not None:
+            self._replace_call(scripted)
+            self._replace_call(torch.jit.TopLevelTracedModule)
+        wrapped_call = getattr(sys.modules.get("torch.fx.graph_module"), "_WrappedCall", None)
+        if wrapped_call is not None:
+            self._undos.append(replace(wrapped_call, "__call__", self._graph_call(wrapped_call.__call__)))
+        self._watch_compile(torch.nn.Module)
+        if DYNAMO in sys.modules:
+            self.attach_dynamo(sys.modules[DYNAMO])
+
+    def attach_dynamo(self, module: Any) -> None:
+        """What compiles models has been imported: record the calls of compiled models."""
+        self._replace_call(module.OptimizedModule)
+
+    def undo(self) -> None:
+        """Give everything its own call back."""
+        undo_all(self._undos)
+        for reference in self._compiled:
+            module = reference()
+            call = None if module is None else vars(module).get("_compiled_call_impl")
+            if hasattr(call, "__instrument_region__"):
+                module._compiled_call_impl = call.__wrapped__  # type: ignore[union-attr]
+        self._compiled.clear()
+        self._sites.clear()
+        self._shared.clear()
+
+    def forget(self) -> None:
+        """Decide anew about every region: the rules have changed."""
+        self._sites.clear()
+
+    # ---------------------------------------------------------------- calls
+
+    def _replace_call(self, cls: Any) -> None:
+        call = cls.__call__
+
+        @functools.wraps(call)
+        def __call__(self_: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is one
+            if is_compiling() or not recorder.on:
+                return call(self_, *args, **kwargs)
+            return run(self_, call, (self_, *args), kwargs)
+
+        is_compiling, recorder, run = self._is_compiling, self._recorder, self._run
+        self._undos.append(replace(cls, "__call__", __call__))
+
+    def _graph_call(self, call: Any) -> Any:
+        @functools.wraps(call)
+        def __call__(self_: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is one
+            if is_compiling() or not recorder.on:
+                return call(self_, obj, *args, **kwargs)
+            return run(obj, call, (self_, obj, *args), kwargs)
+
+        is_compiling, recorder, run = self._is_compiling, self._recorder, self._run
+        return __call__
+
+    def _watch_compile(self, module_type: Any) -> None:
+        """`Module.compile()` keeps the compiled call in the instance, from where it is not copied or pickled."""
+        compile_ = module_type.compile
+        take = self._take
+
+        @functools.wraps(compile_)
+        def compile(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            out = compile_(self_, *args, **kwargs)
+            try:
+                take(self_)
+            except Exception as fault:
+                FAULTS.note("compiled call of a module", fault)
+            return out
+
+        self._undos.append(replace(module_type, "compile", compile))
+        for module, _, _ in self._walk():
+            take(module)
+
+    def _take(self, module: Any) -> None:
+        call = vars(module).get("_compiled_call_impl")
+        if call is None or hasattr(call, "__instrument_region__"):
+            return
+        is_compiling, recorder, run, own = self._is_compiling, self._recorder, self._run, weakref.ref(module)
+
+        @functools.wraps(call)
+        def compiled_call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.on:
+                return call(*args, **kwargs)
+            return run(own(), call, args, kwargs)
+
+        compiled_call.__instrument_region__ = True  # type: ignore[attr-defined]
+        module._compiled_call_impl = compiled_call
+        self._compiled.append(weakref.ref(module))
+
+    def _run(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        key = id(module)
+        site = self._sites[key] if key in self._sites else self._decide(module)
+        if site is None:
+            return call(*args, **kwargs)
+        if self._recorder.pass_muted(site):
+            return call(*args, **kwargs)
+        frame = self._recorder.open(site)
+        try:
+            out = call(*args, **kwargs)
+        except BaseException as error:
+            self._recorder.close(frame, error)
+            raise
+        self._recorder.close(frame)
+        return out
+
+    def _decide(self, module: Any) -> Site | None:
+        """Whether a region records, and as what: once for each instance."""
+        try:
+            site = self._site(module, self._paths.of(module) or "")
+        except Exception as fault:
+            FAULTS.note("region selection", fault)
+            site = None
+        key = id(module)
+        weakref.finalize(module, self._sites.pop, key, None)
+        self._sites[key] = site
+        if self._kind(module) == "compiled" and site is not None:
+            inner = (vars(module).get("_modules") or {}).get("_orig_mod")
+            root = module if inner is None else inner
+            self._roots[id(root)] = root
+            self._forget(id(root))
+        return site
+
+    def holds(self, module: Any) -> bool:
+        """Whether the calls of a module are those of a region."""
+        return id(module) in self._roots
+
+    def _site(self, module: Any, path: str) -> Site | None:
+        name, kind = self._name(module), self._kind(module)
+        found = self._first(name, path)
+        if found is None:
+            return None
+        rule, selected = found
+        tensors = tensors_of(module) if rule.device else []
+        work = ModuleWork(tensors) if tensors else None
+        key = (rule.name, rule.device, name, kind, path, () if work is None else work.devices)
+        site = self._shared.get(key)
+        if site is None:
+            facts = (("region", kind),)
+            new = Site(rule.name or name, "layer", instance=path, device=rule.device, attributes=facts, work=work)
+            site = self._shared.setdefault(key, new)
+            self._recorder.may_mute(site)
+        elif isinstance(site.work, ModuleWork):
+            site.work.follow(tensors)
+        selected[site] = None
+        return site
+
+    # ---------------------------------------------------------------- what is what
+
+    def _kind(self, module: Any) -> str:
+        if isinstance(module, self._torch.jit.ScriptModule):
+            return "scripted"
+        return "graph" if isinstance(module, self._torch.fx.GraphModule) else "compiled"
+
+    def _name(self, module: Any) -> str:
+        """The class name by which rules select it: that of the module which was compiled or scripted."""
+        if isinstance(module, self._torch.jit.ScriptModule):
+            return str(getattr(module, "original_name", type(module).__name__))
+        if isinstance(module, self._torch.fx.GraphModule):
+            return "GraphModule"
+        inner = (vars(module).get("_modules") or {}).get("_orig_mod")
+        return known_as(type(module if inner is None else inner))
+
+    def _inside(self, module: Any) -> str:
+        """Why the children of a module are not called from Python, "" where they are."""
+        torch, kind = self._torch, type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            return _SCRIPTED
+        compiled = getattr(sys.modules.get(DYNAMO), "OptimizedModule", ())
+        own = vars(module).get("forward")
+        if (
+            isinstance(module, compiled)
+            or vars(module).get("_compiled_call_impl") is not None
+            or hasattr(own, "_torchdynamo_orig_callable")
+        ):
+            return _COMPILED
+        if kind is torch.nn.MultiheadAttention:
+            return _ATTENTION
+        return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
+
+    def _walk(self) -> Iterator[tuple[Any, str, str]]:
+        """Every module but those that torch.compile adds: itself, its path, and why it is not called, or ""."""
+        # Beside each module's own reason the one that its children have at least.
+        waiting = [(root, "", "", "") for root in self._paths.roots()]
+        seen: set[int] = set()
+        while waiting:
+            module, path, reason, below = waiting.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            children = vars(module).get("_modules") or {}
+            if "_orig_mod" not in children:
+                yield module, path, reason
+            inside = below or self._inside(module)
+            for name, child in list(children.items()):
+                if child is not None and name in WRAPPING:
+                    waiting.append((child, path, reason, inside))
+                elif child is not None:
+                    waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
+
+    def unseen(self) -> list[Verdict]:
+        """For each rule, how many of the layers that it selects cannot be recorded, and why."""
+        self._paths.look_again()
+        counts: Counter[tuple[str, str]] = Counter()
+        for module, path, reason in self._walk():
+            found = self._first(self._name(module), path)
+            if found is not None:
+                why = reason or self._missed(module)
+                counts[found[0].text, why] += bool(why)
+        return [
+            Verdict(
+                rule, "compiled" if why == _COMPILED else "unreachable", f"{count} layers", f"{why}: not observable"
+            )
+            for (rule, why), count in sorted(counts.items())
+            if count
+        ]
+
+    def _missed(self, module: Any) -> str:
+        """Why a module that is called from Python is not recorded, "" where it is, or has nothing to call."""
+        torch, kind = self._torch, type(module)
+        if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
+            return ""
+        own = vars(module).get("forward")
+        if own is not None:
+            return "" if self._recorder.native and hasattr(own, "_torchdynamo_orig_callable") else _OWN_FORWARD
+        forward = getattr(kind, "forward", None)
+        if forward is torch.nn.Module.forward:
+            return _EXPORTED if kind is torch.nn.Module and self._holds_weights(module) else ""
+        return "" if hasattr(forward, "__instrument_layers__") else _UNREGISTERED
+
+    @staticmethod
+    def _holds_weights(module: Any) -> bool:
+        return bool(vars(module).get("_parameters"))

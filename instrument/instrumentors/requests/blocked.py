@@ -1,0 +1,153 @@
+"""Blocked event loops: callbacks of asyncio's loops that took longer than `limits.blocked` while a request was open.
+
+`Handle._run` is what the loops of asyncio run each callback and each step of a task with. While this is at work it
+reads the clock before and after, 0.2 us a callback; who it was is looked for after the slow ones alone. A loop that
+runs its callbacks in C, such as uvloop's, is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from contextvars import Context
+from pathlib import PurePath
+from threading import get_native_id
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.requests.exchange import OPEN
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.ring import Row, is_request_root
+from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, VALUE_LIMIT
+from instrument.runtime.faults import FAULTS
+
+MODULE = "asyncio.events"
+"""Where the handles of asyncio's loops are."""
+
+OTHER_LOOPS = ("uvloop",)
+"""Modules whose loops run their callbacks past it."""
+
+WHY_NOT = "they run their callbacks in C; `limits: {blocked: off}` in the profile does without"
+
+NEWEST = 256
+"""So many of a thread's newest rows are looked at for who it was: what covers most of a stretch ends near its end."""
+
+OPEN_LIMIT = 1_000
+"""With more open requests than these it costs too much to look through all that is open."""
+
+NEVER_NS = 1 << 62
+
+
+def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
+    """`asyncio.events` is imported: record the callbacks that take longer than this from now on.
+
+    Raises `AttributeError` or `TypeError` in a version that has no such place.
+    """
+    handle: Any = module.Handle
+    run, now = handle._run, recorder.now_ns
+    if not isinstance(run, FunctionType):
+        raise TypeError(f"Handle._run is a {type(run).__name__}")
+
+    @functools.wraps(run)
+    def _run(self: Any) -> None:
+        begun_ns = now()
+        run(self)
+        if now() - begun_ns > limit_ns:
+            _note(recorder, self, begun_ns)
+
+    restore = replace(handle, "_run", _run)
+
+    def undo() -> None:
+        nonlocal limit_ns
+        limit_ns = NEVER_NS  # whoever has taken it for their own calls it on
+        restore()
+
+    return [undo]
+
+
+def _note(recorder: Recorder, handle: Any, begun_ns: int) -> None:
+    """A callback has been slow: record it, if it kept a request from going on."""
+    ended_ns = recorder.now_ns()
+    try:
+        if not recorder.on:
+            return
+        rows = _ended_within(recorder, begun_ns)
+        if not _waiting(recorder) and not any(map(is_request_root, rows)):
+            return
+        function, facts = _function_of(handle._callback)
+        name = _span_over(recorder, handle._context, rows, begun_ns, ended_ns) or function
+        facts[BLOCKED_BY] = name[:VALUE_LIMIT]
+        # Below no span: it takes no time from whoever ran meanwhile, whose own it is.
+        Context().run(recorder.record, BLOCKED_LOOP, begun_ns, facts)
+    except Exception as fault:
+        FAULTS.note("blocked event loop", fault)
+
+
+def _waiting(recorder: Recorder) -> bool:
+    """Whether a request is open that a task on this thread's loop has begun."""
+    thread_id = get_native_id()
+    for exchange in OPEN.copy():
+        frame = exchange.frame
+        if frame is not None:
+            _, begun_on, task = recorder.begin_of(frame)
+            if begun_on == thread_id and task:
+                return True
+    return False
+
+
+def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
+    """The newest rows of this thread that ended since then, in the order of their ends."""
+    thread_id = get_native_id()
+    for ring in recorder.rings():
+        if ring.thread_id == thread_id and not ring.ended:
+            return [row for row in ring.newest(max(ring.head - NEWEST, 0))[0] if row[6] >= begun_ns]
+    return []
+
+
+def _span_over(recorder: Recorder, context: Context, rows: list[Row], begun_ns: int, ended_ns: int) -> str:
+    """The name of the innermost span that was there for most of the time; empty without one.
+
+    What has ended within it was inside of what is open in its context still.
+    """
+    least_ns = (ended_ns - begun_ns) // 2
+    most = [row for row in rows if min(row[6], ended_ns) - max(row[5], begun_ns) > least_ns]
+    for row in sorted(most, key=lambda row: -row[5]):
+        site = recorder.site_of(row)
+        if site is not BLOCKED_LOOP:
+            return site.name
+    try:
+        if len(OPEN) > OPEN_LIMIT:
+            innermost = context.run(recorder.site_of_open, None)
+            return "" if innermost is None else innermost.name
+        span_id = context.run(recorder.current_id)
+    except RuntimeError:  # entered: a loop runs within a callback
+        return ""
+    if not span_id:
+        return ""
+    open_ = {row[1]: row for _, row in recorder.open_rows()}
+    while (found := open_.get(span_id)) is not None:
+        if found[5] <= ended_ns - least_ns:
+            return recorder.site_of(found).name
+        span_id = found[2]
+    return ""
+
+
+def _function_of(callback: Any) -> tuple[str, dict[Any, Any]]:
+    """What to call a callback's function or a task's coroutine, and where that is defined, as attributes."""
+    while isinstance(callback, functools.partial):
+        callback = callback.func
+    tasks = sys.modules.get("asyncio.tasks")
+    owner = getattr(callback, "__self__", None)
+    if tasks is not None and isinstance(owner, tasks.Task):
+        callback = owner.get_coro()
+    name = getattr(callback, "__qualname__", None)
+    if not isinstance(name, str):
+        name = type(callback).__qualname__
+    facts: dict[Any, Any] = {"code.function.name": name[:VALUE_LIMIT]}
+    codes = (getattr(callback, attribute, None) for attribute in ("__code__", "cr_code", "gi_code"))
+    code = next((one for one in codes if isinstance(one, CodeType)), None)
+    if code is None or code.co_filename.startswith("<"):
+        return name, facts
+    facts |= {"code.file.path": code.co_filename, "code.line.number": code.co_firstlineno}
+    return f"{name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})", facts

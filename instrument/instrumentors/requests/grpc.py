@@ -1,0 +1,451 @@
+"""gRPC: each call of a method that a server handles, as one span from its handler's first line to its last message.
+
+An interceptor of ours comes first in each server that is made while the rule holds, sync or asyncio. It hands the
+server a handler around the one that was found; the span begins where the server calls it, once the request is there.
+Names and attributes are those of OpenTelemetry's conventions for RPC (stable since 1.45): the method with its service,
+`rpc.response.status_code`, and errors where the status is one that the conventions count against a server.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.requests.exchange import CURRENT, OUTCOME, PORT, SERVER, Exchange, Exchanges
+from instrument.runtime.faults import FAULTS
+
+STATUS = "rpc.response.status_code"
+
+SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
+"""Statuses that are errors of the server; the others are answers to what the caller has sent."""
+
+DEADLINE_SLACK_S = 0.05
+"""A call that breaks off so short before its deadline has met it: the caller's own clock may run out first."""
+
+NOT_BEGUN = "gRPC calls that ended before their handler was called"
+UNSEEN = "gRPC calls of handlers that do not block, not recorded"
+
+_attached: list[Exchanges] = []
+"""What the interceptors of all servers record into: the last."""
+
+_interceptors: weakref.WeakKeyDictionary[Any, _Service] = weakref.WeakKeyDictionary()
+
+
+class _Service:
+    """What all calls of one server have in common: where it listens, and what records them."""
+
+    def __init__(self, grpc: Any) -> None:
+        self.grpc = grpc
+        self._names = {status.value[0]: status.name for status in grpc.StatusCode}
+        self._addresses: list[dict[str, Any]] = []
+
+    def listens(self, address: str, port: int) -> None:
+        """The server has bound an address, such as `localhost:0`, to a port."""
+        if address.startswith("unix:"):
+            self._addresses.append({SERVER: address.removeprefix("unix:").removeprefix("//")})
+        else:
+            self._addresses.append({SERVER: address.rpartition(":")[0].strip("[]"), PORT: port})
+
+    def facts(self) -> dict[Any, Any]:
+        """What the spans of its calls say of it: its address, where it has one."""
+        return dict(self._addresses[0]) if len(self._addresses) == 1 else {}
+
+    def wanted(self, details: Any) -> Exchanges | None:
+        """What is to record a call, if anything is."""
+        exchanges = _attached[-1] if _attached else None
+        return exchanges if exchanges is not None and exchanges.wanted(_text(details.method)) else None
+
+    def recorded(self, handler: Any, details: Any, exchanges: Exchanges, *, is_async: bool) -> Any:
+        """The handler that has been found for a call, with one around it that records. Never raises."""
+        try:
+            if handler is None:
+                self.refused(details, exchanges, "UNIMPLEMENTED")
+                return None
+            return self._around(handler, details, exchanges, is_async)
+        except Exception as fault:
+            FAULTS.note("gRPC call", fault)
+            return handler
+
+    def refused(self, details: Any, exchanges: Exchanges, error: BaseException | str) -> None:
+        """A call has no handler. Callers make up such methods, so all of them are one endpoint."""
+        exchange = exchanges.begin("grpc", "", _headers(details.invocation_metadata), self.facts())
+        exchange.facts[STATUS] = error if isinstance(error, str) else "UNKNOWN"
+        exchange.end(error)
+
+    def status_of(self, context: Any) -> str:
+        """The status that the service has given a call, OK where it has given none."""
+        code = getattr(context, "code", _no_code)()
+        return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
+
+    def _around(self, handler: Any, details: Any, exchanges: Exchanges, is_async: bool) -> Any:
+        is_streamed = bool(handler.response_streaming)
+        kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if is_streamed else 'unary'}"
+        behaviour = getattr(handler, kind)
+        if getattr(behaviour, "experimental_non_blocking", False):  # who sends and ends from wherever he likes
+            exchanges.recorder.count(UNSEEN)
+            return handler
+        call = _Call(self, exchanges, details, is_streamed, is_async)
+        return getattr(self.grpc, f"{kind}_rpc_method_handler")(
+            call.around(behaviour), call.deserializer(handler.request_deserializer), call.serializer(handler)
+        )
+
+
+class _Call:
+    """One call of a method."""
+
+    __slots__ = ("_broken", "_details", "_exchanges", "_is_async", "_is_begun", "_is_streamed", "_service", "exchange")
+
+    def __init__(
+        self, service: _Service, exchanges: Exchanges, details: Any, is_streamed: bool, is_async: bool
+    ) -> None:
+        self._service = service
+        self._exchanges = exchanges
+        self._details = details
+        self._is_streamed = is_streamed
+        self._is_async = is_async
+        self._is_begun = False
+        self.exchange: Exchange | None = None
+        self._broken: BaseException | None = None
+
+    def around(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the behaviour's kind around it, for servers ask for the kind."""
+        if self._is_async and inspect.isasyncgenfunction(behaviour):
+            return self._around_async_generator(behaviour)
+        if self._is_async and inspect.iscoroutinefunction(behaviour):
+            return self._around_coroutine(behaviour)
+        return self._around_stream(behaviour) if self._is_streamed else self._around_function(behaviour)
+
+    def deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+        """What reads a request, and tells when it cannot: then the behaviour is never called."""
+        if deserialize is None:
+            return None
+
+        def deserialized(data: bytes) -> Any:
+            try:
+                return deserialize(data)
+            except Exception as error:
+                self._broken = error
+                if not self._is_begun:
+                    self._begin(None)
+                    self.end(None, error)
+                raise
+
+        return deserialized
+
+    def serializer(self, handler: Any) -> Callable[[Any], Any]:
+        """What writes answers, and sees each of them go: the last of a unary call ends it."""
+        serialize = handler.response_serializer
+
+        def serialized(message: Any) -> Any:
+            exchange = self.exchange
+            try:
+                data = message if serialize is None else serialize(message)
+            except BaseException as error:
+                if exchange is not None and not self._is_streamed:
+                    self._close(exchange, "UNKNOWN" if self._is_async else "INTERNAL", error)
+                self._broken = error
+                raise
+            if exchange is not None:
+                if self._is_streamed:
+                    exchange.item()
+                else:
+                    self._close(exchange, "OK")
+            return data
+
+        return serialized
+
+    def _begin(self, context: Any) -> Exchange:
+        self._is_begun = True
+        headers = _headers(self._details.invocation_metadata)
+        facts = self._service.facts()
+        for name in self._exchanges.named:
+            if name == "user_agent.original" and b"user-agent" in headers:
+                facts[name] = headers[b"user-agent"].decode("latin-1")
+            elif name == "client.address" and context is not None:
+                facts[name] = _address(context.peer())
+        method = _text(self._details.method).removeprefix("/")
+        exchange = self.exchange = self._exchanges.begin("grpc", method, headers, facts)
+        return exchange
+
+    def _returned(self, context: Any) -> None:
+        """The behaviour is done. A single answer that is still to be written ends the call when it has been."""
+        is_last = self._is_streamed or type(context) is _Noted or self._service.status_of(context) != "OK"
+        if is_last or _is_gone(context):
+            self.end(context)
+
+    def end(self, context: Any, error: BaseException | None = None) -> None:
+        """The call is over, with an exception of its handler or without: its status is what the caller gets."""
+        exchange = self.exchange
+        if exchange is None or not exchange.is_open:
+            return
+        try:
+            status = self._service.status_of(context)
+            is_broken_off = error is not None and type(error).__name__ in ("CancelledError", "GeneratorExit")
+            if self._broken is not None and not self._is_async:
+                status, error = "INTERNAL", self._broken
+            elif is_broken_off or _is_gone(context):
+                left_s = context.time_remaining()
+                is_late = left_s is not None and left_s < DEADLINE_SLACK_S
+                status = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
+                exchange.facts[OUTCOME] = "timed out" if is_late else "cancelled"
+                error = None if is_broken_off or isinstance(error, self._service.grpc.RpcError) else error
+            elif error is not None and status == "OK":
+                status = "UNKNOWN"
+            elif error is not None and (status not in SERVER_ERRORS or _is_abort(error)):
+                error = None
+        except Exception as fault:
+            FAULTS.note("status of a gRPC call", fault)
+            status = "UNKNOWN"
+        self._close(exchange, status, error)
+
+    def _close(self, exchange: Exchange, status: str, error: BaseException | None = None) -> None:
+        if not exchange.is_open:
+            return
+        exchange.facts[STATUS] = status
+        exchange.end(error if error is not None else status if status in SERVER_ERRORS else None)
+
+    def _around_function(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(behaviour)
+        def served(request: Any, context: Any) -> Any:
+            if self._is_async:
+                context = _Noted(context)
+            token = CURRENT.set(self._begin(context))
+            try:
+                answer = behaviour(request, context)
+            except BaseException as error:
+                self.end(context, error)
+                raise
+            finally:
+                CURRENT.reset(token)
+            self._returned(context)
+            return answer
+
+        return served
+
+    def _around_stream(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(behaviour)
+        def served(request: Any, context: Any) -> Any:
+            if self._is_async:
+                context = _Noted(context)
+            token = CURRENT.set(self._begin(context))
+            try:
+                return _Answers(self, behaviour(request, context), context)
+            except BaseException as error:
+                self.end(context, error)
+                raise
+            finally:
+                CURRENT.reset(token)
+
+        return served
+
+    def _around_coroutine(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(behaviour)
+        async def served(request: Any, context: Any) -> Any:
+            CURRENT.set(self._begin(context))  # for good: a call has a task of its own
+            try:
+                answer = await behaviour(request, context)
+            except BaseException as error:
+                self.end(context, error)
+                raise
+            self._returned(context)
+            return answer
+
+        return served
+
+    def _around_async_generator(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(behaviour)
+        async def served(request: Any, context: Any) -> AsyncIterator[Any]:
+            CURRENT.set(self._begin(context))
+            answers = behaviour(request, context)
+            try:
+                async for answer in answers:
+                    yield answer
+            except BaseException as error:
+                if isinstance(error, GeneratorExit):
+                    await answers.aclose()
+                self.end(context, error)
+                raise
+            self.end(context)
+
+        return served
+
+    def __del__(self) -> None:
+        """Tell of a call that never began, such as one beyond the server's limit of concurrent ones."""
+        if not getattr(self, "_is_begun", True):
+            self._exchanges.recorder.count(NOT_BEGUN)
+
+
+class _Answers:
+    """The answers of a stream on their way to the server."""
+
+    __slots__ = ("_answers", "_call", "_context")
+
+    def __init__(self, call: _Call, answers: Any, context: Any) -> None:
+        self._call = call
+        self._answers: Iterator[Any] | None = answers
+        self._context = context
+
+    def __iter__(self) -> _Answers:
+        return self
+
+    def __next__(self) -> Any:
+        call = self._call
+        token = CURRENT.set(call.exchange)
+        try:
+            return next(self._answers)  # type: ignore[arg-type]
+        except StopIteration:
+            call.end(self._context)
+            raise
+        except BaseException as error:
+            call.end(self._context, error)
+            raise
+        finally:
+            CURRENT.reset(token)
+
+    def __del__(self) -> None:
+        """Close what its server has dropped, which it does when the caller is gone."""
+        self._answers = None
+        self._call.end(self._context, GeneratorExit())
+
+
+class _Noted:
+    """The context that a server on asyncio gives to a handler that is no coroutine: it does not tell the status."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._status: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def set_code(self, code: Any) -> None:
+        self._status = code
+        self._context.set_code(code)
+
+    def abort(self, code: Any, *args: Any, **kwargs: Any) -> Any:
+        self._status = code
+        return self._context.abort(code, *args, **kwargs)
+
+    def code(self) -> Any:
+        return self._status
+
+
+def _no_code() -> None:
+    return None
+
+
+def _is_gone(context: Any) -> bool:
+    """Whether nobody waits for the answer any more; asyncio's contexts cancel the handler instead of saying so."""
+    is_active = getattr(context, "is_active", None)
+    return is_active is not None and not is_active()
+
+
+def _is_abort(error: BaseException) -> bool:
+    """Whether an exception is what `context.abort` raises, to leave the handler."""
+    return type(error).__name__ == "AbortError" or (type(error) is Exception and not error.args)
+
+
+def _text(method: Any) -> str:
+    return method.decode("latin-1") if isinstance(method, bytes) else str(method)
+
+
+def _address(peer: str) -> str:
+    """The address of a peer such as `ipv4:127.0.0.1:4711` or `ipv6:%5B::1%5D:4711`."""
+    kind, _, address = peer.partition(":")
+    return address if kind == "unix" else address.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+
+
+def _headers(metadata: Any) -> dict[bytes, bytes]:
+    """What the caller has sent beside the request, by names in small letters, as gRPC has them."""
+    found = {}
+    for name, value in metadata or ():
+        found[name.encode("latin-1")] = value if isinstance(value, bytes) else value.encode("latin-1", "replace")
+    return found
+
+
+def _sync_interceptor(grpc: Any, service: _Service) -> Any:
+    class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
+        def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+            exchanges = service.wanted(details)
+            if exchanges is None:
+                return continuation(details)
+            try:
+                handler = continuation(details)
+            except Exception as error:  # of an interceptor after ours
+                service.refused(details, exchanges, error)
+                raise
+            return service.recorded(handler, details, exchanges, is_async=False)
+
+    return Interceptor()
+
+
+def _async_interceptor(grpc: Any, service: _Service) -> Any:
+    class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+        async def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+            exchanges = service.wanted(details)
+            if exchanges is None:
+                return await continuation(details)
+            try:
+                handler = await continuation(details)
+            except Exception as error:
+                service.refused(details, exchanges, error)
+                raise
+            return service.recorded(handler, details, exchanges, is_async=True)
+
+    return Interceptor()
+
+
+def _attach(
+    module: Any, exchanges: Exchanges, class_name: str, interceptor: Callable[[Any, _Service], Any]
+) -> list[Undo]:
+    server, grpc = getattr(module, class_name), module.grpc
+    init = server.__init__
+    signature = inspect.signature(init)
+    if "interceptors" not in signature.parameters:
+        raise TypeError(f"{class_name} takes no interceptors")
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is one
+        bound = signature.bind(self, *args, **kwargs)
+        service = _interceptors[self] = _Service(grpc)
+        bound.arguments["interceptors"] = (interceptor(grpc, service), *(bound.arguments["interceptors"] or ()))
+        init(*bound.args, **bound.kwargs)
+
+    def listening(name: str) -> Undo:
+        add_port = getattr(server, name)
+
+        @functools.wraps(add_port)
+        def added(self: Any, address: str, *args: Any, **kwargs: Any) -> Any:
+            port = add_port(self, address, *args, **kwargs)
+            if self in _interceptors:
+                _interceptors[self].listens(address, port)
+            return port
+
+        return replace(server, name, added)
+
+    def forget() -> None:
+        if exchanges in _attached:
+            _attached.remove(exchanges)
+
+    _attached.append(exchanges)
+    return [
+        forget,
+        replace(server, "__init__", __init__),
+        listening("add_insecure_port"),
+        listening("add_secure_port"),
+    ]
+
+
+def _sync(module: Any, exchanges: Exchanges) -> list[Undo]:
+    return _attach(module, exchanges, "_Server", _sync_interceptor)
+
+
+def _aio(module: Any, exchanges: Exchanges) -> list[Undo]:
+    return _attach(module, exchanges, "Server", _async_interceptor)
+
+
+GRPC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"grpc._server": _sync, "grpc.aio._server": _aio}

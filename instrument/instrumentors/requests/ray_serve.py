@@ -1,0 +1,130 @@
+"""Ray Serve: each request that a replica has taken, as one span from the call of the deployment to its last answer.
+
+We stand where a replica hands a request to the deployment's code, after it has decided to take it: a try that it
+rejects is no request. Requests over HTTP are named by method and route, prefix included; calls through a handle by
+deployment and method. A proxy hands on what its replicas record, and Ray's agent talks to Ray alone: their servers
+record nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.requests import asgi
+from instrument.instrumentors.requests.exchange import Exchanges
+
+
+def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
+    wrapper = module.UserCallableWrapper
+    http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
+
+    @functools.wraps(http)
+    async def call_http_entrypoint(self: Any, metadata: Any, told: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
+        batches = http(self, metadata, told, scope, receive)
+        exchange = asgi.begun(exchanges, scope["type"], scope)
+        if exchange is None:
+            async for messages in batches:
+                yield messages
+            return
+        if self.get_user_method_info(metadata.call_method).is_asgi_app:
+            exchange.enter(scope.get("root_path", ""))  # within it the app's router finds the route
+        elif metadata.route:
+            exchange.found(metadata.route)
+        is_http = scope["type"] == "http"
+        talk = asgi.Http(exchange, _sent) if is_http else asgi.Websocket(exchange, receive, _sent)
+        try:
+            async for messages in batches:
+                for message in messages:
+                    await talk.send(message)
+                yield messages
+        except BaseException as error:
+            exchange.status = exchange.status or 500
+            exchange.end(error)
+            if isinstance(error, GeneratorExit):
+                await batches.aclose()
+            raise
+        exchange.end()
+
+    @functools.wraps(call)
+    def call_user_method(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        method = _method(self, metadata)
+        if self._local_testing_mode or not exchanges.wanted("/" + method):
+            return call(self, metadata, *args, **kwargs)
+        return called(self, method, metadata, *args, **kwargs)
+
+    async def called(self: Any, method: str, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        exchange = exchanges.begin("ray_serve", method, _headers(metadata), {})
+        try:
+            answer = await call(self, metadata, *args, **kwargs)
+        except BaseException as error:
+            exchange.end(error)
+            raise
+        exchange.end()
+        return answer
+
+    @functools.wraps(stream)
+    async def call_user_generator(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        answers = stream(self, metadata, *args, **kwargs)
+        method = _method(self, metadata)
+        if not exchanges.wanted("/" + method):
+            async for answer in answers:
+                yield answer
+            return
+        exchange = exchanges.begin("ray_serve", method, _headers(metadata), {})
+        try:
+            async for answer in answers:
+                exchange.item()
+                yield answer
+        except BaseException as error:
+            exchange.end(error)
+            if isinstance(error, GeneratorExit):
+                await answers.aclose()
+            raise
+        exchange.end()
+
+    return [
+        replace(wrapper, "call_http_entrypoint", call_http_entrypoint),
+        replace(wrapper, "call_user_method", call_user_method),
+        replace(wrapper, "call_user_generator", call_user_generator),
+    ]
+
+
+def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
+    """Where a process makes one of a class, its servers record nothing."""
+
+    def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
+        owner = getattr(module, class_name)
+        init = owner.__init__
+
+        @functools.wraps(init)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is one
+            exchanges.is_on = False
+            init(self, *args, **kwargs)
+
+        return [replace(owner, "__init__", __init__)]
+
+    return attach
+
+
+def _method(wrapper: Any, metadata: Any) -> str:
+    return f"{wrapper._deployment_id.name}/{metadata.call_method}"
+
+
+def _headers(metadata: Any) -> dict[bytes, bytes]:
+    """The caller's trace, which a handle sends where Ray's own tracing is on."""
+    context = getattr(metadata, "tracing_context", None) or {}
+    return {name.encode(): text.encode() for name, text in context.items() if isinstance(text, str)}
+
+
+async def _sent(_: Any) -> None:
+    """Nothing: the replica sends the messages itself."""
+
+
+RAY_SERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
+    "ray.serve._private.replica": _replica,
+    "ray.serve._private.proxy": _silent("GenericProxy"),  # the actor itself is sent to its process by value
+    "ray.dashboard.modules.reporter.reporter_agent": _silent("ReporterAgent"),
+}

@@ -1,0 +1,128 @@
+"""Routers of web frameworks: where each has found the route of a request, and before it calls the handler.
+
+They tell the exchange that their context works for; where there is none, nothing happens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.requests.exchange import CURRENT, Exchange
+from instrument.runtime.faults import FAULTS
+
+
+def _before(owner: Any, method: str, tell: Callable[..., None]) -> Undo:
+    """Have `tell(exchange, *args)` called before each call of a method in an exchange."""
+    original = _function(owner, method)
+
+    @functools.wraps(original)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        exchange = CURRENT.get()
+        if exchange is not None and exchange.is_open:
+            try:
+                tell(exchange, *args)
+            except Exception as fault:
+                FAULTS.note("route of a request", fault)
+        return original(*args, **kwargs)
+
+    return replace(owner, method, told)
+
+
+def _after(owner: Any, method: str, tell: Callable[[Exchange, Any], None]) -> Undo:
+    """Have `tell(exchange, result)` called after each call of a method in an exchange."""
+    original = _function(owner, method)
+
+    @functools.wraps(original)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        exchange = CURRENT.get()
+        if exchange is not None and exchange.is_open:
+            try:
+                tell(exchange, result)
+            except Exception as fault:
+                FAULTS.note("route of a request", fault)
+        return result
+
+    return replace(owner, method, told)
+
+
+def _function(owner: Any, method: str) -> Any:
+    """A method that is a plain function. Raises `AttributeError` or `TypeError` in a version that has none."""
+    found = getattr(owner, method)
+    if not isinstance(found, FunctionType):  # such as a slot, which only looks like one
+        raise TypeError(f"{owner.__name__}.{method} is a {type(found).__name__}")
+    return found
+
+
+def _found(exchange: Exchange, route: Any, *_: Any) -> None:
+    exchange.found(route.path)
+
+
+def _starlette(module: Any) -> list[Undo]:
+    def mounted(exchange: Exchange, mount: Any, *_: Any) -> None:
+        exchange.enter(mount.path)
+
+    return [
+        _before(module.Route, "handle", _found),
+        _before(module.WebSocketRoute, "handle", _found),
+        _before(module.Mount, "handle", mounted),
+    ]
+
+
+def _fastapi(module: Any) -> list[Undo]:
+    """FastAPI tells the path of a route below the prefixes of the routers that include it in the scope."""
+
+    def found(exchange: Exchange, route: Any, scope: Any, *_: Any) -> None:
+        included = scope.get("fastapi", {}).get("effective_route_context")
+        is_own = included is not None and included.original_route is route
+        exchange.found(included.path if is_own else route.path)
+
+    owners = [one for one in (module.APIRoute, module.APIWebSocketRoute) if "handle" in vars(one)]
+    return [_before(owner, "handle", found) for owner in owners]
+
+
+def _litestar(module: Any) -> list[Undo]:
+    return [_before(module.HTTPRoute, "handle", _found)]
+
+
+def _flask(module: Any) -> list[Undo]:
+    """Flask and Quart: the rule is known once the context of the request has been pushed."""
+
+    def found(exchange: Exchange, _: Any, context: Any = None, *__: Any) -> None:
+        rule = (module.request if context is None else context.request).url_rule
+        if rule is not None:
+            exchange.found(rule.rule)
+
+    owner = module.Quart if hasattr(module, "Quart") else module.Flask
+    return [_before(owner, "full_dispatch_request", found)]
+
+
+def _django(module: Any) -> list[Undo]:
+    def found(exchange: Exchange, match: Any) -> None:
+        route = match.route
+        exchange.found(route if route.startswith(("/", "^")) else "/" + route)
+
+    return [_after(module.BaseHandler, "resolve_request", found)]
+
+
+def _falcon(module: Any) -> list[Undo]:
+    def found(exchange: Exchange, result: Any) -> None:
+        if result[3]:
+            exchange.found(result[3])
+
+    return [_after(module.App, "_get_responder", found)]
+
+
+ROUTERS: Mapping[str, Callable[[Any], list[Undo]]] = {
+    "starlette.routing": _starlette,
+    "fastapi.routing": _fastapi,
+    "litestar.routes.http": _litestar,
+    "flask.app": _flask,
+    "quart.app": _flask,
+    "django.core.handlers.base": _django,
+    "falcon.app": _falcon,
+}

@@ -1,0 +1,188 @@
+"""Triton's Python backend: each request of those that a model's `execute` is given, as one span to its last response.
+
+A model that takes one request at a time has what it does for it in its span. Several that come at once are requests of
+their own, side by side, and what is done for all of them is in a step. A request that the model answers through a
+response sender (a decoupled model) ends with the response that is marked as the final one.
+
+Written against the documented interface, whose objects are made in C++ and refuse attributes of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextvars import Context
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.requests.exchange import CURRENT, OUTCOME, Exchange, Exchanges
+from instrument.recording.spans import Site
+from instrument.runtime.faults import FAULTS
+
+MODULE = re.compile(r"\d+\.\w+")
+"""What the backend imports a model as: its version and its file, such as `1.model`."""
+
+FINAL = 1
+"""The flag of a decoupled request's last response, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
+
+
+class _Requests:
+    """The requests of one model."""
+
+    def __init__(self, exchanges: Exchanges) -> None:
+        self._exchanges = exchanges
+        self._executing: dict[int, tuple[Exchange, Context]] = {}
+        self._sent: WeakKeyDictionary[Any, tuple[Exchange, Context]] = WeakKeyDictionary()
+        self._steps: dict[str, Site] = {}
+        self._undos: list[Undo] = []
+        self._watched: set[type] = set()
+
+    def begin(self, requests: Sequence[Any]) -> Callable[[Any, BaseException | None], None] | None:
+        """Begin their spans; what is given back ends them, with their responses or an exception. Never raises."""
+        try:
+            name = _model_name(requests[0])
+            if not self._exchanges.wanted("/" + name):
+                return None
+            self._watch(type(requests[0]))
+            recorder, frame = self._exchanges.recorder, None
+            if len(requests) > 1:
+                site = self._steps.setdefault(name, Site(f"{name} batch", "step"))
+                frame = recorder.open(site, {"requests": len(requests)})
+            opened = []
+            for request in requests:
+                context = Context()
+                if frame is None:
+                    exchange = self._exchanges.begin("triton", name, _headers(request), {})
+                else:
+                    exchange = context.run(self._exchanges.begin, "triton", name, _headers(request), {})
+                opened.append((exchange, context))
+                self._executing[id(request)] = opened[-1]
+        except Exception as fault:
+            FAULTS.note("requests of Triton", fault)
+            return None
+
+        def end(responses: Any, error: BaseException | None) -> None:
+            try:
+                for index, (request, (exchange, context)) in enumerate(zip(requests, opened, strict=True)):
+                    self._executing.pop(id(request), None)
+                    if error is None and any(one[0] is exchange for one in list(self._sent.values())):
+                        if frame is None:  # what this thread does next is not for it
+                            CURRENT.set(None)
+                            recorder.forget_current()
+                        continue  # it is answered through its sender, by whom and when it likes
+                    response = responses[index] if isinstance(responses, list) and index < len(responses) else None
+                    failed = error if error is not None else _error_of(response)
+                    _end(request, exchange, None if frame is None else context, failed)
+                if frame is not None:
+                    recorder.close(frame, error, True)
+            except Exception as fault:
+                FAULTS.note("requests of Triton", fault)
+
+        return end
+
+    def undo(self) -> None:
+        """Give the backend's classes their own methods back."""
+        undo_all(self._undos)
+
+    def _watch(self, kind: type) -> None:
+        """See the senders that requests of a class give."""
+        if kind in self._watched or not hasattr(kind, "get_response_sender"):
+            return
+        self._watched.add(kind)
+        get = kind.get_response_sender
+
+        def get_response_sender(request: Any) -> Any:
+            sender = get(request)
+            opened = self._executing.get(id(request))
+            if opened is not None:
+                self._sent[sender] = opened
+                self._watch_sender(type(sender))
+            return sender
+
+        self._undos.append(replace(kind, "get_response_sender", get_response_sender))
+
+    def _watch_sender(self, kind: Any) -> None:
+        if kind in self._watched:
+            return
+        self._watched.add(kind)
+        send = kind.send
+
+        def sent(sender: Any, response: Any = None, flags: int = 0) -> Any:
+            opened = self._sent.get(sender)
+            if opened is not None and response is not None:
+                opened[0].item()
+            try:
+                return send(sender, response, flags) if response is not None else send(sender, flags=flags)
+            finally:
+                if opened is not None and flags & FINAL:
+                    self._sent.pop(sender, None)
+                    _end(None, *opened, _error_of(response))
+
+        self._undos.append(replace(kind, "send", sent))
+
+
+def _end(request: Any, exchange: Exchange, context: Context | None, error: BaseException | str | None) -> None:
+    is_cancelled = getattr(request, "is_cancelled", None)
+    if is_cancelled is not None and exchange.is_open and is_cancelled():
+        exchange.facts[OUTCOME] = "cancelled"
+    if context is None:
+        exchange.end(error)
+    else:
+        context.run(exchange.end, error)
+
+
+def _model_name(request: Any) -> str:
+    name = getattr(request, "model_name", None)
+    return str(name()) if callable(name) else "model"
+
+
+def _headers(request: Any) -> dict[bytes, bytes]:
+    """The caller's trace, which the server tells where it traces for OpenTelemetry."""
+    trace = getattr(request, "trace", None)
+    context = trace().get_context() if trace is not None else None
+    found = json.loads(context) if context else {}
+    return {name.lower().encode(): text.encode() for name, text in found.items() if isinstance(text, str)}
+
+
+def _error_of(response: Any) -> str | None:
+    has_error = getattr(response, "has_error", None)
+    return "TritonError" if has_error is not None and has_error() else None
+
+
+def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Have the model of a module record. One that is none is left alone."""
+    model = getattr(module, "TritonPythonModel", None)
+    execute = getattr(model, "execute", None)
+    if model is None or execute is None:
+        return []
+    requests_of = _Requests(exchanges)
+
+    @functools.wraps(execute)
+    def executed(self: Any, requests: Any) -> Any:
+        end = requests_of.begin(requests) if requests else None
+        if end is None:
+            return execute(self, requests)
+        try:
+            responses = execute(self, requests)
+        except BaseException as error:
+            end(None, error)
+            raise
+        if asyncio.iscoroutine(responses):
+            return awaited(responses, end)
+        end(responses, None)
+        return responses
+
+    async def awaited(responses: Any, end: Callable[[Any, BaseException | None], None]) -> Any:
+        try:
+            found = await responses
+        except BaseException as error:
+            end(None, error)
+            raise
+        end(found, None)
+        return found
+
+    return [requests_of.undo, replace(model, "execute", executed)]

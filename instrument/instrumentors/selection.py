@@ -1,0 +1,274 @@
+"""The profile's rules at work in this process: what each has matched so far, and what it cannot reach.
+
+Targets are found when their module is imported, before the importer can bind their names, or at once where the module
+is there already. Each family of rules knows which modules it wants and what to do with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any, Protocol
+
+from instrument.instrumentors import decorated
+from instrument.instrumentors.comm import Comm
+from instrument.instrumentors.copies import Copies
+from instrument.instrumentors.frameworks import Frameworks
+from instrument.instrumentors.functions import Undo
+from instrument.instrumentors.holders import loaded_modules, namespace
+from instrument.instrumentors.layers import Layers
+from instrument.instrumentors.loaders import Loaders
+from instrument.instrumentors.phases import Phases
+from instrument.instrumentors.requests import Requests
+from instrument.instrumentors.rules import Functions
+from instrument.instrumentors.startup import Startup
+from instrument.instrumentors.verdict import Verdict
+from instrument.profile.model import Profile
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import Site, Span
+from instrument.runtime import imports, main_module
+from instrument.runtime.main_module import names_of
+from instrument.runtime.unpatched import RLock
+
+
+class Probes(Protocol):
+    """One family of a profile's rules. All methods are called by one thread at a time."""
+
+    @property
+    def rules(self) -> tuple[Any, ...]:
+        """The rules at work, in the order of the profile."""
+
+    def wants(self, module_name: str) -> bool:
+        """Whether a rule could have a target in that module. Asked at each import, before the module is there."""
+
+    def imported(self, module: ModuleType) -> bool:
+        """A wanted module's code has run: attach. Whether copies of what was replaced may be held elsewhere."""
+
+    def change(self, rules: Sequence[Any], modules: Iterable[ModuleType]) -> None:
+        """Take on other rules, with these modules imported: probes that they want too stay as they are, untouched.
+
+        Without rules nothing of the family stays in the process.
+        """
+
+    def probed(self) -> Mapping[str, Any]:
+        """What carries a probe, by name, with what equals another probe's only where it is the same probe."""
+
+    def undo(self) -> None:
+        """Take every probe off, last first."""
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule up to now, in the order of the profile."""
+
+
+FAMILIES: Mapping[str, Callable[[Sequence[Any], Recorder], Probes]] = {
+    "requests": Requests,
+    "functions": Functions,
+    "layers": Layers,
+    "copies": Copies,
+    "loaders": Loaders,
+    "phases": Phases,
+    "comm": Comm,
+    "frameworks": Frameworks,
+    "startup": Startup,
+}
+"""What attaches the rules of each key of a profile, in the order in which they attach."""
+
+
+class Selection:
+    """Attaches the probes of a profile and takes them off again. One for each session.
+
+    `late` names the modules with targets that had been imported before.
+    """
+
+    def __init__(self, profile: Profile, recorder: Recorder = RECORDER) -> None:
+        self.profile = profile
+        self._recorder = recorder
+        self._lock = RLock()
+        self._undo_imports: Undo | None = None
+        self._watch: main_module.Watch | None = None
+        self._families: dict[str, Probes] = {}
+        for key in FAMILIES:
+            if rules := _rules(profile, key):
+                self._families[key] = self._made(key, rules)
+        self._unfinished: list[ModuleType] = []
+        self.late: list[str] = []
+
+    def _made(self, key: str, rules: Sequence[Any]) -> Probes:
+        if key == "frameworks":
+            return Frameworks(rules, self._recorder, self._layers)
+        return FAMILIES[key](rules, self._recorder)
+
+    def _layers(self) -> Layers | None:
+        family = self._families.get("layers")
+        return family if isinstance(family, Layers) else None
+
+    def attach(self, *, main: bool = True) -> Undo:
+        """Attach to what is imported, watch for the rest; returns the way back.
+
+        Without `main` the module that runs as `__main__` is left alone.
+        """
+        loaded = [module for _, module in loaded_modules() if any(map(self.wants, names_of(module)))]
+        watch = main_module.Watch(self.wants, self.imported)
+        self._undo_imports = imports.install(self.wants, self.imported, watch.expect if main else lambda: None)
+        for module in loaded:
+            if (main or not main_module.is_main(module)) and not imports.is_asleep(module) and self.imported(module):
+                self.late.append(names_of(module)[0])
+        if main:
+            self._watch = watch
+            watch.begin()
+        return self.undo
+
+    def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
+        """Take on the rules of another profile; returns the names of what was attached and of what was undone.
+
+        `anew` looks also at rules that seem to be at work, after a change that did not come to its end.
+
+        What both profiles want recorded in the same way keeps its probe, its site and its place in the tally. Thread
+        safe; the caller's thread looks through the modules, and for layers through the heap, some ten milliseconds.
+        """
+        with self._lock:
+            before = self._probed()
+            loaded = [module for _, module in loaded_modules()]
+            for key in FAMILIES:
+                rules, family = _rules(profile, key), self._families.get(key)
+                if family is not None:
+                    if anew or rules != family.rules:
+                        family.change(rules, loaded)
+                elif rules:
+                    family = self._made(key, rules)
+                    self._families[key] = family
+                    for module in loaded:
+                        if _is_wanted(family, module):
+                            family.imported(module)
+            self.profile = profile
+            # Modules whose import had begun when nobody wanted them: no hook will tell of their end.
+            self._unfinished = [
+                module for module in loaded if _is_being_imported(module) and any(map(self.wants, names_of(module)))
+            ]
+            after = self._probed()
+        attached = [name for name, probe in after.items() if before.get(name) != probe]
+        late = {name.partition(":")[0] for name in attached if ":" in name}
+        self.late += sorted(late.difference(self.late))
+        return attached, [name for name, probe in before.items() if after.get(name) != probe]
+
+    def settle(self) -> bool:
+        """Attach to modules whose import a change of the rules met half-way, if it has ended; whether some wait yet."""
+        with self._lock:
+            waiting, self._unfinished = self._unfinished, []
+            for module in waiting:
+                if _is_being_imported(module):
+                    self._unfinished.append(module)
+                elif any(map(self.wants, names_of(module))):
+                    self.imported(module)
+            return bool(self._unfinished)
+
+    def _probed(self) -> dict[str, Any]:
+        return {name: probe for family in self._families.values() for name, probe in family.probed().items()}
+
+    def after_fork_in_child(self) -> None:
+        """Replace a lock that another thread of the parent may have held, and have families begin anew."""
+        self._lock = RLock()
+        for family in self._families.values():
+            if isinstance(family, (Frameworks, Functions, Requests)):
+                family.after_fork_in_child()
+
+    def undo(self) -> None:
+        """Take every probe off, last first."""
+        with self._lock:
+            if self._undo_imports is not None:
+                self._undo_imports()
+                self._undo_imports = None
+            if self._watch is not None:
+                self._watch.end()
+            self._unfinished.clear()
+            for family in reversed(self._families.values()):
+                family.undo()
+
+    def wants(self, module_name: str) -> bool:
+        """Whether a rule could have a target in that module."""
+        return any(family.wants(module_name) for family in list(self._families.values()))
+
+    def imported(self, module: ModuleType) -> bool:
+        """A module's code has run: attach what the rules name in it. Whether copies of it may be held elsewhere."""
+        copied = False
+        with self._lock:
+            for family in list(self._families.values()):
+                if _is_wanted(family, module):
+                    copied = family.imported(module) or copied
+        return copied
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule up to now, in the order of the profile."""
+        with self._lock:
+            self.settle()
+            return [verdict for family in self._families.values() for verdict in family.verdicts()]
+
+    def idle_of_preset(self) -> set[str]:
+        """What verdicts call the rules that only a preset asks for, where something of theirs has met nothing yet.
+
+        Not requests, which whoever takes a preset for a service wants to see.
+        """
+        names: set[str] = set()
+        with self._lock:
+            for key, family in self._families.items():
+                if self.profile.origins.get(key) == "preset" and key != "requests":
+                    verdicts = family.verdicts()
+                    if any(verdict.state == "waiting" for verdict in verdicts):
+                        names.update(verdict.rule for verdict in verdicts)
+        return names
+
+    def sites_of(self, label: str) -> set[Site]:
+        """What calls of a function that a rule names, `module:qualname`, are recorded as."""
+        family = self._families.get("functions")
+        with self._lock:
+            return family.sites_of(label) if isinstance(family, Functions) else set()
+
+    def detach(self, site: Site) -> Undo | None:
+        """Take the probes of a function or layer off for a while; gives the way back, None where there are none."""
+        with self._lock:
+            for family in self._families.values():
+                if isinstance(family, (Functions, Layers)) and (attach := family.detach(site)) is not None:
+                    return partial(self._attach_again, attach)
+            attach = decorated.detach(site)
+            return None if attach is None else partial(self._attach_again, attach)
+
+    def _attach_again(self, attach: Undo) -> None:
+        with self._lock:
+            attach()
+
+    def finish_nodes(self) -> None:
+        """A window has ended: read what ONNX Runtime has timed by itself until now."""
+        family = self._families.get("frameworks")
+        with self._lock:
+            if isinstance(family, Frameworks):
+                family.finish_nodes()
+
+    def times_nodes(self) -> bool:
+        """Whether ONNX Runtime has timed something by itself."""
+        family = self._families.get("frameworks")
+        with self._lock:
+            return isinstance(family, Frameworks) and family.times_nodes()
+
+    def nodes_within(self, spans: Sequence[Span]) -> list[Span]:
+        """What ONNX Runtime has timed by itself within these spans; their self times then leave it out."""
+        family = self._families.get("frameworks")
+        with self._lock:
+            return family.nodes_within(spans) if isinstance(family, Frameworks) else []
+
+
+def _is_wanted(family: Probes, module: ModuleType) -> bool:
+    return any(map(family.wants, names_of(module)))
+
+
+def _rules(profile: Profile, key: str) -> tuple[Any, ...]:
+    """What a key of the profile says, none where it says `off`."""
+    found = getattr(profile, key)
+    if key == "requests":
+        return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in found)
+    return found if isinstance(found, tuple) else () if found == "off" else (found,)
+
+
+def _is_being_imported(module: ModuleType) -> bool:
+    return bool(getattr(namespace(module).get("__spec__"), "_initializing", False))

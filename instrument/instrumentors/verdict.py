@@ -1,0 +1,141 @@
+"""Verdicts: what became of a rule of the profile, or of one target of it, in one process or in those of a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from instrument.profile.document import nearest
+from instrument.profile.model import Profile
+from instrument.recording import board
+from instrument.recording.spans import Site
+
+CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
+"""The variable by which `instrument check` asks the processes of a command to report to it."""
+
+STATES: Mapping[str, str] = {
+    "attached": "it records",
+    "partly": "it records, but not all calls: a copy of the function has escaped, or a subclass overrides it",
+    "uncalled": "it would record, but nothing has called it",
+    "compiled": "it lies inside a region that torch.compile has compiled, where no probe is left",
+    "waiting": "nothing to attach to yet: its module is not imported, or no layer that it selects has run",
+    "unreachable": "it is there and cannot be observed",
+    "not found": "its module is imported and has nothing of that name",
+}
+"""Every state, and what it means."""
+
+RECORDING = ("attached", "partly", "uncalled")
+"""The states of a target that carries a probe."""
+
+_TELLING = ("partly", "attached", "compiled", "uncalled", "unreachable", "not found", "waiting")
+"""States by how much they tell about a whole of several processes: one that saw more knows better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one rule, or of one target of it.
+
+    `state` is one of `STATES`, `why` says more in words. `target` is "" for a rule as a whole. `site` is what the
+    target records as; `calls` how many calls of it were recorded, None where nobody has counted.
+    """
+
+    rule: str
+    state: str
+    target: str = ""
+    why: str = ""
+    site: Site | None = field(default=None, compare=False)
+    calls: int | None = None
+
+    def __str__(self) -> str:
+        subject = f"{self.rule}: {self.target}" if self.target not in ("", self.rule) else self.rule
+        counted = "" if not self.calls else "1 call" if self.calls == 1 else f"{self.calls} calls"
+        more = "; ".join(filter(None, (counted, self.why)))
+        return f"{subject}: {self.state}" + (f" ({more})" if more else "")
+
+    def counted(self, calls_of: Callable[[Site], int]) -> Verdict:
+        """With the calls of its site; `uncalled` where it is attached and there were none."""
+        if self.site is None or self.state not in RECORDING:
+            return self
+        calls = calls_of(self.site)
+        return replace(self, calls=calls, state="uncalled" if self.state == "attached" and not calls else self.state)
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON takes it, all but the site; `Verdict(**facts)` is the way back."""
+        return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
+
+    def merged(self, other: Verdict) -> Verdict:
+        """The verdict on the same target over two processes: the one that tells more, with the calls of both."""
+        first, second = sorted((self, other), key=lambda verdict: _TELLING.index(verdict.state))
+        counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
+        return replace(first, calls=sum(counts) if counts else None)
+
+
+def over_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """One verdict for each target of the verdicts of several processes, in the order of first sight.
+
+    A process that found targets of a rule knows better than one that speaks of the rule as a whole.
+    """
+    whole: dict[tuple[str, str], Verdict] = {}
+    for verdict in verdicts:
+        key = (verdict.rule, verdict.target)
+        whole[key] = whole[key].merged(verdict) if key in whole else verdict
+    found = {rule for rule, target in whole if target}
+    return [verdict for (rule, target), verdict in whole.items() if target or rule not in found]
+
+
+def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
+    """What the rules that are at work in this process put on the board of the run."""
+    found = [verdict for verdict in verdicts if verdict.state in RECORDING]
+    return {board.attached(one.rule) for one in found} | {board.called(one.rule) for one in found if one.calls}
+
+
+def without_others(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
+    """Without those on rules that have nothing to do here, where the board says that another process has them at work.
+
+    Rules that do something here keep all that is said of them.
+    """
+    here = marks_of(verdicts)
+
+    def is_of_others(verdict: Verdict) -> bool:
+        mark = (board.called if verdict.state == "uncalled" else board.attached)(verdict.rule)
+        return mark in marks and mark not in here and verdict.state in ("waiting", "nothing", "uncalled")
+
+    return [verdict for verdict in verdicts if not is_of_others(verdict)]
+
+
+def report_to_check(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
+    """Leave what became of the rules to `instrument check`, which has started this process or one above it."""
+    facts = {
+        "pid": os.getpid(),
+        "calls": calls,
+        "verdicts": [_with_nearest_module(verdict, profile).facts() for verdict in verdicts],
+    }
+    path = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        path.write_text(json.dumps(facts), encoding="utf-8")
+        path.rename(path.with_suffix(".json"))
+    except FileNotFoundError:
+        pass  # the command has ended before this process, a server of multiprocessing's, and nobody asks any more
+
+
+def reports_to_check(folder: str) -> list[dict[str, Any]]:
+    """What the processes of a command have left in a folder, by their ids."""
+    return [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+
+
+def _with_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
+    """With the imported module that a function rule perhaps means, where it waits for one that is not."""
+    texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
+    if verdict.state != "waiting":
+        return verdict
+    for text in texts:
+        meant = nearest(text.partition(":")[0], sys.modules, 0.8)
+        if meant:
+            return replace(verdict, why=f"{verdict.why}; nearest is {meant}")
+    return verdict

@@ -1,0 +1,281 @@
+"""Work: on which CUDA devices a layer or a call works, by the model that it runs or the tensors that it gets.
+
+The current device is none to go by: a model may lie on another one, or on several. So a layer is asked where its
+parameters lie; a method where those of its object are, or of a model that the object holds; a function those of a model
+that it is given or that its code names. Where none is found the tensors tell that a call is given. Whatever cannot be
+told so works on the current device.
+
+What a call works on is asked only while spans are timed on a device and torch uses one of several. Whose parameters
+tell is looked up once for each object and kept while they live; where nothing is found it is looked up again, ever more
+seldom.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from types import FunctionType, ModuleType
+from typing import Any
+
+from instrument.instrumentors.holders import own_names, type_namespace
+from instrument.recorder.recorder import Recorder
+from instrument.recording.rows import STREAM
+from instrument.recording.spans import Work
+from instrument.runtime.faults import FAULTS
+
+DEPTH = 3
+"""How far below an object its model may lie: itself, in one of its attributes, or in an attribute of one of those."""
+
+THINGS = 1000
+"""So many things at one depth are looked at."""
+
+KEPT = 1024
+"""So many objects are known at a time."""
+
+SELDOM = 1024
+"""Where nothing was found, the most calls until it is looked for again."""
+
+HELD = 64
+"""So many things in a container among the arguments are looked at."""
+
+_PLAIN = (str, bytes, int, float, type(None), FunctionType, ModuleType)
+_CONTAINERS = (list, tuple, dict, UserDict)
+
+
+class ModuleWork:
+    """Tells on which CUDA devices some tensors lie now: those of a module, which may move or lie on several.
+
+    One tensor stands for all that lie with it. Where none of them lives any more, they lay where they were last seen.
+    """
+
+    __slots__ = ("_devices", "_tensors")
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        self._devices: tuple[int, ...] = ()
+        self._tensors: list[weakref.ref[Any]] = []
+        self.follow(tensors)
+
+    def follow(self, tensors: Iterable[Any]) -> None:
+        """Go by these from now on, unless those before are still there."""
+        if self.now() is None:
+            by_device = {tensor.device: tensor for tensor in tensors}
+            self._tensors = [weakref.ref(tensor) for tensor in by_device.values()]
+
+    def now(self) -> tuple[int, ...] | None:
+        """The devices, None where there is nothing left to go by."""
+        tensors = self._tensors
+        if len(tensors) == 1:  # as nearly always: a third of the time
+            tensor = tensors[0]()
+            if tensor is None:
+                return None
+            self._devices = (tensor.device.index,) if tensor.is_cuda else ()
+            return self._devices
+        there = [tensor for follow in tensors if (tensor := follow()) is not None]
+        if not there:
+            return None
+        self._devices = tuple(sorted({tensor.device.index for tensor in there if tensor.is_cuda}))
+        return self._devices
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices, where there is nothing left to go by those before."""
+        found = self.now()
+        return self._devices if found is None else found
+
+    def __call__(self) -> Work:
+        return Work("torch", self.devices)
+
+
+def tensors_of(module: Any) -> list[Any]:
+    """The parameters of a module; its buffers where no parameter is on a device."""
+    parameters = list(module.parameters())
+    return parameters if any(one.is_cuda for one in parameters) else [*parameters, *module.buffers()]
+
+
+def tensors_near(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
+    """A tensor with which a module that has none of its own works, as far as its neighbours tell; empty without one.
+
+    What runs before it hands it its input: the last tensor of the nearest neighbour before it, else the first one of
+    those after it, else of the parent itself; else the same for the parent. One on a device tells more than others.
+    """
+    others: list[Any] = []
+    while (parent := parent_of(module)) is not None:
+        around = [child for child in children(parent) if child is not None]
+        place = next((index for index, child in enumerate(around) if child is module), len(around))
+        for tensors in chain(
+            (reversed(tensors_of(child)) for child in reversed(around[:place])),
+            (tensors_of(child) for child in around[place + 1 :]),
+            [[*parent.parameters(recurse=False), *parent.buffers(recurse=False)]],
+        ):
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    return [tensor]
+                others = others or [tensor]
+        module = parent
+    return others
+
+
+class CallWork:
+    """Tells by its arguments what a call of a function works on, as an attribute that no reader sees; never raises.
+
+    A copy of it goes with a function that is pickled by value, and goes by the arguments alone.
+    """
+
+    def __init__(self, recorder: Recorder, is_method: bool, function: FunctionType | None = None) -> None:
+        self._recorder = recorder
+        self._is_method = is_method
+        # Not the function itself, for whoever holds that is given the one that records in its place.
+        self._globals = {} if function is None else function.__globals__
+        self._names = () if function is None else function.__code__.co_names
+        self._cells = () if function is None else function.__closure__ or ()
+        self._kept: dict[int, _Found] = {}
+        self._named = _Found(None)
+        self._torch: Any = None
+
+    @classmethod
+    def of(cls, recorder: Recorder, function: Any) -> CallWork:
+        """For calls of this function."""
+        if type(function) is not FunctionType:
+            return cls(recorder, False)
+        in_class = "." in function.__qualname__.rpartition("<locals>.")[2]
+        return cls(recorder, in_class and function.__code__.co_argcount > 0, function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CallWork, (self._recorder, self._is_method)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any] | None:
+        if self._recorder.begin_device is None:
+            return None
+        try:
+            if not self._has_several_devices():
+                return None
+            devices = self._devices(args, kwargs)
+            return _told(devices) if devices else None
+        except Exception as fault:
+            FAULTS.note("device of a call", fault)
+            return None
+
+    def _has_several_devices(self) -> bool:
+        """Whether torch uses a device and has others: with one alone there is nothing to tell apart."""
+        torch = sys.modules.get("torch")
+        if torch is not self._torch:
+            parts = (getattr(torch, name, None) for name in ("Tensor", "nn", "cuda"))
+            if not all(parts) or not hasattr(torch.nn, "Module") or not torch.cuda.is_initialized():  # type: ignore[union-attr]
+                return False
+            self._torch = torch
+            self._several = torch.cuda.device_count() > 1  # type: ignore[union-attr]
+        return torch is not None and self._several
+
+    def _devices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+        """The CUDA devices of a model, else of the tensors of a call."""
+        module_type, tensor_type = self._torch.nn.Module, self._torch.Tensor
+        tensors = []
+        if self._is_method and args and (devices := self._devices_of(args[0])):
+            return devices
+        for thing in (*args, *kwargs.values()):
+            kind = type(thing)
+            if issubclass(kind, tensor_type):
+                tensors.append(thing)
+            elif issubclass(kind, module_type):
+                if devices := self._devices_of(thing):
+                    return devices
+            elif issubclass(kind, _CONTAINERS):
+                tensors += [part for part in islice(_parts(thing), HELD) if issubclass(type(part), tensor_type)]
+        if (self._names or self._cells) and (devices := self._named.devices(self._models_named, None)):
+            return devices
+        return tuple(sorted({tensor.device.index for tensor in tensors if tensor.is_cuda}))
+
+    def _devices_of(self, thing: Any) -> tuple[int, ...]:
+        found = self._kept.get(id(thing))
+        if found is None or found.owner() is not thing:
+            found = _Found(thing)
+            if len(self._kept) >= KEPT:
+                self._kept.clear()
+            self._kept[id(thing)] = found
+        return found.devices(self._models_of, thing)
+
+    def _models_of(self, thing: Any) -> Sequence[Any]:
+        return models_in([thing], self._torch.nn.Module)
+
+    def _models_named(self, _: None) -> Sequence[Any]:
+        """The models that the function's code names: what its closure holds, and globals of its module."""
+        held = [self._globals[name] for name in self._names if name in self._globals]
+        for cell in self._cells:
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # not set yet
+                continue
+        return models_in(held, self._torch.nn.Module)
+
+
+class _Found:
+    """What was found of an object, and when it is looked for again."""
+
+    __slots__ = ("_calls", "_pause", "_work", "owner")
+
+    def __init__(self, thing: Any) -> None:
+        try:
+            self.owner: Callable[[], Any] = weakref.ref(thing)
+        except TypeError:
+            self.owner = lambda: None
+        self._work: ModuleWork | None = None
+        self._calls, self._pause = 0, 1
+
+    def devices(self, models: Callable[[Any], Sequence[Any]], thing: Any) -> tuple[int, ...]:
+        """Where its models lie now, by those that `models` finds in it."""
+        there = None if self._work is None else self._work.now()
+        if there is not None:
+            return there
+        if self._calls:
+            self._calls -= 1
+            return ()
+        found = [tensor for model in models(thing) for tensor in tensors_of(model) if tensor.is_cuda]
+        if not found:
+            self._calls, self._pause = self._pause, min(2 * self._pause, SELDOM)
+            return ()
+        self._work = ModuleWork(found)
+        return self._work.devices
+
+
+def models_in(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
+    """The modules nearest below some things that have a tensor on a device. Runs no code of the host."""
+    seen: set[int] = set()
+    level = list(things)
+    for _ in range(DEPTH):
+        level = [thing for thing in level if not issubclass(type(thing), _PLAIN)]
+        found = [thing for thing in level if issubclass(type(thing), module_type)]
+        if any(tensor.is_cuda for model in found for tensor in tensors_of(model)):
+            return found
+        below: list[Any] = []
+        for thing in level:
+            for part in _parts(thing):
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    below.append(part)
+            if len(below) > THINGS:
+                break
+        level = below
+    return []
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """What a container holds, or an object under its attributes."""
+    kind = type(thing)
+    if issubclass(kind, (list, tuple)):
+        return iter(thing)
+    if issubclass(kind, UserDict):  # as transformers hands on a batch
+        thing, kind = thing.data, dict
+    if issubclass(kind, dict):
+        return iter(list(dict.values(thing)))
+    if issubclass(kind, type):
+        return iter(list(type_namespace(thing).values()))
+    return iter(list((own_names(thing) or {}).values()))
+
+
+@functools.lru_cache(maxsize=64)
+def _told(devices: tuple[int, ...]) -> dict[Any, Any]:
+    return {STREAM: Work("torch", devices)}

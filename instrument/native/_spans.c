@@ -1,0 +1,1284 @@
+/* Spans in C: the twin of the classes `Span` and `DeviceInterval` of `spans.py`, and of the loops over all spans there
+ * and in `tally.py`.
+ *
+ * A span is 136 bytes with its numbers inside, where that of Python is 160 and nine integers of 32. It is unknown to the
+ * collector of cycles, which would otherwise look through a million of them again and again: what a span holds (a site,
+ * texts, numbers, intervals) does not lead back to it. One that is put into its own attributes is never freed.
+ *
+ * A loop that meets what it does not expect (a span of another class, one that ends before it begins) returns None, and
+ * its caller takes the twin.
+ */
+
+#include "_attributes.h"
+#include "_stretches.h"
+#include <stddef.h>
+
+static PyTypeObject Span_Type, Interval_Type;
+static PyObject *frozen_error; /* dataclasses.FrozenInstanceError */
+static PyObject *text_exclusive, *text_get, *text_bytes, *text_key, *text_kind;
+
+/* ------------------------------------------------------------------ fields */
+
+enum kind { ANY, NUMBER, MAYBE, MAPPING, TUPLE, LABEL, FLAG };
+
+typedef struct {
+    const char *name;
+    enum kind kind;
+    size_t offset;
+    PyObject *key; /* the name, interned */
+} field_t;
+
+typedef struct {
+    field_t *fields;
+    int count, required;
+    const char *name;
+} layout_t;
+
+static field_t span_fields[] = {
+    {"site", ANY, offsetof(Span, site)},
+    {"span_id", NUMBER, offsetof(Span, span_id)},
+    {"parent_id", NUMBER, offsetof(Span, parent_id)},
+    {"root_id", NUMBER, offsetof(Span, root_id)},
+    {"thread_id", NUMBER, offsetof(Span, thread_id)},
+    {"task_id", NUMBER, offsetof(Span, task_id)},
+    {"start_ns", NUMBER, offsetof(Span, start_ns)},
+    {"end_ns", NUMBER, offsetof(Span, end_ns)},
+    {"active_ns", NUMBER, offsetof(Span, active_ns)},
+    {"self_ns", NUMBER, offsetof(Span, self_ns)},
+    {"error", MAYBE, offsetof(Span, error)},
+    {"attributes", MAPPING, offsetof(Span, attributes)},
+    {"device", TUPLE, offsetof(Span, device)},
+    {"clipped", FLAG, offsetof(Span, clipped)},
+    {"remote", MAYBE, offsetof(Span, remote)},
+};
+static field_t interval_fields[] = {
+    {"device", NUMBER, offsetof(Interval, device)},
+    {"stream", NUMBER, offsetof(Interval, stream)},
+    {"start_ns", NUMBER, offsetof(Interval, start_ns)},
+    {"end_ns", NUMBER, offsetof(Interval, end_ns)},
+    {"label", LABEL, offsetof(Interval, label)},
+    {"uncertainty_ns", NUMBER, offsetof(Interval, uncertainty_ns)},
+};
+static layout_t span_layout = {span_fields, 15, 10, "Span"};
+static layout_t interval_layout = {interval_fields, 6, 4, "DeviceInterval"};
+
+static layout_t *
+layout_of(PyObject *self)
+{
+    return PyObject_TypeCheck(self, &Span_Type) ? &span_layout : &interval_layout;
+}
+
+#define OBJECT(self, field) (*(PyObject **)((char *)(self) + (field)->offset))
+#define INTEGER(self, field) (*(int64_t *)((char *)(self) + (field)->offset))
+
+/* The value of a field, as Python sees it. A new reference. */
+static PyObject *
+field_value(PyObject *self, field_t *field)
+{
+    if (field->kind == NUMBER)
+        return PyLong_FromLongLong(INTEGER(self, field));
+    if (field->kind == FLAG)
+        return PyBool_FromLong(*((char *)self + field->offset));
+    PyObject *value = OBJECT(self, field);
+    if (field->kind == MAPPING && value != NULL)
+        return read_attributes((Span *)self);
+    if (value != NULL)
+        return Py_NewRef(value);
+    switch (field->kind) {
+    case MAYBE:
+        Py_RETURN_NONE;
+    case TUPLE:
+        return PyTuple_New(0);
+    case LABEL:
+        return Py_NewRef(text_exclusive);
+    case MAPPING:
+        value = PyDict_New();
+        if (value != NULL && OBJECT(self, field) == NULL)
+            OBJECT(self, field) = Py_NewRef(value);
+        return value;
+    default:
+        PyErr_Format(PyExc_AttributeError, "'%s' object has no attribute '%s'", Py_TYPE(self)->tp_name, field->name);
+        return NULL;
+    }
+}
+
+static int
+set_field(PyObject *self, field_t *field, PyObject *value)
+{
+    if (value == NULL) {
+        PyErr_Format(PyExc_AttributeError, "the attribute '%s' of a %s cannot be deleted", field->name,
+                     layout_of(self)->name);
+        return -1;
+    }
+    if (field->kind == NUMBER) {
+        PyObject *whole = PyLong_CheckExact(value) ? Py_NewRef(value) : PyNumber_Index(value);
+        int overflow = 0;
+        long long number = whole == NULL ? -1 : PyLong_AsLongLongAndOverflow(whole, &overflow);
+        Py_XDECREF(whole);
+        if (number == -1 && PyErr_Occurred()) {
+            if (PyErr_ExceptionMatches(PyExc_TypeError))
+                PyErr_Format(PyExc_TypeError, "%s of a %s is a whole number; found %.200s", field->name,
+                             layout_of(self)->name, Py_TYPE(value)->tp_name);
+            return -1;
+        }
+        if (overflow) {
+            PyErr_Format(PyExc_OverflowError, "%s of a %s is a number of 64 bits; found one beyond", field->name,
+                         layout_of(self)->name);
+            return -1;
+        }
+        INTEGER(self, field) = number;
+        return 0;
+    }
+    if (field->kind == FLAG) {
+        int flag = PyObject_IsTrue(value);
+        if (flag >= 0)
+            *((char *)self + field->offset) = (char)flag;
+        return flag < 0 ? -1 : 0;
+    }
+    if (field->kind == MAPPING && PyBytes_CheckExact(value)) {
+        PyErr_Format(PyExc_TypeError, "%s of a %s are a mapping; found bytes", field->name, layout_of(self)->name);
+        return -1;
+    }
+    int is_default = (field->kind == MAYBE && value == Py_None) ||
+                     (field->kind == TUPLE && PyTuple_CheckExact(value) && PyTuple_GET_SIZE(value) == 0);
+    PyObject *before = OBJECT(self, field);
+    OBJECT(self, field) = is_default ? NULL : Py_NewRef(value);
+    Py_XDECREF(before);
+    return 0;
+}
+
+static PyObject *
+get_attribute(PyObject *self, void *field)
+{
+    return field_value(self, field);
+}
+
+static int
+set_attribute(PyObject *self, PyObject *value, void *field)
+{
+    return set_field(self, field, value);
+}
+
+/* ------------------------------------------------------------------ both types */
+
+static int
+fill(PyObject *self, layout_t *layout, PyObject *const *args, Py_ssize_t count, PyObject *names, PyObject *const *named)
+{
+    if (count > layout->count) {
+        PyErr_Format(PyExc_TypeError, "%s() takes at most %d arguments; found %zd", layout->name, layout->count, count);
+        return -1;
+    }
+    uint32_t given = 0;
+    for (int i = 0; i < count; i++) {
+        if (set_field(self, &layout->fields[i], args[i]) < 0)
+            return -1;
+        given |= 1u << i;
+    }
+    Py_ssize_t more = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    for (Py_ssize_t n = 0; n < more; n++) {
+        PyObject *name = PyTuple_GET_ITEM(names, n);
+        int at = 0;
+        while (at < layout->count && layout->fields[at].key != name)
+            at++;
+        if (at == layout->count) /* a name that is not interned */
+            for (at = 0; at < layout->count; at++)
+                if (PyUnicode_Compare(layout->fields[at].key, name) == 0)
+                    break;
+        if (PyErr_Occurred())
+            return -1;
+        if (at == layout->count) {
+            PyErr_Format(PyExc_TypeError, "%s() got an unexpected keyword argument %R", layout->name, name);
+            return -1;
+        }
+        if (given & 1u << at) {
+            PyErr_Format(PyExc_TypeError, "%s() got multiple values for argument %R", layout->name, name);
+            return -1;
+        }
+        if (set_field(self, &layout->fields[at], named[n]) < 0)
+            return -1;
+        given |= 1u << at;
+    }
+    for (int i = 0; i < layout->required; i++)
+        if (!(given & 1u << i)) {
+            PyErr_Format(PyExc_TypeError, "%s() missing the required argument '%s'", layout->name,
+                         layout->fields[i].name);
+            return -1;
+        }
+    return 0;
+}
+
+static PyObject *
+make(PyObject *type, PyObject *const *args, size_t flags, PyObject *names)
+{
+    PyObject *self = ((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
+    Py_ssize_t count = PyVectorcall_NARGS(flags);
+    if (self != NULL && fill(self, layout_of(self), args, count, names, args + count) < 0)
+        Py_CLEAR(self);
+    return self;
+}
+
+/* A class below this one may have arguments of its own, so they are taken when it is initialised. */
+static PyObject *
+new_empty(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(named))
+{
+    return type->tp_alloc(type, 0);
+}
+
+static int
+initialise(PyObject *self, PyObject *args, PyObject *named)
+{
+    PyObject *names = NULL, *values = NULL;
+    int done = -1;
+    if (named != NULL && PyDict_GET_SIZE(named) > 0) {
+        PyObject *keys = PyDict_Keys(named);
+        names = keys == NULL ? NULL : PyList_AsTuple(keys);
+        Py_XDECREF(keys);
+        keys = PyDict_Values(named);
+        values = keys == NULL ? NULL : PyList_AsTuple(keys);
+        Py_XDECREF(keys);
+        if (names == NULL || values == NULL)
+            goto end;
+    }
+    done = fill(self, layout_of(self), &PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args), names,
+                values == NULL ? NULL : &PyTuple_GET_ITEM(values, 0));
+end:
+    Py_XDECREF(names);
+    Py_XDECREF(values);
+    return done;
+}
+
+static void
+dealloc(PyObject *self)
+{
+    layout_t *layout = layout_of(self);
+    for (int i = 0; i < layout->count; i++)
+        if (layout->fields[i].kind != NUMBER && layout->fields[i].kind != FLAG)
+            Py_CLEAR(OBJECT(self, &layout->fields[i]));
+    Py_TYPE(self)->tp_free(self);
+}
+
+/* The fields as a tuple. */
+static PyObject *
+facts(PyObject *self)
+{
+    layout_t *layout = layout_of(self);
+    PyObject *values = PyTuple_New(layout->count);
+    for (int i = 0; values != NULL && i < layout->count; i++) {
+        PyObject *value = field_value(self, &layout->fields[i]);
+        if (value == NULL)
+            Py_CLEAR(values);
+        else
+            PyTuple_SET_ITEM(values, i, value);
+    }
+    return values;
+}
+
+static PyObject *
+reduce(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    PyObject *values = facts(self);
+    return values == NULL ? NULL : Py_BuildValue("(ON)", (PyObject *)Py_TYPE(self), values);
+}
+
+static PyObject *
+compare(PyObject *self, PyObject *other, int how)
+{
+    if ((how != Py_EQ && how != Py_NE) || Py_TYPE(self) != Py_TYPE(other))
+        Py_RETURN_NOTIMPLEMENTED;
+    layout_t *layout = layout_of(self);
+    int same = 1;
+    for (int i = 0; same == 1 && i < layout->count; i++) {
+        field_t *field = &layout->fields[i];
+        if (field->kind == NUMBER) {
+            same = INTEGER(self, field) == INTEGER(other, field);
+            continue;
+        }
+        PyObject *mine = field_value(self, field), *theirs = mine == NULL ? NULL : field_value(other, field);
+        same = theirs == NULL ? -1 : PyObject_RichCompareBool(mine, theirs, Py_EQ);
+        Py_XDECREF(mine);
+        Py_XDECREF(theirs);
+    }
+    return same < 0 ? NULL : PyBool_FromLong(same == (how == Py_EQ));
+}
+
+static PyObject *
+represent(PyObject *self)
+{
+    int outer = Py_ReprEnter(self);
+    if (outer != 0)
+        return outer < 0 ? NULL : PyUnicode_FromString("...");
+    layout_t *layout = layout_of(self);
+    PyObject *parts = PyList_New(0), *text = NULL, *comma = NULL, *name = NULL;
+    for (int i = 0; parts != NULL && i < layout->count; i++) {
+        PyObject *value = field_value(self, &layout->fields[i]);
+        PyObject *part = value == NULL ? NULL : PyUnicode_FromFormat("%s=%R", layout->fields[i].name, value);
+        if (part == NULL || PyList_Append(parts, part) < 0)
+            Py_CLEAR(parts);
+        Py_XDECREF(value);
+        Py_XDECREF(part);
+    }
+    comma = parts == NULL ? NULL : PyUnicode_FromString(", ");
+    PyObject *joined = comma == NULL ? NULL : PyUnicode_Join(comma, parts);
+    name = joined == NULL ? NULL : PyObject_GetAttrString((PyObject *)Py_TYPE(self), "__qualname__");
+    if (name != NULL)
+        text = PyUnicode_FromFormat("%U(%U)", name, joined);
+    Py_XDECREF(name);
+    Py_XDECREF(joined);
+    Py_XDECREF(comma);
+    Py_XDECREF(parts);
+    Py_ReprLeave(self);
+    return text;
+}
+
+static PyMethodDef methods[] = {
+    {"__reduce__", (PyCFunction)reduce, METH_NOARGS, NULL},
+    {NULL},
+};
+
+/* ------------------------------------------------------------------ device intervals */
+
+static Py_hash_t
+Interval_hash(PyObject *self)
+{
+    PyObject *values = facts(self);
+    Py_hash_t hash = values == NULL ? -1 : PyObject_Hash(values);
+    Py_XDECREF(values);
+    return hash;
+}
+
+static int
+Interval_setattro(PyObject *Py_UNUSED(self), PyObject *name, PyObject *value)
+{
+    PyErr_Format(frozen_error, value == NULL ? "cannot delete field %R" : "cannot assign to field %R", name);
+    return -1;
+}
+
+static PyGetSetDef interval_attributes[7];
+
+static PyTypeObject Interval_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "instrument.recording.spans.DeviceInterval",
+    .tp_basicsize = sizeof(Interval),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "DeviceInterval(device, stream, start_ns, end_ns, label='exclusive', uncertainty_ns=0)\n--\n\n"
+              "One stretch of a device stream on the host clock, with its label and the uncertainty of its place.",
+    .tp_new = new_empty,
+    .tp_init = initialise,
+    .tp_vectorcall = make,
+    .tp_dealloc = dealloc,
+    .tp_repr = represent,
+    .tp_hash = Interval_hash,
+    .tp_setattro = Interval_setattro,
+    .tp_richcompare = compare,
+    .tp_methods = methods,
+    .tp_getset = interval_attributes,
+};
+
+/* The device time of a span and its elapsed time. 1; 0 where they are not plain; -1 with an error. */
+static int
+times_of(Span *span, wide_t *device_ns, wide_t *elapsed_ns)
+{
+    *device_ns = 0;
+    *elapsed_ns = (wide_t)span->end_ns - span->start_ns;
+    if (span->device == NULL)
+        return 1;
+    if (!PyTuple_CheckExact(span->device) || span->end_ns < span->start_ns)
+        return 0;
+    Py_ssize_t count = PyTuple_GET_SIZE(span->device);
+    stretch_t few[8], *stretches = few;
+    if (count + 1 > 8 && (stretches = PyMem_Malloc((size_t)(count + 1) * sizeof *stretches)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    int plain = 1;
+    for (Py_ssize_t i = 0; plain && i < count; i++) {
+        Interval *interval = (Interval *)PyTuple_GET_ITEM(span->device, i);
+        plain = Py_IS_TYPE((PyObject *)interval, &Interval_Type) && interval->end_ns >= interval->start_ns;
+        if (plain)
+            stretches[i] = (stretch_t){interval->start_ns, interval->end_ns};
+    }
+    if (plain) {
+        qsort(stretches, (size_t)count, sizeof *stretches, compare_stretches);
+        *device_ns = united(stretches, (size_t)count);
+        stretches[count] = (stretch_t){span->start_ns, span->end_ns};
+        qsort(stretches, (size_t)count + 1, sizeof *stretches, compare_stretches);
+        *elapsed_ns = united(stretches, (size_t)count + 1);
+    }
+    if (stretches != few)
+        PyMem_Free(stretches);
+    return plain;
+}
+
+/* ------------------------------------------------------------------ spans */
+
+static PyObject *twin_device_ns, *twin_elapsed_ns; /* the getters of the twin, for spans whose intervals are not plain */
+
+static PyObject *
+Span_total_ns(PyObject *self, void *Py_UNUSED(closure))
+{
+    return wide_as_long((wide_t)((Span *)self)->end_ns - ((Span *)self)->start_ns);
+}
+
+static PyObject *
+Span_times(PyObject *self, void *asks_device)
+{
+    wide_t device_ns, elapsed_ns;
+    int plain = times_of((Span *)self, &device_ns, &elapsed_ns);
+    if (plain > 0)
+        return wide_as_long(asks_device != NULL ? device_ns : elapsed_ns);
+    return plain < 0 ? NULL : PyObject_CallOneArg(asks_device != NULL ? twin_device_ns : twin_elapsed_ns, self);
+}
+
+static PyGetSetDef span_attributes[19] = {
+    {"total_ns", Span_total_ns, NULL, "The host interval's length."},
+    {"device_ns", Span_times, NULL, "Length of the union of the span's device intervals.", "device"},
+    {"elapsed_ns", Span_times, NULL, "Length of the union of the host interval and the device intervals."},
+};
+
+static PyTypeObject Span_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "instrument.recording.spans.Span",
+    .tp_basicsize = sizeof(Span),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_doc = "Span(site, span_id, parent_id, root_id, thread_id, task_id, start_ns, end_ns, active_ns, self_ns, "
+              "error=None, attributes={}, device=(), clipped=False, remote=None)\n--\n\n"
+              "One timed execution: see `instrument.recording.spans`.",
+    .tp_new = new_empty,
+    .tp_init = initialise,
+    .tp_vectorcall = make,
+    .tp_dealloc = dealloc,
+    .tp_repr = represent,
+    .tp_hash = PyObject_HashNotImplemented,
+    .tp_richcompare = compare,
+    .tp_methods = methods,
+    .tp_getset = span_attributes,
+};
+
+/* ------------------------------------------------------------------ loops over spans */
+
+/* As `spans_of_type`. */
+static PyObject *
+own_spans(PyObject *spans)
+{
+    return spans_of_type(spans, &Span_Type);
+}
+
+/* Put a list of spans in the order of `Trace.trees`: True; None where one of them is no span of ours. */
+static PyObject *
+sort_spans(PyObject *Py_UNUSED(module), PyObject *spans)
+{
+    if (!PyList_CheckExact(spans))
+        Py_RETURN_NONE;
+    PyObject *own = own_spans(spans);
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    uint32_t *order;
+    Py_ssize_t count = PyTuple_GET_SIZE(own);
+    if (order_spans(&PyTuple_GET_ITEM(own, 0), (size_t)count, 1, &order) < 0) {
+        Py_DECREF(own);
+        return PyErr_NoMemory();
+    }
+    if (order != NULL && PyList_GET_SIZE(spans) == count)
+        for (Py_ssize_t i = 0; i < count; i++) {
+            PyObject *before = PyList_GET_ITEM(spans, i);
+            PyList_SET_ITEM(spans, i, Py_NewRef(PyTuple_GET_ITEM(own, order[i])));
+            Py_DECREF(before); /* never its last reference: `own` has one */
+        }
+    PyMem_RawFree(order);
+    Py_DECREF(own);
+    Py_RETURN_TRUE;
+}
+
+/* ---- rows */
+
+static int64_t
+item_number(PyObject *row, int at)
+{
+    return PyLong_AsLongLong(PyTuple_GET_ITEM(row, at));
+}
+
+/* of_rows(rows, thread_id, sites, first_ns, last_ns, remote_key, stream_key): the spans of a ring's rows that reach into
+ * the window, clipped to it. A row is described in `ring.py`. */
+static PyObject *
+of_rows(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *rows, *sites, *remote_key, *stream_key;
+    long long thread_id, first_ns, last_ns;
+    if (!PyArg_ParseTuple(args, "O!LO!LLOO:of_rows", &PyList_Type, &rows, &thread_id, &PyList_Type, &sites, &first_ns,
+                          &last_ns, &remote_key, &stream_key))
+        return NULL;
+    PyObject *spans = PyList_New(0);
+    for (Py_ssize_t i = 0; spans != NULL && i < PyList_GET_SIZE(rows); i++) {
+        give_way((size_t)i);
+        PyObject *row = PyList_GET_ITEM(rows, i);
+        if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) != 11) {
+            PyErr_SetString(PyExc_TypeError, "a row is a tuple of eleven");
+            goto failed;
+        }
+        int64_t node = item_number(row, 0), start_ns = item_number(row, 5), end_ns = item_number(row, 6);
+        if (start_ns >= last_ns || end_ns <= first_ns)
+            continue;
+        if (node < 0 || node >= PyList_GET_SIZE(sites)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_IndexError, "a row of a call path that is not known");
+            goto failed;
+        }
+        Span *span = PyObject_New(Span, &Span_Type);
+        if (span == NULL)
+            goto failed;
+        int64_t total_ns = end_ns - start_ns, children_ns = item_number(row, 7), active_ns = item_number(row, 8);
+        active_ns = active_ns < 0 ? total_ns : active_ns;
+        span->site = Py_NewRef(PyList_GET_ITEM(sites, node));
+        span->span_id = item_number(row, 1);
+        span->parent_id = item_number(row, 2);
+        span->root_id = item_number(row, 3);
+        span->thread_id = thread_id;
+        span->task_id = item_number(row, 4);
+        span->start_ns = start_ns;
+        span->end_ns = end_ns;
+        span->active_ns = active_ns;
+        span->self_ns = active_ns > children_ns ? active_ns - children_ns : 0;
+        PyObject *error = PyTuple_GET_ITEM(row, 9), *attributes = PyTuple_GET_ITEM(row, 10);
+        span->error = error == Py_None ? NULL : Py_NewRef(error);
+        span->attributes = span->device = span->remote = NULL;
+        span->clipped = 0;
+        int done = PyList_Append(spans, (PyObject *)span);
+        Py_DECREF(span);
+        if (done < 0 || PyErr_Occurred())
+            goto failed;
+        if (PyDict_Check(attributes) && PyDict_GET_SIZE(attributes) > 0) {
+            int has_remote = PyDict_Contains(attributes, remote_key);
+            int has_stream = has_remote < 0 ? -1 : PyDict_Contains(attributes, stream_key);
+            if (has_stream < 0)
+                goto failed;
+            if (has_remote || has_stream) {
+                attributes = PyDict_Copy(attributes);
+                if (attributes == NULL)
+                    goto failed;
+                span->attributes = attributes;
+                if (has_remote) {
+                    PyObject *remote = PyDict_GetItemWithError(attributes, remote_key);
+                    span->remote = remote == NULL || remote == Py_None ? NULL : Py_NewRef(remote);
+                    if (PyDict_DelItem(attributes, remote_key) < 0)
+                        goto failed;
+                }
+                if (has_stream && PyDict_DelItem(attributes, stream_key) < 0)
+                    goto failed;
+            } else
+                span->attributes = Py_NewRef(attributes);
+        }
+        if (start_ns < first_ns || end_ns > last_ns) {
+            span->start_ns = start_ns > first_ns ? start_ns : first_ns;
+            span->end_ns = end_ns < last_ns ? end_ns : last_ns;
+            span->end_ns = span->end_ns > span->start_ns ? span->end_ns : span->start_ns;
+            total_ns = span->end_ns - span->start_ns;
+            span->active_ns = span->active_ns < total_ns ? span->active_ns : total_ns;
+            span->self_ns = span->self_ns < total_ns ? span->self_ns : total_ns;
+            span->clipped = 1;
+        }
+    }
+    return spans;
+failed:
+    Py_XDECREF(spans);
+    return NULL;
+}
+
+/* ---- self times */
+
+typedef struct {
+    uint32_t parent; /* its number among the spans */
+    stretch_t at;
+} child_t;
+
+static int
+compare_children(const void *a, const void *b)
+{
+    const child_t *left = a, *right = b;
+    if (left->parent != right->parent)
+        return left->parent < right->parent ? -1 : 1;
+    return compare_stretches(&left->at, &right->at);
+}
+
+/* assign_self_times(spans): as in `spans.py`. True; None where the spans are not plain. */
+static PyObject *
+assign_self_times(PyObject *Py_UNUSED(module), PyObject *spans)
+{
+    PyObject *own = own_spans(spans);
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    size_t count = (size_t)PyTuple_GET_SIZE(own), found = 0;
+    table_t by_id = {0};
+    child_t *children = PyMem_RawMalloc((count + 1) * sizeof *children);
+    uint32_t *first = PyMem_RawMalloc((count + 1) * sizeof *first);
+    int plain = 1, memory = children != NULL && first != NULL && table_make(&by_id, count) == 0;
+    for (size_t i = 0; memory && i < count; i++) {
+        Span *span = (Span *)PyTuple_GET_ITEM(own, i);
+        uint32_t *cell = table_cell(&by_id, span->span_id);
+        memory = cell != NULL;
+        if (memory)
+            *cell = (uint32_t)i;
+        plain &= span->end_ns >= span->start_ns && span->start_ns >= 0;
+        give_way(i);
+    }
+    for (size_t i = 0; memory && plain && i < count; i++) {
+        Span *span = (Span *)PyTuple_GET_ITEM(own, i);
+        uint32_t at = table_get(&by_id, span->parent_id);
+        Span *parent = at == NOWHERE ? NULL : (Span *)PyTuple_GET_ITEM(own, at);
+        if (parent != NULL && parent->thread_id == span->thread_id && parent->task_id == span->task_id)
+            children[found++] = (child_t){at, {span->start_ns, span->end_ns}};
+        give_way(i);
+    }
+    if (memory && plain) {
+        Py_BEGIN_ALLOW_THREADS
+        qsort(children, found, sizeof *children, compare_children);
+        memset(first, 0xFF, (count + 1) * sizeof *first);
+        for (size_t i = found; i-- > 0;)
+            first[children[i].parent] = (uint32_t)i;
+        Py_END_ALLOW_THREADS
+    }
+    for (size_t i = 0; memory && plain && i < count; i++) {
+        Span *span = (Span *)PyTuple_GET_ITEM(own, i);
+        uint32_t at = table_get(&by_id, span->span_id);
+        int64_t covered = 0, until = span->start_ns; /* all before it is counted, or before the span */
+        for (size_t c = first[at]; c < found && children[c].parent == at; c++) {
+            int64_t start = children[c].at.start > until ? children[c].at.start : until;
+            int64_t end = children[c].at.end < span->end_ns ? children[c].at.end : span->end_ns;
+            if (end > start) {
+                covered += end - start;
+                until = end;
+            }
+        }
+        span->self_ns = span->end_ns - span->start_ns - covered;
+        give_way(i);
+    }
+    PyMem_RawFree(children);
+    PyMem_RawFree(first);
+    table_free(&by_id);
+    Py_DECREF(own);
+    if (!memory)
+        return PyErr_NoMemory();
+    if (!plain)
+        Py_RETURN_NONE;
+    Py_RETURN_TRUE;
+}
+
+/* backward(spans): how many spans come before their parents. None where one of them is no span of ours. */
+static PyObject *
+backward(PyObject *Py_UNUSED(module), PyObject *spans)
+{
+    PyObject *own = own_spans(spans);
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    size_t count = (size_t)PyTuple_GET_SIZE(own), found = 0;
+    table_t first = {0};
+    int memory = table_make(&first, count) == 0;
+    for (size_t i = count; memory && i-- > 0;) {
+        uint32_t *cell = table_cell(&first, ((Span *)PyTuple_GET_ITEM(own, i))->span_id);
+        memory = cell != NULL;
+        if (memory)
+            *cell = (uint32_t)i;
+        give_way(i);
+    }
+    for (size_t i = 0; memory && i < count; i++) {
+        uint32_t at = table_get(&first, ((Span *)PyTuple_GET_ITEM(own, i))->parent_id);
+        found += at != NOWHERE && at >= i;
+        give_way(i);
+    }
+    table_free(&first);
+    Py_DECREF(own);
+    return memory ? PyLong_FromSize_t(found) : PyErr_NoMemory();
+}
+
+/* ---- the tally */
+
+typedef struct {
+    uint32_t parent, place; /* the node above or NOWHERE, and what its path is counted as */
+    PyObject *site;         /* borrowed of `known` */
+} node_t;
+
+typedef struct {
+    uint32_t node;
+    int64_t thread_id, calls, errors, min_ns, max_ns, first_ns;
+    wide_t total_ns, self_ns, device_ns, elapsed_ns, moved_bytes;
+    PyObject *histogram;
+} cell_t;
+
+typedef struct {
+    node_t *nodes;
+    size_t node_count, node_room;
+    cell_t *cells;
+    size_t cell_count, cell_room;
+    table_t by_id, sites, threads, fine, coarse, cell_of, histogram;
+    uint32_t place_count, thread_count;
+    struct {
+        PyObject *site;
+        uint32_t value; /* its number among sites that mean the same place */
+        int is_copy;
+    } *known;
+    size_t known_count, known_room;
+    PyObject *values; /* the key of a site -> its `value` */
+} count_t;
+
+/* The number of a site object, NOWHERE with an error. */
+static uint32_t
+number_of_site(count_t *count, PyObject *site)
+{
+    uint32_t *cell = table_cell(&count->sites, (int64_t)(intptr_t)site);
+    if (cell == NULL) {
+        PyErr_NoMemory();
+        return NOWHERE;
+    }
+    if (*cell != NOWHERE)
+        return *cell;
+    *cell = (uint32_t)count->known_count;
+    void *larger = grown(count->known, &count->known_room, count->known_count, sizeof *count->known, 64);
+    if (larger == NULL)
+        return NOWHERE;
+    count->known = larger;
+    PyObject *key = PyObject_GetAttr(site, text_key);
+    PyObject *kind = key == NULL ? NULL : PyObject_GetAttr(site, text_kind);
+    PyObject *next = kind == NULL ? NULL : PyLong_FromSsize_t(PyDict_GET_SIZE(count->values));
+    PyObject *value = next == NULL ? NULL : PyDict_SetDefault(count->values, key, next); /* borrowed */
+    uint32_t number = NOWHERE;
+    if (value != NULL) {
+        number = (uint32_t)count->known_count++;
+        count->known[number].site = Py_NewRef(site);
+        count->known[number].value = (uint32_t)PyLong_AsUnsignedLong(value);
+        count->known[number].is_copy = PyUnicode_Check(kind) && PyUnicode_CompareWithASCIIString(kind, "copy") == 0;
+    }
+    Py_XDECREF(key);
+    Py_XDECREF(kind);
+    Py_XDECREF(next);
+    return number;
+}
+
+/* The node of a site (by its number) under another, NOWHERE with an error. */
+static uint32_t
+node_below(count_t *count, uint32_t parent, uint32_t site)
+{
+    uint32_t *cell = table_cell(&count->fine, (int64_t)((uint64_t)parent << 32 | site));
+    if (cell == NULL) {
+        PyErr_NoMemory();
+        return NOWHERE;
+    }
+    if (*cell != NOWHERE)
+        return *cell;
+    uint32_t node = *cell = (uint32_t)count->node_count;
+    uint32_t above = parent == NOWHERE ? NOWHERE : count->nodes[parent].place;
+    cell = table_cell(&count->coarse, (int64_t)((uint64_t)above << 32 | count->known[site].value));
+    if (cell == NULL) {
+        PyErr_NoMemory();
+        return NOWHERE;
+    }
+    if (*cell == NOWHERE)
+        *cell = count->place_count++;
+    uint32_t place = *cell;
+    void *larger = grown(count->nodes, &count->node_room, count->node_count, sizeof *count->nodes, 64);
+    if (larger == NULL)
+        return NOWHERE;
+    count->nodes = larger;
+    count->nodes[count->node_count++] = (node_t){parent, place, count->known[site].site};
+    return node;
+}
+
+/* What a span that is a copy moved; -1 with an error. Above the most, it counts for nothing. */
+static int64_t
+moved_bytes(Span *span, int64_t most)
+{
+    if (span->attributes == NULL)
+        return 0;
+    PyObject *attributes = read_attributes(span), *found;
+    if (attributes == NULL)
+        return -1;
+    if (PyDict_CheckExact(attributes))
+        found = Py_XNewRef(PyDict_GetItemWithError(attributes, text_bytes));
+    else
+        found = PyObject_CallMethodObjArgs(attributes, text_get, text_bytes, NULL);
+    Py_DECREF(attributes);
+    if (found == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    int overflow = 0;
+    long long moved = PyLong_Check(found) ? PyLong_AsLongLongAndOverflow(found, &overflow) : 0;
+    Py_DECREF(found);
+    return overflow || moved < 0 || moved > most ? 0 : moved;
+}
+
+static uint32_t
+bucket(int64_t value_ns)
+{
+    int exponent = (value_ns == 0 ? 0 : 64 - __builtin_clzll((unsigned long long)value_ns)) - 7;
+    return exponent <= 0 ? (uint32_t)value_ns : ((uint32_t)exponent << 6) + (uint32_t)(value_ns >> exponent);
+}
+
+/* The node of a span, as `Tally.of_spans` finds its path; NOWHERE with an error. `paths` is by the number of the span
+ * that stands for an id; `above` is room for as many numbers as there are spans. */
+#define CLIMBING (NOWHERE - 1)
+
+static uint32_t
+node_of(count_t *count, PyObject *own, const uint32_t *order, uint32_t *paths, uint32_t *above, uint32_t at)
+{
+#define SPAN_AT(i) ((Span *)PyTuple_GET_ITEM(own, order == NULL ? (i) : order[i]))
+    Span *span = SPAN_AT(at);
+    uint32_t slot = table_get(&count->by_id, span->span_id), node = NOWHERE;
+    size_t depth = 0;
+    while (paths[slot] == NOWHERE) {
+        paths[slot] = CLIMBING;
+        above[depth++] = slot;
+        Span *shown = depth == 1 ? span : SPAN_AT(slot);
+        slot = table_get(&count->by_id, shown->parent_id);
+        if (slot == NOWHERE)
+            break;
+    }
+    if (slot != NOWHERE && paths[slot] != CLIMBING)
+        node = paths[slot];
+    while (depth-- > 0) {
+        Span *shown = depth == 0 ? span : SPAN_AT(above[depth]);
+        uint32_t site = number_of_site(count, shown->site);
+        node = site == NOWHERE ? NOWHERE : node_below(count, node, site);
+        if (node == NOWHERE)
+            return NOWHERE;
+        paths[above[depth]] = node;
+    }
+    return node;
+}
+
+/* The cell of a node on a thread, NULL with an error. */
+static cell_t *
+cell_at(count_t *count, uint32_t node, int64_t thread_id)
+{
+    uint32_t *thread = table_cell(&count->threads, thread_id);
+    if (thread == NULL)
+        goto no_memory;
+    if (*thread == NOWHERE)
+        *thread = count->thread_count++;
+    uint32_t *cell = table_cell(&count->cell_of, (int64_t)((uint64_t)count->nodes[node].place << 32 | *thread));
+    if (cell == NULL)
+        goto no_memory;
+    if (*cell == NOWHERE) {
+        *cell = (uint32_t)count->cell_count;
+        void *larger = grown(count->cells, &count->cell_room, count->cell_count, sizeof *count->cells, 64);
+        if (larger == NULL)
+            return NULL;
+        count->cells = larger;
+        cell_t *made = &count->cells[count->cell_count++];
+        memset(made, 0, sizeof *made);
+        made->node = node;
+        made->thread_id = thread_id;
+    }
+    return &count->cells[*cell];
+no_memory:
+    PyErr_NoMemory();
+    return NULL;
+}
+
+/* Count one span in its cell: 1, 0 where it is not plain, -1 with an error. */
+static int
+count_span(count_t *count, Span *span, uint32_t node, int64_t most_bytes)
+{
+    wide_t device_ns, elapsed_ns;
+    int plain = times_of(span, &device_ns, &elapsed_ns);
+    if (plain <= 0)
+        return plain;
+    if (span->end_ns < span->start_ns || elapsed_ns > INT64_MAX)
+        return 0;
+    cell_t *cell = cell_at(count, node, span->thread_id);
+    if (cell == NULL)
+        return -1;
+    uint32_t place = (uint32_t)(cell - count->cells);
+    uint32_t site = number_of_site(count, span->site);
+    if (site == NOWHERE)
+        return -1;
+    if (count->known[site].is_copy) {
+        int64_t moved = moved_bytes(span, most_bytes);
+        if (moved < 0)
+            return -1;
+        cell->moved_bytes += moved;
+    }
+    if (cell->calls == 0) {
+        cell->min_ns = cell->max_ns = (int64_t)elapsed_ns;
+        cell->first_ns = span->start_ns;
+    }
+    cell->calls++;
+    cell->errors += span->error != NULL;
+    cell->total_ns += (wide_t)span->end_ns - span->start_ns;
+    cell->self_ns += span->self_ns;
+    cell->device_ns += device_ns;
+    cell->elapsed_ns += elapsed_ns;
+    if (elapsed_ns < cell->min_ns)
+        cell->min_ns = (int64_t)elapsed_ns;
+    if (elapsed_ns > cell->max_ns)
+        cell->max_ns = (int64_t)elapsed_ns;
+    if (span->start_ns < cell->first_ns)
+        cell->first_ns = span->start_ns;
+    uint32_t *calls = table_cell(&count->histogram, (int64_t)((uint64_t)place << 12 | bucket((int64_t)elapsed_ns)));
+    if (calls == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *calls = *calls == NOWHERE ? 1 : *calls + 1;
+    return 1;
+}
+
+/* What was counted: ([(parent or -1, site)], [(node, thread id, *the fields of `Totals`)]). */
+static PyObject *
+counted(count_t *count)
+{
+    PyObject *nodes = PyList_New(0), *cells = PyList_New(0);
+    if (nodes == NULL || cells == NULL)
+        goto failed;
+    for (size_t i = 0; i < count->node_count; i++) {
+        node_t *node = &count->nodes[i];
+        PyObject *item = Py_BuildValue("(LO)", node->parent == NOWHERE ? -1LL : (long long)node->parent, node->site);
+        int done = item == NULL ? -1 : PyList_Append(nodes, item);
+        Py_XDECREF(item);
+        if (done < 0)
+            goto failed;
+        give_way(i);
+    }
+    for (size_t i = 0; i < count->cell_count; i++)
+        if ((count->cells[i].histogram = PyDict_New()) == NULL)
+            goto failed;
+    for (size_t i = 0; i <= count->histogram.mask; i++) {
+        if (count->histogram.values[i] == NOWHERE)
+            continue;
+        uint64_t key = (uint64_t)count->histogram.keys[i];
+        PyObject *index = PyLong_FromLong((long)(key & 0xFFF));
+        PyObject *calls = PyLong_FromUnsignedLong(count->histogram.values[i]);
+        int done = index == NULL || calls == NULL ? -1
+                                                  : PyDict_SetItem(count->cells[key >> 12].histogram, index, calls);
+        Py_XDECREF(index);
+        Py_XDECREF(calls);
+        if (done < 0)
+            goto failed;
+    }
+    for (size_t i = 0; i < count->cell_count; i++) {
+        cell_t *cell = &count->cells[i];
+        PyObject *item = Py_BuildValue("(ILLLNNNNLLNLO)", cell->node, cell->thread_id, cell->calls, cell->errors,
+                                       wide_as_long(cell->total_ns), wide_as_long(cell->self_ns),
+                                       wide_as_long(cell->device_ns), wide_as_long(cell->elapsed_ns), cell->min_ns,
+                                       cell->max_ns, wide_as_long(cell->moved_bytes), cell->first_ns, cell->histogram);
+        int done = item == NULL ? -1 : PyList_Append(cells, item);
+        Py_XDECREF(item);
+        if (done < 0)
+            goto failed;
+        give_way(i);
+    }
+    return Py_BuildValue("(NN)", nodes, cells);
+failed:
+    Py_XDECREF(nodes);
+    Py_XDECREF(cells);
+    return NULL;
+}
+
+/* Make what finding nodes needs: room for the ids of so many spans. 0, or -1 with an error. */
+static int
+count_make(count_t *count, PyObject *own, size_t total, uint32_t **order, uint32_t **paths, uint32_t **above)
+{
+    *paths = PyMem_RawMalloc((total + 1) * sizeof **paths);
+    *above = PyMem_RawMalloc((total + 1) * sizeof **above);
+    count->values = PyDict_New();
+    if (count->values == NULL)
+        return -1;
+    if (*paths == NULL || *above == NULL || order_spans(&PyTuple_GET_ITEM(own, 0), total, 1, order) < 0 ||
+        table_make(&count->by_id, total) < 0 || table_make(&count->sites, 64) < 0 ||
+        table_make(&count->threads, 64) < 0 || table_make(&count->fine, 64) < 0 || table_make(&count->coarse, 64) < 0 ||
+        table_make(&count->cell_of, 64) < 0 || table_make(&count->histogram, 1024) < 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memset(*paths, 0xFF, (total + 1) * sizeof **paths);
+    for (size_t i = 0; i < total; i++) {
+        Span *span = (Span *)PyTuple_GET_ITEM(own, *order == NULL ? i : (*order)[i]);
+        *table_cell(&count->by_id, span->span_id) = (uint32_t)i; /* it has room for all */
+        give_way(i);
+    }
+    return 0;
+}
+
+static void
+count_free(count_t *count, PyObject *own, uint32_t *order, uint32_t *paths, uint32_t *above)
+{
+    for (size_t i = 0; i < count->cell_count; i++)
+        Py_XDECREF(count->cells[i].histogram);
+    for (size_t i = 0; i < count->known_count; i++)
+        Py_DECREF(count->known[i].site);
+    PyMem_RawFree(count->nodes);
+    PyMem_RawFree(count->cells);
+    PyMem_RawFree(count->known);
+    table_free(&count->by_id);
+    table_free(&count->sites);
+    table_free(&count->threads);
+    table_free(&count->fine);
+    table_free(&count->coarse);
+    table_free(&count->cell_of);
+    table_free(&count->histogram);
+    Py_XDECREF(count->values);
+    PyMem_RawFree(order);
+    PyMem_RawFree(paths);
+    PyMem_RawFree(above);
+    Py_DECREF(own);
+}
+
+/* links(spans): how many sites the call paths of spans have in all, threads together. None where one of them is no span of
+ * ours. */
+static PyObject *
+count_links(PyObject *Py_UNUSED(module), PyObject *spans)
+{
+    PyObject *own = own_spans(spans), *result = NULL;
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    size_t total = (size_t)PyTuple_GET_SIZE(own);
+    count_t count = {0};
+    uint32_t *order = NULL, *paths = NULL, *above = NULL;
+    int done = count_make(&count, own, total, &order, &paths, &above);
+    for (size_t i = 0; done == 0 && i < total; i++) {
+        done = node_of(&count, own, order, paths, above, (uint32_t)i) == NOWHERE ? -1 : 0;
+        give_way(i);
+    }
+    uint32_t *depths = done < 0 ? NULL : PyMem_RawMalloc((count.node_count + 1) * sizeof *depths);
+    if (depths != NULL) {
+        uint64_t links = 0;
+        for (size_t i = 0; i < count.node_count; i++) { /* each comes after the one above it */
+            uint32_t parent = count.nodes[i].parent;
+            links += depths[i] = parent == NOWHERE ? 1 : depths[parent] + 1;
+        }
+        result = PyLong_FromUnsignedLongLong(links);
+        PyMem_RawFree(depths);
+    } else if (done == 0)
+        PyErr_NoMemory();
+    count_free(&count, own, order, paths, above);
+    return result;
+}
+
+/* count(spans, most_bytes): the totals of spans by call path and thread, as `Tally.of_spans` counts them. None where
+ * the spans are not plain. */
+static PyObject *
+count_spans(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *spans, *result = NULL;
+    long long most_bytes;
+    if (!PyArg_ParseTuple(args, "OL:count", &spans, &most_bytes))
+        return NULL;
+    PyObject *own = own_spans(spans);
+    if (own == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    size_t total = (size_t)PyTuple_GET_SIZE(own);
+    count_t count = {0};
+    uint32_t *order = NULL, *paths = NULL, *above = NULL;
+    int plain = 1;
+    if (count_make(&count, own, total, &order, &paths, &above) < 0)
+        goto end;
+    for (size_t i = 0; plain && i < total; i++) {
+        Span *span = SPAN_AT(i);
+        uint32_t node = node_of(&count, own, order, paths, above, (uint32_t)i);
+        int done = node == NOWHERE ? -1 : count_span(&count, span, node, most_bytes);
+        if (done < 0)
+            goto end;
+        plain = done;
+        give_way(i);
+    }
+    result = plain ? counted(&count) : Py_NewRef(Py_None);
+end:
+    count_free(&count, own, order, paths, above);
+    return result;
+}
+
+/* unpacked([bytes]): the sum of packed histograms, {bucket: calls}. None where one of them is not the recorder's. */
+#define BUCKETS (60 << 6)
+
+static PyObject *
+unpacked(PyObject *Py_UNUSED(module), PyObject *parts)
+{
+    if (!PyList_CheckExact(parts))
+        Py_RETURN_NONE;
+    size_t record = sizeof(uint32_t) + sizeof(uint64_t);
+    uint64_t *sums = PyMem_RawCalloc(BUCKETS, sizeof *sums);
+    int plain = 1;
+    if (sums == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; plain && i < PyList_GET_SIZE(parts); i++) {
+        PyObject *part = PyList_GET_ITEM(parts, i);
+        plain = PyBytes_CheckExact(part) && (size_t)PyBytes_GET_SIZE(part) % record == 0;
+        const char *at = plain ? PyBytes_AS_STRING(part) : NULL;
+        for (const char *end = plain ? at + PyBytes_GET_SIZE(part) : NULL; plain && at < end; at += record) {
+            uint32_t bucket;
+            uint64_t calls;
+            memcpy(&bucket, at, sizeof bucket);
+            memcpy(&calls, at + sizeof bucket, sizeof calls);
+            plain = bucket < BUCKETS && !__builtin_add_overflow(sums[bucket], calls, &sums[bucket]);
+        }
+    }
+    PyObject *histogram = plain ? PyDict_New() : Py_NewRef(Py_None);
+    for (uint32_t i = 0; plain && histogram != NULL && i < BUCKETS; i++) {
+        if (sums[i] == 0)
+            continue;
+        PyObject *bucket = PyLong_FromUnsignedLong(i), *calls = PyLong_FromUnsignedLongLong(sums[i]);
+        if (bucket == NULL || calls == NULL || PyDict_SetItem(histogram, bucket, calls) < 0)
+            Py_CLEAR(histogram);
+        Py_XDECREF(bucket);
+        Py_XDECREF(calls);
+    }
+    PyMem_RawFree(sums);
+    return histogram;
+}
+
+/* ------------------------------------------------------------------ the module */
+
+static int
+adopt_class(PyTypeObject *type, PyObject *twin)
+{
+    /* What `dataclasses`, `copy.replace` and `match` ask of a class. */
+    static const char *const names[] = {"__dataclass_fields__", "__dataclass_params__", "__match_args__", "__slots__",
+                                        "__annotations__", "__replace__"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        PyObject *value = PyObject_GetAttrString(twin, names[i]);
+        if (value == NULL) {
+            PyErr_Clear(); /* older versions have not all of them */
+            continue;
+        }
+        int done = PyDict_SetItemString(type->tp_dict, names[i], value);
+        Py_DECREF(value);
+        if (done < 0)
+            return -1;
+    }
+    PyType_Modified(type);
+    return 0;
+}
+
+/* adopt(span, interval): be the classes of which these are the twins, dataclasses in all that can be asked of one. */
+static PyObject *
+adopt(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *span, *interval;
+    if (!PyArg_ParseTuple(args, "OO:adopt", &span, &interval))
+        return NULL;
+    PyObject *device = PyObject_GetAttrString(span, "device_ns"), *elapsed = PyObject_GetAttrString(span, "elapsed_ns");
+    PyObject *of_device = device == NULL ? NULL : PyObject_GetAttrString(device, "fget");
+    PyObject *of_elapsed = elapsed == NULL ? NULL : PyObject_GetAttrString(elapsed, "fget");
+    Py_XDECREF(device);
+    Py_XDECREF(elapsed);
+    if (of_device == NULL || of_elapsed == NULL || adopt_class(&Span_Type, span) < 0 ||
+        adopt_class(&Interval_Type, interval) < 0) {
+        Py_XDECREF(of_device);
+        Py_XDECREF(of_elapsed);
+        return NULL;
+    }
+    Py_XSETREF(twin_device_ns, of_device);
+    Py_XSETREF(twin_elapsed_ns, of_elapsed);
+    Py_RETURN_NONE;
+}
+
+/* looks(ids, seed): into how many cells one looks at most, and in all, to find each of the ids and 0 in a table of them. */
+static PyObject *
+table_looks(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *ids;
+    unsigned long long seed;
+    if (!PyArg_ParseTuple(args, "OK:looks", &ids, &seed))
+        return NULL;
+    PyObject *own = PySequence_Tuple(ids), *result = NULL;
+    if (own == NULL)
+        return NULL;
+    uint64_t before = table_seed;
+    table_seed = seed;
+    table_t table = {0};
+    size_t most = 0, total = 0, count = (size_t)PyTuple_GET_SIZE(own);
+    if (table_make(&table, count) < 0)
+        PyErr_NoMemory();
+    for (size_t i = 0; !PyErr_Occurred() && i < count; i++) {
+        PyObject *whole = PyTuple_GET_ITEM(own, (Py_ssize_t)i);
+        if (!PyLong_CheckExact(whole)) {
+            PyErr_SetString(PyExc_TypeError, "an id is a whole number");
+            break;
+        }
+        long long id = PyLong_AsLongLong(whole);
+        uint32_t *cell = PyErr_Occurred() ? NULL : table_cell(&table, id);
+        if (cell != NULL)
+            *cell = (uint32_t)i;
+        else if (!PyErr_Occurred())
+            PyErr_NoMemory();
+    }
+    for (size_t i = 0; !PyErr_Occurred() && i <= count; i++) {
+        long long id = i == count ? 0 : PyLong_AsLongLong(PyTuple_GET_ITEM(own, (Py_ssize_t)i));
+        size_t looks = ((table_place(&table, id) - table_home(&table, id)) & table.mask) + 1;
+        most = looks > most ? looks : most;
+        total += looks;
+    }
+    if (!PyErr_Occurred())
+        result = Py_BuildValue("(nn)", (Py_ssize_t)most, (Py_ssize_t)total);
+    table_free(&table);
+    table_seed = before;
+    Py_DECREF(own);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"looks", table_looks, METH_VARARGS, "Into how many cells one looks to find ids in a table with that seed."},
+    {"adopt", adopt, METH_VARARGS, "Take over what dataclasses have from the twins of Span and DeviceInterval."},
+    {"sort", sort_spans, METH_O, "Sort a list of spans by start, then longer ones first, then by id."},
+    {"of_rows", of_rows, METH_VARARGS, "The spans of rows that reach into a window, clipped to it."},
+    {"assign_self_times", assign_self_times, METH_O, "Set the self times of spans from their tree."},
+    {"backward", backward, METH_O, "How many spans come before their parents."},
+    {"unpacked", unpacked, METH_O, "The sum of packed histograms."},
+    {"links", count_links, METH_O, "How many sites the call paths of spans have in all."},
+    {"count", count_spans, METH_VARARGS, "The totals of spans by call path and thread."},
+    {NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "instrument.native._spans",
+    .m_doc = "Spans in C. See `instrument.recording.spans`.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+static int
+prepare(PyTypeObject *type, layout_t *layout, PyGetSetDef *attributes, int writable)
+{
+    for (int i = 0; i < layout->count; i++) {
+        field_t *field = &layout->fields[i];
+        if ((field->key = PyUnicode_InternFromString(field->name)) == NULL)
+            return -1;
+        *attributes++ = (PyGetSetDef){field->name, get_attribute, writable ? set_attribute : NULL, NULL, field};
+    }
+    return PyType_Ready(type);
+}
+
+PyMODINIT_FUNC
+PyInit__spans(void)
+{
+    PyObject *dataclasses = PyImport_ImportModule("dataclasses");
+    frozen_error = dataclasses == NULL ? NULL : PyObject_GetAttrString(dataclasses, "FrozenInstanceError");
+    Py_XDECREF(dataclasses);
+    text_exclusive = PyUnicode_InternFromString("exclusive");
+    text_get = PyUnicode_InternFromString("get");
+    text_bytes = PyUnicode_InternFromString("bytes");
+    text_key = PyUnicode_InternFromString("key");
+    text_kind = PyUnicode_InternFromString("kind");
+    if (frozen_error == NULL || text_exclusive == NULL || text_get == NULL || text_bytes == NULL || text_key == NULL ||
+        text_kind == NULL || table_set_seed() < 0 || prepare(&Span_Type, &span_layout, span_attributes + 3, 1) < 0 ||
+        prepare(&Interval_Type, &interval_layout, interval_attributes, 0) < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL || PyModule_AddIntConstant(module, "LAYOUT", SPANS_LAYOUT) < 0 ||
+        PyModule_AddObjectRef(module, "Span", (PyObject *)&Span_Type) < 0 ||
+        PyModule_AddObjectRef(module, "DeviceInterval", (PyObject *)&Interval_Type) < 0) {
+        Py_XDECREF(module);
+        return NULL;
+    }
+    return module;
+}

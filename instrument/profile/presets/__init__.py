@@ -1,0 +1,80 @@
+"""Presets: profiles by name, each a file of this folder, that stand for the lines that most profiles need.
+
+A profile names one with `preset:` and refines it: mappings are merged key by key, and any other value that the profile
+gives takes the place of the preset's, a list as a whole. Null counts as left out, as everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from instrument.profile.document import Document, Node
+
+PRESETS: tuple[str, ...] = ("serving", "training")
+
+_FOLDER = Path(__file__).parent
+
+
+def path_of(preset: str) -> str:
+    """The file of a preset, which is a profile like any other."""
+    return str(_FOLDER / f"{preset}.yaml")
+
+
+def text_of(preset: str) -> str:
+    """The YAML of a preset."""
+    return Path(path_of(preset)).read_text("utf-8")
+
+
+def named_by(path: str | os.PathLike[str]) -> str | None:
+    """The preset whose file that is, None for any other file."""
+    return next((preset for preset in PRESETS if os.fspath(path) == path_of(preset)), None)
+
+
+def refined(profile: Node) -> tuple[Node, dict[str, str]]:
+    """The root of a profile with what the preset that it names gives besides, and what that is: texts by path."""
+    key, named = profile.pairs.get("preset", (profile, profile))
+    if named.kind != "text" or named.text not in PRESETS:
+        return profile, {}
+    preset = Document(text_of(named.text), name=path_of(named.text), environ=profile.document.environ)
+    given: dict[str, str] = {}
+    return _merged(profile, _placed(preset.read(_itself), key), given), given
+
+
+def _itself(node: Node) -> Node:
+    return node
+
+
+def _placed(node: Node, at: Node) -> Node:
+    """A node of a preset as one of the profile's own, where that names the preset: messages tell that place."""
+    items = tuple(_placed(item, at) for item in node.items)
+    pairs = {name: (_placed(key, at), _placed(value, at)) for name, (key, value) in node.pairs.items()}
+    return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)
+
+
+def _merged(own: Node, preset: Node, given: dict[str, str]) -> Node:
+    pairs = dict(own.pairs)
+    for name, (key, value) in preset.pairs.items():
+        place, mine = own.pairs.get(name, (key, None))
+        if mine is None or mine.kind == "null":
+            pairs[name] = (place, value)
+            _note(value, given)
+        elif mine.kind == value.kind == "mapping":
+            pairs[name] = (place, _merged(mine, value, given))
+    return replace(own, pairs=pairs)
+
+
+def _note(value: Node, given: dict[str, str]) -> None:
+    if value.kind != "mapping":
+        given[value.where] = _written(value)
+    for _, inner in value.pairs.values():
+        _note(inner, given)
+
+
+def _written(value: Node) -> str:
+    if value.kind == "list":
+        return f"[{', '.join(map(_written, value.items))}]"
+    if value.kind == "mapping":
+        return f"{{{', '.join(f'{name}: {_written(inner)}' for name, (_, inner) in value.pairs.items())}}}"
+    return value.told

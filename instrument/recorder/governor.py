@@ -1,0 +1,466 @@
+"""The overhead governor: keeps what the probes cost each thread within a share of its time.
+
+Once a second it estimates the cost of every site on every thread, from the calls since the last time and the measured
+cost of a call. Where a thread is over the budget, the sites that cost most and tell least are muted: those with many
+calls that are short beside their own cost. They are counted while muted, named in every output, and come back when
+there is room for them again, later each time that they had to be muted soon after.
+
+To count a call costs some tens of ns, which of a function that takes as long and is called in a loop is half of the
+time. Where the counting of muted sites is over the budget, the probe is taken off: the function itself is called, and
+nobody counts. Such a site is named with the time and the count until then. Its probe is put on again for a moment now
+and then, later each time, to see whether the load has fallen. A scope stands in the service's own code and cannot be
+taken off: it is named with what its counting costs.
+
+Requests are never muted, nor the steps of a schedule: what `capture` keeps, the view of requests and the windows of a
+schedule are made of them, and would be wrong. Those that are over the budget are named, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from instrument.recorder.recorder import STEP, Recorder
+from instrument.recording.spans import Site
+
+STEP_NS = 10**9
+"""How often the cost of the probes is held against the budget."""
+
+ROOM = 0.8
+"""A muted site comes back only where the budget would then be used up to this share at most, or it would flap."""
+
+SOON_NS = 5 * 10**7
+"""How soon the governor looks again after it found too much, or where more was recorded than there can be room for."""
+
+WORTH = 0.05
+"""What part of the budget the counting of a site must cost for its probe to be taken off."""
+
+SAMPLE_S = 0.02
+"""For how long the probe of a site that was taken off is put on to see how often it is called."""
+
+KEPT_KINDS = {
+    "request": "requests are recorded all the same: what is captured and the view of requests are made of them",
+    "step": "steps are recorded all the same: the schedule counts them",
+}
+"""Kinds of sites that are not muted, and why."""
+
+LEFT = 0.5
+"""The part of the budget that is left to what is recorded where what cannot be avoided costs all of it."""
+
+FIRST_WAIT_NS = 30 * 10**9
+LAST_WAIT_NS = 3600 * 10**9
+"""How long a probe stays off before it is tried: twice as long each time."""
+
+SETTLED = 10
+"""A site that is muted, or taken off, again within so many times its last wait waits twice as long to come back."""
+
+Detach = Callable[[Site], Callable[[], None] | None]
+"""Takes the probe of a site off; gives what puts it on again, None where there is none that can be taken off."""
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one site did on one thread since the last look: calls, their total time in ns, and steps of generators."""
+
+    calls: int = 0
+    total_ns: int = 0
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class _Muted:
+    """A muted site: since when, for how long at least, what a call of it costs when it is recorded and when it is
+    counted, and which part of its calls each thread made, as it was when it was muted."""
+
+    since_ns: int
+    wait_ns: int
+    recorded_ns: float
+    counted_ns: float
+    shares: dict[int, float]
+
+
+@dataclass(slots=True)
+class _Off:
+    """A site whose probe was taken off: what puts it on again, when it was taken off, and when it is tried next."""
+
+    attach: Callable[[], None]
+    off_ns: int
+    since: datetime
+    counted: int
+    try_ns: int
+    wait_ns: int
+
+
+class Governor:
+    """Holds a recorder within `budget`, the share of each thread's time that its probes may cost (0.01 is 1 %).
+
+    `step` is called now and then by one thread. `costs_ns` is what a span adds, by the shape of its probe, `passed_ns`
+    what the call of a muted site costs; both have that of each step of a generator after its first. `detach`
+    takes probes off. `is_busy` tells that it should look again soon.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        budget: float,
+        costs_ns: Mapping[str, float],
+        now_ns: int,
+        passed_ns: Mapping[str, float] | None = None,
+        detach: Detach | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._budget = budget
+        self._costs_ns = costs_ns
+        self._least_ns = min(cost_ns for shape, cost_ns in costs_ns.items() if shape != STEP)
+        self._passed_ns = passed_ns or {}
+        self._detach = detach
+        self._at_ns = self._looked_ns = now_ns
+        self._calls = recorder.calls
+        self._off: dict[Site, _Off] = {}
+        self._fixed: set[Site] = set()  # whose probes cannot be taken off
+        self.is_busy = True
+        self._before: dict[tuple[int, Site], _Use] = {}
+        self._passed: dict[Site, int] = {}  # at the last step
+        self._looked: dict[Site, int] = {}  # at the last whole second
+        self._returned: dict[Site, tuple[int, int]] = {}  # when what was muted came back, and how long it had waited
+        self._stayed: dict[Site, tuple[int, int]] = {}  # the same of probes that were put on again
+        self._kept_ns: dict[Site, float] = {}
+        self._kept_shares: dict[Site, float] = {}
+        self._counting_shares: dict[Site, float] = {}
+        self.muted: dict[Site, _Muted] = {}
+        """Each muted site, in the order of muting."""
+
+    def step(self, now_ns: int) -> None:
+        """Look at what happened since the last time; mute what is too much, bring back what there is room for."""
+        elapsed_ns = now_ns - self._at_ns
+        if elapsed_ns <= 0:
+            return
+        self._at_ns = now_ns
+        self._calls = self._recorder.calls
+        self.is_busy = False
+        threads = self._uses()
+        passed = self._recorder.muted_calls()
+        calls = {site: passed.get(site, 0) - self._passed.get(site, 0) for site in self.muted}
+        allowed_ns = self._budget * elapsed_ns
+        spent_ns = {
+            thread: sum(self._cost_ns(site, use) for site, use in uses.items()) for thread, uses in threads.items()
+        }
+        for thread in threads:
+            self._mute(threads, thread, spent_ns, allowed_ns, now_ns)
+        self._take_off(calls, spent_ns, allowed_ns, now_ns)
+        counting_ns = self._counting_ns(calls)
+        for thread in threads:
+            left_ns = max(allowed_ns - counting_ns.get(thread, 0.0), LEFT * allowed_ns)
+            self._mute(threads, thread, spent_ns, left_ns, now_ns)
+            if spent_ns[thread] > left_ns:
+                self._note_kept(threads[thread])
+        self._passed = passed
+        if now_ns - self._looked_ns >= STEP_NS:
+            self._look(passed, spent_ns, elapsed_ns, now_ns)
+        self._try_again(now_ns)
+
+    def may_be_over(self, now_ns: int) -> bool:
+        """Whether more has been recorded since the last look than there can be room for: cheap to ask."""
+        return (self._recorder.calls - self._calls) * self._least_ns > self._budget * (now_ns - self._at_ns)
+
+    # ---------------------------------------------------------------- what costs too much
+
+    def _mute(
+        self,
+        threads: Mapping[int, Mapping[Site, _Use]],
+        thread: int,
+        spent_ns: dict[int, float],
+        allowed_ns: float,
+        now_ns: int,
+    ) -> None:
+        """Mute sites until what is recorded on a thread costs no more than is allowed."""
+        uses = threads[thread]
+        for site in self._by_burden(uses) if spent_ns[thread] > allowed_ns else ():
+            if spent_ns[thread] <= allowed_ns:
+                return
+            if site.kind in KEPT_KINDS or not self._recorder.mute(site):
+                continue
+            self.muted[site] = self._muted(site, threads, now_ns)
+            self.is_busy = True
+            for one, its_uses in threads.items():
+                if site in its_uses:
+                    spent_ns[one] -= self._cost_ns(site, its_uses[site])
+
+    def _muted(self, site: Site, threads: Mapping[int, Mapping[Site, _Use]], now_ns: int) -> _Muted:
+        used = {thread: uses[site] for thread, uses in threads.items() if site in uses}
+        cost_ns = {thread: self._cost_ns(site, use) for thread, use in used.items()}
+        whole_ns = sum(cost_ns.values())
+        calls = max(sum(use.calls for use in used.values()), 1)
+        steps = sum(use.steps for use in used.values())
+        return _Muted(
+            since_ns=now_ns,
+            wait_ns=_next_wait_ns(self._returned.pop(site, None), STEP_NS, now_ns),
+            recorded_ns=whole_ns / calls,
+            counted_ns=self._passed_of(site) + steps / calls * self._passed_ns.get(STEP, 0.0),
+            shares={thread: ns / whole_ns if whole_ns else 1.0 for thread, ns in cost_ns.items()},
+        )
+
+    def _take_off(self, calls: dict[Site, int], spent_ns: Mapping[int, float], allowed_ns: float, now_ns: int) -> None:
+        """Take off those that cost a thread too much when they are only counted."""
+        own_ns = {site: count * self.muted[site].counted_ns for site, count in calls.items()}
+        for site in sorted(own_ns, key=own_ns.__getitem__, reverse=True):
+            counting_ns = self._counting_ns(calls)
+            is_over = any(
+                spent_ns.get(thread, 0.0) + counting_ns[thread] > allowed_ns for thread in self.muted[site].shares
+            )
+            if own_ns[site] < WORTH * allowed_ns:
+                return
+            if not is_over or site in self._off:
+                continue
+            wait_ns = _next_wait_ns(self._stayed.pop(site, None), FIRST_WAIT_NS, now_ns)
+            if self._take_one_off(site, now_ns, wait_ns):
+                calls[site] = 0
+
+    def _take_one_off(self, site: Site, now_ns: int, wait_ns: int) -> bool:
+        attach = None if self._detach is None or site in self._fixed else self._detach(site)
+        if attach is None:
+            self._fixed.add(site)
+            return False
+        before = self._off.get(site)
+        since = datetime.now().astimezone() if before is None else before.since
+        counted = self._recorder.muted_calls().get(site, 0)
+        self._off[site] = _Off(attach, now_ns, since, counted, now_ns + wait_ns, wait_ns)
+        self._counting_shares.pop(site, None)  # what is told of it from now on is what it costs all the same
+        self.is_busy = True
+        return True
+
+    def _counting_ns(self, calls: Mapping[Site, int]) -> dict[int, float]:
+        """By thread, what it costs to count so many calls of muted sites."""
+        found: dict[int, float] = {}
+        for site, count in calls.items():
+            muted = self.muted[site]
+            for thread, share in muted.shares.items():
+                found[thread] = found.get(thread, 0.0) + count * muted.counted_ns * share
+        return found
+
+    def _note_kept(self, uses: Mapping[Site, _Use]) -> None:
+        """A thread is over the budget with what cannot be muted."""
+        for site, use in uses.items():
+            if site not in self.muted:
+                self._kept_ns[site] = self._kept_ns.get(site, 0.0) + self._cost_ns(site, use)
+
+    # ---------------------------------------------------------------- what there is room for
+
+    def _look(self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int) -> None:
+        """Once a second: what the counting costs, and what may come back."""
+        window_ns = now_ns - self._looked_ns
+        calls = {site: passed.get(site, 0) - self._looked.get(site, 0) for site in self.muted}
+        self._looked, self._looked_ns = passed, now_ns
+        for site, kept_ns in self._kept_ns.items():
+            if kept_ns > LEFT * self._budget * window_ns:
+                self._kept_shares[site] = max(kept_ns / window_ns, self._kept_shares.get(site, 0.0))
+        self._kept_ns.clear()
+        for site, count in calls.items():
+            muted = self.muted[site]
+            share = count * muted.counted_ns * max(muted.shares.values(), default=1.0) / window_ns
+            off = self._off.get(site)
+            is_whole = off is None or now_ns - off.off_ns > window_ns
+            if share > WORTH * self._budget and is_whole:
+                self._counting_shares[site] = max(share, self._counting_shares.get(site, 0.0))
+        counting_ns = self._counting_ns(calls)
+        room = {
+            thread: ROOM * self._budget
+            - spent_ns.get(thread, 0.0) / elapsed_ns
+            - counting_ns.get(thread, 0.0) / window_ns
+            for thread in {*spent_ns, *counting_ns}
+        }
+        for site, muted in list(self.muted.items()):
+            if site in self._off or now_ns - muted.since_ns < muted.wait_ns:
+                continue
+            more_ns = calls[site] * (muted.recorded_ns - muted.counted_ns)
+            more = {thread: share * more_ns / window_ns for thread, share in muted.shares.items()}
+            if all(more[thread] <= room.get(thread, ROOM * self._budget) for thread in more):
+                for thread in more:
+                    room[thread] = room.get(thread, ROOM * self._budget) - more[thread]
+                self._recorder.unmute(site)
+                self._returned[site] = now_ns, muted.wait_ns
+                del self.muted[site]
+
+    def _try_again(self, now_ns: int) -> None:
+        """Put a probe on for a moment, muted, whose time to be tried has come; it stays where the load has fallen."""
+        for site, off in self._off.items():
+            if now_ns < off.try_ns:
+                continue
+            off.attach()
+            before = self._recorder.muted_calls().get(site, 0)
+            began_ns = time.perf_counter_ns()
+            time.sleep(SAMPLE_S)
+            calls = self._recorder.muted_calls().get(site, 0) - before
+            lasted_ns = time.perf_counter_ns() - began_ns
+            wait_ns = min(2 * off.wait_ns, LAST_WAIT_NS)
+            is_over = calls * self.muted[site].counted_ns > ROOM * self._budget * lasted_ns
+            if not is_over or not self._take_one_off(site, now_ns, wait_ns):
+                self._stayed[site] = now_ns, off.wait_ns
+                del self._off[site]
+            self._passed = self._looked = self._recorder.muted_calls()
+            self._looked_ns = now_ns
+            return  # one at a time
+
+    # ---------------------------------------------------------------- what was recorded
+
+    def _uses(self) -> dict[int, dict[Site, _Use]]:
+        """By thread and site, what was recorded since the last time."""
+        threads: dict[int, dict[Site, _Use]] = {}
+        seen: dict[tuple[int, Site], _Use] = {}
+        for thread_id, site, calls, total_ns, steps in self._recorder.usage():
+            use = seen.setdefault((thread_id, site), _Use())
+            use.calls += calls
+            use.total_ns += total_ns
+            use.steps += steps
+        nothing = _Use()
+        for (thread_id, site), use in seen.items():
+            before = self._before.get((thread_id, site), nothing)
+            if use.calls > before.calls or use.steps > before.steps:
+                threads.setdefault(thread_id, {})[site] = _Use(
+                    use.calls - before.calls, use.total_ns - before.total_ns, use.steps - before.steps
+                )
+        self._before = seen
+        return threads
+
+    def _cost_ns(self, site: Site, use: _Use) -> float:
+        own_ns = use.calls * self._costs_ns[self._recorder.shapes.get(site, "scope")]
+        # What a generator costs is measured with one step.
+        return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
+
+    def _passed_of(self, site: Site) -> float:
+        return self._passed_ns.get(self._recorder.shapes.get(site, ""), 0.0)
+
+    def _by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
+        """Heaviest first: what muting a site spares, weighed by how little it tells (its cost over what it timed)."""
+
+        def burden(site: Site) -> float:
+            cost_ns = self._cost_ns(site, uses[site])
+            return cost_ns * cost_ns / (uses[site].total_ns + cost_ns or 1.0)
+
+        return sorted(uses, key=burden, reverse=True)
+
+    # ---------------------------------------------------------------- in words
+
+    def notes(self) -> list[str]:
+        """A sentence for each site that was muted at any time: how many of its calls passed without a span."""
+        return [
+            f"{_named(site)}: {calls} calls were not recorded, to stay within {self._words}"
+            + ("" if site in self.muted else "; it is recorded again")
+            for site, calls in self._recorder.muted_calls().items()
+            if calls and site not in self._off
+        ] + self.notes_off()
+
+    @property
+    def _words(self) -> str:
+        return f"the budget of {100 * self._budget:.3g} % of each thread's time"
+
+    def notes_off(self) -> list[str]:
+        """A sentence for each site whose probe is taken off: since when, and how many calls were counted until then.
+
+        And for each that is over the budget and cannot be muted or taken off: what it costs; and for each whose spans
+        were ended early.
+        """
+        return [
+            *(
+                f"{_named(site)}: its probe is off since {off.since:%Y-%m-%d %H:%M:%S}, because counting alone was "
+                f"over {self._words}; {off.counted} calls were counted and not recorded until then, later ones are "
+                "not known"
+                for site, off in list(self._off.items())
+            ),
+            *(
+                f"{_named(site)}: {count} generators went on without their span, to stay within {self._words}"
+                for site, count in self._recorder.cut_spans().items()
+            ),
+            *(
+                f"{_named(site)}: to count its calls alone cost {100 * share:.2g} % of a thread's time, of "
+                f"{self._words}; {self._why_fixed(site)}"
+                for site, share in list(self._counting_shares.items())
+                if share > LEFT * self._budget
+            ),
+            *(
+                f"{_named(site)}: its spans cost {100 * share:.2g} % of a thread's time, of {self._words}; "
+                + KEPT_KINDS.get(site.kind, "it cannot be muted")
+                for site, share in list(self._kept_shares.items())
+            ),
+        ]
+
+    def _why_fixed(self, site: Site) -> str:
+        if site in self._off:
+            return "its probe is off, but is called where it cannot be taken out, as by a local variable of a loop"
+        if self._recorder.shapes.get(site) == "scope":
+            return "a scope cannot be taken off: put it around the loop, or take it out"
+        return "its probe cannot be taken off where it is held: name it in a rule, or take it out"
+
+    def release(self) -> None:
+        """Bring every site back, at the end; `notes` still says what was muted until then."""
+        for off in self._off.values():
+            off.attach()
+        for site in self.muted:
+            self._recorder.unmute(site)
+
+
+def _next_wait_ns(returned: tuple[int, int] | None, first_ns: int, now_ns: int) -> int:
+    """How long what may have come back at a time, after some wait, waits now."""
+    at_ns, wait_ns = returned or (0, 0)
+    return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < SETTLED * wait_ns else first_ns
+
+
+def _named(site: Site) -> str:
+    return f"{site.name} ({site.function or site.kind})"
+
+
+class Budget:
+    """The `budget` of a profile, which a reload may change: a governor where there is one.
+
+    `costs_ns` and `passed_ns` are called when there is to be one: see `Governor`. Used by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        costs_ns: Callable[[], Mapping[str, float]],
+        passed_ns: Callable[[], Mapping[str, float]] = dict,
+        detach: Detach | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._costs_ns = costs_ns
+        self._passed_ns = passed_ns
+        self._detach = detach
+        self._governor: Governor | None = None
+        self._stepped_ns = 0
+
+    def change(self, share: float | None) -> None:
+        """Hold the probes within another share of each thread's time from now on; None is without bound."""
+        self.release()
+        self._governor = None
+        if share is not None:
+            now_ns = time.monotonic_ns()
+            self._governor = Governor(self._recorder, share, self._costs_ns(), now_ns, self._passed_ns(), self._detach)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `step` is to be called soon."""
+        return self._governor is not None and self._governor.is_busy
+
+    def step(self) -> None:
+        """Let the governor look, once in `STEP_NS`; sooner where there is reason to."""
+        now_ns, governor = time.monotonic_ns(), self._governor
+        if governor is None:
+            return
+        since_ns = now_ns - self._stepped_ns
+        if since_ns >= STEP_NS or (since_ns >= SOON_NS and (governor.is_busy or governor.may_be_over(now_ns))):
+            self._stepped_ns = now_ns
+            governor.step(now_ns)
+
+    def release(self) -> None:
+        """Bring every site back that is muted; `notes` still says what was."""
+        if self._governor is not None:
+            self._governor.release()
+
+    def notes(self, *, with_muted: bool = True) -> list[str]:
+        """A sentence for each site that was muted at any time, or only for those whose probe is off."""
+        if self._governor is None:
+            return []
+        return self._governor.notes() if with_muted else self._governor.notes_off()

@@ -1,0 +1,895 @@
+"""The recorder of a process: wraps functions, opens scopes by name, and reads rows back as spans and tally.
+
+The hot path lies below it, in C (`_recorder.c`) or, where that is not built or `INSTRUMENT_PURE=1` says so, in its twin
+in Python (`pure.py`). Both have the same classes and behave the same; `Recorder.native` tells which one it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import Context
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from instrument import native
+from instrument.errors import TargetError
+from instrument.profile.kinds import KINDS
+from instrument.recorder import annotation, pure, wrapping
+from instrument.recorder.http_status import ANSWERS
+from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
+from instrument.recording.lines import CALLS, Lines, Numbers, unpacked
+from instrument.recording.paths import NOT_BELOW, CallTree, shaped
+from instrument.recording.ring import Cursor, Row
+from instrument.recording.rows import STREAM, Held, Taken, span_of
+from instrument.recording.spans import PHASES, REMOTE, AttributeValue, RemoteParent, Site, Span, link_of
+from instrument.recording.tally import OVERFLOW, Tally, Totals
+from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import current_name
+from instrument.runtime.unpatched import RLock
+
+_native = native.find("_recorder")
+
+
+header_values: Callable[[Iterable[tuple[bytes, bytes]], tuple[bytes, ...]], tuple[bytes | None, ...]]
+header_values = pure.header_values if _native is None else _native.header_values
+
+
+def native_driver_calls() -> Any:
+    """The native module, which calls a device's driver by the addresses of its functions (`mark`, `measure`).
+
+    None where the native recorder is not in use.
+    """
+    return _native
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SCOPE_NAME_LIMIT = 4_096
+OPEN_SCOPE_LIMIT = 10_000
+NAMES_OF_PLACE = 256
+"""Names that the spans of one place may be given while they are open."""
+
+STEP = "step"
+"""The shape of what is no probe: a step of a generator after its first."""
+
+KNOWN_SITES = 65_536
+"""A service that decorates a function at each request makes a site each time: the first so many are known singly."""
+
+
+class _Recording:
+    """What both recorders share. The core's methods are those of `instrument.recorder.pure.Core`."""
+
+    native = False
+
+    if TYPE_CHECKING:
+        on: bool
+        node_limit: int
+        node_count: int
+        ended_rows: int
+        ended_too_short: int
+        irregular: Any
+        remote_parent: Callable[[], RemoteParent | None] | None
+        begin_device: Callable[[Site | None, Any, int], Any] | None
+        watches_all: bool
+        passes: dict[Site, Any]
+
+        def open(self, site: Site, attributes: Any = None, state: int = 1, /) -> Any: ...
+        def close(
+            self,
+            frame: Any,
+            error: BaseException | str | None = None,
+            anywhere: bool = False,
+            attributes: dict[Any, Any] | None = None,
+            /,
+        ) -> None: ...
+        def begin_of(self, frame: Any, /) -> tuple[int, int, int]: ...
+        def rename(self, frame: Any, site: Site, /) -> None: ...
+        def rename_innermost(self, site: Site, /) -> None: ...
+        def site_of_open(self, frame: Any, /) -> Site | None: ...
+        def annotate(self, frame: Any, attributes: Mapping[Any, Any], /) -> None: ...
+        def annotate_innermost(self, attributes: Any = None, /, **more: Any) -> None: ...
+        def annotate_request(self, attributes: Any = None, /, **more: Any) -> None: ...
+        def record(self, site: Site, start_ns: int, attributes: Any, pair: Any = None, /) -> None: ...
+        def count(self, what: str, /) -> None: ...
+        def count_device(self, ring: Any, index: int, host_ns: int, device_ns: int, elapsed_ns: int, /) -> bool: ...
+        def rings(self) -> list[Any]: ...
+        def nodes_from(self, first: int, sites: list[Site], /) -> tuple[bytes, bytes]: ...
+        def open_rows(self) -> list[tuple[int, Row]]: ...
+        def current_id(self) -> int: ...
+        def current_trace(self) -> tuple[int, int, Any] | None: ...
+
+        tells_of_tasks: Callable[[], bool] | None
+
+        def publish(self) -> None: ...
+        def share(self, context: Context, again: bool, /) -> None: ...
+        def copy_context(self) -> Context: ...
+        def publish_to(self, context: Context, /) -> None: ...
+        def forget_current(self) -> None: ...
+        def start_ticks(self) -> bool: ...
+        def check_ticks(self, limit_ns: int, /) -> int | None: ...
+        def stop_ticks(self) -> None: ...
+        def now_ns(self) -> int: ...
+        def innermost_manual(self, name: str | None, /) -> Any: ...
+        def calls_by(self, groups: Any, count: int, /) -> list[int]: ...
+        def lines_by_place(self, places: Any, merged: bool, /) -> list[tuple[int, str, bytes]]: ...
+        def histogram_of(self, nodes: Any, thread_id: int | None, /) -> bytes: ...
+        def ended_totals(self) -> dict[int, Any]: ...
+        def ended_firsts(self) -> dict[int, tuple[int, int]]: ...
+        def make_function(self, function: Callable[..., Any], site: Site) -> Any: ...
+        def make_async_generator(self, function: Callable[..., Any], site: Site) -> Any: ...
+        def make_method(
+            self,
+            function: Callable[..., Any],
+            sites: dict[int, Site | None],
+            decide: Callable[[Any], Site | None],
+            is_traced: Callable[[], bool],
+            evaluate: Callable[[Any], Any] | None,
+        ) -> Any: ...
+        def new_pass(self) -> Any: ...
+        def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any: ...
+        def shelf(self, sample: float, spans_per_request: int) -> Any: ...
+        def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
+        def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]: ...
+        def _reset(self, ring_bytes: int | None, /) -> None: ...
+        def _forget_all(self) -> None: ...
+
+    def _begin(self) -> None:
+        self.scope_name_limit = SCOPE_NAME_LIMIT
+        self.open_scope_limit = OPEN_SCOPE_LIMIT
+        self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
+        self.trace_of: Callable[[int, int, Any], tuple[int, int, int]] | None = None
+        """Trace id, span id and flags by which others know a span, of what `current_trace` gives. None while off."""
+        self._renamed: dict[Site, dict[str, Site]] = {}  # by the place's own site
+        self._place_of: dict[Site, Site] = {}
+        self._manual_open = 0
+        self._paths = CallTree()
+        self._reading = RLock()
+        self._counters: dict[Site, Any] = {}  # what counts, or has counted, the calls of each muted site
+        self._mutable: dict[
+            Site, weakref.WeakSet[Any] | None
+        ] = {}  # with the functions that have a switch of their own
+        self.shapes: dict[Site, str] = {}
+        """How the probe of a site is made, as `measure_costs` names it; `scope` where it is not said."""
+        self._shapes_noted = 0
+        # How often a shape had been noted, how many nodes there were; the number of each one's shape, and their names.
+        self._shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]] = (0, 0, array("i"), ())
+
+    def __reduce__(self) -> str:
+        """By name: a wrapper that is copied into another process, closure and all, is that one's recorder's."""
+        return "RECORDER"
+
+    # ---------------------------------------------------------------- functions and scopes
+
+    def wrap(
+        self,
+        function: Function,
+        site: Site,
+        attributes: wrapping.Attributes | None = None,
+        passes: wrapping.Passes | None = None,
+        works: wrapping.Attributes | None = None,
+    ) -> Function:
+        """The function with a span around each call; see `instrument.recorder.wrapping`."""
+        return wrapping.wrap(self, function, site, attributes, passes, works)
+
+    def retire(self, function: Any) -> None:
+        """Let what `wrap` has made behave as the bare function from now on, whoever still holds it."""
+        functions = self._mutable.get(vars(function).get("__instrument__"))
+        if functions is not None:
+            functions.discard(function)
+        wrapping.retire(function)
+
+    def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
+        """The site of a scope's name, made on first sight with the place of the code that opened it."""
+        site = self._scope_sites.get((name, kind, device, phase))
+        if site is None:
+            if len(self._scope_sites) >= self.scope_name_limit:
+                self.count("scope names beyond the limit, counted together")
+                return OVERFLOW
+            module, qualname, file, line = _caller()
+            # setdefault, because two threads may be first: one site for each name, or the tally would split.
+            declared = (("phase", phase),) if phase else ()
+            site = self._scope_sites.setdefault(
+                (name, kind, device, phase), Site(name, kind, module, qualname, file, line, "", device, declared)
+            )
+            self.may_mute(site, shape="scope")
+        return site
+
+    def make_scope(
+        self,
+        name: str,
+        *,
+        kind: str | None = None,
+        device: bool = False,
+        attributes: Mapping[str, AttributeValue] | None = None,
+        phase: str | None = None,
+        stream: Any = None,
+    ) -> Scope:
+        """A scope by name. Raises `TargetError` for a name, kind, phase or stream that cannot be one."""
+        if not isinstance(name, str) or not name:
+            raise TargetError(f"a scope needs a name that says what it times; found {name!r}")
+        if phase is not None and (not isinstance(phase, str) or not phase):
+            raise TargetError(f"scope {name!r}: found phase {phase!r}; allowed: a name, such as {', '.join(PHASES)}")
+        if kind is None:
+            kind = "phase" if phase else "user"
+        elif kind not in KINDS:
+            raise TargetError(f"scope {name!r}: found kind {kind!r}; allowed: {', '.join(KINDS)}")
+        # A private copy of the attributes: the row keeps them, the caller may change its own.
+        own: dict[Any, Any] | None = dict(attributes) if attributes else None
+        if stream is not None:
+            own = {**(own or {}), STREAM: stream_handle(stream)}
+        return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), own)
+
+    # ---------------------------------------------------------------- what is known only later
+
+    def renamed_site(self, site: Site, name: str) -> Site:
+        """The site of a place under another name, the same each time.
+
+        Of names there are `NAMES_OF_PLACE` for a place, and as many in all as scopes have; beyond, it is the site that
+        the place has, counted.
+        """
+        place = self._place_of.get(site, site)
+        if name == place.name:
+            return place
+        known = self._renamed.setdefault(place, {})
+        found = known.get(name)
+        if found is None:
+            if len(known) >= NAMES_OF_PLACE or len(self._place_of) >= self.scope_name_limit:
+                self.count("span names beyond the limit of their place, counted under the name that it has")
+                return place
+            found = known.setdefault(name, replace(place, name=name))
+            self._place_of[found] = place
+            self.note_shape(found, self.shapes.get(place, "scope"))
+        return found
+
+    def place_of(self, site: Site) -> Site:
+        """The site that a place has of itself, of one that stands for it under another name."""
+        return self._place_of.get(site, site)
+
+    def rename_open(self, frame: Any, name: object) -> None:
+        """Give the span of a frame another name, or with None the innermost open one of this context. Never raises."""
+        site = self.site_of_open(frame)
+        known = annotation.name_of(name)
+        if site is None:
+            return
+        if known is None:
+            self._complain("span names that are no text", f"asked for a span's name, found {name!r:.60}; allowed: text")
+        elif site.kind == "step":
+            self._complain("steps not renamed", f"asked to rename {site.name}, found a step, which is counted by name")
+        elif frame is None:
+            self.rename_innermost(self.renamed_site(site, known))
+        else:
+            self.rename(frame, self.renamed_site(site, known))
+
+    def set_status_open(self, frame: Any, code: object, description: object, error_type: object) -> None:
+        """Say how the span of a frame ended, or with None the innermost open one of this context. Never raises."""
+        said = annotation.status_attributes(code, description, error_type)
+        if said is None:
+            self._complain("states that no span has", f"asked for status {code!r:.60}; allowed: ok, error")
+        elif frame is None:
+            self.annotate_innermost(said)
+        else:
+            self.annotate(frame, said)
+
+    def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
+        return annotation.checked(attributes, more, self._complain)
+
+    def _complain(self, what: str, words: str) -> None:
+        self.count(what)
+        FAULTS.note_of_rule("annotate", words)
+
+    def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
+        """Open a span that `end_manual` will close; None when too many are open.
+
+        Its site is never muted: `scope_end` would close another scope in place of one that did not begin.
+        """
+        if self._mutable.pop(site, self) is not self:
+            self.unmute(site)
+        if self._manual_open >= self.open_scope_limit:
+            self.count("scopes not begun because too many are open")
+            return None
+        frame = self.open(site, attributes, pure.MANUAL)
+        if frame is not None:  # None for want of memory, counted
+            self._manual_open += 1
+        return frame
+
+    def end_manual(self, frame: Any, error: BaseException | None = None) -> None:
+        """Close what `start_manual` opened. Nothing open is counted, not raised."""
+        if frame is None:
+            self.count("scope_end without an open scope")
+            return
+        self._manual_open -= 1
+        self.close(frame, error)
+
+    def note_shape(self, site: Site, shape: str) -> bool:
+        """Note how the probe of a site is made; False where there are too many sites to know each."""
+        if len(self.shapes) >= KNOWN_SITES and site not in self.shapes:
+            return False
+        self.shapes[site] = shape
+        self._shapes_noted += 1  # after it, so that whoever sees the same number twice has seen the shape
+        return True
+
+    def wrap_method(
+        self,
+        function: Function,
+        sites: dict[int, Site | None],
+        decide: Callable[[Any], Site | None],
+        is_traced: Callable[[], bool],
+        evaluate: Callable[[Any], Any] | None = None,
+    ) -> Function:
+        """A method with a span around the calls of those instances that have a site, at most 60 ns for the others.
+
+        `sites` tells by identity, None for an instance that is to pass. What is not there yet is asked of
+        `decide(instance)`, which enters its answer in `sites` where that is final, takes the entry out when the
+        instance goes, and raises nothing. `is_traced` tells whether the call is being compiled instead of run;
+        `evaluate` sets what evaluates Python's frames (None: Python) and returns what did, so that `decide` is run and
+        not compiled.
+        """
+        made = self.make_method(function, sites, decide, is_traced, evaluate)
+        functools.update_wrapper(made, function)
+        return made  # type: ignore[no-any-return]
+
+    # ---------------------------------------------------------------- muting
+
+    def may_mute(self, site: Site, function: Any = None, shape: str = "") -> None:
+        """Let the site be muted: that of a function that `wrap` has made, or of a probe that asks `passes` itself."""
+        if not self.note_shape(site, shape or ("method" if function is None else "call")):
+            return
+        functions = self._mutable.setdefault(site, None)
+        if function is None:
+            return
+        if functions is None:
+            functions = self._mutable[site] = weakref.WeakSet()
+        functions.add(function)
+        if site in self.passes:
+            wrapping.turn(function, self.passes[site])
+
+    @property
+    def muted(self) -> set[Site]:
+        """The sites that are muted now."""
+        return set(self.passes)
+
+    def can_mute(self, site: Site) -> bool:
+        """Whether `mute` would do anything, or has."""
+        return site in self._mutable
+
+    def mute(self, site: Site) -> bool:
+        """Let the calls of a site that begin from now on pass without a span, counted. False where it cannot be muted.
+
+        Calls that are open end as they began; the span of a generator ends when it next goes on.
+        """
+        if site not in self._mutable or site in self.passes:
+            return False
+        if site not in self._counters:
+            self._counters[site] = self.new_pass()
+        self.passes[site] = self._counters[site]
+        self._turn(site, self._counters[site])
+        return True
+
+    def unmute(self, site: Site) -> None:
+        """Record the site's calls again."""
+        self.passes.pop(site, None)
+        self._turn(site, None)
+
+    def _turn(self, site: Site, passing: Any) -> None:
+        """Tell the functions of a site that their calls pass, or that they are recorded again."""
+        for function in list(self._mutable.get(site) or ()):
+            wrapping.turn(function, passing or self)
+
+    def pass_muted(self, site: Site) -> bool:
+        """Whether a site is muted, whose call is counted then: for probes that ask at each call."""
+        passing = self.passes.get(site)
+        if passing is None:
+            return False
+        passing.count()
+        return True
+
+    def muted_calls(self) -> dict[Site, int]:
+        """How many calls of each site passed without a span."""
+        return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
+
+    def cut_spans(self) -> dict[Site, int]:
+        """How many spans of generators ended early, because their site was muted while they stood still."""
+        return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
+
+    def usage(self) -> Iterator[tuple[int, Site, int, int, int]]:
+        """Thread id, site, calls, total ns and steps of every call path that was recorded: for a look at the load.
+
+        The steps are those of generators after their first, also of such as go on.
+        """
+        for ring in self.rings():
+            cells = ring.usage()
+            site = self.paths().site
+            for index, calls, total_ns, steps in cells:
+                yield ring.thread_id, site(index), calls, total_ns, steps
+
+    def site_calls(self) -> dict[Site, int]:
+        """How often each site was called, on all threads together: what a report of the tally needs beside it."""
+        tree = self.paths()
+        site_of, count = tree.site_of, len(tree.sites)
+        return {site: calls for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False) if calls}
+
+    def shape_calls(self, lines: Lines | None = None) -> dict[str, int]:
+        """How often probes of each shape were called, as `measure_costs` names them; of some lines of this recorder, if
+        they are given, which takes a tenth of the time."""
+        of_nodes, names = self._shapes_by_node()
+        # A line may be of several nodes, whose probes need not have one shape; then the nodes are asked.
+        if lines is None or lines.tree is not self._paths or lines.tree.located().shared:
+            return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
+        return dict(zip(names, lines.sums(of_nodes, len(names)).column(CALLS), strict=False))
+
+    def _shapes_by_node(self) -> tuple[array[int], tuple[str, ...]]:
+        """Of each call path the number of its probe's shape, and the shapes."""
+        tree, noted = self.paths(), self._shapes_noted
+        if self._shapes_of_nodes[:2] != (noted, len(tree)):
+            site_of = tree.site_of
+            numbers, names = shaped(tree.sites, self.shapes, "scope", site_of)
+            self._shapes_of_nodes = noted, len(site_of), numbers, names
+        return self._shapes_of_nodes[2:]
+
+    # ---------------------------------------------------------------- reading
+
+    def paths(self) -> CallTree:
+        """The call paths as columns, kept up with the core's."""
+        with self._reading:
+            paths = self._paths
+            first = len(paths)
+            paths.extend(first, *self.nodes_from(first, paths.sites))
+            return paths
+
+    def learn_paths(self) -> None:
+        """Ask ahead what every report needs to know of new call paths, so that the first one need not: 0.3 us each.
+
+        That is done where they are an eighth more than those asked for, which are copied each time that any come.
+        """
+        _, asked, *_ = self._shapes_of_nodes
+        if self.node_count - asked > asked // 8:
+            tree = self.paths()
+            tree.located()
+            tree.facts()
+            self._shapes_by_node()
+
+    def _paths_with(self, row: Row) -> CallTree:
+        return self._paths if row[0] < len(self._paths) else self.paths()
+
+    def asks_for_device_time(self) -> bool:
+        """Whether a site that was called asks for device time."""
+        return any(self.paths().by_site(_asks_for_device_time))
+
+    def lines(self, *, merged: bool = False) -> Lines:
+        """All totals up to now as columns, by call path and thread, or of all threads `merged` into thread 0.
+
+        With the native core some 0.2 us for each call path, and for each thread that it ran on.
+        """
+        if _native is None or not self.native:
+            lines = Lines.of_tally(self.tally())
+            return lines.of_all_threads() if merged else lines
+        tree = self.paths()
+        threads: dict[int, str] = {}
+        books: dict[int, list[Numbers]] = {}
+        for thread_id, name, packed in self.lines_by_place(tree.located().places, merged):
+            if packed:
+                threads.setdefault(thread_id, name)
+                books.setdefault(thread_id, []).append(memoryview(packed).cast("q"))
+        return Lines(tree, threads, books, self._histogram)
+
+    def _histogram(self, nodes: Iterable[int], thread_id: int | None) -> dict[int, int]:
+        """The histogram of places on a thread of theirs, or of all."""
+        return unpacked(self.histogram_of(self._paths.nodes(nodes), thread_id))
+
+    def tally(self) -> Tally:
+        """A copy of all totals up to now, by call path and thread: 3 us for each pair of both."""
+        tally = Tally()
+        books = [(ring.thread_id, ring.name, ring.copied_totals()) for ring in self.rings()]
+        books.append((0, "(ended threads)", self.ended_totals()))
+        tree = self.paths()
+        site_of, parents, places, _ = tree.located()
+        paths: dict[int, tuple[Site, ...]] = {NOT_BELOW: ()}
+        lines: dict[int, dict[int, Totals]] = {}
+        for thread_id, name, book in books:
+            if not book:
+                continue
+            tally.threads.setdefault(thread_id, name)
+            of_thread = lines.setdefault(thread_id, {})
+            for _, index, totals in sorted((totals.first_ns, index, totals) for index, totals in _as_totals(book)):
+                place = places[index]
+                known = of_thread.get(place)
+                if known is not None:
+                    known.merge(totals)
+                    continue
+                of_thread[place] = totals
+                missing, above = [], place
+                while above not in paths:
+                    missing.append(above)
+                    above = parents[above]
+                path = paths[above]
+                for node in reversed(missing):
+                    path = paths[node] = (*path, tree.sites[site_of[node]])
+                tally.append(path, thread_id, totals)
+        return tally
+
+    def firsts(self) -> dict[Site, tuple[int, int]]:
+        """When the first call of each site began that has ended, and how long it took on the host, in ns."""
+        site_of = self.paths().site
+        found: dict[Site, tuple[int, int]] = {}
+        for index, first in self.firsts_by_node().items():
+            site = site_of(index)
+            found[site] = min(first, found.get(site, first))
+        return found
+
+    def firsts_by_node(self) -> dict[int, tuple[int, int]]:
+        """The same of each call node of `paths`."""
+        found: dict[int, tuple[int, int]] = {}
+        for book in [*(ring.firsts() for ring in self.rings()), self.ended_firsts()]:
+            for index, first in book.items():
+                found[index] = min(first, found.get(index, first))
+        return found
+
+    def span(self, row: Row, thread_id: int) -> Span:
+        """The span that a row stands for."""
+        return span_of(row, self.site_of(row), thread_id)
+
+    def site_of(self, row: Row) -> Site:
+        """The site of a row."""
+        return self._paths_with(row).site(row[0])
+
+    def spans(self, start_ns: int = 0, end_ns: int | None = None) -> list[Span]:
+        """The spans that the rings still hold and that lie in or reach into the window, open ones clipped at its end.
+
+        Unordered. Spans that began before the window are clipped at its start.
+        """
+        taken = self.take(start_ns)
+        return self.spans_of(taken, start_ns, time.monotonic_ns() if end_ns is None else end_ns)
+
+    def take(self, start_ns: int = 0) -> Taken:
+        """The rows that spans from that time on are made of: 0.3 us a row, where the spans are made later.
+
+        They stay what they are when newer ones overwrite them in the rings.
+        """
+        open_rows = self.open_rows()
+        rings = [(ring.thread_id, ring.newest(ring.first_after(start_ns))[0]) for ring in self.rings()]
+        return Taken(rings, open_rows, self.paths())
+
+    def spans_of(self, taken: Taken, start_ns: int, end_ns: int) -> list[Span]:
+        """As `spans`, of rows that were taken from that start on; on any thread, at any later time."""
+        tree = taken.tree
+        return taken.spans(list(map(tree.sites.__getitem__, tree.site_of)), start_ns, end_ns)
+
+    def held(self, start_ns: int, leave_out: Collection[int]) -> Held:
+        """What spans the rings hold that ended after a time, and those that are open now, without making them.
+
+        Those of the threads to `leave_out` are not told of, but open ones. With the native core as much as it takes to
+        look at each row of a site that asks for device time, 5 ns; other rows are not looked at.
+        """
+        tree, marks = self.paths(), b""
+        if self.asks_for_device_time():
+            marks = bytes(map(tree.by_site(_asks_for_device_time).__getitem__, tree.site_of))
+        now_ns, open_rows = self.now_ns(), self.open_rows()
+        spans, oldest, asking = 0, dict[int, int](), array("Q")
+        still_open = {row[1]: (thread_id, row[0]) for thread_id, row in open_rows}
+        for ring in self.rings():
+            if ring.thread_id in leave_out:
+                continue
+            count, first_end_ns, ids = ring.held(start_ns, marks)
+            for row in ring.newest(ring.first_after(now_ns))[0] if still_open else ():
+                still_open.pop(row[1], None)  # one that has ended since is there already
+            if count:
+                oldest[ring.thread_id] = min(first_end_ns, oldest.get(ring.thread_id, first_end_ns))
+            spans += count
+            asking.frombytes(ids)
+        for span_id, (thread_id, node) in still_open.items():
+            oldest.setdefault(thread_id, now_ns)
+            if self.paths().site(node).device:
+                asking.append(span_id)
+        return Held(spans + len(still_open), oldest, asking)
+
+    def cursor(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]] | None = None) -> Cursor:
+        """A reader that sees every row from now on once, as long as it comes before the ring wraps.
+
+        `read_on` reads a ring from a row number on: all of its rows where it is left out.
+        """
+        return Cursor(self.rings, lambda: self.ended_rows, read_on or (lambda ring, since: ring.newest(since)))
+
+    def threads(self) -> dict[int, str]:
+        """Native thread ids and names of the threads that recorded and whose rows are still held."""
+        return {ring.thread_id: ring.name for ring in self.rings()}
+
+    def losses(self) -> Mapping[str, int]:
+        """What timelines cannot show, by reason. The tally has counted all of it."""
+        overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
+        losses = {"spans overwritten by newer ones": overwritten, "spans shorter than their rule asks": self._too_short}
+        return {reason: count for reason, count in losses.items() if count}
+
+    def counts(self) -> Mapping[str, int]:
+        """Irregular events, by what happened."""
+        return dict(self.irregular)
+
+    @property
+    def calls(self) -> int:
+        """Spans finished since the start, cheap to read."""
+        total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
+        return total + self._too_short if self.native else total
+
+    @property
+    def _too_short(self) -> int:
+        total: int = sum(ring.too_short for ring in self.rings()) + self.ended_too_short
+        return total
+
+    # ---------------------------------------------------------------- life
+
+    def reset(self, ring_bytes: int | None = None) -> None:
+        """Forget every row, total, call path and name of a scope, so that a session has room for its own.
+
+        A span that is open now will be counted at its path when it ends.
+        """
+        with self._reading:
+            self._reset(ring_bytes)
+            self._paths = CallTree()
+            self._shapes_of_nodes = (0, 0, array("i"), ())
+        self._renamed.clear()
+        self._place_of.clear()
+        self._manual_open = 0
+        for site in self.muted:
+            self.unmute(site)
+        self._counters.clear()
+        self._scope_sites.clear()
+
+    def after_fork_in_child(self) -> None:
+        """Start clean in a forked child: own rings, no parents from before the fork."""
+        self._reading = RLock()
+        self.reset()
+        self._forget_all()
+
+
+class PureRecorder(_Recording, pure.Core):
+    """The recorder in Python alone. `ring_bytes` bounds the memory of all rings together.
+
+    `on` may be switched at any time: spans that are open are finished, no new one begins. Threads need no set-up.
+    """
+
+    def __init__(self, ring_bytes: int = 64 << 20) -> None:
+        pure.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, pure.task_readers, _thread_name)
+        self._begin()
+
+    def make_function(self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None) -> Any:
+        return pure.make_function(self, function, site, works)
+
+    def make_async_generator(
+        self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
+    ) -> Any:
+        return wrapping.async_generator(self, function, site, works)
+
+    def make_method(
+        self,
+        function: Callable[..., Any],
+        sites: dict[int, Site | None],
+        decide: Callable[[Any], Site | None],
+        is_traced: Callable[[], bool],
+        evaluate: Callable[[Any], Any] | None,
+    ) -> Any:
+        return pure.make_method(self, function, sites, decide, is_traced)
+
+    def new_pass(self) -> Any:
+        return pure.Pass(self)
+
+    def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any:
+        return pure.Stretch(self, site, attributes)
+
+    def shelf(self, sample: float, spans_per_request: int) -> Any:
+        return Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
+
+    def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
+        return PureScope(self, site, attributes)
+
+    def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
+        """Makes a context manager around each span of the site."""
+        return functools.partial(pure.Scope, self, site, attributes)
+
+    scope = _Recording.make_scope
+
+
+class Scope:
+    """A span around a block: `with scope("x"):` or `async with scope("x"):`. One use at a time.
+
+    Made by `instrument.scope`. `start` and `end` are for handlers that cannot use `with`.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        _recorder: Any
+        _site: Site
+        _attributes: dict[Any, Any] | None
+        _frame: Any
+
+        def __enter__(self) -> Any: ...
+        def __exit__(self, kind: Any, error: BaseException | None, traceback: Any, /) -> None: ...
+        def annotate(self, attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
+            """Set attributes of the span; see `instrument.annotate`."""
+
+    async def __aenter__(self) -> Scope:
+        self.__enter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)
+
+    def rename(self, name: str) -> None:
+        """Give the span another name, from a small set; see `instrument.rename_span`."""
+        if self._frame is not None:
+            self._recorder.rename_open(self._frame, name)
+
+    def set_status(self, code: str, description: str | None = None, *, error_type: str | None = None) -> None:
+        """Say whether what the span times succeeded; see `instrument.set_status`."""
+        if self._frame is not None:
+            self._recorder.set_status_open(self._frame, code, description, error_type)
+
+    def start(self) -> Scope:
+        """Begin; `end` closes."""
+        # A scope without a site stands for one that there was no memory for.
+        if self._frame is None and self._site is not None and self._recorder.on:
+            self._frame = self._recorder.start_manual(self._site, self._attributes)
+        return self
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Close what `start` opened, from any place; a scope that never began (switched off) is nothing."""
+        frame, self._frame = self._frame, None
+        if frame is not None:
+            self._recorder.end_manual(frame, error)
+
+
+class PureScope(Scope, pure.Scope):
+    __slots__ = ()
+
+
+if TYPE_CHECKING or _native is None:
+    Recorder = PureRecorder
+else:
+
+    class Recorder(_Recording, _native.Core):
+        """The recorder with its hot path in C; otherwise as `PureRecorder`."""
+
+        native = True
+
+        def __init__(self, ring_bytes: int = 64 << 20) -> None:
+            _native.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, pure.task_readers, _thread_name)
+            self.answers = ANSWERS
+            self._begin()
+            self.scope_type = NativeScope
+
+        def make_function(
+            self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
+        ) -> Any:
+            return _native.Function(self, function, site, works=works)
+
+        def make_async_generator(
+            self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
+        ) -> Any:
+            return _native.Function(self, function, site, makes_async_generators=True, works=works)
+
+        def make_method(
+            self,
+            function: Callable[..., Any],
+            sites: dict[int, Site | None],
+            decide: Callable[[Any], Site | None],
+            is_traced: Callable[[], bool],
+            evaluate: Callable[[Any], Any] | None,
+        ) -> Any:
+            # What compiles a model takes the code of what a native function wraps, and never meets the probe.
+            return _native.Function(self, function, None, sites, decide, evaluate)
+
+        def new_pass(self) -> Any:
+            return _native.Pass(self)
+
+        def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any:
+            return _native.Stretch(self, site, attributes)
+
+        def shelf(self, sample: float, spans_per_request: int) -> Any:
+            return _native.Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
+
+        def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
+            if attributes is None:
+                return functools.partial(self.new_span, site)
+            return functools.partial(NativeScope, self, site, attributes)
+
+        def new_scope(self, site: Site, attributes: dict[Any, Any] | None = None) -> Scope:
+            if site.kind == "user" and not (site.device or site.attributes) and site is not OVERFLOW:
+                self.user_sites[site.name] = NativeScope(self, site) if site in self.passes else site
+            return NativeScope(self, site, attributes)
+
+        def _turn(self, site: Site, passing: Any) -> None:
+            """A scope that is muted is one object, as long as nobody keeps it: to make one costs more than to pass."""
+            super()._turn(site, passing)
+            known = self.user_sites.get(site.name)
+            if passing is not None and known is site:
+                self.user_sites[site.name] = NativeScope(self, site)
+            elif passing is None and known is not site and isinstance(known, NativeScope) and known._site is site:
+                self.user_sites[site.name] = site
+
+    class NativeScope(Scope, _native.Scope):
+        __slots__ = ()
+
+
+def stream_handle(stream: Any) -> int:
+    """The handle of a stream: an address, or an object of torch, cupy, numba, cuda.core or cuda-python.
+
+    Raises `TargetError` for what is none of these.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if callable(protocol):
+        _, handle = protocol()
+        return int(handle)
+    for attribute in ("cuda_stream", "ptr", "handle"):  # torch, cupy and numba before they had the protocol
+        handle = getattr(stream, attribute, None)
+        handle = getattr(handle, "value", handle)
+        if isinstance(handle, int):
+            return handle
+    raise TargetError(
+        f"stream= takes a CUDA stream: an object with __cuda_stream__ or the address as an int; found {stream!r}"
+    )
+
+
+_awaited: Callable[[], object] | None = None
+
+
+def await_first_span(action: Callable[[], object] | None) -> None:
+    """Have an action called once, by the next thread that records its first span; None for none.
+
+    It runs within the service's own call, which may hold any lock: it is to be short and to wait for nothing.
+    """
+    global _awaited
+    _awaited = action
+
+
+def _thread_name() -> str:
+    global _awaited
+    action, _awaited = _awaited, None
+    if action is not None:
+        try:
+            action()
+        except Exception as fault:  # such as a thread that cannot begin
+            FAULTS.note("first span", fault)
+    ours = current_name()
+    if ours is not None:
+        return ours
+    # Not current_thread(), which leaves a dummy behind for threads that Python did not start.
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    native_id = threading.get_native_id()
+    if thread is None and native_id == os.getpid():
+        thread = threading.main_thread()  # a greenlet of it
+    return thread.name if thread is not None else f"thread {native_id}"
+
+
+def _asks_for_device_time(site: Site) -> bool:
+    return site.device
+
+
+def _as_totals(book: dict[int, Any]) -> Iterator[tuple[int, Totals]]:
+    """A book's totals by the number of their node. The native core gives tuples."""
+    for index, cell in book.items():
+        yield index, cell if isinstance(cell, Totals) else Totals.of_core(cell)
+
+
+def _caller() -> tuple[str, str, str, int]:
+    """Module, qualified name, file and line of the nearest frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "instrument":
+        frame = frame.f_back
+    code = frame.f_code
+    qualname = getattr(code, "co_qualname", code.co_name)
+    return frame.f_globals.get("__name__", ""), qualname, code.co_filename, frame.f_lineno
+
+
+RECORDER = Recorder()
+"""The recorder of this process."""

@@ -1,0 +1,134 @@
+"""Metrics as the process reads them, whichever way they leave it: totals since the session's start.
+
+A duration is told as a distribution: exact count and sum, and the tally's buckets, whose middle is at most 1/128
+(0.78 %) away from any value in them. What an exporter makes of the buckets, it makes of their middles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from instrument.recording.tally import bucket, bucket_start
+
+Value = str | int | bool
+Labels = tuple[tuple[str, Value], ...]
+"""The attributes of a series, by OpenTelemetry's names."""
+
+COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
+
+
+@dataclass(slots=True)
+class Distribution:
+    """Durations in ns, by the tally's bucket. `least_ns` and `most_ns` mean nothing where `count` is 0."""
+
+    count: int = 0
+    sum_ns: int = 0
+    least_ns: int = 0
+    most_ns: int = 0
+    buckets: dict[int, int] = field(default_factory=dict)
+
+    def add(self, value_ns: int) -> None:
+        """Count one duration."""
+        self.least_ns = min(self.least_ns, value_ns) if self.count else value_ns
+        self.most_ns = max(self.most_ns, value_ns)
+        self.count += 1
+        self.sum_ns += value_ns
+        index = bucket(value_ns)
+        self.buckets[index] = self.buckets.get(index, 0) + 1
+
+    def add_buckets(self, more: Mapping[int, int]) -> None:
+        """Count durations of which only the buckets are known, each as the lowest value of its own."""
+        for index, count in more.items():
+            start_ns = bucket_start(index)
+            self.least_ns = min(self.least_ns, start_ns) if self.count else start_ns
+            self.most_ns = max(self.most_ns, start_ns)
+            self.count += count
+            self.sum_ns += count * start_ns
+            self.buckets[index] = self.buckets.get(index, 0) + count
+
+    def grow(self, now: Distribution) -> None:
+        """Become what the same distribution is now, without taking back any call that was counted before.
+
+        A call whose device time has come since has another bucket now; it stays in that in which it was counted.
+        """
+        left = now.count - self.count
+        for index, count in now.buckets.items():
+            more = min(count - self.buckets.get(index, 0), left)
+            if more > 0:
+                left -= more
+                self.count += more
+                self.buckets[index] = self.buckets.get(index, 0) + more
+        self.sum_ns = max(self.sum_ns, now.sum_ns)
+        self.least_ns, self.most_ns = now.least_ns, now.most_ns
+
+    def copy(self) -> Distribution:
+        """One of the caller's own."""
+        return Distribution(self.count, self.sum_ns, self.least_ns, self.most_ns, dict(self.buckets))
+
+    def since(self, before: Distribution) -> Distribution:
+        """What has been counted since it was as `before`. Its least and its most are not known."""
+        more = {index: count - before.buckets.get(index, 0) for index, count in self.buckets.items()}
+        return Distribution(
+            self.count - before.count,
+            self.sum_ns - before.sum_ns,
+            buckets={index: count for index, count in more.items() if count},
+        )
+
+
+EXEMPLARS = 8
+"""As many as a series has at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exemplar:
+    """A call that a series counts and whose trace is kept: how long it took, when it ended, and when it was kept."""
+
+    value_ns: int
+    at_ns: int
+    kept_ns: int
+    trace_id: int
+    span_id: int
+
+
+class Exemplars:
+    """Those of one series: the newest of each power of two of ns, of which the longest stay."""
+
+    __slots__ = ("_newest",)
+
+    def __init__(self) -> None:
+        self._newest: dict[int, Exemplar] = {}
+
+    def add(self, one: Exemplar) -> None:
+        """Take in another one."""
+        self._newest[one.value_ns.bit_length()] = one
+        if len(self._newest) > EXEMPLARS:
+            del self._newest[min(self._newest)]
+
+    def all(self) -> tuple[Exemplar, ...]:
+        """What is held, the shortest first."""
+        return tuple(self._newest[length] for length in sorted(self._newest))
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric and the value of each of its series. `kind` is `counter`, `updown`, `gauge` or `histogram`.
+
+    Values of a histogram are distributions, whose unit is s, and may have exemplars.
+    """
+
+    name: str
+    unit: str
+    kind: str
+    description: str
+    series: Mapping[Labels, float | Distribution]
+    exemplars: Mapping[Labels, tuple[Exemplar, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Metrics as they were at a moment, in ns of the monotonic clock, with what they count from."""
+
+    start_ns: int
+    at_ns: int
+    metrics: tuple[Metric, ...]

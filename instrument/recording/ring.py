@@ -1,0 +1,400 @@
+"""The rings: each thread's newest rows, and the totals of all that it ever recorded, in bounded memory.
+
+A finished span is a *row*, a tuple of (all but the last two) integers, immutable and so never torn:
+
+    0 node index   1 span id   2 parent id   3 root id   4 task   5 start ns   6 end ns   7 time of the children ns
+    8 active ns, or -1 where that is the total   9 name of the exception or None   10 attributes or None
+
+Only its own thread writes to a ring. Totals are brought up to date from the rows in blocks, by the thread that fills a
+block or by whoever reads first, so that their cost is paid in tight loops instead of once a call.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container
+from typing import Any
+
+from instrument.recording.tally import Node, Totals, bucket, bucket_start
+from instrument.runtime.unpatched import RLock, local
+
+Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
+
+REQUEST_BIT = 1
+"""Set in the id of a request that is a root, and in no other: a root id tells whether it is a request's."""
+
+First = tuple[int, int]
+"""When a first call began, and how long it took on the host."""
+
+Waiting = tuple[int, First, list[int], list[Row], Any]
+"""Calls that are taken from the ring and not yet counted: node index, the first of all, durations, the rows that have
+more to say (children, a time of their own, an error, attributes), and the `Waiting` of the next node or None."""
+
+ROW_BYTES = 340
+"""Memory of one row with its integers, at most, measured with tracemalloc on CPython 3.11."""
+
+SMALLEST_RING = 64
+FOLD_ROWS = 4096
+ENDED_RINGS_KEPT = 1000
+
+
+class Ring:
+    """The newest rows of one thread, and the totals of all of them by node index."""
+
+    __slots__ = (
+        "capacity", "ended", "first_calls", "fold_mask", "folded", "head", "lock", "mask", "name", "nodes", "rows",
+        "steps", "thread_id", "too_short", "top", "totals", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, capacity: int, thread_id: int, name: str, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        self.capacity = capacity
+        self.mask = capacity - 1
+        self.fold_mask = min(capacity // 2, FOLD_ROWS) - 1
+        self.rows: list[Any] = [None] * capacity
+        self.head = 0
+        self.folded = 0
+        self.top: Any = None
+        self.totals: dict[int, Totals] = {}
+        self.first_calls: dict[int, First] = {}
+        self.waiting: Waiting | None = None
+        self.too_short = 0
+        self.steps: dict[int, int] = {}
+        self.thread_id = thread_id
+        self.name = name
+        self.ended = False
+        self.lock = RLock()
+
+    def newest(self, since: int) -> tuple[list[Row], int, int]:
+        """Rows from number `since` on, the number after the last of them, and how many were overwritten before.
+
+        Rows that are too short for their site are left out: they lie here for the totals alone. Safe while the owner
+        writes: rows that were overwritten while being copied are left out and counted.
+        """
+        head = self.head
+        copy = self.rows[:]
+        first = min(max(since, self.head - self.capacity), head)
+        rows = [copy[i & self.mask] for i in range(first, head)]
+        nodes = self.nodes
+        known = len(nodes)  # of a row that another thread's reset came in between no node is known here
+        kept = [row for row in rows if row[0] >= known or not is_too_short(row, nodes[row[0]].site.min_ns)]
+        return kept, head, first - since
+
+    def held(self, after_ns: int, marks: bytes) -> tuple[int, int, bytes]:
+        """Of the rows that ended after a time: how many, the end of the first, ids of those whose nodes are marked."""
+        rows = self.newest(self.first_after(after_ns))[0]
+        ids = array("Q", [row[1] for row in rows if row[0] < len(marks) and marks[row[0]]])
+        return len(rows), rows[0][6] if rows else 0, ids.tobytes()
+
+    def shrink(self) -> None:
+        """A thread that has ended needs no room beyond the rows that it wrote."""
+        with self.lock:
+            while self.capacity > SMALLEST_RING and self.capacity // 2 >= self.head:
+                self.capacity //= 2
+            self.mask = self.capacity - 1
+            del self.rows[self.capacity :]
+
+    def first_after(self, after_ns: int) -> int:
+        """The number of the first row that ended after a time: a ring's rows lie in the order of their ends."""
+        low, high = max(self.head - self.capacity, 0), self.head
+        while low < high:
+            middle = (low + high) // 2
+            if self.rows[middle & self.mask][6] > after_ns:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def fold(self, nodes: list[Node]) -> None:
+        """Bring the totals up to the head.
+
+        The owner does not wait for a reader that folds already, unless unread rows would be overwritten. A signal
+        handler may raise in here after any call, or fold itself: each part of the work is prepared aside, and taken
+        over without a call in between if nobody else has done it.
+        """
+        if not self.lock.acquire(blocking=self.head - self.folded > self.capacity - self.fold_mask):
+            return
+        try:
+            try:
+                self._fold(nodes)
+            except BaseException:
+                self._fold(nodes)  # or the ring might be full before the next time
+                raise
+        finally:
+            self.lock.release()
+
+    def _fold(self, nodes: list[Node]) -> None:
+        self._count_waiting(nodes)
+        first, last = self.folded, self.head
+        if first == last:
+            return
+        begin, end = first & self.mask, last & self.mask
+        block = self.rows[begin:end] if begin < end else self.rows[begin:] + self.rows[:end]
+        waiting = _grouped(block, self.totals)
+        if self.folded == first and self.waiting is None:
+            self.waiting = waiting
+            self.folded = last
+        self._count_waiting(nodes)
+
+    def _count_waiting(self, nodes: list[Node]) -> None:
+        while (waiting := self.waiting) is not None:
+            index, first, durations, rarer, rest = waiting
+            if index >= len(nodes):  # of a call that began just as another thread reset
+                index = 0
+            calls, total_ns = len(durations), sum(durations)
+            low, high = min(durations), max(durations)
+            self_total_ns = total_ns + sum([self_ns(row) - row[6] + row[5] for row in rarer])
+            errors = sum([row[9] is not None for row in rarer])
+            moved_bytes = 0
+            if rarer and nodes[index].site.kind == "copy":
+                sizes = [row[10].get("bytes") for row in rarer if row[10]]
+                # A scope of this kind may carry anything there: what is no size counts for nothing.
+                moved_bytes = sum([size for size in sizes if isinstance(size, int) and 0 <= size < 1 << 64])
+            is_inner = nodes[index].inner is nodes[index]
+            min_ns = nodes[index].site.min_ns
+            too_short = 0
+            if min_ns:
+                too_short = sum([duration < min_ns for duration in durations])
+                too_short -= sum([row[6] - row[5] < min_ns and not is_too_short(row, min_ns) for row in rarer])
+            totals = self.totals.get(index) or Totals(first_ns=first[0], min_ns=low)
+            histogram = Counter(totals.histogram)
+            # The buckets of `tally.bucket`, written out because a call each would double the cost.
+            histogram.update([d if d < 128 else ((e := d.bit_length() - 7) << 6) + (d >> e) for d in durations])
+            if self.waiting is waiting:
+                self.waiting = rest
+                self.totals[index] = totals
+                if index not in self.first_calls:
+                    self.first_calls[index] = first
+                self.too_short += too_short
+                totals.calls += calls
+                totals.errors += errors
+                if not is_inner:
+                    totals.total_ns += total_ns
+                    totals.elapsed_ns += total_ns
+                totals.self_ns += self_total_ns
+                totals.moved_bytes += moved_bytes
+                totals.histogram = histogram
+                if low < totals.min_ns:
+                    totals.min_ns = low
+                if high > totals.max_ns:
+                    totals.max_ns = high
+
+    def usage(self) -> list[tuple[int, int, int, int]]:
+        """Node index, calls, total ns and steps of each call path: those of generators, also of such as go on."""
+        with self.lock:
+            self.fold(self.nodes)
+            steps = self.steps.copy()
+            used = [(index, one.calls, one.total_ns, steps.pop(index, 0)) for index, one in self.totals.items()]
+            return used + [(index, 0, 0, count) for index, count in steps.items()]
+
+    def count_device(self, index: int, host_ns: int, device_ns: int, elapsed_ns: int) -> bool:
+        """Add the device time of a call that was counted as long as its host time; False where no such call was.
+
+        The least elapsed time is exact as long as it was another call's; else it is where the lowest bucket begins.
+        """
+        with self.lock:
+            self.fold(self.nodes)
+            totals = self.totals.get(index)
+            if totals is None or device_ns < 0 or not 0 <= host_ns <= elapsed_ns:
+                return False
+            histogram, before = totals.histogram, bucket(host_ns)
+            if not histogram.get(before):
+                return False
+            totals.device_ns += device_ns
+            if elapsed_ns > host_ns:
+                totals.elapsed_ns += elapsed_ns - host_ns
+                histogram[bucket(elapsed_ns)] = histogram.get(bucket(elapsed_ns), 0) + 1
+                histogram[before] -= 1
+                if not histogram[before]:
+                    del histogram[before]
+                totals.max_ns = max(totals.max_ns, elapsed_ns)
+                if bucket(totals.min_ns) == before:
+                    totals.min_ns = max(bucket_start(min(histogram)), totals.min_ns)
+            return True
+
+    def copied_totals(self) -> dict[int, Totals]:
+        """The totals up to now, for another thread to keep."""
+        with self.lock:
+            self.fold(self.nodes)
+            return {index: totals.copy() for index, totals in self.totals.items()}
+
+    def firsts(self) -> dict[int, First]:
+        """The first call of each call path."""
+        with self.lock:
+            self.fold(self.nodes)
+            return dict(self.first_calls)
+
+
+def is_request_root(row: Row) -> bool:
+    """Whether a row is of a request that is the root of its tree."""
+    return row[1] == row[3] and bool(row[3] & REQUEST_BIT)
+
+
+def is_too_short(row: Row, min_ns: int) -> bool:
+    """Whether a row's span is counted and not kept: shorter than its site wants, without children or error."""
+    return row[6] - row[5] < min_ns and not row[7] and row[9] is None
+
+
+def self_ns(row: Row) -> int:
+    """Time of a row outside its children, never negative."""
+    own = (row[6] - row[5] if row[8] < 0 else row[8]) - row[7]
+    return own if own > 0 else 0  # noqa: FURB136 - `max` costs as much as all the rest
+
+
+def _grouped(block: list[Row], known: Container[int]) -> Waiting | None:
+    """A block's rows by node: one pass, in which most rows give their duration and nothing else."""
+    durations: defaultdict[int, list[int]] = defaultdict(list)
+    rarer: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in block:
+        durations[row[0]].append(row[6] - row[5])
+        if row[7] or row[8] >= 0 or row[9] is not None or row[10] is not None:
+            rarer[row[0]].append(row)
+    never = (0, 0)
+    firsts = {index: (block[-1][6], 0) for index in durations if index not in known}
+    if firsts:
+        for row in block:
+            if row[5] < firsts.get(row[0], never)[0]:
+                firsts[row[0]] = (row[5], row[6] - row[5])
+    waiting: Waiting | None = None
+    for index, of_node in durations.items():
+        waiting = (index, firsts.get(index, never), of_node, rarer.get(index, []), waiting)
+    return waiting
+
+
+class _Mark:
+    """Lives in a thread's locals; its end is the thread's end."""
+
+    ring: Ring | None = None  # a signal handler may raise before `__init__` has set it
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+
+    def __del__(self) -> None:
+        if self.ring is not None:
+            self.ring.ended = True
+
+
+class _Local(local):
+    ring: Ring
+    mark: _Mark
+
+
+class Rings:
+    """The rings of one process: one for each thread that records, all together within a budget of rows.
+
+    Threads that have ended keep their rows until there are too many of them or the room is needed; their totals stay.
+    """
+
+    def __init__(self, ring_bytes: int, nodes: list[Node], thread_name: Callable[[], str]) -> None:
+        self.local = _Local()
+        self.ended_totals: dict[int, Totals] = {}
+        self.ended_firsts: dict[int, First] = {}
+        self.ended_rows = 0
+        self.ended_too_short = 0
+        self._budget = max(ring_bytes // ROW_BYTES, SMALLEST_RING)
+        self._nodes = nodes
+        self._thread_name = thread_name
+        self._lock = RLock()
+        self._rings: list[Ring] = []
+
+    def new(self) -> Ring:
+        """Make the calling thread's ring.
+
+        A quarter of what is left each time: the first threads get long rings, and there is always some left.
+        """
+        thread_id = threading.get_native_id()
+        name = self._thread_name()
+        with self._lock:
+            self._retire()
+            quarter = max(self._free() // 4, SMALLEST_RING)
+            ring = Ring(1 << (quarter.bit_length() - 1), thread_id, name, self._nodes)
+            mark = _Mark(ring)  # first of all: where a signal handler raises before it is kept, the ring has ended
+            self._rings.append(ring)
+        self.local.mark = mark
+        self.local.ring = ring
+        return ring
+
+    def _free(self) -> int:
+        return self._budget - sum(ring.capacity for ring in self._rings)
+
+    def _retire(self) -> None:
+        """Give up the rings of threads that have ended, oldest first, until there is room and few enough are left.
+
+        Their totals are taken over.
+        """
+        ended = [ring for ring in self._rings if ring.ended]
+        for ring in ended:
+            ring.shrink()
+        while ended and (len(ended) > ENDED_RINGS_KEPT or self._free() < self._budget // 32):
+            ring = ended.pop(0)
+            for index, totals in ring.copied_totals().items():
+                self.ended_totals.setdefault(index, Totals()).merge(totals)
+            for index, first in ring.firsts().items():
+                self.ended_firsts[index] = min(first, self.ended_firsts.get(index, first))
+            self.ended_rows += ring.head
+            self.ended_too_short += ring.too_short
+            self._rings.remove(ring)
+
+    def all(self) -> list[Ring]:
+        """The rings in the order in which their threads first recorded."""
+        with self._lock:
+            return list(self._rings)
+
+    def unlocked(self) -> list[Ring]:
+        """As `all`, also where the lock is held for ever."""
+        return list(self._rings)
+
+    def copied_ended_totals(self) -> dict[int, Totals]:
+        """The totals of the threads whose rings were given up."""
+        with self._lock:
+            return {index: totals.copy() for index, totals in self.ended_totals.items()}
+
+    def copied_ended_firsts(self) -> dict[int, First]:
+        """Their first calls."""
+        with self._lock:
+            return dict(self.ended_firsts)
+
+
+class Cursor:
+    """One reader's place in every ring: each row is read once, and what came too late to be read is counted.
+
+    `rings` tells the rings there are now, `ended_rows` how many rows went with rings that were given up. `read_on`
+    reads a ring from a row number on, as `Ring.newest` does; it may leave rows out.
+    """
+
+    def __init__(
+        self,
+        rings: Callable[[], list[Any]],
+        ended_rows: Callable[[], int],
+        read_on: Callable[[Any, int], tuple[list[Row], int, int]],
+    ) -> None:
+        self._rings = rings
+        self._ended_rows = ended_rows
+        self._read_on = read_on
+        self._places: dict[int, tuple[Any, int]] = {id(ring): (ring, ring.head) for ring in rings()}
+        self._written = ended_rows() + sum(head for _, head in self._places.values())
+        self._seen = self._written
+
+    @property
+    def lost(self) -> int:
+        """Rows that were overwritten, or went with their ring, before they were read."""
+        return self._written - self._seen
+
+    def read(self) -> list[tuple[int, list[Row]]]:
+        """The rows since the last read, with the native id of their thread, in order within each thread."""
+        batches: list[tuple[int, list[Row]]] = []
+        places: dict[int, tuple[Any, int]] = {}
+        written = self._ended_rows()  # first: a ring given up in between is counted the next time
+        for ring in self._rings():
+            since = self._places.get(id(ring), (ring, 0))[1]
+            rows, head, missed = self._read_on(ring, since)
+            places[id(ring)] = (ring, head)
+            written += head
+            self._seen += head - since - missed
+            if rows:
+                batches.append((ring.thread_id, rows))
+        self._places = places
+        self._written = written
+        return batches

@@ -1,0 +1,704 @@
+"""The span model: what a place, one timed execution and a saved set of them are, and the algebra of intervals.
+
+Everything here is plain data with integer nanoseconds on the monotonic clock. It knows nothing of how spans are
+recorded or shown, so that a trace saved by one process reads in another.
+
+`Span` and `DeviceInterval` have a twin in C (`_spans.c`), which takes a third of the memory: a saved trace is a million
+of them. There a number is one of 64 bits, else `OverflowError` is raised. As many allocations are `Allocations`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from operator import attrgetter, le
+from struct import Struct, error
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+from instrument import native
+
+PREPARING: tuple[str, ...] = ("load", "compile")
+"""The phases that make a service ready: to load a model, and to compile it."""
+
+PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer", *PREPARING)
+"""The parts of a piece of work that a span may be declared to be, under the attribute `phase` of its site."""
+
+AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
+Interval = tuple[int, int]
+
+
+TOLD_APART = ("phase", "direction", "sync")
+"""Attributes of a site by which reports count its calls. Others, as a rank, differ from process to process."""
+
+
+class Work(NamedTuple):
+    """What a span will give a device to do: the framework that launches it, and on which devices by their index.
+
+    Without devices it is the one that is current for the framework.
+    """
+
+    framework: str
+    devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """One instrumented place: static facts, the same for each of its spans.
+
+    A site is compared by identity, because it is the key of the tally on the hot path; `key` compares by value.
+
+    `name` groups rows (for a layer the class name), `instance` tells apart the sites that share a name (for a
+    layer its path in the module tree). `attributes` are the same for every span of the site. A span shorter than
+    `min_ns` that has no children and no error is counted in the tally and not kept. What `suspends` is a coroutine or
+    an async generator, whose time is also that in which it waited. `work` tells whose device times a span that begins
+    now asks for, None where only the thread's current devices can tell.
+    """
+
+    name: str
+    kind: str = "user"
+    module: str = ""
+    qualname: str = ""
+    file: str = ""
+    line: int = 0
+    instance: str = ""
+    device: bool = False
+    attributes: tuple[tuple[str, AttributeValue], ...] = ()
+    min_ns: int = 0
+    suspends: bool = False
+    work: Callable[[], Work] | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for sites that mean the same place, also across processes: of `attributes`, what reports go by."""
+        facts = [one for one in self.attributes if one[0] in TOLD_APART and isinstance(one[1], (str, bool))]
+        return (self.name, self.kind, self.module, self.qualname, self.file, self.line, self.instance, *facts)
+
+    @property
+    def function(self) -> str:
+        """Fully qualified name of the code, `module.qualname`, or "" for a scope without one."""
+        return f"{self.module}.{self.qualname}" if self.module and self.qualname else self.qualname
+
+
+NO_DEVICE_TIME = "no device time: "
+"""How a note begins that says why nothing could be timed on a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInterval:
+    """One stretch of a device stream on the host clock, with its label and the uncertainty of its place."""
+
+    device: int
+    stream: int
+    start_ns: int
+    end_ns: int
+    label: str = "exclusive"
+    uncertainty_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteParent:
+    """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts.
+
+    `is_local`: it is a span of this process. `in_server_span`: it serves the request already, or lies in one that does.
+    """
+
+    trace_id: int
+    span_id: int
+    flags: int = 1
+    is_local: bool = False
+    in_server_span: bool = False
+
+
+REMOTE = "instrument.remote"
+"""The name under which rows hold what `remote_of` reads, among a request's attributes. Who reads spans does not see it.
+
+A text: under a class's or an object's name the garbage collector would follow each such row.
+"""
+
+VALUE_LIMIT = 256
+"""Characters of a text among a span's attributes, and of an attribute's name; of a longer text the rest is cut."""
+
+ATTRIBUTE_LIMIT = 128
+"""Attributes of a span, as OpenTelemetry limits them, and values of a list among them."""
+
+STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_description", "error.type"
+"""Attributes that say how a span ended, by OpenTelemetry's names: `OK` or `ERROR`, why, and the kind of error."""
+
+OTHER_ERROR = "_OTHER"
+"""The error of a span that failed and said no kind: OpenTelemetry's word."""
+
+_TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+def remote_of(told: object) -> RemoteParent | None:
+    """The span that a recorder noted of another tracer: itself, or the `traceparent` that told of it.
+
+    A header that is not sound (W3C Trace Context, 3.2) counts as none.
+    """
+    if isinstance(told, str):
+        told = told.encode("latin-1", "replace")
+    if not isinstance(told, bytes):
+        return told if isinstance(told, RemoteParent) else None
+    found = _TRACEPARENT.fullmatch(told.strip())
+    if found is None:
+        return None
+    version, trace, span, flags, more = found.groups()
+    trace_id, span_id = int(trace, 16), int(span, 16)
+    if version == b"ff" or (version == b"00" and more) or not trace_id or not span_id:
+        return None
+    return RemoteParent(trace_id, span_id, int(flags, 16))
+
+
+FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
+"""Attributes of a span whose result comes in parts: how long after its begin the first and the last one came."""
+
+ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
+"""Beside them: how many parts came, and the largest and the median of the times between two that came one by one."""
+
+BLOCKED_BY = "instrument.blocked_by"
+"""The attribute of a stretch for which an event loop was blocked: the name of the span or function that did it."""
+
+LINK = "instrument.link"
+"""The attribute of a root whose task or thread came from a span that had ended: that span's id, and its root's."""
+
+LINK_TRACE_ID = "instrument.link.trace_id"
+"""Beside it, the trace of that root in hexadecimal digits, where another tracer gave it."""
+
+
+LINK_REMOTE = "instrument.link.remote"
+"""The attribute of a request whose caller's span it is only linked to: that one's trace and span in hexadecimal digits,
+a hyphen between them."""
+
+
+def link_of(span_id: int, root_id: int, remote: RemoteParent | bytes | None) -> dict[Any, Any]:
+    """The attributes of such a root."""
+    link: dict[Any, Any] = {LINK: (span_id, root_id)}
+    remote = remote_of(remote)
+    return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}
+
+
+@dataclass(slots=True)
+class Span:
+    """One timed execution.
+
+    `parent_id` 0 means a root. It is the nearest span above that was open when this one began, if not the one that its
+    task or thread came from. `root_id` is the span id of the tree's root. `task_id` 0 means that no task ran it.
+    `active_ns` differs from the total for generators (time in which the body ran). `self_ns` is what the span spent
+    outside the children of its own thread and task. `clipped` marks a span that was open at the window's edge.
+    """
+
+    site: Site
+    span_id: int
+    parent_id: int
+    root_id: int
+    thread_id: int
+    task_id: int
+    start_ns: int
+    end_ns: int
+    active_ns: int
+    self_ns: int
+    error: str | None = None
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    device: tuple[DeviceInterval, ...] = ()
+    clipped: bool = False
+    remote: RemoteParent | None = None
+
+    @property
+    def total_ns(self) -> int:
+        """The host interval's length."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def device_ns(self) -> int:
+        """Length of the union of the span's device intervals."""
+        return length(union((d.start_ns, d.end_ns) for d in self.device)) if self.device else 0
+
+    @property
+    def elapsed_ns(self) -> int:
+        """Length of the union of the host interval and the device intervals."""
+        if not self.device:
+            return self.end_ns - self.start_ns
+        return length(union([(self.start_ns, self.end_ns), *((d.start_ns, d.end_ns) for d in self.device)]))
+
+
+PureSpan, PureDeviceInterval = Span, DeviceInterval
+
+_native = native.find("_spans")
+if not TYPE_CHECKING and _native is not None:
+    _native.adopt(PureSpan, PureDeviceInterval)
+    Span, DeviceInterval = _native.Span, _native.DeviceInterval
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which process the spans come from, and how its monotonic clock reads in wall time.
+
+    `profile` is where the profile came from, `digest` what it asked for, and `generation` counts the profiles that the
+    process has had, from 1 (0: not known).
+    """
+
+    pid: int
+    service: str
+    monotonic_ns: int
+    realtime_ns: int
+    recorder: str = "pure"
+    profile: str = ""
+    host: str = ""
+    generation: int = 0
+    digest: str = ""
+
+    def realtime_of(self, monotonic_ns: int) -> int:
+        """Wall-clock nanoseconds since 1970 of a monotonic reading."""
+        return self.realtime_ns + (monotonic_ns - self.monotonic_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the instrumentation itself cost: `calls` spans at `per_call_ns` each, in `window_ns` of wall time.
+
+    `thread_ns` is the processor time of its own threads, which look through spans and send them. A call that comes back
+    to its own memory in the processor's caches costs `per_call_ns`, one that does not, since a model's arithmetic has
+    used them meanwhile, up to `cold_call_ns` (0: not known); a service's calls lie between the two.
+    """
+
+    calls: int
+    per_call_ns: float
+    window_ns: int
+    thread_ns: int = 0
+    cold_call_ns: float = 0.0
+
+    @property
+    def total_ns(self) -> int:
+        """With the calls' memory in the caches."""
+        return round(self.calls * self.per_call_ns) + self.thread_ns
+
+    @property
+    def most_ns(self) -> int:
+        """With none of it there."""
+        return round(self.calls * max(self.cold_call_ns, self.per_call_ns)) + self.thread_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """What is read now and then: the `unit` of its values, and what a share is a share of or a rate is the rate of.
+
+    One that `grows` counts up from its first reading, so only differences of its values say something.
+    """
+
+    unit: str
+    about: str
+    grows: bool = False
+
+
+GAUGES: Mapping[str, Gauge] = {
+    "cores": Gauge("cores", "that the process may use, by its affinity and the limits of its control groups"),
+    "process_cpu": Gauge("%", "of one core, by all threads of the process since the reading before"),
+    "process_memory": Gauge("bytes", "resident memory of the process"),
+    "process_memory_peak": Gauge("bytes", "most resident memory that the process ever had, as the system counts it"),
+    "system_cpu": Gauge("%", "of all cores of the machine, by all that runs on it since the reading before"),
+    "utilization": Gauge("%", "of NVML's last sample period (1/6 s to 1 s), in which any kernel ran"),
+    "memory_active": Gauge("%", "of NVML's last sample period, in which device memory was read or written"),
+    "memory_used": Gauge("bytes", "of device memory, by all processes"),
+    "memory_total": Gauge("bytes", "of device memory that there is"),
+    "memory_of_process": Gauge("bytes", "of device memory, by this process"),
+    "torch_allocated": Gauge("bytes", "of device memory, by tensors, as torch's allocator counts them"),
+    "torch_allocated_peak": Gauge("bytes", "of device memory, the most that tensors had, since torch began to count"),
+    "torch_reserved": Gauge("bytes", "of device memory, that torch's allocator holds, for tensors or in its cache"),
+    "torch_reserved_peak": Gauge("bytes", "of device memory, the most that torch's allocator held, counted alike"),
+    "power": Gauge("W", "mean since the reading before, where the device counts its energy; else as NVML says it"),
+    "energy": Gauge("J", "since the first reading", grows=True),
+    "temperature": Gauge("C", "of the GPU"),
+    "sm_clock": Gauge("MHz", "of the streaming multiprocessors"),
+    "memory_clock": Gauge("MHz", "of device memory"),
+    "sm_active": Gauge("%", "of the streaming multiprocessors, busy on average since the reading before"),
+    "sm_occupancy": Gauge("%", "of the warps that the device has room for, on average since the reading before"),
+    "tensor_active": Gauge("%", "of the time since the reading before, in which tensor cores worked"),
+    "dram_active": Gauge("%", "of the bandwidth of device memory, used since the reading before"),
+    "pcie_sent": Gauge("bytes/s", "over PCIe from the device, mean since the reading before"),
+    "pcie_received": Gauge("bytes/s", "over PCIe to the device, mean since the reading before"),
+    "nvlink_sent": Gauge("bytes/s", "over all NVLinks from the device, mean since the reading before"),
+    "nvlink_received": Gauge("bytes/s", "over all NVLinks to the device, mean since the reading before"),
+}
+"""Every gauge by its name: first those of the host, then those of a GPU."""
+
+HOST = -1
+"""The device of samples that are of the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One reading of a gauge: what a device or the host said of itself at a time.
+
+    `name` is of `GAUGES`, in whose unit `value` is; None stands for what the device does not tell ("n/a", never 0),
+    and comes once where it never will. `device` is the number that CUDA gives the device in this process, as far as
+    that can be known without asking CUDA (see `Gpu`), and `HOST` for the host.
+    """
+
+    name: str
+    device: int
+    at_ns: int
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, or a MIG instance of one, whose gauges are read.
+
+    `device` counts what `CUDA_VISIBLE_DEVICES` shows, in the order of PCI buses, as CUDA itself does with
+    `CUDA_DEVICE_ORDER=PCI_BUS_ID` and on machines whose GPUs are all of one model. `uuid` is what NVML and nvidia-smi
+    call it, with its `GPU-` or `MIG-`.
+    """
+
+    device: int
+    model: str = ""
+    uuid: str = ""
+
+
+class Kernel(NamedTuple):
+    """What torch.profiler saw a stream of a device do; `kind` is of `WORK`.
+
+    `launched_ns` is when the host's call that asked for it began, on `thread_id`; both are 0 where no call is known.
+    """
+
+    name: str
+    kind: str
+    device: int
+    stream: int
+    start_ns: int
+    end_ns: int
+    thread_id: int = 0
+    launched_ns: int = 0
+
+
+WORK: tuple[str, ...] = ("kernel", "copy", "fill")
+"""Every kind of work of a `Kernel`."""
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one of torch's operators as torch.profiler saw it: where and when it began."""
+
+    thread_id: int
+    at_ns: int
+    flops: int
+
+
+FLOPS = "flops"
+"""The attribute of a span that says how many of these it did itself, those of spans below it left out."""
+
+
+OPERATORS = "torch.profiler"
+"""The module of the site of an operator of torch's that torch.profiler told of: no code was instrumented there."""
+
+
+def is_operator(site: Site) -> bool:
+    """Whether spans of the site are operators that torch.profiler told of."""
+    return site.module == OPERATORS and site.kind == "op"
+
+
+BLOCKED_LOOP = Site("loop blocked", "user", module="asyncio.events", qualname="Handle._run")
+"""Spans of it are stretches for which an event loop ran one callback while requests were open."""
+
+
+def is_blocked_loop(site: Site) -> bool:
+    """Whether spans of the site are such stretches. Their time is that of others, of whatever ran meanwhile."""
+    return site.module == BLOCKED_LOOP.module and site.name == BLOCKED_LOOP.name
+
+
+def flops_told(span: Span) -> int:
+    """How many floating-point operations a span says that it did, 0 where it says none, or more than 64 bits hold."""
+    count = span.attributes.get(FLOPS)
+    return count if type(count) is int and 0 < count < 1 << 63 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory that a thread took from torch's allocator, or gave back (`size_bytes` below 0), as torch.profiler saw it.
+
+    `device` is `HOST` for the host. `allocated_bytes` and `reserved_bytes` are what the allocator then had in all, in
+    use and from the driver.
+    """
+
+    device: int
+    at_ns: int
+    thread_id: int
+    size_bytes: int
+    address: int
+    allocated_bytes: int
+    reserved_bytes: int = 0
+
+
+class Allocations(Sequence[Allocation]):
+    """Allocations in one piece of memory: objects are made of it when they are asked for.
+
+    `rows` has the fields of each as seven numbers of 64 bits, but for times counted from `base_ns`: 56 bytes, where an
+    object takes 320. Nobody may change them.
+    """
+
+    ROW = Struct("=7q")
+    _FACTS = attrgetter(*(each.name for each in fields(Allocation)))
+    __slots__ = ("base_ns", "rows")
+
+    def __init__(self, rows: bytes | bytearray = b"", base_ns: int = 0) -> None:
+        self.rows, self.base_ns = rows, base_ns
+
+    @classmethod
+    def of(cls, found: Iterable[Allocation]) -> Allocations:
+        """These; raises `OverflowError` for a number beyond 64 bits."""
+        if isinstance(found, Allocations):
+            return found
+        try:
+            return cls(b"".join([cls.ROW.pack(*cls._FACTS(one)) for one in found]))
+        except error as problem:
+            raise OverflowError("an allocation has numbers of 64 bits; found another") from problem
+
+    def moved(self, by_ns: int) -> Allocations:
+        """The same, so much later."""
+        return Allocations(self.rows, self.base_ns + by_ns)
+
+    def in_order(self) -> Allocations:
+        """The same, those of one time as they stand."""
+        times = memoryview(self.rows).cast("q")[1::7].tolist()
+        if all(map(le, times, islice(times, 1, None))):
+            return self
+        return self._taken(sorted(range(len(times)), key=times.__getitem__))
+
+    def _taken(self, places: Iterable[int]) -> Allocations:
+        size, rows = self.ROW.size, bytearray()
+        for at in places:
+            rows += self.rows[at * size : at * size + size]
+        return Allocations(rows, self.base_ns)
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.ROW.size
+
+    @overload
+    def __getitem__(self, place: int) -> Allocation: ...
+    @overload
+    def __getitem__(self, place: slice) -> Allocations: ...
+    def __getitem__(self, place: int | slice) -> Allocation | Allocations:
+        if isinstance(place, slice):
+            places = range(*place.indices(len(self)))
+            if places.step != 1:
+                return self._taken(places)
+            size = self.ROW.size
+            return Allocations(self.rows[places.start * size : places.stop * size], self.base_ns)
+        at = range(len(self))[place]
+        device, since_ns, *rest = self.ROW.unpack_from(self.rows, at * self.ROW.size)
+        return Allocation(device, self.base_ns + since_ns, *rest)
+
+    def __iter__(self) -> Iterator[Allocation]:
+        base_ns = self.base_ns
+        for device, since_ns, *rest in self.ROW.iter_unpack(self.rows):
+            yield Allocation(device, base_ns + since_ns, *rest)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
+            return NotImplemented
+        if isinstance(other, Allocations) and other.base_ns == self.base_ns:
+            return self.rows == other.rows
+        return len(self) == len(other) and all(one == its for one, its in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Allocations({list(self)!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class ImportTime:
+    """The imports of one top-level package: how often one began from outside of it, and how long they took.
+
+    `total_ns` has all that they imported in turn, `self_ns` the modules of the package alone: over all packages these
+    add up, also where threads imported side by side. `in_spans_ns` of it went by while a span was open on the thread,
+    and `late_ns` of the rest in imports that began after the first request had.
+    """
+
+    package: str
+    entries: int
+    total_ns: int
+    self_ns: int
+    in_spans_ns: int = 0
+    late_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstCall:
+    """The first call of a site that has ended: when it began and how long it took on the host."""
+
+    site: Site
+    start_ns: int
+    total_ns: int
+
+
+FIRSTS: Mapping[str, str] = {
+    "": "It is the request that began first.",
+    "named": "A rule of the profile names it, with first_request: true.",
+    "passed": "Requests before it have the name of a health probe, or called nothing that is recorded, and do not "
+    "count: a rule with first_request: true would say better.",
+}
+"""Why a request is taken for the first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """How a process came to serve, which stays known when its first spans are long overwritten.
+
+    `process_ns` is when the system made the process, None where it does not tell. `imports` is None where they were not
+    timed. `firsts` has every site that has been called, in no order. `request` is what was taken for the first request,
+    None where that is the one that began first; its length is 0 where it is not known. `why` is one of `FIRSTS`.
+    """
+
+    session_ns: int
+    process_ns: int | None = None
+    imports: tuple[ImportTime, ...] | None = None
+    firsts: tuple[FirstCall, ...] = ()
+    request: FirstCall | None = None
+    why: str = ""
+
+    @property
+    def first_request(self) -> FirstCall | None:
+        """What was taken for the first request, else that which began first, of those that have ended."""
+        if self.request is not None:
+            return self.request
+        requests = [one for one in self.firsts if one.site.kind == "request"]
+        return min(requests, key=lambda one: one.start_ns, default=None)
+
+
+@dataclass(slots=True)
+class Trace:
+    """A set of spans as saved or collected, with all that is needed to judge what it can and cannot say.
+
+    `threads` maps native thread ids to names. `losses` counts, by reason, what was not kept. `notes` are sentences
+    on what could not be observed. `window` is the index of the recording window. `samples` are in the order of time,
+    device and name, `gpus` are the devices that they name. `held_from_ns` is the time since when no span was
+    overwritten by a newer one, 0 where none was. `kernels` and `allocations`, each in the order of time, are what
+    torch.profiler saw in the part of time that is `watched`, None where it saw nothing, and `flops` are those of the
+    operators that it saw beside the spans of ours. `startup` is of the process,
+    None where the trace is not of a session.
+    """
+
+    origin: Origin
+    start_ns: int
+    end_ns: int
+    spans: list[Span]
+    threads: Mapping[int, str] = field(default_factory=dict)
+    losses: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    window: int = 0
+    cost: Cost | None = None
+    samples: Sequence[Sample] = ()
+    gpus: Sequence[Gpu] = ()
+    held_from_ns: int = 0
+    kernels: Sequence[Kernel] = ()
+    allocations: Sequence[Allocation] = ()
+    watched: Interval | None = None
+    startup: Startup | None = None
+    flops: Sequence[Flops] = ()
+
+    @property
+    def held(self) -> Interval:
+        """The part of the window of which every span is there that was kept: what shares of time can be told of."""
+        first = max(self.start_ns, self.held_from_ns)
+        return first, max(self.end_ns, first)
+
+    def trees(self) -> Iterator[list[Span]]:
+        """The spans of each tree, root first and then by start; trees by the start of their first span.
+
+        A child whose parent was not kept stays in the tree of its root.
+        """
+        grouped: dict[int, list[Span]] = {}
+        ordered = list(self.spans)
+        by_start(ordered)
+        for span in ordered:
+            grouped.setdefault(span.root_id, []).append(span)
+        for spans in grouped.values():
+            spans.sort(key=lambda s: s.span_id != s.root_id)
+            yield spans
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals that overlap or touch; the result is sorted and disjoint.
+
+    An empty interval that touches nothing stays, as in the interval lists of `paddle.profiler`.
+    """
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end < start:
+            raise ValueError(f"an interval ends at {end}, before its start {start}")
+        if merged and start <= merged[-1][1]:
+            if end > merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(disjoint: Iterable[Interval]) -> int:
+    """Summed length of disjoint intervals, as `union` returns them."""
+    return sum(end - start for start, end in disjoint)
+
+
+def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """What two disjoint sorted lists share; empty overlaps are left out."""
+    shared: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            shared.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def subtract(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """What remains of the disjoint sorted list `left` outside `right`."""
+    remaining: list[Interval] = []
+    j = 0
+    for start, end in left:
+        while j < len(right) and right[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(right) and right[k][0] < end:
+            if right[k][0] > start:
+                remaining.append((start, right[k][0]))
+            start = max(start, right[k][1])
+            k += 1
+        if start < end:
+            remaining.append((start, end))
+    return remaining
+
+
+def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
+    """The parts of the intervals that lie inside the window."""
+    first, last = window
+    return [(max(start, first), min(end, last)) for start, end in intervals if start < last and end > first]
+
+
+def by_start(spans: list[Span]) -> None:
+    """Sort spans by start, then longer ones first, then by id: parents come before their children."""
+    if _native is None or not _native.sort(spans):
+        spans.sort(key=lambda s: (s.start_ns, -s.end_ns, s.span_id))
+
+
+def assign_self_times(spans: Sequence[Span]) -> None:
+    """Set every span's `self_ns` from the tree: total minus the union of its children, clipped to it.
+
+    For spans that come from elsewhere (another profiler's trace), which carry no self time of their own. A child
+    that ran on another thread or task does not reduce its parent.
+    """
+    if _native is not None and _native.assign_self_times(spans):
+        return
+    by_id = {span.span_id: span for span in spans}
+    children: dict[int, list[Interval]] = {}
+    for span in spans:
+        parent = by_id.get(span.parent_id)
+        if parent is not None and (parent.thread_id, parent.task_id) == (span.thread_id, span.task_id):
+            children.setdefault(parent.span_id, []).append((span.start_ns, span.end_ns))
+    for span in spans:
+        inside = clip(union(children.get(span.span_id, ())), (span.start_ns, span.end_ns))
+        span.self_ns = span.total_ns - length(inside)

@@ -1,0 +1,58 @@
+"""What blocked event loops while requests were open: by whom, how often and for how long.
+
+The stretches are spans that `requests:` in the profile sees to, of callbacks longer than its `limits.blocked`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from instrument.recording.spans import BLOCKED_BY, Span, is_blocked_loop
+from instrument.report.table import bounded
+from instrument.report.view import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """Stretches by one span or function: how many, their sum and the longest. `remaining` stands for so many others."""
+
+    name: str
+    stretches: int
+    summed_ns: int
+    longest_ns: int
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedLoops:
+    """All stretches, of all event loops: how many, their sum and the longest, and by whom, most time first."""
+
+    stretches: int
+    summed_ns: int
+    longest_ns: int
+    by: tuple[Blocker, ...]
+
+
+def blocked_loops(spans: Sequence[Span], options: Options) -> BlockedLoops | None:
+    """What these spans tell, None where no loop was blocked. `rows` and `least_ns` bound `by`."""
+    found: dict[str, list[int]] = {}
+    for span in spans:
+        if is_blocked_loop(span.site):
+            found.setdefault(str(span.attributes.get(BLOCKED_BY, "")), []).append(span.total_ns)
+    if not found:
+        return None
+    each = [_blocker(name, times) for name, times in found.items()]
+    each.sort(key=lambda one: (-one.summed_ns, one.name))
+
+    def rest(others: Sequence[Blocker]) -> Blocker:
+        return _blocker("", (ns for one in others for ns in found[one.name]), remaining=len(others))
+
+    all_of_it = _blocker("", (ns for times in found.values() for ns in times))
+    shown = bounded(each, options, lambda one: one.summed_ns, rest)
+    return BlockedLoops(all_of_it.stretches, all_of_it.summed_ns, all_of_it.longest_ns, shown)
+
+
+def _blocker(name: str, times: Iterable[int], remaining: int = 0) -> Blocker:
+    known = list(times)
+    return Blocker(name, len(known), sum(known), max(known), remaining)

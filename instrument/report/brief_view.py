@@ -1,0 +1,306 @@
+"""The `brief` view: one screen of what was served, what its time went to, the device, the cost and what is missing.
+
+It computes nothing itself: the numbers are those of `requests` (or of `benchmark` and `phases`, where steps were
+recorded and no request was), `ops` and `device`, which have more of them. However many endpoints, names, devices and
+losses there are, it has at most `MOST_LINES` lines of `LINE` columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from instrument.recording.spans import NO_DEVICE_TIME, Cost
+from instrument.report.benchmark_view import Loops, benchmark
+from instrument.report.device_view import Device, device
+from instrument.report.phases_view import Phases, phases
+from instrument.report.requests_view import Endpoint, PhaseTime, RequestTimes, requests
+from instrument.report.self_times_view import FunctionTimes, ops, path_text
+from instrument.report.table import (
+    LINE,
+    MISSING,
+    WHOLE_DIGITS,
+    columns,
+    compact,
+    named_table,
+    number,
+    safe,
+    share,
+    shorten,
+    tenths,
+    title,
+    wrapped,
+)
+from instrument.report.view import UNITS, Options, Recording
+
+MOST_LINES = 57
+"""Lines of the view, at most: with the names of process and file below it, a screen of 60."""
+
+PLACES = 10
+"""Places that the time went to, at most."""
+
+PARTS = 6
+"""Endpoints, and parts of a request or step, at most; what is left of either is one row more."""
+
+DEVICES = 3
+LOSSES = 3
+NOTE_LINES = 6
+"""Lines for what was not observed, at most; `cost` has all of it."""
+
+NO_REQUEST = "No request was recorded; `requests: auto` or a rule of `kind: request` finds them."
+MORE = "More: `instrument report FILE --view {}`; `instrument report --help` has the list."
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """What was served or done: `requests`, or `steps` and their `phases` where there was none, else neither.
+
+    `places` are the heaviest by self time, of all calls; None where no call was counted.
+    """
+
+    service: str
+    window_ns: int
+    recorder: str
+    requests: RequestTimes
+    steps: Loops | None
+    phases: Phases | None
+    places: FunctionTimes | None
+    device: Device
+    cost: Cost | None
+    losses: Mapping[str, int]
+    notes: tuple[str, ...]
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """One screen."""
+        unit = self._options.unit
+        why = next((note for note in self.notes if note.startswith(NO_DEVICE_TIME)), "")
+        others = [note for note in self.notes if note != why]
+        service = shorten(safe(self.service), LINE // 2)
+        lines = [*title(f"Summary of {service}" if service else "Summary"), *self._served(), ""]
+        if self.requests.requests:
+            lines += [*_request_lines(self.requests, unit), *_slowest(self.requests, unit)]
+            lines += [*_blocked_line(self.requests, unit), ""]
+        elif self.steps is not None and self.steps.loops:
+            lines += [*_step_lines(self.steps, self.phases, unit), ""]
+        lines += [*_place_lines(self.places, unit), ""]
+        lines += [*_device_lines(self.device, why), *_process_line(self.device)]
+        lines += [*_cost_lines(self)]
+        lines += [*_losses(self.losses), *_notes(others)]
+        lines.append(MORE.format("benchmark,phases" if self.steps is not None else "requests,events,cost"))
+        return [*lines, ""]
+
+    def _served(self) -> list[str]:
+        """How much of what, in which time, and which part of it the tables are of."""
+        window = f"{number(self.window_ns / 1e9)} s"
+        cut = f", {self.requests.requests_cut} more at an edge of what is held" if self.requests.requests_cut else ""
+        if self.requests.requests:
+            errors = sum(endpoint.errors for endpoint in self.requests.endpoints)
+            ended = f"{errors} of them ended with an error" if errors else "none ended with an error"
+            lines = wrapped(f"Window: {window}; requests: {self.requests.requests}{cut}; {ended}")
+        elif self.steps is not None and not cut:
+            lines = [f"Window: {window}; steps: {sum(loop.steps for loop in self.steps.loops)}"]
+        else:
+            lines = wrapped(f"Window: {window}. {NO_REQUEST if not cut else f'No whole request is held{cut}.'}")
+        if self.requests.coverage.complete:
+            return lines
+        return [*lines, *self.requests.coverage.lines()]
+
+    @property
+    def cost_ratio(self) -> float | None:
+        """What the instrumentation cost as a share of the window."""
+        return None if self.cost is None else share(self.cost.total_ns, self.window_ns)
+
+    @property
+    def most_cost_ratio(self) -> float | None:
+        """The same where none of the probes' memory was in the processor's caches."""
+        return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
+
+
+def brief(recording: Recording, options: Options) -> Brief:
+    """The view. `rows` may bound its tables to fewer rows; `sorted_by`, `least_ns`, `corrected` and `skip_first` are
+    handed to the views that it is made of. `tracer_option`, `state` and `threads` mean nothing to it.
+    """
+    places = ops(recording, _at_most(PLACES, options)).functions
+    few = _at_most(PARTS, options)
+    served = requests(recording, few)
+    steps = None if served.requests else benchmark(recording, few)
+    has_steps = steps is not None and bool(steps.loops)
+    cost = recording.cost
+    return Brief(
+        service=recording.trace.origin.service,
+        window_ns=(cost.window_ns if cost is not None else 0) or recording.window_ns or 0,
+        recorder=recording.recorder,
+        requests=served,
+        steps=steps if has_steps else None,
+        phases=phases(recording, few) if has_steps else None,
+        places=places[0] if places else None,
+        device=device(recording, few),
+        cost=cost,
+        losses={reason: count for reason, count in recording.losses.items() if count},
+        notes=recording.notes,
+        _options=options,
+    )
+
+
+def _at_most(rows: int, options: Options) -> Options:
+    return replace(options, rows=min(options.rows or rows, rows))
+
+
+# The text.
+
+
+def _time(time_ns: float | None, unit: str) -> str:
+    """Four digits in a unit; ns in full."""
+    if time_ns is None:
+        return MISSING
+    return compact(round(time_ns), WHOLE_DIGITS) if unit == "ns" else compact(time_ns / UNITS[unit])
+
+
+def _named(one: Endpoint | PhaseTime) -> str:
+    return f"(remaining {one.remaining})" if one.remaining else one.name or "(no name)"
+
+
+def _request_lines(times: RequestTimes, unit: str) -> list[str]:
+    """The endpoints, and below the heaviest ones their parts, as far as there is room."""
+    header = ["Request, and its parts", "Count", "Errors", f"Mean, {unit}", "p50", "p99", "Max", "Of wall"]
+    room = 2 * PARTS + 3 - len(times.endpoints)
+    cells = []
+    for endpoint in times.endpoints:
+        its = (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns, endpoint.max_ns)
+        shown = [_time(time_ns, unit) for time_ns in its]
+        cells.append([_named(endpoint), str(endpoint.requests), str(endpoint.errors), *shown, ""])
+        if not endpoint.phases:
+            continue  # all of it would be unknown
+        room -= len(endpoint.phases) + 1
+        if room < 0:
+            room = 0
+            continue
+        for phase in endpoint.phases:
+            count = MISSING if phase.requests is None else str(phase.requests)
+            parts = [count, "", _time(phase.mean_ns, unit), "", "", "", tenths(phase.ratio, 1)]
+            cells.append(["  " + _named(phase), *parts])
+        unknown = _time(endpoint.unknown_mean_ns, unit), "", "", "", tenths(endpoint.unknown_ratio, 1)
+        cells.append(["  unknown (no phase ran)", "", "", *unknown])
+    return named_table(header, cells, 0)
+
+
+def _slowest(times: RequestTimes, unit: str) -> list[str]:
+    one = times.slowest[0]
+    name = shorten(safe(one.name) or "(no name)", LINE // 4)
+    at = f"began {one.began}" if one.began else f"began {number(one.begin_ns / 1e9)} s after the start"
+    seen = f", trace {one.trace_id}" if one.trace_id else f", span {one.span_id}"
+    return wrapped(f"Slowest: {name}, {_time(one.wall_ns, unit)} {unit}, {at}{seen}")[:2]
+
+
+def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
+    """How often an event loop was blocked, where it was."""
+    blocked = times.blocked
+    if blocked is None:
+        return []
+    summed, longest = (f"{_time(ns, unit)} {unit}" for ns in (blocked.summed_ns, blocked.longest_ns))
+    counted = f"Loop blocked: {blocked.stretches} times, {summed} in all, at most {longest}"
+    most = max(blocked.by, key=lambda one: (not one.remaining, one.summed_ns))
+    return [counted if most.remaining else shorten(f"{counted}, mostly by {safe(most.name)}", LINE)]
+
+
+def _step_lines(steps: Loops, of_steps: Phases | None, unit: str) -> list[str]:
+    header = ["Step, and its phases", "Count", f"Mean, {unit}", "p50", "p99", "Max", "A second", "Of steps"]
+    cells = []
+    for loop in steps.loops[:DEVICES]:
+        batch, rate = loop.batch, MISSING if loop.rate is None else f"{compact(loop.rate.mean)} {loop.rate_of}"
+        times = [None] * 4 if batch is None else [batch.mean, batch.p50, batch.p99, batch.most]
+        shown = [_time(time_ns, unit) for time_ns in times]
+        cells.append([loop.name or "(no name)", str(loop.steps), *shown, rate, ""])
+    if of_steps is not None and of_steps.of == "step":
+        rows = sorted(of_steps.rows[1:], key=lambda row: -row.host.total_ns)[:PARTS]
+        for row in rows:
+            count = MISSING if row.calls is None else str(row.calls)
+            shown = [count, _time(row.host.mean_ns, unit), "", "", "", "", tenths(row.host.ratio, 1)]
+            cells.append([f"  {row.name}", *shown])
+    more = len(steps.loops) - DEVICES
+    return [*named_table(header, cells, 0), *([f"... ({more} more loops: --view benchmark)"] if more > 0 else [])]
+
+
+def _place_lines(places: FunctionTimes | None, unit: str) -> list[str]:
+    if places is None:
+        return ["No call was counted: name functions or layers in the profile, or open a scope."]
+    header = ["Where the time went", f"Self, {unit}", "Of all", "Calls", "Per call", "On"]
+    cells = []
+    for row in places.rows:
+        times = _time(row.time_ns, unit), tenths(row.ratio, 1), str(row.calls), _time(row.per_call_ns, unit)
+        cells.append([path_text(row.names), *times, row.where])
+    rest = places.remaining
+    if rest is not None:
+        times = _time(rest.time_ns, unit), tenths(rest.ratio, 1), str(rest.calls), MISSING
+        cells.append([f"(remaining {rest.rows})", *times, ""])
+    return named_table(header, cells, 0)
+
+
+def _device_lines(found: Device, why: str) -> list[str]:
+    """A line for each device; where there is none `why`, the note that says so, or else what the view `device` says."""
+    if not found.devices:
+        return wrapped(f"Device: {safe(why) or found.why_none()}")[:2]
+    lines = [
+        f"Device {one.device}: busy {tenths(one.busy_ratio, 1)} of the window, idle while a request was in flight "
+        f"{tenths(one.starved_ratio, 1)}, idle without {tenths(one.unasked_ratio, 1)}"
+        for one in found.devices[:DEVICES]
+    ]
+    more = len(found.devices) - DEVICES
+    return [*lines, *([f"... ({more} more devices: --view device)"] if more > 0 else [])]
+
+
+def _process_line(found: Device) -> list[str]:
+    """What the gauges read of the process itself, one sentence."""
+    rows = {row.gauge: row for row in found.gauges.rows if row.samples} if found.gauges is not None else {}
+    cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")
+    parts = []
+    if cpu is not None and cpu.mean is not None and cpu.most is not None:
+        parts.append(f"{compact(cpu.mean)}% of one core in the mean, {compact(cpu.most)}% at most")
+    if memory is not None and memory.most is not None:
+        parts.append(f"{compact(memory.most / 2**20)} MiB at most")
+    return [f"Process: {'; '.join(parts)}"] if parts else []
+
+
+def _cost_lines(view: Brief) -> list[str]:
+    cost = view.cost
+    if cost is None:
+        return ["Cost: not known, the trace does not say it."]
+    most, calls = "", f"{cost.calls} calls x {number(float(f'{cost.per_call_ns:.3g}'))} ns"
+    if cost.most_ns > cost.total_ns:
+        most = f", up to {_percent(view.most_cost_ratio)} with cold caches"
+    threads = f", {number(float(f'{cost.thread_ns / 1e9:.3g}'))} s on threads of its own" if cost.thread_ns else ""
+    by = f", {safe(view.recorder)} recorder" if view.recorder else ""
+    return wrapped(f"Cost: {_percent(view.cost_ratio)} of the window{most} ({calls}{by}{threads})")[:2]
+
+
+def _percent(ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{float(f'{100 * ratio:.2g}'):g}%"
+
+
+def _losses(losses: Mapping[str, int]) -> list[str]:
+    if not losses:
+        return ["Not kept: nothing was lost."]
+    most_first = sorted(losses.items(), key=lambda loss: -loss[1])
+    lines = [shorten(f"Not kept: {count} ({safe(reason)})", LINE) for reason, count in most_first]
+    if len(lines) <= LOSSES:
+        return lines
+    return [*lines[: LOSSES - 1], f"Not kept: ... ({len(lines) - LOSSES + 1} more: --view cost)"]
+
+
+def _notes(notes: Sequence[str]) -> list[str]:
+    """In full where there is room for all, else the beginnings of as many as there is room for."""
+    blocks = [wrapped(f"Not observed: {safe(note)}") for note in notes]
+    if sum(map(len, blocks)) <= NOTE_LINES:
+        return [line for block in blocks for line in block]
+    lines = [block[0] if len(block) == 1 else _cut(block[0]) for block in blocks]
+    if len(lines) <= NOTE_LINES:
+        return lines
+    return [*lines[: NOTE_LINES - 1], f"Not observed: ... ({len(lines) - NOTE_LINES + 1} more: --view cost)"]
+
+
+def _cut(line: str) -> str:
+    """A line whose sentence goes on, after the last word that leaves room to say so."""
+    while columns(line) > LINE - 4:
+        line = line.rpartition(" ")[0]
+    return f"{line} ..."

@@ -1,0 +1,260 @@
+"""The `copies` view: what was copied in which direction, by which call, how fast, and what was asked for in vain.
+
+A rate is in 10^9 bytes a second over the device time of the calls that have it. Where none has, it is over host time,
+if the call waits for the copy; where it does not, its host time says nothing of the copy and there is no rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
+from instrument.recording.spans import Site, Span, Trace
+from instrument.recording.tally import LARGEST_COPY_BYTES
+from instrument.report.device_view import Coverage, none_held
+from instrument.report.stretches import UNTIMED
+from instrument.report.table import MISSING, bounded, in_unit, named_table, number, section_title, title
+from instrument.report.view import Options, Recording
+
+ACROSS = ("h2d", "d2h")
+"""Directions with a host's side, of which the call itself waits unless it is asynchronous."""
+
+ENDS = {
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "d2d": "within a device",
+    "p2p": "between devices",
+    "h2h": "host to host",
+    "": "not said",
+}
+
+SUMS = ("Calls", "MB", "Device", "Host", "GB/s", "Over")
+COLUMN_WIDTH = 9
+
+NO_COPY = (
+    "No copy was recorded. `copies:` in the profile records those of torch and other frameworks; "
+    "what its rules did not observe, and why, is said with the cost of the instrumentation."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyUse:
+    """The copies of one call in one direction, or of all calls in it.
+
+    `direction` is "" where the span does not say it. `call` is the function that copied, or the span's name; empty for
+    a whole direction. `sync` tells whether the call waits for the copy and `pinned` whether the host's side is
+    page-locked, None where that is not known or, of a whole direction, not one. `device_ns` is the sum over `timed`
+    calls, those with device time; `timed_bytes` is what these moved. `waited_ns` and `waited_bytes` are of the calls
+    whose host time is that of the copy. `staged` calls asked for an asynchronous copy with pageable memory, which is
+    none. One with `remaining` stands for so many that were left out.
+    """
+
+    direction: str
+    call: str
+    sync: bool | None
+    pinned: bool | None
+    calls: int
+    moved_bytes: int
+    host_ns: int
+    timed: int
+    device_ns: int
+    timed_bytes: int
+    waited_ns: int
+    waited_bytes: int
+    staged: int
+    remaining: int = 0
+
+    @property
+    def base(self) -> str:
+        """What time the rate is over: `device`, `host`, or "" where no time of the copies is known."""
+        return "device" if self.device_ns else "host" if self.waited_ns else ""
+
+    @property
+    def rate_gb_s(self) -> float | None:
+        """10^9 bytes a second over the time that `base` says; None without one."""
+        if self.device_ns:
+            return self.timed_bytes / self.device_ns
+        return self.waited_bytes / self.waited_ns if self.waited_ns else None
+
+
+def copy_uses(trace: Trace) -> list[CopyUse]:
+    """The copies by direction, call, synchronicity and memory, in the order of directions and then by bytes."""
+    found: dict[tuple[str, str, bool | None, bool | None], list[int]] = {}
+    keys: dict[Site, tuple[str, str, bool | None, bool | None]] = {}
+    for span in trace.spans:
+        site = span.site
+        if site.kind != "copy":
+            continue
+        key = keys.get(site)
+        if key is None:
+            key = keys[site] = _key(site)
+        sums = found.setdefault(key, [0] * 9)
+        sums[:] = map(int.__add__, sums, _facts(span, *key))
+    uses = [CopyUse(*key, *sums) for key, sums in found.items()]
+    return sorted(uses, key=_place)
+
+
+def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
+    """The copies of each direction together."""
+    found: dict[str, list[CopyUse]] = {}
+    for use in uses:
+        found.setdefault(use.direction, []).append(use)
+    return [_together(direction, of_it) for direction, of_it in found.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The copies of each direction together, and by call."""
+
+    coverage: Coverage
+    directions: tuple[CopyUse, ...]
+    calls: tuple[CopyUse, ...]
+    is_ours: bool
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """A table of directions and one of calls."""
+        unit = self._options.unit
+        lines = [*title("Copies Report"), *self.coverage.lines()]
+        if not self.calls:
+            return [
+                *lines,
+                "",
+                *none_held("copy", NO_COPY, complete=self.coverage.complete),
+                "",
+            ]
+        lines.append(f"Time unit: {unit}; MB: 10^6 bytes; GB/s: 10^9 bytes a second, over which time is said beside it")
+        lines.append("")
+        header = ["Direction", *SUMS, "Timed"]
+        cells = [[_direction(use), *_sums(use, unit), str(use.timed)] for use in self.directions]
+        lines += [*section_title("Directions"), *named_table(header, cells, COLUMN_WIDTH), ""]
+        cells = [[_call(use), use.direction or MISSING, *_sums(use, unit), *_modes(use)] for use in self.calls]
+        header = ["Call", "Way", *SUMS, "Memory", "Mode"]
+        lines += [*section_title("Calls"), *named_table(header, cells, 0), ""]
+        return [*lines, *_notes(self), ""]
+
+
+def copies(recording: Recording, options: Options) -> Copies:
+    """The view, from the spans that are held.
+
+    `rows` bounds the table of calls to those that moved most, `least_ns` to those whose copies took so long, on the
+    device where it was timed, else on the host; the rest is one row more.
+    """
+    trace = recording.trace
+    uses = copy_uses(trace)
+    heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
+    shown = bounded(heaviest, options, lambda use: use.device_ns or use.host_ns, _others)
+    return Copies(
+        coverage=Coverage.of(trace),
+        directions=tuple(by_direction(uses)),
+        calls=tuple(sorted(shown, key=lambda use: (bool(use.remaining), *_place(use)))),
+        is_ours=trace.origin.recorder != "other",
+        _options=options,
+    )
+
+
+def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
+    facts = dict(site.attributes)
+    direction, sync, pinned = facts.get("direction"), facts.get("sync"), facts.get("pinned")
+    known = isinstance(direction, str) and direction in DIRECTIONS
+    return (
+        str(direction) if known else "",
+        # The spans of probes are named for their direction; what names others better than their code is their name.
+        (known and site.function) or site.name,
+        sync if isinstance(sync, bool) else None,
+        pinned if isinstance(pinned, bool) else None,
+    )
+
+
+def _facts(span: Span, direction: str, call: str, sync: bool | None, pinned: bool | None) -> tuple[int, ...]:
+    """What one copy adds, in the order of the fields of `CopyUse`."""
+    moved = span.attributes.get("bytes")
+    # A scope of this kind may carry anything there: what is no size counts for nothing.
+    is_size = isinstance(moved, int) and not isinstance(moved, bool) and 0 <= moved <= LARGEST_COPY_BYTES
+    moved_bytes = int(moved) if is_size else 0  # type: ignore[arg-type]
+    host_ns, device_ns = span.total_ns, span.device_ns
+    timed = any(interval.label not in UNTIMED for interval in span.device)
+    staged = direction in ACROSS and sync is False and pinned is False
+    waited = direction not in DEVICE_DIRECTIONS or (direction in ACROSS and (sync is not False or staged))
+    return (
+        1,
+        moved_bytes,
+        host_ns,
+        timed,
+        device_ns if timed else 0,
+        moved_bytes if timed else 0,
+        host_ns if waited else 0,
+        moved_bytes if waited else 0,
+        staged,
+    )
+
+
+def _place(use: CopyUse) -> tuple[int, int, int, str]:
+    order = DIRECTIONS.index(use.direction) if use.direction else len(DIRECTIONS)
+    return order, -use.moved_bytes, -use.calls, use.call
+
+
+def _together(direction: str, uses: Sequence[CopyUse]) -> CopyUse:
+    sums = [
+        sum(column)
+        for column in zip(
+            *(
+                (use.calls, use.moved_bytes, use.host_ns, use.timed, use.device_ns, use.timed_bytes, use.waited_ns,
+                 use.waited_bytes, use.staged)
+                for use in uses
+            ),
+            strict=True,
+        )
+    ]  # fmt: skip
+    return CopyUse(direction, "", None, None, *sums)
+
+
+def _others(rest: Sequence[CopyUse]) -> CopyUse:
+    return replace(_together("", rest), remaining=len(rest))
+
+
+def _direction(use: CopyUse) -> str:
+    return f"{use.direction} ({ENDS[use.direction]})" if use.direction else ENDS[""]
+
+
+def _call(use: CopyUse) -> str:
+    return f"(remaining {use.remaining})" if use.remaining else use.call
+
+
+def _sums(use: CopyUse, unit: str) -> list[str]:
+    rate = use.rate_gb_s
+    return [
+        str(use.calls),
+        number(use.moved_bytes / 1e6),
+        in_unit(use.device_ns, unit) if use.timed else MISSING,
+        in_unit(use.host_ns, unit),
+        MISSING if rate is None else number(float(f"{rate:.4g}")),
+        "part" if use.device_ns and use.timed < use.calls else use.base or MISSING,
+    ]
+
+
+def _modes(use: CopyUse) -> list[str]:
+    if use.remaining:
+        return [MISSING, MISSING]
+    memory = {True: "pinned", False: "pageable", None: MISSING}[use.pinned]
+    mode = {True: "sync", False: "async", None: MISSING}[use.sync]
+    return [memory, mode + "*" * bool(use.staged)]
+
+
+def _notes(view: Copies) -> list[str]:
+    lines = ["Device, Host: sums over calls. Timed: calls that have device time."]
+    if any(use.device_ns and use.timed < use.calls for use in view.directions):
+        lines.append("Over part: the rate is of those calls alone that have device time, over that.")
+    if any(not use.base for use in view.calls):
+        lines.append("GB/s -: the call does not wait for the copy, so its host time says nothing of it.")
+    staged = sum(use.staged for use in view.directions)
+    if staged:
+        lines += [
+            f"* {staged} call{'s' * (staged > 1)} asked for an asynchronous copy with pageable memory, which is none: "
+            "it goes",
+            "  through a buffer while the host waits. Pin the host's memory, or do without non_blocking.",
+        ]
+    if not view.is_ours:
+        lines.append("A trace of another profiler: Host is the length of its slices, wherever they ran.")
+    return lines

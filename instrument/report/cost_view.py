@@ -1,0 +1,321 @@
+"""The `cost` view: what the instrumentation cost, by probe and by thread of its own, what it kept, and what it missed.
+
+The cost of a probe is what one costs on this machine, measured over a bare call, times its calls. A saved trace knows
+the mean of all probes alone, and neither how full the rings were nor which sites were muted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from instrument.recording.lines import CALLS, TOTAL
+from instrument.recording.spans import Cost, Site
+from instrument.report.device_view import Coverage
+from instrument.report.instrumentation import uncached
+from instrument.report.stretches import UNTIMED
+from instrument.report.table import (
+    MISSING,
+    compact,
+    in_unit,
+    named_table,
+    number,
+    safe,
+    section_title,
+    share,
+    tenths,
+    title,
+    wrapped,
+)
+from instrument.report.utilisation import NO_EVENTS
+from instrument.report.view import HeldSpans, Options, Recording, Upkeep
+
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CostPart:
+    """Time that the instrumentation took, and its share of the window."""
+
+    name: str
+    time_ns: int
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SiteCost:
+    """The probes of one place: their calls, what each costs, what they cost in all, and two shares of it.
+
+    `ratio` is of the cost of all sites, `burden` of the host time of the very calls, which is less than the cost where
+    a call is shorter than its probe takes. One with `remaining` stands for so many sites that were left out, at their
+    mean.
+    """
+
+    name: str
+    kind: str
+    place: str
+    calls: int
+    each_ns: float
+    cost_ns: int
+    host_ns: int
+    ratio: float | None
+    remaining: int = 0
+
+    @property
+    def burden(self) -> float | None:
+        """The cost as a share of the calls' host time."""
+        return share(self.cost_ns, self.host_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class MutedSite:
+    """A place of which `calls` were counted and not recorded, to stay within the budget; `now`: it still is muted."""
+
+    name: str
+    kind: str
+    place: str
+    calls: int
+    now: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """How much of the memory for the newest spans is taken."""
+
+    held_rows: int
+    rows: int
+    memory_bytes: int
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the rows that there is room for; threads to come make more, as far as the memory goes."""
+        return share(self.held_rows, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class InstrumentationCost:
+    """The parts add up to `cost.total_ns`. `muted` and `rings` are those of a process that runs, else unknown (None).
+
+    `notes` say what was not observed, but what `muted` does; of a saved trace they say that, too.
+
+    `device_asked` counts the held spans that asked for device time, and `device_missing` those without, by reason.
+    """
+
+    recorder: str
+    clock: str
+    cost: Cost | None
+    window_ns: int
+    parts: tuple[CostPart, ...]
+    sites: tuple[SiteCost, ...]
+    is_each_known: bool
+    losses: Mapping[str, int]
+    notes: tuple[str, ...]
+    muted: tuple[MutedSite, ...] | None
+    rings: Rings | None
+    coverage: Coverage
+    device_asked: int
+    device_missing: Mapping[str, int]
+    _options: Options
+
+    @property
+    def ratio(self) -> float | None:
+        """The whole cost as a share of the window."""
+        return None if self.cost is None else share(self.cost.total_ns, self.window_ns)
+
+    @property
+    def most_ratio(self) -> float | None:
+        """The same where none of the probes' memory was in the processor's caches."""
+        return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
+
+    def lines(self) -> list[str]:
+        """What it cost, what is held, what was not kept and what was not observed."""
+        unit = self._options.unit
+        by = f"Recorder: {safe(self.recorder) or 'not known'}" + (f"; clock: {self.clock}" if self.clock else "")
+        lines = [*title("Instrumentation Report"), *wrapped(by), f"Time unit: {unit}", ""]
+        lines += [*section_title("Cost"), *_cost_lines(self, unit), ""]
+        if self.sites:
+            lines += [*section_title("Probes"), *_site_lines(self, unit), ""]
+        lines += [*section_title("Held"), *self.coverage.lines(), *_held_lines(self), ""]
+        lines += section_title("Not kept")
+        if self.losses:
+            cells = [[reason, str(count)] for reason, count in self.losses.items()]
+            lines += [*named_table(["Reason", "Count"], cells, 0), ""]
+        else:
+            lines += ["Nothing was lost.", ""]
+        lines += section_title("Not observed")
+        if self.muted:
+            cells = [[_place(one), one.kind, str(one.calls), "yes" if one.now else "no"] for one in self.muted]
+            lines += named_table(["Muted, to stay within the budget", "Kind", "Calls passed", "Now"], cells, 0)
+            lines.append("")
+        lines += [part for note in self.notes for part in wrapped(f"- {safe(note)}")]
+        return [*lines, *([] if self.notes or self.muted else ["Nothing that was asked for was missed."]), ""]
+
+
+def cost(recording: Recording, options: Options) -> InstrumentationCost:
+    """The view, from the tally and what is known of the spans that are held.
+
+    `rows` bounds the table of sites to those that cost most, `least_ns` to those that cost so much.
+    """
+    recording.lines(merged=True)  # which tell what it has cost
+    spent, upkeep = recording.cost, recording.upkeep
+    window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
+    held = recording.held
+    return InstrumentationCost(
+        recorder=recording.recorder,
+        clock="" if upkeep is None else upkeep.clock,
+        cost=spent,
+        window_ns=window_ns,
+        parts=() if spent is None else _parts(spent, upkeep, window_ns),
+        sites=() if spent is None else _sites(recording, spent, options),
+        is_each_known=upkeep is not None,
+        losses={reason: count for reason, count in recording.losses.items() if count},
+        notes=recording.notes if upkeep is None else tuple(upkeep.notes),
+        muted=None if upkeep is None else _muted(upkeep),
+        rings=None if upkeep is None else Rings(upkeep.held_rows, upkeep.ring_rows, upkeep.ring_bytes),
+        coverage=Coverage(held.count, held.complete, held.since_ns, held.until_ns),
+        device_asked=held.asked,
+        device_missing=_device_missing(held),
+        _options=options,
+    )
+
+
+def _parts(spent: Cost, upkeep: Upkeep | None, window_ns: int) -> tuple[CostPart, ...]:
+    """What the whole is made of; the probes' part is the whole without the others."""
+    pairs_ns = 0 if upkeep is None else round(upkeep.pairs_ns)
+    parts = [("pairs of events on devices", pairs_ns)] if pairs_ns else []
+    threads = {"threads of its own": spent.thread_ns} if upkeep is None else upkeep.threads_ns
+    # The threads went on between the one reading and the other: the first, which is of the whole, holds.
+    left_ns = spent.thread_ns
+    for name, thread_ns in threads.items():
+        parts.append((name if upkeep is None else f"thread {name}", min(thread_ns, left_ns)))
+        left_ns -= parts[-1][1]
+    probes_ns = spent.total_ns - sum(part_ns for _, part_ns in parts)
+    all_of_it = [("probes", probes_ns), *parts]
+    return tuple(CostPart(name, part_ns, share(part_ns, window_ns)) for name, part_ns in all_of_it if part_ns)
+
+
+def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
+    lines, upkeep = recording.lines(merged=True), recording.upkeep
+    tree = lines.tree
+    keys = tree.keys()
+    labels = tree.by_site(_label)
+    sums = lines.sums(map(keys.__getitem__, lines.site_of), len(keys))
+    calls, host_ns = sums.column(CALLS), sums.column(TOTAL)
+    each_ns = [spent.per_call_ns] * len(keys) if upkeep is None else upkeep.added_ns(tree.sites[: len(keys)])
+    costs = {key: round(called * each_ns[key]) for key, called in enumerate(calls) if called}
+    whole_ns = sum(costs.values())
+    shown = _heaviest(costs, labels.__getitem__, options)
+    found = []
+    for key in shown:
+        site, cost_ns = tree.sites[key], costs[key]
+        known = calls[key], each_ns[key], cost_ns, host_ns[key], share(cost_ns, whole_ns)
+        found.append(SiteCost(site.name, site.kind, _where(site), *known))
+    left = len(costs) - len(shown)
+    if left:
+        left_calls = sum(calls) - sum(one.calls for one in found)
+        left_ns = whole_ns - sum(one.cost_ns for one in found)
+        left_host_ns = sum(host_ns) - sum(one.host_ns for one in found)
+        known = left_calls, left_ns / left_calls, left_ns, left_host_ns, share(left_ns, whole_ns)
+        found.append(SiteCost("", "", "", *known, remaining=left))
+    return tuple(found)
+
+
+def _heaviest(costs_ns: Mapping[int, int], label: Callable[[int], tuple[str, str]], options: Options) -> list[int]:
+    """The keys that the options leave, those first that cost most, and then by their label."""
+    shown = [key for key, cost_ns in costs_ns.items() if cost_ns >= options.least_ns]
+    if options.rows is not None and options.rows < len(shown):
+        least_ns = heapq.nlargest(options.rows, map(costs_ns.__getitem__, shown))[-1]
+        more = [key for key in shown if costs_ns[key] > least_ns]
+        as_much = (key for key in shown if costs_ns[key] == least_ns)
+        shown = more + heapq.nsmallest(options.rows - len(more), as_much, key=label)
+    shown.sort(key=label)
+    shown.sort(key=costs_ns.__getitem__, reverse=True)
+    return shown
+
+
+def _label(site: Site) -> tuple[str, str]:
+    return site.name, _where(site)
+
+
+def _where(site: Site) -> str:
+    return site.instance or site.function or (f"{site.file}:{site.line}" if site.file else "")
+
+
+def _muted(upkeep: Upkeep) -> tuple[MutedSite, ...]:
+    sites = sorted({*upkeep.passed, *upkeep.muted}, key=lambda site: -upkeep.passed.get(site, 0))
+    return tuple(
+        MutedSite(site.name, site.kind, _where(site), upkeep.passed.get(site, 0), site in upkeep.muted)
+        for site in sites
+        if upkeep.passed.get(site) or site in upkeep.muted
+    )
+
+
+def _device_missing(held: HeldSpans) -> dict[str, int]:
+    """By reason how many spans that asked for device time have none."""
+    missing = Counter[str]()
+    if held.asked > len(held.labels):
+        missing[NO_EVENTS] = held.asked - len(held.labels)
+    missing.update(labels[0] for labels in held.labels if UNTIMED.issuperset(labels))
+    return dict(missing.most_common())
+
+
+# The text.
+
+
+def _cost_lines(view: InstrumentationCost, unit: str) -> list[str]:
+    if view.cost is None:
+        return ["What it cost is not known: the trace does not say it."]
+    cells = [[part.name, in_unit(part.time_ns, unit), _percent(part.ratio)] for part in view.parts]
+    cells.append(["in all", in_unit(view.cost.total_ns, unit), _percent(view.ratio)])
+    calls = f"{view.cost.calls} calls x {number(view.cost.per_call_ns)} ns"
+    return [
+        *named_table(["Part", "Time", "Of window"], cells, 0),
+        *wrapped(
+            f"{calls} in the mean; the window is {number(view.window_ns / 1e9)} s of wall time"
+            f"{uncached(view.cost, view.window_ns)}"
+        ),
+    ]
+
+
+def _percent(ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{compact(100 * ratio)}%"
+
+
+def _site_lines(view: InstrumentationCost, unit: str) -> list[str]:
+    cells = []
+    for one in view.sites:
+        times = number(float(f"{one.each_ns:.4g}")), in_unit(one.cost_ns, unit)
+        cells.append(
+            [_place(one), one.kind or MISSING, str(one.calls), *times, tenths(one.ratio, 1), tenths(one.burden, 1)]
+        )
+    each = "" if view.is_each_known else ". Each: the mean of all probes, for a saved trace knows no other"
+    return [
+        *named_table(["Site", "Kind", "Calls", "Each, ns", "Cost", "Of cost", "Of calls"], cells, 0),
+        *wrapped(f"Of cost: of that of all sites. Of calls: of the host time of the very calls{each}."),
+    ]
+
+
+def _place(one: SiteCost | MutedSite) -> str:
+    if isinstance(one, SiteCost) and one.remaining:
+        return f"(remaining {one.remaining})"
+    return f"{one.name} [{one.place}]" if one.place and one.place != one.name else one.name
+
+
+def _held_lines(view: InstrumentationCost) -> list[str]:
+    lines = []
+    if view.rings is not None:
+        rings = view.rings
+        lines.append(
+            f"Rings: {rings.held_rows} of {rings.rows} rows are taken ({tenths(rings.ratio, 1)}), "
+            f"of {number(rings.memory_bytes / MEBIBYTE)} MiB at most"
+        )
+    if view.device_asked:
+        missing = ", ".join(f"{count} {safe(reason)}" for reason, count in view.device_missing.items())
+        got = view.device_asked - sum(view.device_missing.values())
+        lines += wrapped(
+            f"Device times: {got} of {view.device_asked} spans that asked for one have it"
+            + (f"; without: {missing}" if missing else "")
+        )
+    return lines

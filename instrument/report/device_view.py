@@ -1,0 +1,336 @@
+"""The `device` view: what each device did with the window, by stream, by name and within requests.
+
+The figures are those of `utilisation`. Shares of time are unions and name what they are a
+share of, work by name is a sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from instrument.recording.spans import Trace
+from instrument.report.device_summary import DeviceSummary, device_summary
+from instrument.report.stretches import UNTIMED
+from instrument.report.table import (
+    MISSING,
+    bounded,
+    compact,
+    in_unit,
+    named_table,
+    number,
+    safe,
+    section_title,
+    table,
+    tenths,
+    title,
+    wrapped,
+)
+from instrument.report.utilisation import (
+    NO_EVENTS,
+    DeviceUse,
+    EndpointUse,
+    NameUse,
+    Unanswered,
+    utilisation,
+)
+from instrument.report.view import UNITS, Options, Recording
+
+REASONS = {
+    "captured": "captured into a graph, so nothing ran",
+    "dropped": "no event was free",
+    NO_EVENTS: "no pair of events came back",
+}
+
+SHORT_NS = 10_000
+"""Mean device time of a call below which a pair of events reads too long: published figures say six times."""
+
+LABEL_WIDTH = 44
+COLUMN_WIDTH = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Which spans a report is made from, and of what time it can tell shares, counted from the trace's start.
+
+    `complete` tells that no span was overwritten by a newer one.
+    """
+
+    spans: int
+    complete: bool
+    since_ns: int
+    until_ns: int
+
+    @classmethod
+    def of(cls, trace: Trace) -> Coverage:
+        """That of all spans of a trace."""
+        first, last = trace.held
+        complete = first == trace.start_ns
+        return cls(len(trace.spans), complete, first - trace.start_ns, last - trace.start_ns)
+
+    def lines(self) -> list[str]:
+        """One sentence."""
+        since, until = number(self.since_ns / 1e9), number(self.until_ns / 1e9)
+        if self.complete:
+            return [f"Spans: all {self.spans} that were kept, from {since} s to {until} s"]
+        return [
+            f"Spans: the newest {self.spans} that the rings hold, none of them missing from {since} s to {until} s;",
+            "older ones were overwritten",
+        ]
+
+
+def coverage(trace: Trace) -> list[str]:
+    """Which spans a report is made from, and of what time it can tell shares, as text."""
+    return Coverage.of(trace).lines()
+
+
+def none_held(what: str, otherwise: str, *, complete: bool) -> list[str]:
+    """What a view says that found none of something: how to have some recorded, unless older ones may be gone."""
+    if complete:
+        return wrapped(otherwise)
+    return wrapped(
+        f"No {what} is among the spans that are still held; older ones were overwritten. Raise `limits.ring` in the "
+        "profile, or look at the `events` view, which counts all."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What each device did; fields of `Utilisation`, without the single requests, and what the gauges read.
+
+    `reasons` counts the unanswered spans by reason. `is_ours` tells a trace of ours from one of another profiler.
+    """
+
+    coverage: Coverage
+    gauges: DeviceSummary | None
+    devices: tuple[DeviceUse, ...]
+    asked: int
+    unanswered: tuple[Unanswered, ...]
+    reasons: Mapping[str, int]
+    in_flight_ns: int
+    requests_cut: int
+    requests_without: int
+    is_ours: bool
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """A section for each device, and what was asked for in vain."""
+        lines = [*title("Device Report"), *self.coverage.lines(), f"Time unit: {self._options.unit}", ""]
+        if self.gauges is not None:
+            lines += self.gauges.lines()
+        if not self.devices:
+            complete = self.coverage.complete or self.asked > 0 or not self.is_ours
+            lines += [*none_held("span with device time", self.why_none(), complete=complete), ""]
+        for one in self.devices:
+            lines += _device_lines(one, self)
+        lines += _unanswered_lines(self)
+        notes = _notes(self)
+        return [*lines, *notes, *([""] if notes else [])]
+
+    def why_none(self) -> str:
+        """Why there is no device time at all, a sentence."""
+        why = "no span asked for it; give its rule `device: true` in the profile"
+        if self.asked:
+            parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in self.reasons.items())
+            why = f"{self.asked} span{'s' * (self.asked > 1)} asked for it and got none ({parts})"
+        elif not self.is_ours:
+            why = "kernels in a trace of another profiler are spans of their own, as in the events view"
+        return f"No device time was recorded: {why}."
+
+
+def device(recording: Recording, options: Options) -> Device:
+    """The view, from the spans that are held.
+
+    `rows` bounds each table of names to its largest rows and `least_ns` the table of device times to names with so
+    much of it; the rest is one row more.
+    """
+    trace = recording.trace
+    use = recording.once(utilisation)
+    reasons = Counter[str]()
+    for one in use.unanswered:
+        reasons[one.reason] += one.spans
+    return Device(
+        coverage=Coverage.of(trace),
+        gauges=device_summary(trace.samples, trace.gpus, options) if trace.samples else None,
+        devices=tuple(
+            replace(
+                each,
+                names=bounded(each.names, options, lambda name: name.summed_ns, _other_names),
+                endpoints=bounded(each.endpoints, options, lambda endpoint: endpoint.wall_ns, other_endpoints),
+            )
+            for each in use.devices
+        ),
+        asked=use.asked,
+        unanswered=bounded(use.unanswered, replace(options, least_ns=0), lambda _: 0, _other_unanswered),
+        reasons=dict(reasons.most_common()),
+        in_flight_ns=use.in_flight_ns,
+        requests_cut=use.requests_cut,
+        requests_without=use.requests_without,
+        is_ours=trace.origin.recorder != "other",
+        _options=options,
+    )
+
+
+def _other_names(rest: Sequence[NameUse]) -> NameUse:
+    calls, summed_ns = sum(name.calls for name in rest), sum(name.summed_ns for name in rest)
+    return NameUse("", "", calls, summed_ns, None, None, None, None, remaining=len(rest))
+
+
+def other_endpoints(rest: Sequence[EndpointUse]) -> EndpointUse:
+    parts = [(one.requests, one.wall_ns, one.own_ns, one.others_ns, one.starved_ns) for one in rest]
+    return replace(EndpointUse("", *map(sum, zip(*parts, strict=True))), remaining=len(rest))
+
+
+def _other_unanswered(rest: Sequence[Unanswered]) -> Unanswered:
+    return Unanswered("", "", "", sum(one.spans for one in rest), remaining=len(rest))
+
+
+def _device_lines(one: DeviceUse, view: Device) -> list[str]:
+    unit = view._options.unit
+    lines = section_title(f"Device {one.device}")
+    parts = [
+        ("Busy with compute", one.compute_ns, one.compute_ratio),
+        ("Busy with copies alone", one.copy_ns, one.copy_ratio),
+        ("Idle while a request was in flight (starved)", one.starved_ns, one.starved_ratio),
+        ("Idle while none was", one.unasked_ns, one.unasked_ratio),
+        ("Window", one.window_ns, 1.0 if one.window_ns else None),
+    ]
+    cells = [[label, in_unit(part_ns, unit), tenths(ratio, 1)] for label, part_ns, ratio in parts]
+    lines += table(["Time of the device", "Time", "Of window"], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0])
+    more = [
+        ("Busy", one.busy_ns, one.busy_ratio, "window"),
+        ("Two or more streams busy", one.overlap_ns, one.overlap_ratio, "busy"),
+        ("Copies beside compute", one.hidden_copy_ns, one.hidden_copy_ratio, "copies"),
+        ("Starved, of the time with requests in flight", one.starved_ns, one.starved_in_flight_ratio, "in flight"),
+    ]
+    cells = [[label, in_unit(part_ns, unit), tenths(ratio, 1), base] for label, part_ns, ratio, base in more]
+    widths = [LABEL_WIDTH, COLUMN_WIDTH, COLUMN_WIDTH, 0]
+    lines += ["", *table(["Unions of time", "Time", "Ratio", "Of"], cells, widths), ""]
+    lines += [*_stream_lines(one, unit), "", *_label_lines(one, unit), "", *_name_lines(one, unit), ""]
+    lines += [*_request_lines(one, view), ""]
+    if one.outside:
+        are = "stretch lies outside of the window and is" if one.outside == 1 else "stretches lie outside of it and are"
+        lines += [f"{one.outside} {are} not counted.", ""]
+    return lines
+
+
+def _stream_lines(one: DeviceUse, unit: str) -> list[str]:
+    header = ["Stream", "Stretches", "Busy", "Of window", "Sum"]
+    cells = [
+        [
+            str(stream.stream),
+            str(stream.intervals),
+            in_unit(stream.busy_ns, unit),
+            tenths(stream.window_ratio, 1),
+            in_unit(stream.summed_ns, unit),
+        ]
+        for stream in one.streams
+    ]
+    mean = MISSING if one.mean_streams is None else number(round(one.mean_streams, 3))
+    return [
+        *table(header, cells, [20, *[COLUMN_WIDTH] * 3, 0]),
+        f"Streams busy at once, in the busy time: {mean} in the mean, {one.most_streams} at most",
+    ]
+
+
+def _label_lines(one: DeviceUse, unit: str) -> list[str]:
+    cells = [[label.label, str(label.intervals), in_unit(label.summed_ns, unit)] for label in one.labels]
+    lines = named_table(["Label", "Stretches", "Sum"], cells, COLUMN_WIDTH)
+    if one.uncertainty_ns is not None:
+        least, greatest = (number(value_ns / 1e3) for value_ns in one.uncertainty_ns)
+        spread = least if least == greatest else f"{least} to {greatest}"
+        lines.append(f"Place on the host's clock: known within {spread} us")
+    return lines
+
+
+def _name_lines(one: DeviceUse, unit: str) -> list[str]:
+    kinds = Counter(use.name for use in one.names)
+    cells = [_name_cells(use, unit, with_kind=kinds[use.name] > 1) for use in one.names]
+    header = ["By name", "Calls", "Sum", "Mean", "p50", "p99", "Busy", "Of busy"]
+    return named_table(header, cells, COLUMN_WIDTH)
+
+
+def _name_cells(use: NameUse, unit: str, *, with_kind: bool) -> list[str]:
+    name = f"{use.name} ({use.kind})" if with_kind else use.name
+    return [
+        f"(remaining {use.remaining})" if use.remaining else name,
+        str(use.calls),
+        in_unit(use.summed_ns, unit),
+        in_unit(use.mean_ns, unit),
+        *(_percentile(time_ns, unit) for time_ns in (use.p50_ns, use.p99_ns)),
+        in_unit(use.busy_ns, unit),
+        tenths(use.busy_ratio, 1),
+    ]
+
+
+def _percentile(time_ns: int | None, unit: str) -> str:
+    """As many digits as it is good for, in ns all of them."""
+    return in_unit(time_ns, unit) if time_ns is None or unit == "ns" else compact(time_ns / UNITS[unit])
+
+
+def endpoint_table(endpoints: Sequence[EndpointUse], unit: str) -> list[str]:
+    """What a device did within requests, by their name: means, and shares of the wall."""
+    cells = []
+    for endpoint in endpoints:
+        parts = [
+            (endpoint.own_mean_ns, endpoint.own_ratio),
+            (endpoint.others_mean_ns, endpoint.others_ratio),
+            (endpoint.starved_mean_ns, endpoint.starved_ratio),
+        ]
+        shares = [cell for mean_ns, ratio in parts for cell in (in_unit(mean_ns, unit), tenths(ratio, 1))]
+        name = f"(remaining {endpoint.remaining})" if endpoint.remaining else endpoint.name
+        cells.append([name, str(endpoint.requests), in_unit(endpoint.wall_mean_ns, unit), *shares])
+    header = ["By request", "Requests", "Wall", "Own", "", "Others", "", "Starved", ""]
+    return named_table(header, cells, 0)
+
+
+def _request_lines(one: DeviceUse, view: Device) -> list[str]:
+    unit = view._options.unit
+    lines = endpoint_table(one.endpoints, unit) if one.endpoints else []
+    left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
+    told = ", ".join(f"{count} {why}" for count, why in left_out if count)
+    lines += [f"Requests left out: {told}"] if told else []
+    return lines or ["No request was in flight."]
+
+
+def _unanswered_lines(view: Device) -> list[str]:
+    """The spans without device time, by name, where there is more to say of them than how many they are."""
+    if not view.devices and not any(one.reason in UNTIMED for one in view.unanswered):
+        return []
+    missing = sum(one.spans for one in view.unanswered)
+    lines = section_title("Device time asked for")
+    lines.append(f"Spans that asked for device time: {view.asked}; that got none: {missing}")
+    if missing:
+        cells = [
+            [f"(remaining {one.remaining})", MISSING, str(one.spans), MISSING]
+            if one.remaining
+            else [one.name, one.kind, str(one.spans), REASONS.get(one.reason, one.reason)]
+            for one in view.unanswered
+        ]
+        lines += ["", *named_table(["Without device time", "Kind", "Spans", "Why"], cells, COLUMN_WIDTH)]
+    return [*lines, ""]
+
+
+def _notes(view: Device) -> list[str]:
+    """What a reader has to know to read the figures right, where it applies."""
+    if not view.devices:
+        return []
+    names = [name for one in view.devices for name in one.names]
+    lines = [
+        "A stretch is the time of a stream between two events, not a kernel: gaps between kernels, and what",
+        "the device put in between, are part of it.",
+        "Idle: no instrumented device work. What no instrumented span timed is not seen.",
+        "Sum: over calls, so that work side by side counts for each. Busy: the union of the same calls. An",
+        "outer call's stretch holds those of the calls below it: shares of busy may exceed 100% together.",
+    ]
+    if any(one.endpoints for one in view.devices):
+        lines += [
+            "Wall, own, others, starved: means. Within a request's host time the device was busy with its own",
+            "spans, with others alone, or idle; ratios are of wall.",
+        ]
+    if any(label.label == "stale" for one in view.devices for label in one.labels):
+        lines.append("Stale stretches have the right length and an uncertain place: sums hold, unions may not.")
+    if any(name.summed_ns < SHORT_NS * name.calls for name in names):
+        lines.append("Stretches below 0.01 ms may read several times too long: events take time themselves.")
+    return lines

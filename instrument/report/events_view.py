@@ -1,0 +1,538 @@
+"""The `events` view: what ran, how often and how long, as a tree of names.
+
+Layout and row names follow the report of Paddle's fluid profiler (`tracer_option`, state, `sorted_key`). The numbers
+follow these rules, which differ from that report where it counted wrongly:
+
+- Total is, in state All, the sum over calls of `elapsed`: the length of the union of a call's host and device
+  interval, so that time in which both ran counts once. State CPU: the host interval. State GPU: the device time.
+- The device time of a row is what its own events took or, where that is more, the sum of what ran below it. Fluid adds
+  up the kernels; events around a span hold those of the spans below it already.
+- Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed`, for that is what the tally's
+  histogram holds; where a row's Total is not the sum of it, they are not known, and there is a dash.
+- Ratio. is a row's Total divided by the Total time of its block, which is the sum of the topmost rows. A row whose
+  span has not ended, or ended on another thread, has no call to count; what lies under it counts in its place.
+- Rows are sums of work. Children that ran at the same time as each other, or on the device after their parent had
+  returned, may together exceed their parent, and the Total time of all threads may exceed the time on the clock.
+- A row is a path of names, held as a list: no character of a name has a meaning.
+
+Fluid's table is 160 columns wide. Here a line has 100: times show the six significant digits of fluid where that leaves
+every name whole, else fewer, and four from the histogram (the objects hold integer ns). CPU Time and GPU Time with
+their ratios are a table of their own, which has the rows with device time. Of any other row the CPU Time is the Total
+and the GPU Time 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from instrument.recording.lines import DEVICE, Lines, Sum, Sums
+from instrument.recording.spans import Site
+from instrument.recording.tally import percentiles
+from instrument.report.overhead import Overhead
+from instrument.report.overhead import overhead as split_of
+from instrument.report.table import (
+    GAP,
+    LINE,
+    MISSING,
+    columns,
+    compact,
+    in_unit,
+    percent,
+    safe,
+    section_title,
+    share,
+    shorten,
+    table,
+    title,
+)
+from instrument.report.tree import ROOT, TIMES, NameTree, Selection
+from instrument.report.view import UNITS, Options, Recording
+
+PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
+ORDERS = {
+    "default": "first call in ascending order",
+    "calls": "number of calls in descending order",
+    "total": "total time in descending order",
+    "max": "maximum time in descending order",
+    "min": "minimum time in descending order",
+    "ave": "average time in descending order",
+    "cpu_total": "host time in descending order",
+    "cpu_max": "maximum time in descending order",
+    "cpu_min": "minimum time in ascending order",
+    "cpu_ave": "average host time in descending order",
+    "gpu_total": "device time in descending order",
+    "gpu_max": "maximum time in descending order",
+    "gpu_min": "minimum time in ascending order",
+    "gpu_ave": "average device time in descending order",
+}
+"""Of maxima and minima of host or device time alone the tally knows nothing; those of both together are the nearest."""
+
+WIDE = 160
+"""Columns of fluid's table."""
+
+NAME_LIMIT = 64
+"""Columns of a name, indent and thread tag included; fluid's longest names fit."""
+DETAIL_LEAST = 12
+"""Columns below which an instance's detail is left out rather than shortened."""
+INDENT_LIMIT = 12
+"""Levels that are indented at most; deeper ones, and those that leave a name no room, are numbered."""
+LABEL_WIDTH = 25
+NUMBER_WIDTH = 12
+CALLS_WIDTH = 10
+"""Digits of a number of calls that are shown in full."""
+RATIO_WIDTH = 6
+DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
+"""Significant digits of a total and of other exact times: the first that leave every name whole, else the last."""
+EXPONENT = 3
+"""Columns that a time may take beside its digits."""
+SAMPLE = 100
+"""Rows that mostly tell whether all will fit."""
+
+DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
+"""Decimals of a time that is shown to the nanosecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """One row of the view. Times are in ns and sums over the row's calls.
+
+    `name` is unescaped and in full, `depth` is 0 for the topmost rows. `thread` is the thread's id, or None where all
+    threads are merged. `total_ns` is what the state asks for: `elapsed_ns`, `host_ns` or `device_ns`. `ratio` is its
+    share of the block's Total time. The least, the greatest and the percentiles are of elapsed time, None where the
+    total is of another; the percentiles also where it `remaining`. `instance` tells the instances of `AllOpDetail`
+    apart: a layer's path, else where the code is. `self_ns` is host time outside the row's children; a hidden phase
+    leaves its own to the row around it, and the row of a type has that of its instances. A row with `remaining`
+    stands for so many rows of its level that were left out.
+    """
+
+    name: str
+    depth: int
+    thread: int | None
+    kind: str
+    instance: str
+    calls: int
+    errors: int
+    total_ns: int
+    host_ns: int
+    device_ns: int
+    elapsed_ns: int
+    self_ns: int
+    min_ns: int | None
+    max_ns: int | None
+    p50_ns: int | None
+    p99_ns: int | None
+    ratio: float | None
+    remaining: int = 0
+
+    @property
+    def ave_ns(self) -> float | None:
+        """The Total by the calls."""
+        return share(self.total_ns, self.calls)
+
+    @property
+    def host_ratio(self) -> float | None:
+        """Host time as a share of what has elapsed."""
+        return share(self.host_ns, self.elapsed_ns)
+
+    @property
+    def device_ratio(self) -> float | None:
+        """Device time as a share of what has elapsed."""
+        return share(self.device_ns, self.elapsed_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The rows of one thread, or of all threads merged where `thread` is None.
+
+    `total_ns` is the Total time that their ratios are of. `number` counts threads by their first call, from 0.
+    """
+
+    thread: int | None
+    number: int | None
+    name: str
+    total_ns: int
+    rows: tuple[EventRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopySum:
+    """Every copy between devices and host, at any depth, or those that are known to be asynchronous or synchronous.
+
+    `ratio` is of the Total time of all threads.
+    """
+
+    label: str
+    calls: int
+    total_ns: int
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """The report: a block for all threads merged, where it is asked for, and then one for each thread, newest first.
+
+    `overhead` and `copies` are of all threads together; there are none where only threads apart are reported, unless
+    it is one thread. `probes_ns` is what the probes cost where self times were asked for without it (0: not known).
+    """
+
+    window_ns: int | None
+    blocks: tuple[Block, ...]
+    overhead: Overhead | None
+    copies: tuple[CopySum, ...]
+    probes_ns: int | None
+    has_device_time: bool
+    _options: Options
+    _columns: int = LINE
+    """Columns of a line. Names that need more are shortened."""
+
+    def wide(self) -> Events:
+        """The same in lines as long as fluid's, or as names of functions and phases need that are not shortened."""
+        return replace(self, _columns=WIDE)
+
+    def lines(self) -> list[str]:
+        """The report as text: the one of all threads merged, and then the one with all blocks of threads."""
+        lines: list[str] = []
+        merged = [block for block in self.blocks if block.thread is None]
+        apart = [block for block in self.blocks if block.thread is not None]
+        for report in (merged, apart):
+            if report:
+                lines += _heading(self, report)
+                lines += _sections(self) if report[0] is self.blocks[0] else []
+                lines += _event_summary(self, report)
+        if not self.blocks:
+            lines += [*title("Profiling Report"), "No calls were recorded.", ""]
+        return [*lines, *_reading_notes(self)]
+
+
+def events(recording: Recording, options: Options) -> Events:
+    """The view, from the tally: exact for all calls.
+
+    `tracer_option`: Default shows operators and copies and hides phases, lifting what is under them; OpDetail shows
+    phases too; AllOpDetail adds a row for each instance of an operator or layer, numbered from 0 by first call.
+    `state`: which time Total is, see the module. `sorted_by` orders every level. `rows` bounds a block to the rows
+    that are largest by the sort key (by Total for `default`), parents before children; `least_ns` is of the Total of
+    a row or of one under it; what is left out of a level is one row more. `threads`: `both` puts the report of all
+    threads merged before the report with a block per thread, unless only one thread recorded; `merged` and `apart` ask
+    for one of the two. `corrected` adds a column of self times, less what the probes of the calls below them cost.
+    """
+    probes_ns = None
+    if options.corrected:
+        tally = recording.tally.corrected()
+        lines, probes_ns = Lines.of_tally(tally), sum(row.totals.probe_ns for row in tally.rows())
+    else:
+        lines = recording.lines(merged=options.threads == "merged")
+    blocks = _blocks(lines, options)
+    of_all = len(blocks) == 1 or (bool(blocks) and blocks[0].thread is None)
+    total_ns = blocks[0].total_ns if of_all else 0
+    return Events(
+        window_ns=recording.window_ns,
+        blocks=blocks,
+        overhead=split_of(lines, total_ns, options.state) if of_all else None,
+        copies=_copy_sums(lines, total_ns, options.state) if of_all else (),
+        probes_ns=probes_ns,
+        has_device_time=lines.has(DEVICE),
+        _options=options,
+    )
+
+
+# Blocks of rows.
+
+
+def _blocks(lines: Lines, options: Options) -> tuple[Block, ...]:
+    """The merged block, if asked for, then a block per thread, the newest thread first."""
+    apart: list[int | None] = [thread for thread in reversed(lines.threads) if lines.recorded(thread)]
+    shown: list[int | None] = []
+    if options.threads == "merged" or (options.threads == "both" and len(apart) > 1):
+        shown = [None] if apart else []
+    if options.threads != "merged":
+        shown += apart
+    if not shown:
+        return ()
+    tree = NameTree(lines, options.tracer_option)
+    full = tree if options.tracer_option == "OpDetail" else None
+    numbers = {thread: number for number, thread in enumerate(lines.threads)}
+    blocks = []
+    for thread in shown:
+        total_ns = tree.total_ns(thread, options.state)
+        if total_ns is None:
+            full = full or NameTree(lines, "OpDetail")
+            total_ns = full.total_below_ns(thread, options.state)
+            full.forget(thread)
+        number, name = (None, "") if thread is None else (numbers[thread], lines.threads[thread])
+        blocks.append(Block(thread, number, name, total_ns, _rows(tree, thread, total_ns, options)))
+        tree.forget(thread)
+    return tuple(blocks)
+
+
+def _rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
+    selection, sums = Selection(tree, thread, options), tree.sums(thread)
+    rows: list[EventRow] = []
+    # Entries with their depth, and those that are left out of a level.
+    pending: list[tuple[int, int | list[int]]] = [(-1, ROOT)]
+    while pending:
+        depth, item = pending.pop()
+        if item != ROOT:
+            rows.append(_event_row(tree, item, depth, thread, sums, base_ns, options.state))
+        if isinstance(item, int):
+            kept, left_out = selection.below(item)
+            if left_out:
+                pending.append((depth + 1, left_out))
+            pending += [(depth + 1, child) for child in reversed(kept)]
+    return tuple(rows)
+
+
+def _event_row(
+    tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Sums, base_ns: int, state: str
+) -> EventRow:
+    """The row of an entry, or one for those of a level that the limit leaves out, so that the level still adds up."""
+    totals = sums[item] if isinstance(item, int) else sums.together(item)
+    called, total_ns = totals.calls > 0, totals[TIMES[state]]
+    # No call's time of a state exceeds what has elapsed, so with equal sums each is the same.
+    known = called and total_ns == totals.elapsed_ns
+    known = known and (state != "GPU" or tree.is_own_device([item] if isinstance(item, int) else item, thread))
+    p50_ns = p99_ns = None
+    # Of many functions thrown together they would say nothing, and take a third of the time of a summary of thousands.
+    if known and isinstance(item, int):
+        histogram = tree.histogram([item], thread)
+        p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
+    return EventRow(
+        name=tree.label(item) if isinstance(item, int) else f"(remaining {len(item)})",
+        depth=depth,
+        thread=thread,
+        kind=tree.site(item).kind if isinstance(item, int) else "",
+        instance=tree.detail(item) if isinstance(item, int) else "",
+        calls=totals.calls,
+        errors=totals.errors,
+        total_ns=total_ns,
+        host_ns=totals.total_ns,
+        device_ns=totals.device_ns,
+        elapsed_ns=totals.elapsed_ns,
+        self_ns=totals.self_ns,
+        min_ns=totals.min_ns if known else None,
+        max_ns=totals.max_ns if known else None,
+        p50_ns=p50_ns,
+        p99_ns=p99_ns,
+        ratio=share(total_ns, base_ns) if called else None,
+        remaining=0 if isinstance(item, int) else len(item),
+    )
+
+
+# The text.
+
+
+def _heading(view: Events, blocks: Sequence[Block]) -> list[str]:
+    """The lines that say what the report is of and what every ratio in it is a share of."""
+    options, merged = view._options, blocks[0].thread is None
+    base = "Total time" if merged else "the thread's Total time"
+    lines = [
+        *title("Profiling Report"),
+        *(["Note! This Report merge all thread info into one."] if merged else []),
+        f"Place: {PLACES[options.state]}",
+        f"Time unit: {options.unit}",
+        f"Sorted by {ORDERS[options.sorted_by]}{'' if merged else ' in the same thread'}",
+        *([] if view.window_ns is None else [f"Window: {in_unit(view.window_ns, options.unit)}"]),
+        f"Ratio: of {base}, the sum of the top rows; work that ran side by side is",
+        "  summed, so it may exceed the time on the clock",
+    ]
+    if view.probes_ns is not None:
+        known = f"less what their probes cost ({in_unit(view.probes_ns, options.unit)} in all)"
+        unknown = "what the probes cost is not known"
+        lines.append(
+            "Self: host time outside of the row's children" + (f", {known}" if view.probes_ns else f"; {unknown}")
+        )
+    return [*lines, ""]
+
+
+def _copy_sums(lines: Lines, total_ns: int, state: str) -> tuple[CopySum, ...]:
+    """All copies but those from host to host, then those known to be asynchronous and to be synchronous."""
+    copies: list[tuple[object, Sum]] = []
+    if "copy" in lines.tree.facts().kinds:
+        ways, by_site = lines.tree.by_site(_way), lines.by_site()
+        copies = [(way[0], by_site[site]) for site, way in enumerate(ways[: len(by_site)]) if way is not None]
+    sums = []
+    for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
+        chosen = [its for way, its in copies if sync is None or way is sync]
+        calls = sum(its.calls for its in chosen)
+        if calls or sync is None:
+            copied_ns = sum(its[TIMES[state]] for its in chosen)
+            sums.append(CopySum(label, calls, copied_ns, share(copied_ns, total_ns)))
+    return tuple(sums)
+
+
+def _way(site: Site) -> tuple[object] | None:
+    """Whether a copy is synchronous, as far as its site says; None for what is no copy between devices and host."""
+    if site.kind != "copy":
+        return None
+    attributes = dict(site.attributes)
+    return (attributes.get("sync"),) if attributes.get("direction") != "h2h" else None
+
+
+def _sections(view: Events) -> list[str]:
+    """Overhead Summary and GpuMemCpy Summary."""
+    split, unit = view.overhead, view._options.unit
+    if split is None:
+        return []
+    lines = [
+        *section_title("Overhead Summary"),
+        f"Total time: {in_unit(split.total_ns, unit)}",
+        _summary_line("  Computation time", split.total_ns, split.computation_ns, unit),
+        *([] if split.waiting_ns is None else [_summary_line("  Waiting", split.total_ns, split.waiting_ns, unit)]),
+        _summary_line("  Framework overhead", split.total_ns, split.framework_ns, unit),
+    ]
+    if split.waiting_ns is not None:
+        lines.append("  (waiting: queues, and coroutines that stand still, for I/O or their turn on the event loop)")
+    if split.computation_ns is None:
+        lines.append("  (nothing is declared as computation: layers are, and rules with `phase: compute`)")
+    elif split.framework_ns is None:
+        lines.append("  (computation went on beside or beyond the calls around it, so the rest is not known)")
+    lines += ["", *section_title("GpuMemCpy Summary")]
+    for copies in view.copies:
+        label = "  " * (copies is not view.copies[0]) + copies.label
+        lines.append(_summary_line(label, split.total_ns, copies.total_ns, unit, copies.calls))
+    return [*lines, ""]
+
+
+def _summary_line(label: str, base_ns: int, part_ns: int | None, unit: str, calls: int | None = None) -> str:
+    counted = "" if calls is None else f"Calls: {calls:<{NUMBER_WIDTH}}"
+    ratio = MISSING if part_ns is None else percent(part_ns, base_ns)
+    return f"{label:<{LABEL_WIDTH}}{counted}Total: {in_unit(part_ns, unit):<{NUMBER_WIDTH}}Ratio: {ratio}"
+
+
+def _event_summary(view: Events, blocks: Sequence[Block]) -> list[str]:
+    """The table, before it which thread is which, and after it how the times of host and device share a row's Total."""
+    unit = view._options.unit
+    legend = []
+    for block in blocks:
+        if block.number is not None:
+            known = f" (id {block.thread}), Total time: {in_unit(block.total_ns, unit)}"
+            tag = f"thread{block.number}: "
+            legend.append(tag + shorten(safe(block.name), LINE - len(tag) - len(known)) + known)
+    header = ["Event", "Calls", "Total", "Min.", "Max.", "Ave.", "Ratio.", "p50", "p99"]
+    rows = [(block, row) for block in blocks for row in block.rows]
+    corrected = view.probes_ns is not None
+    lines = [*legend, *([""] if legend else []), *section_title("Event Summary")]
+    header += ["Self"] if corrected else []
+    made = _tree_table(header, rows, lambda row, digits: _cells(row, unit, digits, corrected=corrected), view._columns)
+    lines += [*made, ""]
+    timed = _with_device_time(rows)
+    if view._options.state == "All" and timed:
+        header = ["Event", "Total", "CPU Time (Ratio)", "GPU Time (Ratio)"]
+        lines += section_title("Host and Device Time")
+        lines += _tree_table(header, timed, lambda row, digits: _part_cells(row, unit, digits), view._columns)
+        lines += [
+            "",
+            "Ratio: of the row's Total, in which time that host and device shared counts once; the two may",
+            "  together exceed 1. Of any other row, CPU Time is the Total and GPU Time is 0.",
+            "",
+        ]
+    return lines
+
+
+def _with_device_time(rows: Sequence[tuple[Block, EventRow]]) -> list[tuple[Block, EventRow]]:
+    """The rows with device time, and those above them."""
+    found: list[tuple[Block, EventRow]] = []
+    above = 0
+    for block, row in reversed(rows):
+        if row.device_ns or row.depth < above:
+            found.append((block, row))
+            above = row.depth
+    return found[::-1]
+
+
+Digits = tuple[int, int]
+
+
+def _tree_table(
+    header: Sequence[str],
+    rows: Sequence[tuple[Block, EventRow]],
+    cells_of: Callable[[EventRow, Digits], list[str]],
+    line: int,
+) -> list[str]:
+    """A table whose first column holds the names, indented by their depth, in what the numbers leave of a line."""
+    names = _names(rows, NAME_LIMIT)
+    wanted = max(map(columns, names), default=0)
+    for digits in DIGITS:
+        cells = [cells_of(row, digits) for _, row in rows[:SAMPLE]]
+        room = _room(header, cells, line)
+        if room >= wanted or digits == DIGITS[-1]:
+            cells += [cells_of(row, digits) for _, row in rows[SAMPLE:]]
+            room = _room(header, cells, line)
+        if room >= wanted:
+            break
+    if room < wanted:
+        names = _names(rows, room)
+    return table(header, [[name, *line] for name, line in zip(names, cells, strict=True)], [0] * len(header))
+
+
+def _names(rows: Sequence[tuple[Block, EventRow]], room: int) -> list[str]:
+    return [_name_cell(row, "" if block.number is None else f"thread{block.number}::", room) for block, row in rows]
+
+
+def _room(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
+    """Columns that the cells leave to a name in a line."""
+    widths = [max(columns(cell) + GAP for cell in column) for column in zip(header[1:], *cells, strict=True)]
+    return line - sum(widths) - GAP
+
+
+def _cells(row: EventRow, unit: str, digits: Digits, *, corrected: bool) -> list[str]:
+    """Total, Min., Max., Ave., Ratio., p50 and p99 of a row; its calls before them, and its self time after them."""
+    of_total, of_time = digits
+    return [
+        compact(row.calls, CALLS_WIDTH),
+        _time(row.total_ns if row.calls else None, unit, of_total),
+        *(_time(time_ns, unit, of_time) for time_ns in (row.min_ns, row.max_ns, row.ave_ns)),
+        compact(row.ratio, RATIO_WIDTH),
+        # More digits than a bucket of the histogram is wide would say nothing.
+        *(_time(time_ns, unit, 4) for time_ns in (row.p50_ns, row.p99_ns)),
+        *([_time(row.self_ns, unit, of_time)] if corrected else []),
+    ]
+
+
+def _time(time_ns: float | None, unit: str, digits: int) -> str:
+    return MISSING if time_ns is None else compact(time_ns / UNITS[unit], digits + EXPONENT, digits)
+
+
+def _part_cells(row: EventRow, unit: str, digits: Digits) -> list[str]:
+    """Total, and each part with its ratio to what has elapsed, in fluid's format `%f (%f)`."""
+    return [
+        _time(row.total_ns if row.calls else None, unit, digits[0]),
+        *(
+            f"{part_ns / UNITS[unit]:.{DECIMALS[unit]}f} ({MISSING if ratio is None else format(ratio, 'f')})"
+            if row.calls
+            else MISSING
+            for part_ns, ratio in ((row.host_ns, row.host_ratio), (row.device_ns, row.device_ratio))
+        ),
+    ]
+
+
+def _name_cell(row: EventRow, tag: str, room: int) -> str:
+    """Indent, thread tag of a topmost row, name, and an instance's detail where there is room for it.
+
+    Below the deepest indent the depth is a number, so that the name keeps its place.
+    """
+    levels = min(INDENT_LIMIT, room // 4)
+    before = "  " * min(row.depth, levels) + (f"({row.depth}) " if row.depth > levels else "")
+    before += tag if row.depth == 0 else ""
+    name = safe(row.name) or "(no name)"
+    spare = room - columns(before) - columns(name) - len(" []")
+    if row.instance and spare >= DETAIL_LEAST:
+        return f"{before}{name} [{shorten(safe(row.instance), spare)}]"
+    return before + shorten(name, room - len(before))
+
+
+def _reading_notes(view: Events) -> list[str]:
+    """What a reader has to know to read the table right, where it applies."""
+    lines = []
+    if any(not row.calls for block in view.blocks for row in block.rows):
+        lines.append("Calls 0: the span had not ended, or it ended on another thread.")
+    if any(row.calls and row.max_ns is None for block in view.blocks for row in block.rows):
+        lines += [
+            f"Min., Max., p50, p99 {MISSING}: they are kept of host and device time together, which is more than the",
+            f"  row's {view._options.state} time.",
+        ]
+    if view.has_device_time:
+        lines.append("GPU times are stretches of a stream between two events, not kernels.")
+    elif view.blocks and view._options.state != "CPU":
+        lines.append("No device time was recorded.")
+    return lines

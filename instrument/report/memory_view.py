@@ -1,0 +1,393 @@
+"""The `memory` view: how far memory rose, when and where, and which place took more than it gave back.
+
+Places are known of what torch.profiler saw of torch's allocators beside our spans, each told by its thread: what
+another thread takes meanwhile is not counted for a span, as it is in tables by time alone. Without it there are the
+gauges: resident memory of the process and, of each device, what torch's allocator holds, with their greatest ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from instrument.recording.spans import HOST, Sample, Site, Trace, is_operator
+from instrument.report.allocation_sums import Allocator, Counted, Level, Use, counted
+from instrument.report.places import NOWHERE, SHARED, UNKNOWN, name_of_site
+from instrument.report.stretches import sites
+from instrument.report.table import (
+    MISSING,
+    compact,
+    in_unit,
+    named_table,
+    number,
+    safe,
+    section_title,
+    shorten,
+    title,
+    wrapped,
+)
+from instrument.report.view import Options, Recording
+
+BEFORE = "(before it began)"
+"""Where a peak was reached that nothing rose above in the time that was watched."""
+
+PEAK_OF: Mapping[str, str] = {
+    "process_memory": "process_memory_peak",
+    "memory_used": "",
+    "memory_of_process": "",
+    "torch_allocated": "torch_allocated_peak",
+    "torch_reserved": "torch_reserved_peak",
+}
+"""The gauges of memory in use, and what keeps the greatest of each between readings."""
+
+MIB = 2**20
+CELL = 8
+"""Characters of a size."""
+
+NAME_ROOM, THREAD_ROOM = 27, 14
+NAMED_THREADS = 4
+
+NO_ALLOCATIONS = (
+    "Which place takes memory is not known: torch.profiler was not beside. Save a trace of torch.profiler with "
+    "profile_memory=True, from the thread that does the work, and give both files: instrument report ours.json "
+    "--with theirs.json"
+)
+NOT_ASKED = (
+    "torch.profiler saw no allocation: it was not asked for profile_memory=True, or it was started on another thread "
+    "than the work runs on; it tells of its own thread alone."
+)
+NO_GAUGES = (
+    "No gauge of memory was read in this time. Ask for the host's with `device: {host: 1s}` in the profile; a window "
+    "that is shorter than that may have none."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that an allocator had in the time that was watched, and where it came to have it.
+
+    `device` is `HOST` for the host. `what` is `allocated` or `reserved`. `since_ns` is the time from the trace's start
+    until then. What was there at the beginning was reached nowhere, and has no thread.
+    """
+
+    device: int
+    what: str
+    peak_bytes: int
+    since_ns: int
+    place: str
+    thread: str
+    begin_bytes: int
+    end_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceMemory:
+    """What was taken and given back directly within the spans of one place, outside of their children.
+
+    `held_bytes` is what of `allocated_bytes` nobody had given back by the end. `thread` is empty where those of all
+    threads are together, `device` None for several. One with `remaining` stands for so many that were left out.
+    """
+
+    device: int | None
+    name: str
+    kind: str
+    thread: str
+    allocations: int
+    frees: int
+    allocated_bytes: int
+    freed_bytes: int
+    held_bytes: int
+    remaining: int = 0
+
+    @property
+    def increase_bytes(self) -> int:
+        """What was taken less what was given back, below 0 where that is more."""
+        return self.allocated_bytes - self.freed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """All that one allocator did. `earlier_bytes` of `freed_bytes` had been taken before torch.profiler began."""
+
+    device: int
+    allocations: int
+    frees: int
+    allocated_bytes: int
+    freed_bytes: int
+    held_bytes: int
+    earlier_bytes: int
+
+    @property
+    def increase_bytes(self) -> int:
+        """What was taken less what was given back."""
+        return self.allocated_bytes - self.freed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GaugedMemory:
+    """What a gauge read: first, last, and the most, `most_ns` after the trace's start.
+
+    `peak_bytes` is the greatest ever, also between readings; None where nobody counts that.
+    """
+
+    device: int
+    gauge: str
+    samples: int
+    first_bytes: float
+    last_bytes: float
+    most_bytes: float
+    most_ns: int
+    peak_bytes: float | None
+
+    @property
+    def growth_bytes(self) -> float:
+        """From the first reading to the last."""
+        return self.last_bytes - self.first_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The view. `since_ns` and `until_ns` are what was watched, from the trace's start; None where torch.profiler was
+    not beside. `spans` are those that places were told by, complete since `places_since_ns`. `outside` counts
+    allocations outside of the time that was watched.
+    """
+
+    since_ns: int | None
+    until_ns: int | None
+    spans: int
+    places_since_ns: int
+    threads: tuple[str, ...]
+    peaks: tuple[Peak, ...]
+    devices: tuple[DeviceMemory, ...]
+    places: tuple[PlaceMemory, ...]
+    gauged: tuple[GaugedMemory, ...]
+    outside: int
+    is_ours: bool
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """The view as text."""
+        lines = title("Memory Report")
+        if self.devices:
+            lines += [
+                *_seen(self), f"Sizes in MiB (2^20 bytes); time unit: {self._options.unit}", "", *_peak_lines(self), "",
+                *_place_lines(self), "",
+            ]  # fmt: skip
+        if self.gauged:
+            lines += [*_gauge_lines(self), ""]
+        if not self.devices:
+            lines += wrapped(NO_ALLOCATIONS if self.since_ns is None else NOT_ASKED)
+        if not self.gauged:
+            lines += wrapped(NO_GAUGES)
+        return [*lines, *_notes(self)]
+
+
+def memory(recording: Recording, options: Options) -> Memory:
+    """The view, of the part of the window that torch.profiler watched, and of all readings of gauges.
+
+    `sorted_by` is `calls` (allocations) or `total` (bytes allocated), else by increase, all from the greatest down.
+    `rows` bounds the places, `threads: apart` tells them by thread too. `state` is CPU for the host's memory alone and
+    GPU for that of devices. `unit` is that of times. The other options mean nothing here.
+    """
+    trace = recording.trace
+    if any(map(is_operator, sites(trace.spans))):  # all memory is taken in one or two of them, whoever asked for it
+        trace = replace(trace, spans=[span for span in trace.spans if not is_operator(span.site)])
+    apart = options.threads == "apart"
+    found = counted(trace, options.state, apart)
+    uses = _places(trace, found.uses, apart)
+    column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
+    uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
+    shown, rest = uses[: options.rows], uses[options.rows :] if options.rows else []
+    watched = trace.watched
+    return Memory(
+        since_ns=None if watched is None else watched[0] - trace.start_ns,
+        until_ns=None if watched is None else watched[1] - trace.start_ns,
+        spans=len(trace.spans),
+        places_since_ns=trace.held[0] - trace.start_ns,
+        threads=tuple(_thread_name(trace, thread_id) for thread_id in found.thread_ids),
+        peaks=tuple(peak for allocator in found.allocators for peak in _peaks(trace, allocator)),
+        devices=tuple(_devices(found)),
+        places=(*shown, *([_together(rest)] if rest else [])),
+        gauged=tuple(_gauged(trace.samples, trace.start_ns, options.state)),
+        outside=found.outside,
+        is_ours=trace.origin.recorder != "other",
+        _options=options,
+    )
+
+
+def _gauged(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
+    """What each gauge of memory read: the host's first, then those of devices by number."""
+    told: dict[tuple[int, str], list[tuple[float, int]]] = {}
+    for sample in samples:
+        if sample.value is not None and _is_of(state, sample.device):
+            told.setdefault((sample.device, sample.name), []).append((sample.value, sample.at_ns))
+    for device in sorted({device for device, _ in told}):
+        for gauge, keeper in PEAK_OF.items():
+            values = told.get((device, gauge))
+            if values:
+                kept = told.get((device, keeper))
+                most, most_ns = max(values, key=lambda value: (value[0], -value[1]))
+                # The host may have made torch forget its peaks, so that the newest need not be the greatest.
+                peak = None if kept is None else max(most, max(kept)[0])
+                ends = values[0][0], values[-1][0]
+                yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
+
+
+def _places(trace: Trace, found: Sequence[Use], apart: bool) -> list[PlaceMemory]:
+    """The places, those of one name and kind together."""
+    merged: dict[tuple[int, str, str, str], list[Use]] = {}
+    for use in found:
+        thread = _thread_name(trace, use.thread_id) if apart else ""
+        merged.setdefault((use.device, *_name_and_kind(use.place), thread), []).append(use)
+    return [PlaceMemory(*key, *_sums(uses)) for key, uses in merged.items()]
+
+
+def _devices(found: Counted) -> Iterator[DeviceMemory]:
+    uses: dict[int, list[Use]] = {}
+    for use in found.uses:
+        uses.setdefault(use.device, []).append(use)
+    for allocator in found.allocators:
+        yield DeviceMemory(allocator.device, *_sums(uses[allocator.device]), allocator.earlier_bytes)
+
+
+def _peaks(trace: Trace, allocator: Allocator) -> Iterator[Peak]:
+    yield _peak(trace, allocator.device, "allocated", allocator.allocated)
+    if allocator.reserved.peak_bytes:
+        yield _peak(trace, allocator.device, "reserved", allocator.reserved)
+
+
+def _peak(trace: Trace, device: int, what: str, level: Level) -> Peak:
+    at_ns, place, thread = trace.watched[0] if trace.watched else trace.start_ns, BEFORE, ""
+    if level.place is not None:
+        one = trace.allocations[level.at]
+        at_ns, thread = one.at_ns, _thread_name(trace, one.thread_id)
+        place = _name_and_kind(level.place)[0]
+    return Peak(
+        device, what, level.peak_bytes, at_ns - trace.start_ns, place, thread, level.begin_bytes, level.end_bytes
+    )
+
+
+def _is_of(state: str, device: int) -> bool:
+    return state == "All" or (device == HOST) == (state == "CPU")
+
+
+def _name_and_kind(site: Site | str) -> tuple[str, str]:
+    return (site, "") if isinstance(site, str) else (name_of_site(site), site.kind)
+
+
+def _thread_name(trace: Trace, thread_id: int) -> str:
+    return trace.threads.get(thread_id) or f"thread {thread_id}"
+
+
+def _together(uses: Sequence[PlaceMemory]) -> PlaceMemory:
+    devices = {use.device for use in uses}
+    device = devices.pop() if len(devices) == 1 else None
+    return PlaceMemory(device, "", "", "", *_sums(uses), remaining=len(uses))
+
+
+def _sums(uses: Sequence[Use | PlaceMemory]) -> tuple[int, int, int, int, int]:
+    return (
+        sum(use.allocations for use in uses),
+        sum(use.frees for use in uses),
+        sum(use.allocated_bytes for use in uses),
+        sum(use.freed_bytes for use in uses),
+        sum(use.held_bytes for use in uses),
+    )
+
+
+# Text
+
+
+def _device_name(device: int | None) -> str:
+    return MISSING if device is None else "CPU" if device == HOST else f"GPU {device}"
+
+
+def _mib(size_bytes: float | None) -> str:
+    return compact(None if size_bytes is None else size_bytes / MIB, CELL)
+
+
+def _cut(name: str, room: int) -> str:
+    return shorten(safe(name), room)
+
+
+def _seen(view: Memory) -> list[str]:
+    since, until = (number((at_ns or 0) / 1e9) for at_ns in (view.since_ns, view.until_ns))
+    beside = f", beside {view.spans} spans" if view.is_ours else ""
+    names = [_cut(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
+    names += ["..."] if len(view.threads) > NAMED_THREADS else []
+    whose = "torch.profiler" if view.is_ours else "its profiler"
+    return [
+        f"Allocations: all that {whose} saw from {since} s to {until} s{beside}",
+        *wrapped(f"On: {', '.join(names)} (it sees the thread that it was started on, and autograd's)"),
+    ]
+
+
+def _peak_lines(view: Memory) -> list[str]:
+    unit = view._options.unit
+    cells = [
+        [f"{_device_name(peak.device)} {peak.what}", _mib(peak.peak_bytes), in_unit(peak.since_ns, unit),
+         _cut(peak.place, NAME_ROOM) or "(no name)", _cut(peak.thread, THREAD_ROOM) or MISSING,
+         _mib(peak.begin_bytes), _mib(peak.end_bytes)]
+        for peak in view.peaks
+    ]  # fmt: skip
+    header = ["Memory", "Peak", f"At, {unit}", "Reached in", "Thread", "Begin", "End"]
+    return [*section_title("Peaks"), *named_table(header, cells, 0)]
+
+
+def _place_lines(view: Memory) -> list[str]:
+    apart = view._options.threads == "apart"
+    cells = []
+    for use in view.places:
+        name = f"(remaining {use.remaining})" if use.remaining else use.name
+        cells.append([name, _device_name(use.device), _cut(use.thread, THREAD_ROOM) or MISSING, *_counts(use)])
+    cells += [["(all)", _device_name(one.device), MISSING, *_counts(one)] for one in view.devices]
+    header = ["Place", "On", "Thread", "Allocs", "Frees", "Allocated", "Freed", "Increase", "Held"]
+    if not apart:
+        header, *cells = ([*row[:2], *row[3:]] for row in (header, *cells))
+    return [*section_title("Memory by place"), *named_table(header, cells, 0)]
+
+
+def _counts(use: PlaceMemory | DeviceMemory) -> list[str]:
+    sizes = (use.allocated_bytes, use.freed_bytes, use.increase_bytes, use.held_bytes)
+    return [str(use.allocations), str(use.frees), *map(_mib, sizes)]
+
+
+def _gauge_lines(view: Memory) -> list[str]:
+    unit = view._options.unit
+    cells = [
+        [f"{_device_name(one.device) if one.device != HOST else 'Process'}: {one.gauge}", str(one.samples),
+         *(_mib(size) for size in (one.first_bytes, one.last_bytes, one.growth_bytes, one.most_bytes)),
+         in_unit(one.most_ns, unit), _mib(one.peak_bytes)]
+        for one in view.gauged
+    ]  # fmt: skip
+    header = ["Gauge, MiB", "Samples", "First", "Last", "Growth", "Most", f"At, {unit}", "Ever"]
+    return [*section_title("Read by gauges"), *named_table(header, cells, 0)]
+
+
+def _notes(view: Memory) -> list[str]:
+    lines = []
+    if view.devices:
+        lines = [
+            "Place: the innermost span open on the same thread at the time; a free counts where it was made.",
+            "Increase: allocated less freed. Held: of what was allocated there, what nobody had freed by the end.",
+        ]
+        names = {use.name for use in view.places}
+        if UNKNOWN in names:
+            since = number(view.places_since_ns / 1e9)
+            lines.append(f"{UNKNOWN}: before {since} s, of which not every span is held any more.")
+        if SHARED in names:
+            lines.append(f"{SHARED}: on that thread, so that nobody can tell which of them it was.")
+        if NOWHERE in names and not view.spans:
+            lines.append(f"{NOWHERE}: nothing was instrumented, or its spans are gone.")
+        if any(one.device == HOST for one in view.devices):
+            whose = "torch" if view.is_ours else "the framework"
+            lines.append(f"CPU: what {whose}'s own allocator gave since it first was watched, not all of the process.")
+        for one in view.devices:
+            if one.earlier_bytes:
+                about = f"{_mib(one.earlier_bytes)} MiB of {_device_name(one.device)}"
+                lines.append(f"Freed of what had been allocated before: {about}")
+    if view.gauged:
+        lines.append("Most: of the readings. Ever: the greatest since the process or torch began, also between them.")
+    if view.outside:
+        lines.append(f"Outside of the time that was watched, and not counted: {view.outside}")
+    return [part for line in lines for part in wrapped(line)]

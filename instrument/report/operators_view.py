@@ -1,0 +1,256 @@
+"""The `operators` view: each operator by name at whatever depth, on the host and on the device, and in order.
+
+The columns are those of the Operator Summary of `paddle.profiler`. An operator is a span of kind `op`, `layer` or
+`comm`. Rows are sums over calls. The base of their ratios is the sum over operators that lie in no other one on their
+line (see `calls`), so that time which an inner operator shares with the outer one counts once; that profiler counts it
+for both. A call inside a call of the same name counts in the row's total and not again in its ratio. What of a call
+lies outside of the part of the window of which every span is held is not counted.
+
+`tracer_option: OpDetail` adds what is right below each operator: phases, inner operators, copies and the streams that
+its own device work ran on, with the operator's own times for a base. `AllOpDetail` adds every operator of an iteration
+in the order of execution, as SINGA's verbosity 2 prints them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+from instrument.recording.spans import Trace
+from instrument.report.call_rows import (
+    CallBlock,
+    CallRow,
+    block_lines,
+    blocks_of,
+    by_name,
+    note_of_rest,
+    ordered,
+    row_of,
+    sorting,
+    top_rows,
+)
+from instrument.report.calls import Place, Times, call_tree, every_place
+from instrument.report.device_view import Coverage, none_held
+from instrument.report.flop_rows import FlopTable, flop_table
+from instrument.report.stretches import owners, sites
+from instrument.report.table import LINE, columns, number, safe, section_title, share, shorten, title
+from instrument.report.view import Options, Recording
+
+OPERATORS = ("op", "layer", "comm")
+"""Kinds of span that are operators."""
+
+IN_ORDER = (*OPERATORS, "copy")
+"""Kinds of span that have a line of their own in the order of execution."""
+
+ITERATIONS = ("step", "request")
+"""Kinds of span that are an iteration: the first of them that the trace holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedOperator:
+    """One operator at one place of an iteration; `number` counts them by first call, from 0.
+
+    `total_ns` is the time of its calls in all timed iterations, on the device where they have device time. `mean_ns`
+    is that for each timed iteration.
+    """
+
+    number: int
+    name: str
+    instance: str
+    kind: str
+    depth: int
+    calls: int
+    on_device: bool
+    total_ns: int
+    mean_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """The operators of the iterations in the order of execution.
+
+    An iteration is a topmost span of the kind `iteration`, "" where there is none. `timed` of them were, `skipped`
+    were left out because they were the first, and `cut` because they reach over an edge of what is held. The
+    `remaining` operators that are not listed took `remaining_ns` for each timed iteration.
+    """
+
+    iteration: str
+    timed: int
+    skipped: int
+    cut: int
+    operators: tuple[OrderedOperator, ...]
+    remaining: int
+    remaining_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """The view: blocks of rows, the order of execution where `AllOpDetail` asks for it, and the floating-point
+    operations where any were told."""
+
+    coverage: tuple[str, ...]
+    blocks: tuple[CallBlock, ...]
+    in_order: InOrder | None
+    operations: FlopTable | None
+    _complete: bool = field(repr=False)
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """The text."""
+        lines = [*title("Operator Report"), *self.coverage]
+        if not self.blocks:
+            otherwise = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
+            lines += ["", *none_held("operator", otherwise, complete=self._complete)]
+            if self.operations is not None:
+                lines += ["", f"Time unit: {self._options.unit}", "", *self.operations.lines(self._options.unit)]
+            return lines
+        lines += [
+            f"Time unit: {self._options.unit}; {sorting(self._options)}",
+            "Ratio: of the sum over operators that lie in no other one; of a row below an operator: of that",
+            "operator. Work side by side counts for each.",
+            *note_of_rest(self.blocks),
+            "",
+            *block_lines(self.blocks, self._options, "Operator"),
+        ]
+        if self.operations is not None:
+            lines += self.operations.lines(self._options.unit)
+        if self.in_order is not None:
+            lines += _order_lines(self.in_order, complete=self._complete)
+        return lines
+
+
+def operators(recording: Recording, options: Options) -> Operators:
+    """The view of the spans that are held. Every option but `corrected` means something to it.
+
+    `rows` and `least_ns` are of operators, and of what is below each of them.
+    """
+    trace = recording.trace
+    root = call_tree(trace.spans, OPERATORS, trace.held)
+    places = [place for place in every_place(root) if place.site.kind in OPERATORS]
+    names = dict(trace.threads)
+    blocks = blocks_of(places, names, options, _block)
+    in_order = _in_order(trace, options) if options.tracer_option == "AllOpDetail" and blocks else None
+    held = Coverage.of(trace)
+    operations = flop_table(trace, OPERATORS, options)
+    return Operators(tuple(held.lines()), blocks, in_order, operations, held.complete, options)
+
+
+def _block(thread: int | None, name: str, places: Sequence[Place], options: Options) -> CallBlock:
+    outermost = [place for place in places if not place.inside]
+    cpu_ns, gpu_ns = sum(place.host_ns for place in outermost), sum(place.device_ns for place in outermost)
+    groups = by_name(places)
+    shown: list[CallRow] = []
+    for row in top_rows(groups, cpu_ns, gpu_ns, options):
+        shown.append(row)
+        if options.tracer_option != "Default" and not row.remaining:
+            shown += _below(row, groups[row.name, row.kind], options)
+    return CallBlock(thread, name, cpu_ns, gpu_ns, tuple(shown))
+
+
+def _below(row: CallRow, places: Sequence[Place], options: Options) -> Iterator[CallRow]:
+    """What is right below an operator, what the streams did for each of it, and what they did for the operator."""
+    cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
+    children = by_name(child for place in places for child in place.children.values() if child.calls)
+    for one in ordered([row_of(*key, 1, group, cpu_ns, gpu_ns) for key, group in children.items()], options):
+        yield one
+        if not one.remaining and one.gpu and options.state != "CPU":
+            yield from _stream_rows(2, children[one.name, one.kind], one.gpu.total_ns)
+    if row.gpu and options.state != "CPU":
+        yield from _stream_rows(1, places, gpu_ns)
+
+
+def _stream_rows(depth: int, places: Iterable[Place], base_ns: int) -> Iterator[CallRow]:
+    found: dict[tuple[int, int], list[list[int]]] = {}
+    for place in places:
+        for key, sums in place.streams.items():
+            found.setdefault(key, []).append(sums)
+    for (device, stream), all_sums in sorted(found.items()):
+        counts, totals_ns, greatest_ns, least_ns = zip(*all_sums, strict=True)
+        count, total_ns = sum(counts), sum(totals_ns)
+        gpu = Times(total_ns, share(total_ns, count), max(greatest_ns), min(least_ns))
+        name = f"device {device}, stream {stream}"
+        yield CallRow(name, "", depth, count, None, gpu, None, share(total_ns, base_ns))
+
+
+# The order of execution.
+
+
+def _in_order(trace: Trace, options: Options) -> InOrder:
+    kinds = {site.kind for site in sites(trace.spans)}
+    kind = next((kind for kind in ITERATIONS if kind in kinds), "")
+    owned, _, its = owners(trace.spans, kind)
+    topmost = sorted(its, key=lambda span: (span.start_ns, span.span_id))
+    first, last = trace.held
+    whole = [span for span in topmost if not span.clipped and first <= span.start_ns and span.end_ns <= last]
+    timed = whole[options.skip_first :]
+    chosen = {span.span_id for span in timed}
+    within = map(chosen.__contains__, array("q", owned))
+    root = call_tree(list(compress(trace.spans, within)), IN_ORDER)
+    found = list(_executed(root, len(timed)))
+    shown = [one for one in found if one.mean_ns >= options.least_ns][: options.rows]
+    kept = {one.number for one in shown}
+    return InOrder(
+        iteration=kind,
+        timed=len(timed),
+        skipped=len(whole) - len(timed),
+        cut=len(topmost) - len(whole),
+        operators=tuple(shown),
+        remaining=len(found) - len(shown),
+        remaining_ns=sum(one.mean_ns for one in found if one.number not in kept),
+    )
+
+
+def _executed(root: Place, timed: int) -> Iterator[OrderedOperator]:
+    """The operators below a root, a parent before those in it, each level by first call. Lines are merged."""
+    number = 0
+    pending = [(0, group) for group in _levels([root])]
+    while pending:
+        depth, group = pending.pop()
+        site = group[0].site
+        listed = site.kind in IN_ORDER
+        if listed:
+            on_device = any(place.device_calls for place in group)
+            total_ns = sum(place.device_ns if on_device else place.host_ns for place in group)
+            calls = sum(place.calls for place in group)
+            yield OrderedOperator(
+                number, site.name, site.instance, site.kind, depth, calls, on_device, total_ns, total_ns / timed
+            )
+            number += 1
+        pending += [(depth + listed, below) for below in _levels(group)]
+
+
+def _levels(places: Iterable[Place]) -> list[list[Place]]:
+    """What is below places of one path, by site, the first called last."""
+    found: dict[tuple[object, ...], list[Place]] = {}
+    for place in places:
+        for child in (*place.children.values(), *place.elsewhere.values()):
+            found.setdefault(child.site.key, []).append(child)
+    return sorted(found.values(), key=lambda group: -min(place.first_ns for place in group))
+
+
+# The text.
+
+
+def _order_lines(order: InOrder, *, complete: bool) -> list[str]:
+    lines = section_title("Order of execution")
+    if not order.iteration:
+        otherwise = "No iteration was recorded: open one with scope(..., kind='step'), or name the requests."
+        return [*lines, *none_held("iteration", otherwise, complete=complete), ""]
+    skipped = f"{order.skipped} skipped as the first, {order.cut} cut at the edge of what is held"
+    lines.append(f"Iterations ({order.iteration}): {order.timed} timed, {skipped}")
+    if not order.timed:
+        return [*lines, "None is left to be timed.", ""]
+    lines += [
+        "Seconds for each timed iteration, on the device where the operator has device time. An outer",
+        "operator's hold those of the ones in it.",
+        "",
+    ]
+    for one in order.operators:
+        before, after = f"OP_ID{one.number}. ", f" : {number(one.mean_ns / 1e9)} sec"
+        name = f"{one.name} [{one.instance}]" if one.instance else one.name
+        lines.append(before + shorten(safe(name), LINE - columns(before + after)) + after)
+    if order.remaining:
+        lines.append(f"(remaining {order.remaining}) : {number(order.remaining_ns / 1e9)} sec")
+    return [*lines, ""]

@@ -1,0 +1,201 @@
+"""The `overview` view: how much of the window each kind of work filled, on the host and on each device.
+
+It is the Overview Summary of `paddle.profiler`. Every time is a union, over threads and over streams, so that what ran
+side by side counts once, and a row may lie inside another one: rows do not add up. The first row is what the ratios
+are of. Where steps were recorded there is a second ratio, of the part of the row that lies in steps to the time in
+steps; that profiler sets time between steps against it too.
+
+A pair of events times a stretch of a stream and does not tell what ran there: compute is all that no copy asked for,
+memsets too. Communication is part of it: the stretches of spans of kind `comm` and of those below them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress
+
+from instrument.profile.kinds import KINDS
+from instrument.recording.spans import Trace
+from instrument.report.device_view import Coverage, none_held
+from instrument.report.stretches import Group, device_time, host_time, length_ns, owners, shared_ns, sites, united
+from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
+from instrument.report.view import Options, Recording, SortKey
+
+ALL_DEVICES = -1
+"""The device of rows that are of all devices."""
+
+WORK = {
+    "busy": ("compute", "copies"),
+    "compute": ("compute",),
+    "communication": ("communication",),
+    "copies": ("copies",),
+}
+"""What rows of a device are of, and the union of which stretches each is."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindUse:
+    """Spans of one kind in the window: how many, the union of their time, and how much of that lies in steps.
+
+    `ratio` is of the window, `step_ratio` is `in_steps_ns` of the time in steps, None where no step was recorded.
+    """
+
+    kind: str
+    calls: int
+    time_ns: int
+    in_steps_ns: int
+    ratio: float | None
+    step_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """Timed stretches of one device, or of all where `device` is `ALL_DEVICES`: how many, and the union of them."""
+
+    device: int
+    work: str
+    stretches: int
+    time_ns: int
+    in_steps_ns: int
+    ratio: float | None
+    step_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The view. `window_ns` is the length of the part of the window of which every span is held, `steps_ns` of the
+    time in which a step was under way, None where none was recorded."""
+
+    coverage: tuple[str, ...]
+    window_ns: int
+    steps_ns: int | None
+    kinds: tuple[KindUse, ...]
+    devices: tuple[DeviceWork, ...]
+    _complete: bool = field(repr=False)
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """The text."""
+        lines = [*title("Overview Report"), *self.coverage]
+        if not self.kinds and not self.devices and self._options.state != "GPU":
+            otherwise = "No span was recorded in it: name functions or layers in the profile, or open a scope."
+            return [*lines, "", *none_held("span of that time", otherwise, complete=self._complete)]
+        unit, with_steps = self._options.unit, self.steps_ns is not None
+        lines.append(f"Time unit: {unit}; unions: what ran side by side counts once, and rows may lie in one another")
+        if with_steps:
+            lines.append("Of steps: the part of the row that lies in steps, of the time in steps")
+        ratios = ["Of window", *["Of steps"] * with_steps]
+        first = ["window", "", in_unit(self.window_ns, unit), tenths(self.window_ns, self.window_ns)]
+        cells = [first + [tenths(self.steps_ns, self.steps_ns)] * with_steps if self.steps_ns is not None else first]
+        cells += [[f"  {use.kind}", str(use.calls), *self._shares(use)] for use in self.kinds]
+        lines += ["", *named_table(["Kind", "Calls", "Time", *ratios], cells, 12), ""]
+        for device in dict.fromkeys(use.device for use in self.devices):
+            of_it = [use for use in self.devices if use.device == device]
+            cells = [
+                [("  " if use.work == "communication" else "") + use.work, str(use.stretches), *self._shares(use)]
+                for use in of_it
+            ]
+            lines += section_title("All devices" if device == ALL_DEVICES else f"Device {device}")
+            lines += [*named_table(["Work", "Stretches", "Time", *ratios], cells, 12), ""]
+        if not self.devices and self._options.state != "CPU":
+            lines += ["No device time was recorded in it."]
+        return lines
+
+    def _shares(self, use: KindUse | DeviceWork) -> list[str]:
+        cells = [in_unit(use.time_ns, self._options.unit), tenths(use.ratio, 1)]
+        return cells if self.steps_ns is None else [*cells, tenths(use.step_ratio, 1)]
+
+
+def overview(recording: Recording, options: Options) -> Overview:
+    """The view of the spans that are held. `state` leaves out host or device rows.
+
+    Kinds come by their time, whatever `sorted_by` says but `calls`; there are too few for the other options.
+    """
+    trace = recording.trace
+    found = _Found(trace)
+    steps = found.kinds.get("step")
+    steps_ns = length_ns(steps.union) if steps is not None else None
+    window_ns = trace.held[1] - trace.held[0]
+
+    def facts(stretches: _Stretches) -> tuple[int, int, float | None, float | None]:
+        time_ns = length_ns(stretches.union)
+        in_steps_ns = shared_ns(stretches.union, steps.union) if steps is not None else 0
+        step_ratio = None if steps_ns is None else share(in_steps_ns, steps_ns)
+        return time_ns, in_steps_ns, share(time_ns, window_ns), step_ratio
+
+    kinds = [KindUse(kind, stretches.count, *facts(stretches)) for kind, stretches in found.kinds.items()]
+    by_calls = SortKey.of(options).column == "calls"
+    kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns, _place(use.kind)))
+    devices = [
+        DeviceWork(device, work, stretches.count, *facts(stretches)) for device, work, stretches in found.by_work()
+    ]
+    held = Coverage.of(trace)
+    return Overview(
+        tuple(held.lines()),
+        window_ns,
+        steps_ns,
+        tuple(kinds) if options.state != "GPU" else (),
+        tuple(devices) if options.state != "CPU" else (),
+        held.complete,
+        options,
+    )
+
+
+def _place(kind: str) -> int:
+    """The place of a kind among the others; a file may name one that there is not."""
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
+
+
+class _Stretches:
+    """What lies in the window of some spans: how many there are, and where."""
+
+    def __init__(self, parts: Iterable[_Stretches] = ()) -> None:
+        self.count = 0
+        self._pieces: list[bytes] = []
+        for part in parts:
+            self.count += part.count
+            self._pieces += part._pieces
+
+    def add(self, count: int, stretches: bytes) -> None:
+        self.count += count
+        self._pieces.append(stretches)
+
+    @cached_property
+    def union(self) -> bytes:
+        """To be asked for when all is added."""
+        return united(self._pieces)
+
+
+class _Found:
+    """What the spans of a trace filled, clipped to the part of the window that is held: by kind, device and work."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.kinds: dict[str, _Stretches] = {}
+        self.devices: dict[tuple[int, str], _Stretches] = {}
+        for site, _, count, stretches in host_time(trace.spans, trace.held):
+            self.kinds.setdefault(site.kind, _Stretches()).add(count, stretches)
+        for group in device_time(trace.spans, bytes(8 * len(trace.spans)), trace.held).groups:
+            self._add("copies" if group.site.kind == "copy" else "compute", group)
+        if "comm" in self.kinds or any(site.kind == "comm" for site in sites(trace.spans)):
+            below = array("q", owners(trace.spans, "comm").ids)
+            communicate = list(compress(trace.spans, below))
+            for group in device_time(communicate, bytes(8 * len(communicate)), trace.held).groups:
+                if group.site.kind != "copy":
+                    self._add("communication", group)
+
+    def _add(self, work: str, group: Group) -> None:
+        if group.timed:
+            self.devices.setdefault((group.device, work), _Stretches()).add(group.intervals, group.stretches)
+
+    def by_work(self) -> Iterator[tuple[int, str, _Stretches]]:
+        """Devices in their order after all of them together, if there are several, and of each what it did."""
+        numbers = sorted({device for device, _ in self.devices})
+        for device in [ALL_DEVICES, *numbers] if len(numbers) > 1 else numbers:
+            its = numbers if device == ALL_DEVICES else [device]
+            for work, parts in WORK.items():
+                found = [self.devices[one, part] for one in its for part in parts if (one, part) in self.devices]
+                if found:
+                    yield device, work, _Stretches(found)

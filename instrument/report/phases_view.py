@@ -1,0 +1,351 @@
+"""The `phases` view: what the time of steps went to: loading, forward, backward, optimizer, and what no phase covers.
+
+Where a loop waits for its input between two steps, a step begins with the wait for what it works on.
+
+It is the Model Summary of `paddle.profiler` and the two lines of SINGA's first verbosity. Where no step was recorded,
+it is of requests; where no request was either, of the window.
+
+A phase is a span that is declared one (`phase:` in a rule or scope), one of kind `phase` by its name, or a loader. At
+each instant one phase is under way on a thread: of those open, the one that began first, so that what lies in a phase
+belongs to it. An optimizer makes way for what its closure calls. A step's instants belong to what ran on its own thread
+and task: of tasks that it began, and of generators that stood still meanwhile, it is known that they were open and not
+when they ran, so that they have what is left; those of other tasks have nothing. Each instant thus counts once, the
+rows add up to the steps, and `others` is never negative, as it may be with that profiler, which adds up phases that
+overlap.
+
+Device time is that of what a phase put on streams, copies too. Work of one stream counts once, of several streams for
+each. `others` is what lies on a stream and in no stretch of a phase.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from instrument.recording.spans import PHASES, Span
+from instrument.report.device_view import Coverage, none_held
+from instrument.report.stretches import placed, summed
+from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
+from instrument.report.units import LOADER, OPTIMIZER, UnitLine, Units
+from instrument.report.view import Options, Recording
+
+ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
+"""The phases of a training step, in its order; then come the others that a span may be declared to be."""
+
+OTHERS = "others"
+
+NO_PHASE = (
+    "No phase was recorded: `phases: auto` and `loaders: auto` in the profile record those of torch; others are "
+    "declared by `phase:` in a function rule, in @profiled or in scope."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Times of a row on the host or on devices: their sum, and the mean, greatest and least of a call.
+
+    `ratio` is of the row of steps. What does not exist is None: a call of `others`, a ratio to nothing.
+    """
+
+    total_ns: int
+    mean_ns: float | None
+    max_ns: int | None
+    min_ns: int | None
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRow:
+    """One row: the steps, a phase of them, or the others. `device` is None where no device time was recorded."""
+
+    name: str
+    calls: int | None
+    host: PhaseTimes
+    device: PhaseTimes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The view. `of` is what the phases are of: `step`, `request` or `window`.
+
+    `timed` of these are whole, `cut` reach over an edge of what is held, `skipped` steps came before the first, and of
+    `overwritten` ones before it the spans are gone.
+    `mean_ns` are the means of a phase in a whole one, by its name. `beside` calls of phases, of `beside_ns`, ran where
+    there is no step or request.
+    """
+
+    coverage: Coverage
+    of: str
+    timed: int
+    skipped: int
+    overwritten: int
+    cut: int
+    rows: tuple[PhaseRow, ...]
+    mean_ns: Mapping[str, float]
+    beside: int
+    beside_ns: int
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """The text."""
+        lines = [*title("Phases Report"), *self.coverage.lines()]
+        if not self.rows and self.skipped and not self.timed + self.cut:
+            return [*lines, "", f"No step was left: {self.skipped} were recorded, and all of them were to be skipped."]
+        if not self.rows:
+            return [
+                *lines,
+                "",
+                *none_held("phase", NO_PHASE, complete=self.coverage.complete),
+            ]
+        lines += [self._counted(), f"Time unit: {self._options.unit}"]
+        if self._options.state != "GPU":
+            lines += [
+                "Each instant counts for the phase that is under way: the rows add up to the first one, of which",
+                "ratios are.",
+                "",
+                *section_title("Host time"),
+                *self._table({row.name: row.host for row in self.rows}),
+                "",
+            ]
+        on_device = {row.name: row.device for row in self.rows if row.device is not None}
+        if on_device and self._options.state != "CPU":
+            lines += [*section_title("Device time"), *self._table(on_device), ""]
+            lines += [
+                "Device: sums over streams of what each phase put there; stretches, in which a stream may wait.",
+                "",
+            ]
+        elif self._options.state == "GPU":
+            lines += ["", "No device time was recorded in it.", ""]
+        if self._options.state != "GPU":
+            lines += self._propagation()
+        if self.beside:
+            where = "in no step" if self.of == "step" else "in no request"
+            lines.append(
+                f"Not counted: {self.beside} call{'s' * (self.beside > 1)} of phases {where}, "
+                f"{in_unit(self.beside_ns, self._options.unit)} {self._options.unit}"
+            )
+        return lines
+
+    def _counted(self) -> str:
+        if self.of == "window":
+            return "Phases of the window: there is no step (Profiler.step, or kind: step in a rule) and no request"
+        also = [f"{self.skipped} skipped before"] * bool(self.skipped)
+        also += [f"{self.overwritten} overwritten before"] * bool(self.overwritten)
+        also += [f"{self.cut} cut at an edge"] * bool(self.cut)
+        return f"{self.of.capitalize()}s: {', '.join([f'{self.timed} whole', *also])}"
+
+    def _table(self, times: Mapping[str, PhaseTimes]) -> list[str]:
+        unit = self._options.unit
+        calls = {row.name: row.calls for row in self.rows}
+        cells = [
+            [
+                name if not index else f"  {name}",
+                MISSING if calls[name] is None else str(calls[name]),
+                *(in_unit(value, unit) for value in (one.total_ns, one.mean_ns, one.max_ns, one.min_ns)),
+                tenths(one.ratio, 1),
+            ]
+            for index, (name, one) in enumerate(times.items())
+        ]
+        base = "Of window" if self.of == "window" else f"Of {self.of}s"
+        return named_table(["Phase", "Calls", "Total", "Avg", "Max", "Min", base], cells, 10)
+
+    def _propagation(self) -> list[str]:
+        """SINGA's lines, which put into backward whatever is not forward; here it has names of its own."""
+        if self.of != "step" or not self.timed or not {"forward", "backward"} & self.mean_ns.keys():
+            return []
+        told = [f"{self.timed} iteration{'s' * (self.timed > 1)} timed", f"{self.skipped} skipped"]
+        more = [name for name in self.mean_ns if name not in ("forward", "backward", "step")]
+        return [
+            f"Time Profiling: host time, averages of {', '.join(told)}",
+            *(
+                f"{name.capitalize()} Propagation Time : {_seconds(self.mean_ns.get(name))} sec"
+                for name in ("forward", "backward")
+            ),
+            *(f"{name.capitalize()} Time : {_seconds(self.mean_ns[name])} sec" for name in more),
+            "",
+        ]
+
+
+def phases(recording: Recording, options: Options) -> Phases:
+    """The view of the spans that are held. `state`, `rows`, `least_ns`, `skip_first` and `unit` mean something to it.
+
+    `rows` and `least_ns` leave the phases with most time; the order is that of a step. `skip_first` leaves out the
+    first steps of each thread, by the number that a step bears or else by their begin. n log n for n phases.
+    """
+    trace = recording.trace
+    found = Units(trace, options.skip_first)
+    shares = _Shares(found)
+    told = Coverage.of(trace)
+    units = [unit for line in found.lines for unit in line.units]
+    is_counted = found.of != "window"
+    timed, cut = shares.whole * is_counted, (len(units) - shares.whole) * is_counted
+    if not units or (not shares.own_ns and not found.beside):
+        return Phases(told, found.of, timed, found.skipped, 0, cut, (), {}, 0, 0, options)
+    streams = _Streams(trace.spans, found, shares)
+    lengths = [end - start for start, end, _ in units]
+    base_ns = sum(lengths)
+    rest_ns = base_ns - sum(sum(own) for own in shares.own_ns.values())
+    rows = [
+        PhaseRow(name, len(own), _times(own, sum(own), base_ns), streams.of_phase(name))
+        for name, own in sorted(shares.own_ns.items(), key=lambda item: _place(item[0]))
+    ]
+    unit_row = PhaseRow(found.of, len(units), _times(lengths, base_ns, base_ns), streams.of_units(len(units)))
+    others = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), streams.of_others())
+    before, is_short = found.before, trace.held[0] > trace.start_ns
+    return Phases(
+        coverage=told,
+        of=found.of,
+        timed=timed,
+        skipped=found.skipped if is_short else max(before, found.skipped),
+        overwritten=max(before - found.skipped, 0) if is_short else 0,
+        cut=cut,
+        rows=(unit_row, *_shown(rows, options, base_ns, streams.base_ns), others),
+        mean_ns=shares.means() if is_counted else {},
+        beside=len(found.beside),
+        beside_ns=sum(found.beside),
+        _options=options,
+    )
+
+
+class _Shares:
+    """How long each call of a phase was the one under way within a unit.
+
+    `own_ns` are these times by phase, `phase_of_call` the numbers of phases by that of the call.
+    """
+
+    def __init__(self, found: Units) -> None:
+        self.own_ns: dict[str, list[int]] = {}
+        self.phase_of_call: list[int] = []
+        self.whole = 0
+        self._whole_ns = 0
+        self._timed: dict[str, int] = {}
+        names = found.names
+        optimizer = names.index(OPTIMIZER) if OPTIMIZER in names else None
+        for line in found.lines:
+            for start, end, is_whole in line.units:
+                self.whole += is_whole
+                self._whole_ns += (end - start) * is_whole
+            if not line.calls:
+                continue
+            first = len(self.phase_of_call)
+            own: dict[int, int] = {}
+            self._cut(line, line.turns(optimizer), own, first, names)
+            self.phase_of_call.extend(phase for *_, phase in line.calls)
+            for place, own_ns in own.items():
+                self.own_ns.setdefault(names[line.calls[place][-1]], []).append(own_ns)
+
+    def _cut(
+        self,
+        line: UnitLine,
+        turns: Iterable[tuple[int, int, int]],
+        own: dict[int, int],
+        first: int,
+        names: Sequence[str],
+    ) -> None:
+        """The parts of the turns that lie in units."""
+        units, pieces, timed = line.units, line.pieces, self._timed
+        index = 0
+        for start, end, place in turns:
+            while index < len(units) and units[index][1] <= start:
+                index += 1
+            at = index
+            while at < len(units) and (units[at][0] < end or units[at][0] == start):
+                since, until, is_whole = units[at]
+                piece_start, piece_end = max(start, since), min(end, until)
+                own[place] = own.get(place, 0) + piece_end - piece_start
+                pieces.append((piece_start, piece_end, first + place))
+                if is_whole:
+                    name = names[line.calls[place][-1]]
+                    timed[name] = timed.get(name, 0) + piece_end - piece_start
+                if until >= end:
+                    break
+                at += 1
+
+    def means(self) -> dict[str, float]:
+        """The mean time of each phase in a whole unit, and of the others."""
+        if not self.whole:
+            return {}
+        rest_ns = self._whole_ns - sum(self._timed.values())
+        means = {phase: self._timed[phase] / self.whole for phase in sorted(self._timed, key=_place)}
+        return {**means, OTHERS: rest_ns / self.whole}
+
+
+class _Streams:
+    """The device time of units and phases: sums over streams of what was put there, and of each stream the union."""
+
+    def __init__(self, spans: Sequence[Span], found: Units, shares: _Shares) -> None:
+        spans, units, calls = placed(
+            spans, {key: line.number for key, line in found.by_key.items()}, found.of == "request", found.number_of,
+            [line.packed() for line in found.lines],
+        )  # fmt: skip
+        unit_count, call_count = sum(len(line.units) for line in found.lines), len(shares.phase_of_call)
+        one, numbers = array("q", bytes(8)), array("q", range(max(unit_count, call_count)))
+        each_unit, all_units, each_call, all_calls, of_phases = summed(
+            spans,
+            [
+                (units, numbers[:unit_count]),
+                (units, one * unit_count),
+                (calls, numbers[:call_count]),
+                (calls, one * call_count),
+                (calls, array("q", shares.phase_of_call)),
+            ],
+        )
+        self._units = [device_ns for device_ns in each_unit if device_ns is not None]
+        self.base_ns, self._covered_ns = (sum(its or 0 for its in every) for every in (all_units, all_calls))
+        self._calls: dict[str, list[int]] = {}
+        for phase, device_ns in zip(shares.phase_of_call, each_call, strict=True):
+            if device_ns is not None:
+                self._calls.setdefault(found.names[phase], []).append(device_ns)
+        self._phases = {name: device_ns or 0 for name, device_ns in zip(found.names, of_phases, strict=False)}
+        self._counts = {name: len(own) for name, own in shares.own_ns.items()}
+
+    def of_units(self, count: int) -> PhaseTimes | None:
+        """Of all units, and of each."""
+        return self._of(self._units, count, self.base_ns)
+
+    def of_phase(self, name: str) -> PhaseTimes | None:
+        """Of the calls of one phase, and of each."""
+        return self._of(self._calls.get(name, []), self._counts[name], self._phases.get(name, 0))
+
+    def of_others(self) -> PhaseTimes | None:
+        """What is of no phase."""
+        return _rest(self.base_ns - self._covered_ns, self.base_ns) if self._units else None
+
+    def _of(self, each: list[int], count: int, total_ns: int) -> PhaseTimes | None:
+        """Of so many calls, of which those of `each` put something on a stream."""
+        if not self._units:
+            return None
+        return _times(each if len(each) == count else [*each, 0], total_ns, self.base_ns, count)
+
+
+def _times(each: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:
+    mean_ns = share(total_ns, len(each) if count is None else count)
+    return PhaseTimes(total_ns, mean_ns, max(each), min(each), share(total_ns, base_ns))
+
+
+def _rest(rest_ns: int, base_ns: int) -> PhaseTimes:
+    return PhaseTimes(rest_ns, None, None, None, share(rest_ns, base_ns))
+
+
+def _place(phase: str) -> tuple[int, str]:
+    known = (*ORDER, *(name for name in PHASES if name not in ORDER))
+    return known.index(phase) if phase in known else len(known), phase
+
+
+def _shown(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
+    """The rows with most time, in their order; the rest is one row more."""
+    large = sorted((row for row in rows if row.host.total_ns >= options.least_ns), key=lambda row: -row.host.total_ns)
+    kept = {row.name for row in large[: options.rows]}
+    rest = [row for row in rows if row.name not in kept]
+    shown = [row for row in rows if row.name in kept]
+    if rest:
+        host = _rest(sum(row.host.total_ns for row in rest), base_ns)
+        timed = [row.device.total_ns for row in rest if row.device is not None]
+        device = _rest(sum(timed), device_base_ns) if timed else None
+        shown.append(PhaseRow(f"(remaining {len(rest)})", sum(row.calls or 0 for row in rest), host, device))
+    return shown
+
+
+def _seconds(value_ns: float | None) -> str:
+    return MISSING if value_ns is None else number(value_ns / 1e9)

@@ -1,0 +1,475 @@
+"""The `requests` view: how long the requests of each endpoint took, with what, and which were the slowest.
+
+An endpoint is a name of topmost request spans. Every instant of a request's host interval belongs to one part: to the
+phase that began last of those that ran then, on any thread or task of the request, or to none, which is `unknown`. A
+phase within another one so takes its time out of it, of phases side by side the newer one has the instant, and the
+parts add up to the wall to the nanosecond. Of phases that began at once the shorter one began last.
+
+A phase is a span whose site is declared to be one (`phase:`), or one of kind `phase` by its name; copies to and from a
+device are `copy in` and `copy out` and other copies `copy`, layers are `compute`, loaders `load`, communication is
+`comm`, and a span of any kind that is named `queue` is that. All else (operators, scopes of the user) is no phase.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+
+from instrument.recording.spans import Site, Span
+from instrument.recording.tally import percentiles_of
+from instrument.report.answers import CLASSES, Answers, Streams
+from instrument.report.blocked_loops import BlockedLoops, Blocker, blocked_loops
+from instrument.report.device_view import Coverage, endpoint_table, none_held, other_endpoints
+from instrument.report.stretches import owners, phases, sites
+from instrument.report.table import (
+    LINE,
+    MISSING,
+    WHOLE_DIGITS,
+    bounded,
+    compact,
+    named_table,
+    number,
+    safe,
+    section_title,
+    share,
+    shorten,
+    tenths,
+    title,
+    wrapped,
+)
+from instrument.report.utilisation import EndpointUse, requests_within, utilisation
+from instrument.report.view import UNITS, Options, Recording, SortKey
+
+QUEUE = "queue"
+COPIES = {"h2d": "copy in", "d2h": "copy out"}
+PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
+IN_ORDER = (
+    QUEUE, "load", "prepare", "copy in", "infer_shape", "prefill", "compute", "comm", "generate", "copy", "copy out",
+    "post",
+)  # fmt: skip
+"""Phases as they mostly follow each other; others come after them, by their time."""
+
+COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
+
+SLOWEST = 5
+"""How many of the slowest requests are listed where `rows` does not say it."""
+
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+YEARS_NS = 200 * 366 * 86_400 * 10**9
+"""Wall time that is farther from 1970 is none: the file is damaged, or its clock was."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """One phase: how many requests had time in it, the sum of that time, and its share of the wall of all requests.
+
+    The mean and the percentiles, exact by nearest rank, are over the requests that had it. One with `remaining` stands
+    for so many phases that were left out; how many requests had any of them is not told, nor what follows from that.
+    """
+
+    name: str
+    requests: int | None
+    summed_ns: int
+    mean_ns: float | None
+    p50_ns: int | None
+    p99_ns: int | None
+    ratio: float | None
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The requests of one name: `phases` and `unknown_ns`, of which no phase ran, add up to `wall_ns`. Of the latter
+    every request has some, perhaps 0.
+
+    `errors` failed: with an exception, or by the server's own fault. `statuses` are answers by class, such as `2xx`,
+    and `streams` those that came in parts, where spans tell of them. Percentiles are those of `tally.percentiles`.
+    `ratio` is of the wall of all requests of the view. One with `remaining` stands for so many endpoints that were left
+    out.
+    """
+
+    name: str
+    requests: int
+    errors: int
+    wall_ns: int
+    mean_ns: float
+    p50_ns: int
+    p90_ns: int
+    p99_ns: int
+    min_ns: int
+    max_ns: int
+    ratio: float | None
+    phases: tuple[PhaseTime, ...]
+    unknown_ns: int
+    unknown_mean_ns: float
+    unknown_p50_ns: int
+    unknown_p99_ns: int
+    unknown_ratio: float | None
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    streams: Streams | None = None
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWithin:
+    """What one device did within the requests that had time on it."""
+
+    device: int
+    endpoints: tuple[EndpointUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRequest:
+    """One request: `begin_ns` after the trace's start and at `began`, as UTC (empty where the wall time is not known).
+
+    `span_id` is that of the Chrome trace. `trace_id` and `collector_span_id` are those of the collector, as it prints
+    them, empty where they are not known: the collector has the request if the profile's `capture` kept it.
+    """
+
+    name: str
+    begin_ns: int
+    began: str
+    wall_ns: int
+    error: str
+    span_id: int
+    trace_id: str
+    collector_span_id: str
+    phases: tuple[PhaseTime, ...]
+    unknown_ns: int
+    unknown_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """The requests that lie within the window of which every span is held, by endpoint.
+
+    `requests_cut` reach over an edge of it, or had not ended, and are in nothing else. `blocked` is of all stretches
+    that are held, None where no event loop was blocked.
+    """
+
+    coverage: Coverage
+    requests: int
+    requests_cut: int
+    wall_ns: int
+    endpoints: tuple[Endpoint, ...]
+    devices: tuple[DeviceWithin, ...]
+    slowest: tuple[SlowRequest, ...]
+    blocked: BlockedLoops | None
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """A table of endpoints, one of what their time went to, devices within them, and the slowest requests."""
+        unit = self._options.unit
+        lines = [*title("Requests Report"), *self.coverage.lines(), f"Time unit: {unit}"]
+        cut = f"; {self.requests_cut} at an edge of the window, not counted below" if self.requests_cut else ""
+        lines += [f"Requests: {self.requests}{cut}", ""]
+        if not self.requests:
+            why = "No request ended within the window." if self.requests_cut else "No request was recorded."
+            complete = self.coverage.complete or self.requests_cut > 0
+            how = "A request is what a rule with `kind: request` names in the profile, or a scope around the handling"
+            otherwise = f'{why} {how} of one: with scope(name, kind="request").'
+            return [*lines, *none_held("request", otherwise, complete=complete), ""]
+        lines += [*section_title("Endpoints"), *_endpoint_lines(self.endpoints, unit), ""]
+        if any(one.statuses for one in self.endpoints):
+            lasted_ns = self.coverage.until_ns - self.coverage.since_ns
+            lines += [*section_title("Answers"), *_answer_lines(self.endpoints, lasted_ns), ""]
+        if any(one.streams for one in self.endpoints):
+            lines += [*section_title("Streamed answers"), *_stream_lines(self.endpoints, unit), ""]
+        lines += [*section_title("Where the time went"), *_phase_lines(self.endpoints, unit), ""]
+        if self.blocked is not None:
+            lines += [*section_title("Loop blocked"), *_blocked_lines(self.blocked, unit), ""]
+        for one in self.devices:
+            lines += [*section_title(f"Device {one.device}"), *endpoint_table(one.endpoints, unit)]
+            lines += [
+                "Within the wall of those that used it the device was busy with their own work, with that of",
+                "others alone, or idle (starved): means, and shares of the wall.",
+                "",
+            ]
+        lines += section_title("Slowest requests")
+        for place, request in enumerate(self.slowest, start=1):
+            lines += _slow_lines(place, request, unit)
+        return [*lines, ""]
+
+
+def requests(recording: Recording, options: Options) -> RequestTimes:
+    """The view, from the spans that are held.
+
+    `sorted_by` orders the endpoints by their walls, as `SortKey` says (`default` is by the sum of them), `rows`
+    bounds the tables to so many endpoints and phases of each, and the list of the slowest requests, which are five
+    where it is left out. `least_ns` leaves endpoints and phases with less time in all to the row of the rest.
+    """
+    trace = recording.trace
+    known = owners(trace.spans)
+    whole, cut = requests_within(known, trace.held)
+    labels = {site: _phase_of(site) for site in sites(trace.spans)}
+    numbers = {label: number for number, label in enumerate(dict.fromkeys([None, *labels.values()]))}
+    names = list(numbers)
+    by_site = {site: numbers[label] for site, label in labels.items()}
+    wall_ns = sum(span.total_ns for span in whole)
+    slowest = heapq.nlargest(options.rows or SLOWEST, whole, key=lambda span: (span.total_ns, -span.start_ns))
+    wanted = {span.span_id for span in slowest}
+    found: dict[str, _Found] = {}
+    slow: dict[int, _Found] = {}
+    for span, by_number in zip(whole, phases(trace.spans, known.ids, whole, by_site), strict=True):
+        unknown_ns = by_number.pop(0, 0)
+        times = {names[number]: time_ns for number, time_ns in by_number.items()}
+        of_name = found.get(span.site.name)
+        if of_name is None:
+            of_name = found[span.site.name] = _Found()
+        of_name.add(span, times, unknown_ns)
+        if span.span_id in wanted:
+            slow[span.span_id] = _Found()
+            slow[span.span_id].add(span, times, unknown_ns)
+    endpoints = [_endpoint(name, one, wall_ns, options) for name, one in found.items()]
+    key = SortKey.of(options)
+    column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
+    endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
+
+    def rest(others: Sequence[Endpoint]) -> Endpoint:
+        together = _Found()
+        for endpoint in others:
+            together.merge(found[endpoint.name])
+        return _endpoint("", together, wall_ns, options, remaining=len(others))
+
+    return RequestTimes(
+        coverage=Coverage.of(trace),
+        requests=len(whole),
+        requests_cut=cut,
+        wall_ns=wall_ns,
+        endpoints=bounded(endpoints, options, lambda endpoint: endpoint.wall_ns, rest),
+        devices=_devices(recording, options),
+        slowest=tuple(_slow(span, slow[span.span_id], recording, options) for span in slowest),
+        blocked=blocked_loops(trace.spans, options),
+        _options=options,
+    )
+
+
+# From spans to times.
+
+
+def _phase_of(site: Site) -> str | None:
+    facts = dict(site.attributes)
+    declared = facts.get("phase")
+    if isinstance(declared, str) and declared:
+        return declared
+    if site.kind == "copy":
+        direction = facts.get("direction")
+        return COPIES.get(direction, "copy") if isinstance(direction, str) else "copy"
+    if site.kind == "phase" or site.name == QUEUE:
+        return site.name
+    return PHASE_OF_KIND.get(site.kind)
+
+
+@dataclass(slots=True)
+class _Found:
+    """The requests of a name as they come: walls, errors, by phase the times of those that had any, and of no phase."""
+
+    walls: list[int] = field(default_factory=list)
+    errors: int = 0
+    phases: dict[str | None, list[int]] = field(default_factory=dict)
+    unknown: list[int] = field(default_factory=list)
+    answers: Answers = field(default_factory=Answers)
+
+    def add(self, span: Span, times: Mapping[str | None, int], unknown_ns: int) -> None:
+        self.walls.append(span.total_ns)
+        self.errors += span.error is not None
+        self.unknown.append(unknown_ns)
+        self.answers.add(span)
+        for name, time_ns in times.items():
+            self.phases.setdefault(name, []).append(time_ns)
+
+    def merge(self, other: _Found) -> None:
+        self.walls += other.walls
+        self.errors += other.errors
+        self.unknown += other.unknown
+        self.answers.merge(other.answers)
+        for name, times in other.phases.items():
+            self.phases.setdefault(name, []).extend(times)
+
+
+def _endpoint(name: str, found: _Found, all_ns: int, options: Options, remaining: int = 0) -> Endpoint:
+    walls = sorted(found.walls)
+    count, wall_ns = len(walls), sum(walls)
+    p50_ns, p90_ns, p99_ns = percentiles_of(walls, (0.5, 0.9, 0.99))
+    unknown = sorted(found.unknown)
+    unknown_ns = sum(unknown)
+    unknown_p50_ns, unknown_p99_ns = percentiles_of(unknown, (0.5, 0.99))
+    return Endpoint(
+        name=name,
+        requests=count,
+        errors=found.errors,
+        wall_ns=wall_ns,
+        mean_ns=wall_ns / count,
+        p50_ns=p50_ns,
+        p90_ns=p90_ns,
+        p99_ns=p99_ns,
+        min_ns=walls[0],
+        max_ns=walls[-1],
+        ratio=share(wall_ns, all_ns),
+        phases=_phases(found, options),
+        unknown_ns=unknown_ns,
+        unknown_mean_ns=unknown_ns / count,
+        unknown_p50_ns=unknown_p50_ns,
+        unknown_p99_ns=unknown_p99_ns,
+        unknown_ratio=share(unknown_ns, wall_ns),
+        statuses=found.answers.statuses(),
+        streams=found.answers.streams(),
+        remaining=remaining,
+    )
+
+
+def _phases(found: _Found, options: Options) -> tuple[PhaseTime, ...]:
+    """In the order of `IN_ORDER`; where there are more than the options leave, those with the most time."""
+    wall_ns = sum(found.walls)
+
+    def phase(name: str, times: Sequence[int]) -> PhaseTime:
+        summed_ns, (p50_ns, p99_ns) = sum(times), percentiles_of(times, (0.5, 0.99))
+        mean_ns, ratio = summed_ns / len(times), share(summed_ns, wall_ns)
+        return PhaseTime(name, len(times), summed_ns, mean_ns, p50_ns, p99_ns, ratio)
+
+    def rest(others: Sequence[PhaseTime]) -> PhaseTime:
+        summed_ns = sum(one.summed_ns for one in others)
+        return PhaseTime("", None, summed_ns, None, None, None, share(summed_ns, wall_ns), len(others))
+
+    all_of_it = [phase(name or "", sorted(times)) for name, times in found.phases.items()]
+    all_of_it.sort(key=lambda one: (-one.summed_ns, one.name))
+    shown = bounded(all_of_it, options, lambda one: one.summed_ns, rest)
+    return tuple(sorted(shown, key=_place))
+
+
+def _place(phase: PhaseTime) -> tuple[bool, int]:
+    place = IN_ORDER.index(phase.name) if phase.name in IN_ORDER else len(IN_ORDER)
+    return bool(phase.remaining), place
+
+
+def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
+    if not any(span.device for span in recording.trace.spans):
+        return ()
+    return tuple(
+        DeviceWithin(one.device, bounded(one.endpoints, options, lambda use: use.wall_ns, other_endpoints))
+        for one in recording.once(utilisation).devices
+        if one.endpoints
+    )
+
+
+def _slow(span: Span, found: _Found, recording: Recording, options: Options) -> SlowRequest:
+    trace = recording.trace
+    realtime_ns = trace.origin.realtime_of(span.start_ns) if trace.origin.realtime_ns else 0
+    known = 0 < realtime_ns < YEARS_NS
+    began = (EPOCH + timedelta(microseconds=realtime_ns // 1_000)).isoformat(timespec="microseconds") if known else ""
+    trace_id, own_id = ("", "") if span.remote is None else (f"{span.remote.trace_id:032x}", "")
+    if recording.collector_ids is not None:
+        trace_number, own_number = recording.collector_ids(span)
+        trace_id, own_id = f"{trace_number:032x}", f"{own_number:016x}"
+    return SlowRequest(
+        name=span.site.name,
+        begin_ns=span.start_ns - trace.start_ns,
+        began=began.replace("+00:00", "Z"),
+        wall_ns=span.total_ns,
+        error=span.error or "",
+        span_id=span.span_id,
+        trace_id=trace_id,
+        collector_span_id=own_id,
+        phases=_phases(found, options),
+        unknown_ns=sum(found.unknown),
+        unknown_ratio=share(sum(found.unknown), span.total_ns),
+    )
+
+
+# The text.
+
+
+def _endpoint_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
+    header = ["Request", "Count", "Errors", "Mean", "p50", "p90", "p99", "Max", "Of all"]
+    cells = []
+    for one in endpoints:
+        times = (one.mean_ns, one.p50_ns, one.p90_ns, one.p99_ns, one.max_ns)
+        shown = [_time(time_ns, unit, 11) for time_ns in times]
+        cells.append([_name(one), str(one.requests), str(one.errors), *shown, tenths(one.ratio, 1)])
+    return [*named_table(header, cells, 0), "Of all: of the sum of the walls of all requests."]
+
+
+def _answer_lines(endpoints: Sequence[Endpoint], lasted_ns: int) -> list[str]:
+    shown = [name for name in CLASSES if any(name in one.statuses for one in endpoints)]
+    cells = []
+    for one in endpoints:
+        rate = compact(one.requests * 1e9 / lasted_ns) if lasted_ns > 0 else MISSING
+        cells.append([_name(one), rate, *(str(one.statuses.get(name, 0)) for name in shown)])
+    return [*named_table(["Request", "A second", *shown], cells, 0), "A second: over the window. 4xx is no error."]
+
+
+def _stream_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
+    header = ["Request", "Streams", "Items", "First p50", "First p99", "Item p50", "Item p99", "Longest"]
+    cells = []
+    for one in endpoints:
+        found = one.streams
+        if found is not None:
+            first = (found.first_p50_ns, found.first_p99_ns)
+            times = (*first, found.item_p50_ns, found.item_p99_ns, found.longest_gap_ns)
+            cells.append([_name(one), str(found.count), str(found.items), *(_time(ns, unit, 11) for ns in times)])
+    return [
+        *named_table(header, cells, 0),
+        "First: from the begin of the request to its first item. Item: from the first to the last one, for each",
+        "after the first. Longest: between two items that came one by one.",
+    ]
+
+
+def _time(time_ns: float | None, unit: str, room: int = WHOLE_DIGITS) -> str:
+    """Four digits in a unit; ns in full where there is room."""
+    if time_ns is None:
+        return MISSING
+    return compact(round(time_ns), room) if unit == "ns" else compact(time_ns / UNITS[unit])
+
+
+def _blocked_lines(blocked: BlockedLoops, unit: str) -> list[str]:
+    def row(name: str, one: BlockedLoops | Blocker) -> list[str]:
+        return [name, str(one.stretches), _time(one.summed_ns, unit, 11), _time(one.longest_ns, unit, 11)]
+
+    cells = [row("loop blocked", blocked), *(row(f"  {_name(one)}", one) for one in blocked.by)]
+    return [
+        *named_table(["Event loops, and by what", "Count", "Sum", "Longest"], cells, 0),
+        "One callback or step of a task each, while which no request on its loop could go on: by the innermost",
+        "span that was there for most of it, or else its function.",
+    ]
+
+
+def _name(one: Endpoint | PhaseTime | Blocker) -> str:
+    return f"(remaining {one.remaining})" if one.remaining else safe(one.name) or "(no name)"
+
+
+def _phase_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
+    cells = []
+    for one in endpoints:
+        whole = "100.0%" if one.wall_ns else MISSING
+        times = (one.mean_ns, one.p50_ns, one.p99_ns)
+        cells.append([_name(one), str(one.requests), *(_time(time_ns, unit) for time_ns in times), whole])
+        for phase in one.phases:
+            times_of_phase = (phase.mean_ns, phase.p50_ns, phase.p99_ns)
+            shown = [_time(time_ns, unit) for time_ns in times_of_phase]
+            count = MISSING if phase.requests is None else str(phase.requests)
+            cells.append(["  " + _name(phase), count, *shown, tenths(phase.ratio, 1)])
+        unknown = (one.unknown_mean_ns, one.unknown_p50_ns, one.unknown_p99_ns)
+        shown = [_time(time_ns, unit) for time_ns in unknown]
+        cells.append(["  unknown (no phase ran)", str(one.requests), *shown, tenths(one.unknown_ratio, 1)])
+    return [
+        *named_table(["Request, and its phases", "Requests", "Mean", "p50", "p99", "Of wall"], cells, 10),
+        "An instant of a request belongs to the phase that began last of those that ran, on any thread or",
+        "task of the request, so the parts add up to the wall, of which ratios are. Mean, p50 and p99 of a",
+        "phase: over the requests that had it, which Requests counts.",
+    ]
+
+
+def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
+    error = f", {safe(one.error)}" if one.error else ""
+    name = shorten(safe(one.name) or "(no name)", LINE // 2)
+    lines = wrapped(f"{place}. {name}: {_time(one.wall_ns, unit)} {unit}{error}")
+    at = f"{number(one.begin_ns / 1e9)} s after the start of the trace, span {one.span_id}"
+    lines += wrapped(f"   began {f'{one.began}, ' if one.began else ''}{at}")
+    if one.trace_id:
+        own = f", span {one.collector_span_id}" if one.collector_span_id else ""
+        lines += wrapped(f"   in the collector, if it was kept: trace {one.trace_id}{own}")
+    largest = sorted(one.phases, key=lambda phase: -phase.summed_ns)
+    parts = [f"{shorten(_name(phase), LINE // 2)} {tenths(phase.ratio, 1)}" for phase in largest]
+    return [*lines, *wrapped("   " + ", ".join([*parts, f"unknown {tenths(one.unknown_ratio, 1)}"]))]

@@ -1,0 +1,415 @@
+"""The `classes`, `ops` and `instances` views: where the time went itself, in parts that add up to all of it.
+
+They are the Class, Ops and Apply sections of Theano's profile. The nodes that Theano times lie in no other one; spans
+do, so that a row's time here is self time: host time outside of the children on its thread and task. So the rows of a
+function add up to 100 %, the function's own row with what no child did.
+
+- `instances`: a site at one place of the call tree. `number` counts them by first call, from 0, as Theano counts nodes.
+- `ops`: a site, at all of its places: a function, a layer by its path in the model, a kind of copy.
+- `classes`: the type of a layer, the class that a method is of (of the kinds `op` and `comm`), the name of a copy or a
+  loader, and for all else the kind in brackets.
+
+Each function has a report: the topmost request of a call path or, outside of requests, its topmost span. Before them
+comes the sum over functions, if there are several, in which a function inside of another one is not counted again.
+Numbers are of the tally, so of all calls; threads are merged.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import ne
+
+from instrument.recording.lines import (
+    ORDERS,
+    REQUEST,
+    WIDTH,
+    WORK,
+    Function,
+    Functions,
+    Group,
+    Lines,
+    Numbers,
+    functions,
+    packed,
+)
+from instrument.recording.paths import NOT_BELOW
+from instrument.recording.spans import Site, is_blocked_loop, is_operator
+from instrument.report.table import (
+    LINE,
+    MISSING,
+    in_unit,
+    named_table,
+    percent,
+    safe,
+    section_title,
+    share,
+    shorten,
+    tenths,
+    title,
+)
+from instrument.report.view import Options, Recording, SortKey
+
+WORKING = ("op", "layer", "comm", "copy")
+"""Kinds of span that are work, in place of Theano's thunks."""
+
+WITH_CLASS = ("op", "layer", "comm")
+"""Kinds of span whose code tells their class; a scope's code is that of whoever opened it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelfRow:
+    """One class, op or instance of a function. `time_ns` is self time, `running` adds up the ratios down to this row.
+
+    `names` are those of the spans around an instance, inside of its function, and its own last; else the row's own.
+    `where` it runs: `host`, `device` where every place of it has device time, or `both`; `waiting` where all of it is
+    coroutines, whose self time is what they waited, and their own code between two awaits. A `number` is only of an
+    instance.
+    """
+
+    names: tuple[str, ...]
+    time_ns: int
+    ratio: float | None
+    running: float | None
+    where: str
+    calls: int
+    instances: int
+    number: int | None
+
+    @property
+    def per_call_ns(self) -> float | None:
+        """Self time of a call."""
+        return share(self.time_ns, self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """What the rows that were left out add up to."""
+
+    rows: int
+    time_ns: int
+    ratio: float | None
+    calls: int
+    instances: int
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTimes:
+    """A function, or the sum over all where `name` is empty: its calls, what is in them, and its rows.
+
+    `calls` took `outer_ns`. `inner_ns` of that was in spans inside, on its own thread and task. `work_ns` is the self
+    time of operators, layers, copies and communication below it, on whatever thread. Ratios of rows are of `time_ns`,
+    the self times of all of them.
+    """
+
+    name: str
+    kind: str
+    calls: int
+    outer_ns: int
+    inner_ns: int
+    work_ns: int
+    time_ns: int
+    rows: tuple[SelfRow, ...]
+    remaining: Remaining | None
+
+    @property
+    def inner_ratio(self) -> float | None:
+        """Of the calls."""
+        return share(self.inner_ns, self.outer_ns)
+
+    @property
+    def work_ratio(self) -> float | None:
+        """Of the calls; more than 1 where work went on side by side."""
+        return share(self.work_ns, self.outer_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTimes:
+    """The view: the sum over functions, if there are several, and each function that calls something, longest first.
+
+    The `remaining` functions that have no report of their own have `remaining_ns` of self time.
+    """
+
+    of: str
+    functions: tuple[FunctionTimes, ...]
+    remaining: int
+    remaining_ns: int
+    corrected: bool
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """The text."""
+        lines = title(f"{self.of.capitalize()} Report")
+        if not self.functions:
+            return [*lines, "No call was counted: name functions or layers in the profile, or open a scope."]
+        less = ", less what the probes of the spans below cost" if self.corrected else ""
+        lines += [
+            f"Time unit: {self._options.unit}; times are self times{less}",
+            "Time%: of the self times of all rows of the function, which add up to 100%",
+            "",
+        ]
+        for function in self.functions:
+            lines += self._function_lines(function)
+        if self.remaining:
+            time = in_unit(self.remaining_ns, self._options.unit)
+            lines += [
+                f"... (remaining {self.remaining} functions account for {time}; all of it is in the sum above)",
+                "",
+            ]
+        wheres = {row.where for function in self.functions for row in function.rows}
+        if WAITING in wheres:
+            lines += [
+                "On waiting: the self time of coroutines, which stand still for most of it, for I/O, in a queue or",
+                "until it is their turn on the event loop; how much of it they ran between two awaits is not known.",
+            ]
+        if wheres & {"device", "both"}:
+            lines.append("On device: the host's part, in which work was launched that the device does on its own time.")
+        return lines
+
+    def _function_lines(self, function: FunctionTimes) -> list[str]:
+        unit = self._options.unit
+        name = safe(function.name) or ("(no name)" if function.kind else "")
+        lines = section_title(shorten(name, 25) or "All functions")
+        called = f" to {shorten(name, LINE // 2)} ({function.kind})" if function.kind else ""
+        outer, inner, work = (in_unit(ns, unit) for ns in (function.outer_ns, function.inner_ns, function.work_ns))
+        lines.append(f"Time in {function.calls} call{'s' * (function.calls != 1)}{called}: {outer}")
+        if function.inner_ns or function.work_ns:
+            lines += [
+                f"Time in spans inside: {inner} ({percent(function.inner_ns, function.outer_ns)} of the calls)",
+                f"Time in ops, layers, copies and communication: {work} "
+                f"({percent(function.work_ns, function.outer_ns)} of the calls)",
+            ]
+        if function.time_ns != function.outer_ns:
+            lines.append(f"Time of all rows, which Time% is of: {in_unit(function.time_ns, unit)}")
+        if function.time_ns > function.outer_ns:
+            lines.append("(spans on other threads and tasks, in calls not ended, and across other spans are in it)")
+        if function.work_ns > function.outer_ns:
+            lines.append("(work on several threads is summed, so it may exceed the calls)")
+        last = "Id" if self.of == "instances" else "Instances"
+        header = [_SINGULAR[self.of].capitalize(), "Time%", "Sum%", "Time", "Per call", "On", "Calls", last]
+        cells = [
+            [
+                path_text(row.names),
+                tenths(row.ratio, 1),
+                tenths(row.running, 1),
+                in_unit(row.time_ns, unit),
+                in_unit(row.per_call_ns, unit),
+                row.where,
+                str(row.calls),
+                str(row.instances if row.number is None else row.number),
+            ]
+            for row in function.rows
+        ]
+        lines += ["", *named_table(header, cells, 7)]
+        rest = function.remaining
+        if rest is not None:
+            ratio = MISSING if rest.ratio is None else f"{100 * rest.ratio:.2f}%"
+            lines.append(
+                f"... (remaining {rest.rows} {self.of} account for {ratio} ({in_unit(rest.time_ns, unit)}) of the time,"
+                f" {rest.calls} calls)"
+            )
+        return [*lines, ""]
+
+
+def path_text(names: Sequence[str]) -> str:
+    """The names of a path, of a name that follows itself how often it does."""
+    if all(map(ne, names, names[1:])):
+        return " > ".join(names)
+    runs = ((name, sum(1 for _ in run)) for name, run in groupby(names))
+    return " > ".join(name if times == 1 else f"{name} x{times}" for name, times in runs)
+
+
+_SINGULAR = {"classes": "class", "ops": "op", "instances": "instance"}
+
+
+def classes(recording: Recording, options: Options) -> SelfTimes:
+    """Self times by type of layer, class of a method, or kind.
+
+    `rows` bounds the functions and the rows of each. `sorted_by` takes calls and averages, else time. `tracer_option`,
+    `state`, `threads` and `skip_first` mean nothing to it.
+    """
+    return _self_times("classes", recording, options)
+
+
+def ops(recording: Recording, options: Options) -> SelfTimes:
+    """Self times by site. Options as for `classes`."""
+    return _self_times("ops", recording, options)
+
+
+def instances(recording: Recording, options: Options) -> SelfTimes:
+    """Self times by place in the call tree. Options as for `classes`."""
+    return _self_times("instances", recording, options)
+
+
+def class_of(site: Site) -> str:
+    """The type of a layer, the class of a method, the name of a copy or loader, else the kind in brackets.
+
+    That of an operator of torch is its namespace, such as `aten`.
+    """
+    if is_operator(site) and "::" in site.name:
+        return site.name.partition("::")[0]
+    owner = site.qualname.rpartition(".")[0]
+    if site.kind in WITH_CLASS and owner and not owner.endswith("<locals>"):
+        return f"{site.module}.{owner}" if site.module else owner
+    return site.name if site.kind in ("layer", "copy", "loader") or site.instance else f"({site.kind})"
+
+
+def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
+    lines = Lines.of_tally(recording.tally.corrected()) if options.corrected else recording.lines(merged=True)
+    tree, merged = lines.tree, _own(lines)
+    keys = tree.keys()
+    marks = array("i", tree.by_site(_marks)[: len(keys)])
+    rows = {"classes": tree.numbered(class_of), "ops": keys, "instances": array("i", [OWN_ROW]) * len(keys)}[of]
+    column = SortKey.of(options).column
+    order = column if column in ORDERS else ORDERS[0]
+    found = functions(merged, lines.parents, lines.site_of, marks, keys, rows[: len(keys)], order)
+    times, counts = found.column("time_ns"), found.column("lines")
+    # A function that calls nothing has no more to tell than its calls, unless it is the only one.
+    shown = [number for number in range(1, len(found)) if counts[number] > 1 or len(found) == 2]
+    most = len(shown) if options.rows is None else options.rows
+    shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
+    table = _Table(of, lines, merged, keys, rows[: len(keys)], found, options)
+    left = len(found) - 1 - len(shown)
+    left_ns = times[0] - sum(times[number] for number in shown)
+    together = [0] if len(found) > 2 else []
+    reports = tuple(table.function(number) for number in together + shown)
+    return SelfTimes(of, reports, left, left_ns, options.corrected, options)
+
+
+def _own(lines: Lines) -> Numbers:
+    """The lines whose time is their own: that of blocked event loops is of whatever ran meanwhile."""
+    merged, others = lines.merged(), lines.tree.by_site(is_blocked_loop)
+    if not any(others):
+        return merged
+    starts = [start for start in range(0, len(merged), WIDTH) if not others[lines.site_of[merged[start]]]]
+    return packed([number for start in starts for number in merged[start : start + WIDTH]])
+
+
+WAITING = "waiting"
+
+OWN_ROW = -1
+"""In place of the number of a row: each line is one."""
+
+
+def _marks(site: Site) -> int:
+    return REQUEST * (site.kind == "request") + WORK * (site.kind in WORKING)
+
+
+def _called(site: Site) -> str:
+    """A site's name and instance."""
+    return f"{site.name} [{site.instance}]" if site.instance else site.name
+
+
+class _Table:
+    """Makes what is shown of functions, of one line for each path, in the order of first calls."""
+
+    def __init__(
+        self,
+        of: str,
+        lines: Lines,
+        merged: Numbers,
+        keys: Numbers,
+        rows: Numbers,
+        found: Functions,
+        options: Options,
+    ) -> None:
+        self._of, self._lines, self._found, self._options = of, lines, found, options
+        self._nodes = merged[::WIDTH]
+        self._rows_of_sites = rows
+        # The rows that have sites of which the self time is none in which they wait.
+        called_sites = {lines.site_of[node] for node in self._nodes}
+        self._running = {rows[site] for site in called_sites if not lines.tree.sites[site].suspends}
+        called = lines.tree.by_site(_called)
+        # Of each key among these lines, and above them, one site, and how many keys are called the same.
+        self._site_of_key = {keys[site]: site for site in lines.sites_around(self._nodes)}
+        self._same = Counter(called[site] for site in self._site_of_key.values())
+        self._names: dict[int, str] = {}
+        self._is_request = [kind == "request" for kind in lines.tree.facts().kinds]
+
+    def _name(self, node: int) -> str:
+        """What to call a node's site: its name and instance, and where it is if another one is called the same."""
+        number = self._lines.site_of[node]
+        known = self._names.get(number)
+        if known is None:
+            site = self._lines.tree.sites[number]
+            name = _called(site)
+            place = site.function or (f"{site.file}:{site.line}" if site.file else site.kind)
+            known = self._names[number] = name if self._same[name] == 1 else f"{name} ({place})"
+        return known
+
+    def _site(self, node: int) -> Site:
+        return self._lines.tree.sites[self._lines.site_of[node]]
+
+    def _path(self, node: int, *, whole: bool) -> list[int]:
+        """The nodes down to this one: from the topmost, or from below the topmost request or else the topmost."""
+        parents, site_of, is_request = self._lines.parents, self._lines.site_of, self._is_request
+        path, inside = [node], 0
+        while True:
+            if is_request[site_of[node]]:
+                inside = len(path)
+            node = parents[node]
+            if node == NOT_BELOW:
+                break
+            path.append(node)
+        if not whole:
+            path = path[: (inside or len(path)) - 1] or path[:1]
+        return path[::-1]
+
+    def function(self, number: int) -> FunctionTimes:
+        its = self._found[number]
+        rows, remaining = self._rows(its)
+        is_one = its.node != NOT_BELOW
+        return FunctionTimes(
+            name=self._name(its.node) if is_one else "",
+            kind=self._site(its.node).kind if is_one else "",
+            calls=its.calls,
+            outer_ns=its.outer_ns,
+            inner_ns=its.outer_ns - its.own_ns,
+            work_ns=its.work_ns,
+            time_ns=its.time_ns,
+            rows=rows,
+            remaining=remaining,
+        )
+
+    def _where(self, group: Group, node: int) -> str:
+        row = self._rows_of_sites[self._lines.site_of[node]]
+        if self._site(node).suspends and (row == OWN_ROW or row not in self._running):
+            return WAITING
+        return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
+
+    def _rows(self, its: Function) -> tuple[tuple[SelfRow, ...], Remaining | None]:
+        """The rows in order, as many as are asked for, and what the others add up to if there are any."""
+        shown: list[SelfRow] = []
+        sum_ns = calls = instances = 0
+        for group in self._found.groups(its):
+            if len(shown) == self._options.rows:
+                break
+            if group.time_ns < self._options.least_ns:
+                continue
+            sum_ns, calls, instances = sum_ns + group.time_ns, calls + group.calls, instances + group.lines
+            node = self._nodes[group.first]
+            names = [node]
+            if self._of == "instances":
+                names = self._path(node, whole=its.node == NOT_BELOW)
+            shown.append(
+                SelfRow(
+                    names=(class_of(self._site(node)),) if self._of == "classes" else tuple(map(self._name, names)),
+                    time_ns=group.time_ns,
+                    ratio=share(group.time_ns, its.time_ns),
+                    running=share(sum_ns, its.time_ns),
+                    where=self._where(group, node),
+                    calls=group.calls,
+                    instances=group.lines,
+                    number=group.first if self._of == "instances" else None,
+                )
+            )
+        left = its.rows - len(shown)
+        if not left:
+            return tuple(shown), None
+        left_ns = its.time_ns - sum_ns
+        ratio = share(left_ns, its.time_ns)
+        return tuple(shown), Remaining(left, left_ns, ratio, its.all_calls - calls, its.lines - instances)

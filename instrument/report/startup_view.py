@@ -1,0 +1,493 @@
+"""The `startup` view: how the process came to serve, apart from serving itself.
+
+What it tells is kept for ever: totals of the tally, first calls, and imports as they went. Loading and compiling are
+spans of the phases `load` and `compile`, of which the topmost of a call path count, so that nothing is counted twice.
+What began after the first request is not on the way to it. Where the calls of a path lie on both sides, the spans that
+are held tell how much that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from instrument.recording.spans import FIRSTS, PREPARING, FirstCall, ImportTime, Site, Startup, Trace
+from instrument.recording.tally import Row, Totals, bucket
+from instrument.report.places import name_of_site
+from instrument.report.table import (
+    GAP,
+    LINE,
+    MISSING,
+    bounded,
+    in_unit,
+    named_table,
+    number,
+    safe,
+    section_title,
+    share,
+    shorten,
+    table,
+    tenths,
+    title,
+    wrapped,
+)
+from instrument.report.view import Options, Recording
+
+IMPORTS = "Imports, outside of spans"
+WORDS = {"load": "Loading", "compile": "Compiling"}
+
+UNKNOWN = (
+    "How this process came to serve is not in this trace: only a session's own trace tells it, and a window before "
+    "which nothing had run."
+)
+LABEL_WIDTH = 46
+COLUMN_WIDTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """The calls of one place that load or compile (`phase`).
+
+    `total_ns` is their sum without calls of the same within them, `self_ns` without all that is instrumented below,
+    `in_requests_ns` the part of the total that went by within requests, which somebody has waited for. One with
+    `remaining` stands for so many that were left out: of those some may lie in others, so there is no sum.
+    """
+
+    phase: str
+    name: str
+    calls: int
+    total_ns: int | None
+    self_ns: int
+    max_ns: int
+    in_requests_ns: int | None
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Imports:
+    """The imports of one package, as `ImportTime` says; `ratio` is the share of its own modules in all imports.
+
+    One with `remaining` stands for so many packages that were left out: some may have imported others, so that there
+    is no sum of what they took with all that they imported.
+    """
+
+    package: str
+    entries: int
+    total_ns: int | None
+    self_ns: int
+    in_spans_ns: int
+    late_ns: int
+    ratio: float | None
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The first call of one place against those after it: `median_ns` is that of the others' elapsed times.
+
+    `extra_ns` is by how much the first took longer than that median, never below 0. One with `remaining` stands for so
+    many places that were left out.
+    """
+
+    name: str
+    kind: str
+    calls: int
+    start_ns: int | None
+    first_ns: int | None
+    median_ns: int | None
+    extra_ns: int
+    remaining: int = 0
+
+    @property
+    def times(self) -> float | None:
+        """How many times the median of the others the first call took."""
+        return None if self.first_ns is None or self.median_ns is None else share(self.first_ns, self.median_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One part of the way from the session's start to the first request; `ratio` is of that time.
+
+    None for what came later, and where there is no such time. Neither is known of a part that nothing watched.
+    """
+
+    name: str
+    total_ns: int | None
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The first request: how long after the process began it did, and what it took; `median_ns` is of those after it.
+
+    Where nobody knows when the process began, the session's start stands for it. `first_ns` is None for one of which
+    only what it called is known. `why` is one of `FIRSTS`.
+    """
+
+    name: str
+    after_ns: int
+    first_ns: int | None
+    median_ns: int | None
+    why: str = ""
+
+    @property
+    def ended_ns(self) -> int | None:
+        """How long after the process began the first request had ended."""
+        return None if self.first_ns is None else self.after_ns + self.first_ns
+
+
+@dataclass(frozen=True, slots=True)
+class StartupView:
+    """The view.
+
+    `before_ns` is the time of the process until the session began, of which nothing else is known; None where the
+    system did not tell. `way_ns` goes from there to the begin of the first request, None where there was none; `way`
+    is what is known to have gone on meanwhile: sums over threads, with the rest where they leave one. `late` is what of
+    the same came later, outside of requests; where `is_late_partial`, older calls than are held may be in `way`
+    instead. `ran_ns` is
+    how long after the process began each place that was called had run once, `ran_last` the last of them. `imports`
+    is None where they were not timed; `imports_ns` is their sum over all packages. `preparations` are loading and
+    compiling, `warm_ups` the places whose first call took longer than the others.
+    """
+
+    is_known: bool
+    before_ns: int | None
+    way_ns: int | None
+    way: tuple[Phase, ...]
+    late: tuple[Phase, ...]
+    is_late_partial: bool
+    request: Request | None
+    ran_ns: int | None
+    ran_last: str
+    imports: tuple[Imports, ...] | None
+    imports_ns: int
+    imports_in_spans_ns: int
+    preparations: tuple[Preparation, ...]
+    warm_ups: tuple[WarmUp, ...]
+    _options: Options = field(repr=False)
+
+    def lines(self) -> list[str]:
+        """The view as text."""
+        lines = title("Startup Report")
+        if not self.is_known:
+            return [*lines, *wrapped(UNKNOWN)]
+        lines += [f"Time unit: {self._options.unit}", "", *_way_lines(self), "", *_import_lines(self), ""]
+        return [*lines, *_preparation_lines(self), "", *_warm_up_lines(self), "", *_notes(self)]
+
+
+def startup(recording: Recording, options: Options) -> StartupView:
+    """The view, from what is kept for ever. `rows` and `least_ns` (of the time that a table is sorted by) bound the
+    tables; `unit` is that of times. The other options mean nothing here."""
+    facts = recording.startup or Startup(0)
+    rows = list(recording.tally.rows()) if recording.startup is not None else []
+    firsts = _by_place(facts.firsts)
+    began_ns = facts.session_ns if facts.process_ns is None else facts.process_ns
+    warm_ups = _warm_ups(firsts, rows)
+    first = facts.first_request
+    last = max(firsts.values(), key=lambda one: one.start_ns + one.total_ns, default=None)
+    imports = facts.imports
+    imports_ns = sum(one.self_ns for one in imports or ())
+    in_spans_ns = sum(one.in_spans_ns for one in imports or ())
+    way_ns: int | None = None
+    way: list[Phase] = []
+    late: dict[str, int] = {}
+    is_late_partial = False
+    request: Request | None = None
+    if first is not None:
+        medians = {one.key: one.median_ns for one in warm_ups}
+        request = Request(
+            name_of_site(first.site),
+            first.start_ns - began_ns,
+            first.total_ns or None if facts.why else first.total_ns,
+            medians.get(first.site.key),
+            facts.why,
+        )
+        way_ns = first.start_ns - facts.session_ns
+        late[IMPORTS] = sum(one.late_ns for one in imports or ())
+        prepared = _prepared(rows, first.start_ns, recording)
+        sums = {IMPORTS: imports_ns - in_spans_ns - late[IMPORTS], **prepared.before_ns}
+        late.update(prepared.after_ns)
+        is_late_partial = prepared.is_partial
+        rest_ns = way_ns - sum(sums.values())
+        if rest_ns >= 0:
+            sums["Anything else"] = rest_ns
+        unwatched = _unwatched(rows) if imports is None else ()
+        way = [
+            Phase(name, None, None) if name in unwatched else Phase(name, total_ns, share(total_ns, way_ns))
+            for name, total_ns in sums.items()
+        ]
+    return StartupView(
+        is_known=recording.startup is not None,
+        before_ns=None if facts.process_ns is None else facts.session_ns - facts.process_ns,
+        way_ns=way_ns,
+        way=tuple(way),
+        late=tuple(Phase(name, total_ns, None) for name, total_ns in late.items() if total_ns),
+        is_late_partial=is_late_partial,
+        request=request,
+        ran_ns=None if last is None else last.start_ns + last.total_ns - began_ns,
+        ran_last="" if last is None else name_of_site(last.site),
+        imports=None if imports is None else _imports(imports, imports_ns, options),
+        imports_ns=imports_ns,
+        imports_in_spans_ns=in_spans_ns,
+        preparations=bounded(_preparations(rows), options, lambda one: one.total_ns or 0, _other_preparations),
+        warm_ups=bounded(
+            [one.use for one in warm_ups if one.use.extra_ns], options, lambda one: one.extra_ns, _other_warm_ups
+        ),
+        _options=options,
+    )
+
+
+class _Known(NamedTuple):
+    key: tuple[object, ...]
+    median_ns: int
+    use: WarmUp
+
+
+def _by_place(firsts: Iterable[FirstCall]) -> dict[tuple[object, ...], FirstCall]:
+    """The first call of each place; several sites may mean the same."""
+    found: dict[tuple[object, ...], FirstCall] = {}
+    for one in firsts:
+        known = found.get(one.site.key)
+        if known is None or one.start_ns < known.start_ns:
+            found[one.site.key] = one
+    return found
+
+
+def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], rows: Iterable[Row]) -> list[_Known]:
+    """Every place that has been called again, those whose first call took most longer first."""
+    totals: dict[tuple[object, ...], Totals] = {}
+    for row in rows:
+        if row.path:
+            totals.setdefault(row.path[-1].key, Totals()).merge(row.totals)
+    found = []
+    for key, first in firsts.items():
+        of_all = totals.get(key)
+        if of_all is None or of_all.calls < 2 or _phase(first.site) is not None:
+            continue
+        others = of_all.copy()
+        others.calls -= 1
+        # Where the first had device time beyond its host time, another bucket has it: one call of many too much then.
+        index = bucket(first.total_ns)
+        if others.histogram.get(index, 0):
+            others.histogram[index] -= 1
+        median_ns = others.percentile(0.5) or 0
+        name, kind = name_of_site(first.site), first.site.kind
+        extra_ns = max(first.total_ns - median_ns, 0)
+        use = WarmUp(name, kind, of_all.calls, first.start_ns, first.total_ns, median_ns, extra_ns)
+        found.append(_Known(key, median_ns, use))
+    return sorted(found, key=lambda one: (-one.use.extra_ns, one.use.name))
+
+
+def _phase(site: Site) -> str | None:
+    """Whether a site loads or compiles."""
+    for name, value in site.attributes:
+        if name == "phase" and value in PREPARING:
+            return str(value)
+    return None
+
+
+def _unwatched(rows: Iterable[Row]) -> set[str]:
+    """The parts of the way that nothing watches without `startup: auto`: where rules name a phase, that is watched."""
+    phases = {_phase(site) for row in rows for site in row.path[-1:]}
+    return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
+
+
+def _preparations(rows: Iterable[Row]) -> list[Preparation]:
+    """Loading and compiling by place, those that took longest first."""
+    found: dict[tuple[str, tuple[object, ...]], list[int]] = {}
+    sites: dict[tuple[str, tuple[object, ...]], Site] = {}
+    for row in rows:
+        phase = _phase(row.path[-1]) if row.path else None
+        if phase is None:
+            continue
+        *above, site = row.path
+        key = phase, site.key
+        sites.setdefault(key, site)
+        sums = found.setdefault(key, [0, 0, 0, 0, 0])
+        outermost_ns = 0 if any(one.key == site.key for one in above) else row.totals.total_ns
+        sums[0] += row.totals.calls
+        sums[1] += outermost_ns
+        sums[2] += row.totals.self_ns
+        sums[3] = max(sums[3], row.totals.max_ns)
+        sums[4] += outermost_ns if any(one.kind == "request" for one in above) else 0
+    uses = [Preparation(key[0], name_of_site(sites[key]), *sums) for key, sums in found.items()]
+    return sorted(uses, key=lambda use: (-(use.total_ns or 0), use.name, use.phase))
+
+
+def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
+    """As many packages as the options leave, those whose own modules took longest first."""
+
+    def rest(others: Sequence[Imports]) -> Imports:
+        entries, self_ns = sum(one.entries for one in others), sum(one.self_ns for one in others)
+        in_spans_ns, late_ns = sum(one.in_spans_ns for one in others), sum(one.late_ns for one in others)
+        name, ratio = f"(remaining {len(others)})", share(self_ns, all_ns)
+        return Imports(name, entries, None, self_ns, in_spans_ns, late_ns, ratio, len(others))
+
+    found = [
+        Imports(one.package, one.entries, one.total_ns, one.self_ns, one.in_spans_ns, one.late_ns,
+                share(one.self_ns, all_ns))
+        for one in imports
+    ]  # fmt: skip
+    found.sort(key=lambda one: (-one.self_ns, one.package))
+    return bounded(found, options, lambda one: one.self_ns, rest)
+
+
+def _other_preparations(rest: Sequence[Preparation]) -> Preparation:
+    calls, self_ns = sum(one.calls for one in rest), sum(one.self_ns for one in rest)
+    max_ns = max(one.max_ns for one in rest)
+    return Preparation("", f"(remaining {len(rest)})", calls, None, self_ns, max_ns, None, len(rest))
+
+
+def _other_warm_ups(rest: Sequence[WarmUp]) -> WarmUp:
+    calls, extra_ns = sum(one.calls for one in rest), sum(one.extra_ns for one in rest)
+    return WarmUp(f"(remaining {len(rest)})", "", calls, None, None, None, extra_ns, len(rest))
+
+
+class _Prepared(NamedTuple):
+    """What loading and compiling took outside of requests, by word: what began before the first one, and the rest.
+
+    `is_partial`: calls of which the spans are no longer held may have come after it, and count as before.
+    """
+
+    before_ns: dict[str, int]
+    after_ns: dict[str, int]
+    is_partial: bool
+
+
+def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Prepared:
+    """The topmost of each call path, held against the begin of the first request."""
+    before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
+    on_both_sides = False
+    for row in rows:
+        phase = _phase(row.path[-1]) if row.path else None
+        if phase is None or any(one.kind == "request" or _phase(one) for one in row.path[:-1]):
+            continue
+        begins_before = row.totals.first_ns < request_ns
+        (before if begins_before else after)[WORDS[phase]] += row.totals.total_ns
+        on_both_sides |= begins_before and row.totals.calls > 1
+    if not on_both_sides:
+        return _Prepared(before, after, is_partial=False)
+    trace = recording.trace
+    for word, held_ns in _held_after(trace, request_ns).items():
+        whole_ns = before[word] + after[word]
+        after[word] = min(max(after[word], held_ns), whole_ns)
+        before[word] = whole_ns - after[word]
+    return _Prepared(before, after, is_partial=max(trace.start_ns, trace.held_from_ns) > request_ns)
+
+
+def _held_after(trace: Trace, request_ns: int) -> dict[str, int]:
+    """What the spans that are held took of the same, by word, where they began after the first request."""
+    sums = {WORDS[phase]: 0 for phase in PREPARING}
+    late = [span for span in trace.spans if span.start_ns >= request_ns and not span.clipped and _phase(span.site)]
+    known = {span.span_id: span for span in trace.spans} if late else {}
+    within: dict[int, bool] = {}  # by id, whether a span is, or lies in, a request or what is counted itself
+    for span in late:
+        way: list[int] = []
+        at = known.get(span.parent_id)
+        while at is not None and at.span_id not in within:  # parents of a damaged file may run in a circle
+            within[at.span_id] = at.site.kind == "request" or _phase(at.site) is not None
+            way += [at.span_id] * (not within[at.span_id])
+            at = at if within[at.span_id] else known.get(at.parent_id)
+        is_within = at is not None and within[at.span_id]
+        within.update(dict.fromkeys(way, is_within))
+        if not is_within:
+            sums[WORDS[_phase(span.site) or ""]] += span.total_ns
+    return sums
+
+
+def _way_lines(view: StartupView) -> list[str]:
+    unit = view._options.unit
+    cells = [["Process began, until the session did", in_unit(view.before_ns, unit), ""]]
+    if view.request is None:
+        cells.append(["Session began, until the first request", MISSING, ""])
+        return [*table(["Way to serving", "Time", ""], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0]), "No request has ended."]
+    cells.append(
+        ["Session began, until the first request", in_unit(view.way_ns, unit), tenths(view.way_ns, view.way_ns or 0)]
+    )
+    cells += [
+        [f"  {part.name}", in_unit(part.total_ns, unit), tenths(part.total_ns, view.way_ns or 0)] for part in view.way
+    ]
+    name = shorten(safe(view.request.name), LABEL_WIDTH - len("First request: ") - GAP)
+    cells += [
+        [f"First request: {name}", in_unit(view.request.first_ns, unit), ""],
+        ["  Median of those after it", in_unit(view.request.median_ns, unit), ""],
+        ["All until the first request had ended", in_unit(view.request.ended_ns, unit), ""],
+    ]
+    lines = table(["Way to serving", "Time", "Of session to request"], cells, [LABEL_WIDTH, COLUMN_WIDTH, 0])
+    if view.request.why:
+        lines += wrapped(f"First request: {FIRSTS[view.request.why]}")
+    ran = shorten(safe(view.ran_last), LINE // 4)
+    if view.late:
+        parts = ", ".join(f"{part.name} {in_unit(part.total_ns, unit)} {unit}" for part in view.late)
+        lines += wrapped(f"Not on the way, for it began after the first request: {parts}")
+    if view.is_late_partial:
+        lines.append("Older calls than the rings still hold may have begun after it too, and are on the way here.")
+    return [
+        *lines,
+        f"Each place that was called had run once after {in_unit(view.ran_ns, unit)} {unit}; the last: {ran}",
+    ]
+
+
+def _import_lines(view: StartupView) -> list[str]:
+    unit = view._options.unit
+    if view.imports is None:
+        return [
+            "Imports were not timed: `startup: auto` in the profile times them, and records what loads and",
+            "compiles.",
+        ]
+    if not view.imports:
+        return ["Nothing was imported since the session began."]
+    cells = [
+        [one.package, str(one.entries), in_unit(one.total_ns, unit), in_unit(one.self_ns, unit), tenths(one.ratio, 1)]
+        for one in view.imports
+    ]
+    of_it = f", {in_unit(view.imports_in_spans_ns, unit)} of it within spans" if view.imports_in_spans_ns else ""
+    return [
+        *section_title("Imports"),
+        f"All imports: {in_unit(view.imports_ns, unit)} {unit}{of_it}",
+        "",
+        *named_table(["Package", "Entered", "Total", "Self", "Of imports"], cells, COLUMN_WIDTH),
+    ]
+
+
+def _preparation_lines(view: StartupView) -> list[str]:
+    unit = view._options.unit
+    if not view.preparations:
+        return ["Nothing was seen to load or compile a model."]
+    cells = [
+        [one.name, one.phase or MISSING, str(one.calls), *(in_unit(value, unit) for value in (
+            one.total_ns, one.self_ns, one.max_ns, one.in_requests_ns))]
+        for one in view.preparations
+    ]  # fmt: skip
+    header = ["Name", "Phase", "Calls", "Total", "Self", "Longest", "In requests"]
+    return [*section_title("Load and compile"), *named_table(header, cells, 0)]
+
+
+def _warm_up_lines(view: StartupView) -> list[str]:
+    unit = view._options.unit
+    if not view.warm_ups:
+        return ["No first call took longer than those after it."]
+    cells = [
+        [one.name, one.kind if not one.remaining else MISSING, str(one.calls),
+         *(in_unit(value, unit) for value in (one.first_ns, one.median_ns)),
+         number(round(one.times, 1)) if one.times is not None else MISSING, in_unit(one.extra_ns, unit)]
+        for one in view.warm_ups
+    ]  # fmt: skip
+    header = ["Name", "Kind", "Calls", "First", "Median after", "Times", "Extra"]
+    return [*section_title("First calls"), *named_table(header, cells, 0)]
+
+
+def _notes(view: StartupView) -> list[str]:
+    lines = []
+    if view.way:
+        lines.append("Parts of the way are sums over threads, without what went by within requests.")
+    if view.imports:
+        lines.append("Self: a package's own modules. Total: with all that these imported. Entered: from outside of it.")
+        if any(one.package.startswith("instrument (") for one in view.imports):
+            lines.append("instrument (package): what the instrumentation imported for itself, not the service.")
+    if view.preparations:
+        lines.append("Total of what loads and compiles holds what it calls; In requests: somebody has waited for it.")
+    if view.warm_ups:
+        lines.append("Extra: what a first call took beyond the median of the others, calls below it included.")
+    return lines

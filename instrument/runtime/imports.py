@@ -1,0 +1,151 @@
+"""Import hooks: learn that a module has been imported, right after its own code ran and before its importer goes on.
+
+The real finders and loaders do all the work; a module that nobody asked for passes through untouched.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
+from typing import Any
+
+from instrument.runtime.faults import FAULTS
+
+Undo = Callable[[], None]
+
+
+class _Loader:
+    """Stands in for a module's loader until the module's code runs, then steps out of its spec again."""
+
+    def __init__(self, spec: Any, loader: Any, finder: Finder) -> None:
+        self._spec = spec
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "get_code":
+            # Who asks runs the code without us, and the spec may become that of `__main__`.
+            if self._spec.loader is self:
+                self._spec.loader = self._loader
+            self._finder.asked_for_code(sys._getframe(1))
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        create = getattr(self._loader, "create_module", None)
+        return create(spec) if create is not None else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module's own code may look at its loader (pkgutil.get_data, importlib.resources).
+        spec: Any = module.__spec__
+        if spec is not None and spec.loader is self:
+            spec.loader = self._loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        try:
+            # A module's code may have put another module into its place.
+            now = sys.modules.get(spec.name if spec is not None else module.__name__)
+            self._finder.hear(now if issubclass(type(now), ModuleType) else module)  # type: ignore[arg-type]
+        except Exception as fault:
+            FAULTS.note("import hook", fault)
+
+    # Python leaves the import system's own frames out of tracebacks, which it knows by this name of their file.
+    exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
+
+
+class Finder:
+    """First on `sys.meta_path`; asks the others and wraps the loader of the modules that are wanted."""
+
+    def __init__(
+        self,
+        wants: Callable[[str], bool],
+        imported: Callable[[ModuleType], object],
+        asked_for_code: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._wants = wants
+        self._imported = imported
+        self._asked_for_code = asked_for_code
+        self._busy = threading.local()
+        self.listens = True
+
+    def hear(self, module: ModuleType) -> None:
+        """A module's code has run. One that was found before the undo and loads itself after it is not told."""
+        if self.listens:
+            self._imported(module)
+
+    def asked_for_code(self, asker: FrameType) -> None:
+        """Somebody wants a module's code; `runpy`, which is `python -m`, will run it at once."""
+        if self.listens and asker.f_globals.get("__name__") == "runpy":
+            self._asked_for_code()
+
+    def watch(self, spec: Any) -> None:
+        """Stand in for the loader of a spec until its module's code has run."""
+        lazy = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
+        if lazy is not None and isinstance(spec.loader, lazy):
+            spec.loader.loader = _Loader(spec.loader, spec.loader.loader, self)
+        elif hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec, spec.loader, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not sys.meta_path or sys.meta_path[0] is not self:
+            self._go_first()
+        # Another finder may ask the whole path again; it must not meet us twice for one name.
+        if getattr(self._busy, "name", None) == fullname or not self._wants(fullname):
+            return None
+        before = getattr(self._busy, "name", None)
+        self._busy.name = fullname
+        try:
+            for finder in list(sys.meta_path):
+                find = getattr(finder, "find_spec", None)
+                spec = None if finder is self or find is None else find(fullname, path, target)
+                if spec is not None:
+                    self.watch(spec)
+                    return spec  # type: ignore[no-any-return]
+            return None
+        finally:
+            self._busy.name = before
+
+    def _go_first(self) -> None:
+        """Before a finder that was put in front of us since, such as the one that rewrites pytest's test modules.
+
+        It answers alone for the modules that are its business; we are asked for all others, and learn of it then.
+        """
+        order = list(sys.meta_path)
+        if self in order:
+            order.remove(self)
+            sys.meta_path[:] = [self, *order]  # at once: another thread may be reading
+
+
+def install(
+    wants: Callable[[str], bool],
+    imported: Callable[[ModuleType], object],
+    asked_for_code: Callable[[], object] = lambda: None,
+) -> Undo:
+    """Call `imported(module)` after each import of a module for which `wants(name)` is true.
+
+    Both run on the importing thread, under that module's import lock. `asked_for_code()` is called when `runpy` is
+    about to run such a module, as for `python -m`. Returns the way back.
+    """
+    finder = Finder(wants, imported, asked_for_code)
+    sys.meta_path.insert(0, finder)
+    for name, module in list(sys.modules.items()):
+        if is_asleep(module) and wants(name):
+            finder.watch(object.__getattribute__(module, "__spec__"))
+
+    def undo() -> None:
+        finder.listens = False
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+    return undo
+
+
+def is_asleep(module: object) -> bool:
+    """Whether a module is one of `importlib.util.LazyLoader` whose code has not run. Does not wake it."""
+    lazy = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
+    return lazy is not None and type(module) is lazy

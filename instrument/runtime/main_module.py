@@ -1,0 +1,354 @@
+"""The module that runs as `__main__`: learn what it has defined before it calls any of it.
+
+No import hook hears of it, and it calls its functions before its own body ends. So its body is watched while it runs,
+by the interpreter's own means: `sys.monitoring`, before Python 3.12 `sys.settrace`. Right before each statement that
+may call something, and at the body's end, new names are told. The code that runs, its frames and its tracebacks are
+the host's own. The watch ends at the first statement after the last definition, which as a rule is
+``if __name__ == "__main__"``; nothing is left of it then.
+
+The children that multiprocessing spawns run the same module as `__mp_main__`, and are watched in the same way.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType, ModuleType
+from typing import Any, NamedTuple
+
+from instrument.runtime.faults import FAULTS
+
+MAINS = ("__main__", "__mp_main__")
+"""What a module that runs as the main one says that its name is."""
+
+Undo = Callable[[], None]
+
+_TELLING = ("<module>", "_bootstrap")
+"""Names of code whose start tells something: a module's body, and the work of a child of multiprocessing."""
+
+
+def names_of(module: ModuleType) -> tuple[str, ...]:
+    """The names by which a rule may call a module.
+
+    One that runs as `__main__` is called so, in a spawned child too, and first by its own name if `-m` gave it one.
+    """
+    names = object.__getattribute__(module, "__dict__")
+    own: str = names["__name__"]
+    if own not in MAINS:
+        return (own,)
+    given = getattr(names.get("__spec__"), "name", None)
+    return (given, MAINS[0]) if isinstance(given, str) and given not in MAINS else MAINS[:1]
+
+
+def is_main(module: ModuleType) -> bool:
+    """Whether a module runs as the main one."""
+    return object.__getattribute__(module, "__dict__")["__name__"] in MAINS
+
+
+class Plan(NamedTuple):
+    """The lines of a module's body before which new names are told, and the last line that defines something."""
+
+    stops: frozenset[int]
+    last: int
+
+
+def plan_of(body: ast.Module) -> Plan:
+    """Where to look at the names of a module while its body runs."""
+    stops: set[int] = set()
+    known: set[str] = set()
+    last = 0
+    for statement, is_nested in _statements(body.body, nested=False):
+        end = statement.end_lineno or statement.lineno
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            first = min([statement.lineno, *(decorator.lineno for decorator in statement.decorator_list)])
+            if known.intersection(_names_at_definition(statement)):
+                stops.update(range(first, statement.lineno + 1))
+            known.add(statement.name)
+            last = max(last, end)
+        elif blocks := _blocks(statement):
+            stops.update(range(statement.lineno, max(blocks[0][0].lineno, statement.lineno + 1)))
+        elif not _is_inert(statement):
+            stops.update(range(statement.lineno, end + 1))
+            value = getattr(statement, "value", None)
+            if isinstance(statement, (ast.Assign, ast.AnnAssign)) and not is_nested and _defines(value, known):
+                last = max(last, end)
+    return Plan(frozenset(stops), last)
+
+
+def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.stmt, bool]]:
+    """The statements that run in the module's own frame, in order, with whether they lie in another's block."""
+    for statement in block:
+        yield statement, nested
+        for inner in _blocks(statement):
+            yield from _statements(inner, nested=True)
+
+
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """The blocks of a statement such as `if` or `with`; none of a definition, whose body has a frame of its own."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return []
+    blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
+    parts = [*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
+    return [block for block in [*blocks, *(part.body for part in parts)] if block]
+
+
+def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[str]:
+    """The names that are looked up when a function or class is defined, not when it is called."""
+    parts: list[ast.AST] = list(statement.decorator_list)
+    if isinstance(statement, ast.ClassDef):
+        parts += [*statement.bases, *statement.keywords, *statement.body]
+    else:
+        parts.append(statement.args)
+    for part in parts:
+        for node in ast.walk(part):
+            if isinstance(node, ast.Name):
+                yield node.id
+
+
+def _defines(value: ast.expr | None, known: set[str]) -> bool:
+    """Whether a value is a function that is made of another: a lambda, or `decorate(function)`."""
+    if isinstance(value, ast.Lambda):
+        return True
+    return isinstance(value, ast.Call) and any(
+        isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in known) for node in ast.walk(value)
+    )
+
+
+def _is_inert(statement: ast.stmt) -> bool:
+    """Whether a statement calls nothing, whatever its names are bound to. An import calls what has its own hook."""
+    inert = (ast.Import, ast.ImportFrom, ast.Pass, ast.Global)
+    return isinstance(statement, inert) or isinstance(getattr(statement, "value", None), ast.Constant)
+
+
+def _parsed(code: CodeType, names: dict[str, Any]) -> Plan | None:
+    """The plan for a module's code, None where its source is not at hand."""
+    try:
+        source = "".join(linecache.getlines(code.co_filename, names))
+        return plan_of(ast.parse(source)) if source else None
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+class Watch:
+    """Waits for the main module's body, or takes it as it runs, and tells of its names until the last is defined.
+
+    `wants(name)` says whether a module is of interest; `defined(module)` is called on the thread that runs its body.
+    """
+
+    def __init__(self, wants: Callable[[str], bool], defined: Callable[[ModuleType], object]) -> None:
+        self._wants = wants
+        self._defined = defined
+        self._plan = Plan(frozenset(), 0)
+        self._names: dict[str, Any] = {}
+        self._seen: dict[str, int] = {}
+        self._mains: tuple[str, ...] = MAINS
+        self._is_next = False
+        self._means: _Monitoring | _Tracing | None = None
+
+    def begin(self) -> None:
+        """Watch the main module's body that runs above this call; where none does yet, wait for it."""
+        frames = list(_upwards(sys._getframe(1)))
+        for frame in frames:
+            if self._is_main(frame.f_code, frame.f_globals):
+                self._seen = _snapshot(frame.f_globals)  # the caller has looked at these
+                self._plan, self._names = _parsed(frame.f_code, frame.f_globals) or self._plan, frame.f_globals
+                if self._plan.last > frame.f_lineno and (means := self._take_means()) is not None:
+                    means.follow(frame.f_code, frame)
+                return
+        how, *_ = sys.argv or [""]  # as it is before the main module runs
+        # A child of multiprocessing runs a command that runs the main module of its parent.
+        is_child = how == "-c" and any("multiprocessing" in word for word in sys.orig_argv)
+        is_starting = any(frame.f_globals.get("__name__") == "site" for frame in frames)
+        if is_starting and self._wants(MAINS[0]) and (is_child or how not in ("", "-", "-c")):
+            self._mains = MAINS[1:] if is_child else MAINS
+            self._wait()
+
+    def expect(self) -> None:
+        """A module that is wanted is the next to run on this thread, and perhaps as the main one."""
+        self._is_next = True
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._means is None and (means := self._take_means()) is not None:
+            means.listen()
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        means, self._means = self._means, None
+        if means is not None:
+            means.release()
+
+    def _take_means(self) -> _Monitoring | _Tracing | None:
+        means = _Monitoring(self) if sys.version_info >= (3, 12) else _Tracing(self)
+        self._means = means if means.take() else None
+        return self._means
+
+    def _is_main(self, code: CodeType, names: dict[str, Any]) -> bool:
+        if code.co_name != "<module>" or names.get("__name__") not in self._mains:
+            return False
+        module = _module_of(names)
+        return module is not None and any(map(self._wants, names_of(module)))
+
+    def started(self, code: CodeType, names: dict[str, Any]) -> bool:
+        """Some code has begun to run: whether it is the body to follow. The wait ends where none can come."""
+        if self._names:
+            return False  # it has been found
+        if self._is_main(code, names):
+            plan = _parsed(code, names)
+            if plan is None:
+                self.end()
+                return False
+            self._plan, self._names = plan, names
+            return True
+        if self._is_next or (code.co_name == "_bootstrap" and names.get("__name__") == "multiprocessing.process"):
+            self.end()
+        return False
+
+    def reached(self, line: int) -> None:
+        """The body is about to run a line."""
+        is_past = line > self._plan.last
+        if is_past or line in self._plan.stops:
+            self.tell()
+        if is_past:
+            self.end()
+
+    def finished(self) -> None:
+        """The body has run."""
+        self.tell()
+        self.end()
+
+    def tell(self) -> None:
+        """Tell of the module if it has other names than before."""
+        module = _module_of(self._names)
+        if module is None or _snapshot(self._names) == self._seen:
+            return
+        try:
+            self._defined(module)
+        except Exception as fault:
+            FAULTS.note("watch of __main__", fault)
+        self._seen = _snapshot(self._names)
+
+
+def _upwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _snapshot(names: dict[str, Any]) -> dict[str, int]:
+    return {name: id(value) for name, value in list(names.items())}
+
+
+def _module_of(names: dict[str, Any]) -> ModuleType | None:
+    """The module that has these names."""
+    module = sys.modules.get(names.get("__name__", ""))
+    is_it = issubclass(type(module), ModuleType) and object.__getattribute__(module, "__dict__") is names
+    return module if is_it else None
+
+
+class _Tracing:
+    """The interpreter's trace function, up to Python 3.11: it slows calls down while the main module defines things."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def take(self) -> bool:
+        return sys.gettrace() is None  # else a debugger's or a coverage tool's, which comes first
+
+    def listen(self) -> None:
+        sys.settrace(self._called)
+
+    def follow(self, code: CodeType, frame: FrameType) -> None:
+        frame.f_trace = self._ran
+        sys.settrace(self._called)
+
+    def release(self) -> None:
+        if sys.gettrace() == self._called:
+            sys.settrace(None)
+
+    def _is_over(self) -> bool:
+        """Whether the watch has ended; another thread cannot take the trace function off this one."""
+        if self._watch._means is self:
+            return False
+        self.release()
+        return True
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_name not in _TELLING:
+            return None  # as nearly all are
+        if not self._is_over() and self._watch.started(frame.f_code, frame.f_globals):
+            return self._ran
+        return None
+
+    def _ran(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not self._is_over():
+            if event == "line":
+                self._watch.reached(frame.f_lineno)
+            elif event == "return":
+                self._watch.finished()
+        if self._is_over():
+            del frame.f_trace
+            return None
+        return self._ran
+
+
+if sys.version_info >= (3, 12):
+
+    class _Monitoring:
+        """The interpreter's monitoring, from Python 3.12 on: it costs the code that is watched, and no other."""
+
+        def __init__(self, watch: Watch) -> None:
+            self._watch = watch
+            self._tool = -1
+            self._code: CodeType | None = None
+
+        def take(self) -> bool:
+            monitoring = sys.monitoring
+            for tool in (4, 3, monitoring.PROFILER_ID):  # the first two belong to nobody
+                if monitoring.get_tool(tool) is None:
+                    monitoring.use_tool_id(tool, "instrument")
+                    self._tool = tool
+                    return True
+            return False
+
+        def listen(self) -> None:
+            events = sys.monitoring.events
+            sys.monitoring.register_callback(self._tool, events.PY_START, self._started)
+            sys.monitoring.set_events(self._tool, events.PY_START)
+
+        def follow(self, code: CodeType, frame: FrameType | None) -> None:
+            self._code = code
+            events = sys.monitoring.events
+            sys.monitoring.register_callback(self._tool, events.LINE, self._ran)
+            sys.monitoring.register_callback(self._tool, events.PY_RETURN, self._returned)
+            sys.monitoring.set_local_events(self._tool, code, events.LINE | events.PY_RETURN)
+
+        def release(self) -> None:
+            monitoring, events = sys.monitoring, sys.monitoring.events
+            monitoring.set_events(self._tool, events.NO_EVENTS)
+            if self._code is not None:
+                monitoring.set_local_events(self._tool, self._code, events.NO_EVENTS)
+            for event in (events.PY_START, events.LINE, events.PY_RETURN):
+                monitoring.register_callback(self._tool, event, None)
+            monitoring.free_tool_id(self._tool)
+
+        def _started(self, code: CodeType, offset: int) -> Any:
+            if code.co_name not in _TELLING:
+                return sys.monitoring.DISABLE
+            if self._watch.started(code, sys._getframe(1).f_globals):
+                sys.monitoring.set_events(self._tool, sys.monitoring.events.NO_EVENTS)
+                self.follow(code, None)
+            return None
+
+        def _ran(self, code: CodeType, line: int) -> Any:
+            if code is self._code and self._watch._means is self:
+                self._watch.reached(line)
+
+        def _returned(self, code: CodeType, offset: int, value: object) -> Any:
+            if code is self._code and self._watch._means is self:
+                self._watch.finished()
+
+else:
+    _Monitoring = _Tracing

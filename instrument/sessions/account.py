@@ -1,0 +1,198 @@
+"""The account of a session: what it has cost, what was not kept, what could not be observed, what went wrong."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from instrument import otlp
+from instrument.device.gauges import Gauges
+from instrument.device.nvtx import Ranges
+from instrument.device.timer import Timing
+from instrument.instrumentors.import_times import ImportTimes
+from instrument.instrumentors.probe_cost import Costs
+from instrument.instrumentors.selection import Selection
+from instrument.instrumentors.verdict import Verdict, without_others
+from instrument.recorder.governor import Budget
+from instrument.recorder.recorder import Recorder
+from instrument.recording import board
+from instrument.recording.lines import Lines
+from instrument.recording.spans import Cost, Span
+from instrument.report.view import Upkeep
+from instrument.runtime.faults import FAULTS, logger
+from instrument.sessions.reader import Reader
+
+COMPLAINTS_KEPT = 20
+
+_UNSENT = ("failed", "rejected", "dropped")
+
+
+@dataclass(eq=False, kw_only=True)
+class Account:
+    """Keeps the books of a session: asks its parts, and takes down what the session itself has to say.
+
+    `timing` and `exporter` are None where no device is timed and nothing is sent. `tells_waiting` is whether rules that
+    have met nothing yet are noted: those that somebody wrote. `refused` is why parts of the newest profile were not
+    taken on, `thread_ns` the processor time of the session's own thread so far.
+    """
+
+    recorder: Recorder
+    selection: Selection
+    reader: Reader
+    costs: Costs
+    budget: Budget
+    gauges: Gauges
+    ranges: Ranges
+    imports: ImportTimes
+    timing: Timing | None
+    exporter: otlp.Exporter | None
+    tells_waiting: bool = True
+    refused: tuple[str, ...] = ()
+    thread_ns: int = 0
+    _losses: Counter[str] = field(default_factory=Counter)
+    _complaints: deque[str] = field(default_factory=lambda: deque(maxlen=COMPLAINTS_KEPT))
+
+    def after_fork_in_child(self) -> None:
+        """Begin anew: losses and complaints are the parent's."""
+        self.thread_ns = 0
+        self._losses.clear()
+        self._complaints.clear()
+
+    # ---------------------------------------------------------------- what the session takes down
+
+    def complain(self, message: str, *, log: bool = True) -> None:
+        """Take down what went wrong, for `notes`; the newest `COMPLAINTS_KEPT` are kept."""
+        self._complaints.append(message)
+        if log:
+            logger.warning(message)
+
+    def refuse(self, message: str) -> None:
+        """Take down why a profile was not taken on, until one is."""
+        if (message,) != self.refused:
+            logger.warning("reload: %s", message)
+        self.refused = (message,)
+
+    def lose(self, what: str, count: int) -> None:
+        """Count something that was recorded and not kept. One thread at a time."""
+        self._losses[what] += count
+
+    # ---------------------------------------------------------------- what it tells
+
+    def cost(self, window_ns: int, lines: Lines | None = None) -> Cost:
+        """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.
+
+        By the calls of `lines` if they are given, else by those of the tally as it is now. A generator counts as one
+        step, whatever it made. Device times add what a pair of events costs on this device.
+        """
+        calls = self.recorder.shape_calls(lines)
+        probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
+        mean_ns = (probes_ns + self.pairs_ns()) / counted if counted else 0.0
+        cold_ns = mean_ns + self.costs.cold_ns if counted else 0.0
+        return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
+
+    def cost_of(self, spans: Sequence[Span], window_ns: int, session_ns: int) -> Cost:
+        """What it has cost in a window, by its spans; its threads are taken to work evenly while the session runs."""
+        sites = Counter(span.site for span in spans)
+        shapes: Counter[str] = Counter()
+        for site, calls in sites.items():
+            shapes[self.recorder.shapes.get(site, "scope")] += calls
+        timed = sum(bool(span.device) for span in spans)
+        probes_ns = self.costs.sum_ns(shapes) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
+        mean_ns = probes_ns / len(spans) if spans else 0.0
+        threads_ns = sum(self.threads_ns().values()) * window_ns // max(session_ns, 1)
+        return Cost(len(spans), mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_ns if spans else 0.0)
+
+    def pairs_ns(self) -> float:
+        """What all pairs of events on devices have cost."""
+        return 0.0 if self.timing is None else self.timing.cost_ns()[0]
+
+    def threads_ns(self) -> dict[str, int]:
+        """Processor time of the threads of our own, by what they do."""
+        found = {"looking through spans": self.thread_ns, "reading gauges": self.gauges.thread_ns}
+        if self.exporter is not None:
+            found["sending to the collector"] = self.exporter.thread_ns
+        if self.timing is not None:
+            found["resolving device times"] = self.timing.cost_ns()[1]
+        return {name: spent_ns for name, spent_ns in found.items() if spent_ns}
+
+    def upkeep(self, clock: str, ring_bytes: int) -> Upkeep:
+        """What only the process knows of its instrumentation; spans are timed by `clock`."""
+        rings = self.recorder.rings()
+        return Upkeep(
+            clock=clock,
+            added_ns=self.costs.of_sites,
+            pairs_ns=self.pairs_ns(),
+            threads_ns=self.threads_ns(),
+            passed=self.recorder.muted_calls(),
+            muted=set(self.recorder.muted),
+            held_rows=sum(min(ring.head, ring.capacity) for ring in rings),
+            ring_rows=sum(ring.capacity for ring in rings),
+            ring_bytes=ring_bytes,
+            notes=self.notes(with_muted=False),
+        )
+
+    def losses(self) -> Mapping[str, int]:
+        """Everything that was recorded and not kept, by reason."""
+        counts: Counter[str] = Counter(self._losses)
+        counts.update(self.recorder.losses())
+        if self.timing is not None:
+            counts.update(self.timing.losses())
+        counts.update(self.gauges.losses())
+        counts["spans overwritten before the steps in them were counted"] = self.reader.steps_lost
+        if self.exporter is not None:
+            counts.update(self.exporter.metrics.losses())
+            counts.update(self.reader.losses())
+            sent = self.exporter.counts()
+            counts.update({f"spans {name} by the OTLP export": sent.get(name, 0) for name in _UNSENT})
+            counts["spans overwritten before the export read them"] = self.reader.lost
+        return {name: count for name, count in counts.items() if count}
+
+    def notes(self, *, with_muted: bool = True) -> list[str]:
+        """Everything that could not be observed, and what went wrong, in sentences.
+
+        Without those on sites that are or were muted, where a table says it; not on those whose probe is off, nor on
+        what only a preset asks for and this program does not do, such as copies where there is no device.
+        """
+        verdicts = without_others(self.verdicts(), board.marks())
+        untold = ("attached", "uncalled") if self.tells_waiting else ("attached", "uncalled", "waiting")
+        idle = self.selection.idle_of_preset()
+        notes = [
+            str(verdict)
+            for verdict in verdicts
+            if verdict.state not in untold and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
+        ]
+        uncalled = sum(verdict.state == "uncalled" for verdict in verdicts)
+        if uncalled:
+            notes.append(f"{uncalled} targets were never called" if uncalled > 1 else "1 target was never called")
+        notes.extend(f"{what}: {count} times" for what, count in self.recorder.counts().items())
+        notes.extend(f"{place}: not read: {count} times" for place, count in FAULTS.counts_of_rules().items())
+        notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
+        if self.selection.late:
+            notes.append(
+                "started after the import of "
+                + ", ".join(self.selection.late)
+                + ": what other modules had taken from there records, too; what cannot is named with its rule"
+            )
+        if self.timing is not None:
+            notes.extend(self.timing.notes())
+        notes.extend(filter(None, (self.ranges.reason, self.imports.why_not)))
+        notes.extend(self.budget.notes(with_muted=with_muted))
+        notes.extend(self.gauges.notes())
+        if self.exporter is not None:
+            notes.extend(self.exporter.metrics.notes())
+        notes.extend(f"reload: {refused}" for refused in self.refused)
+        notes.extend(self._complaints)
+        return notes
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule and target up to now, with the calls of each target."""
+        verdicts = self.selection.verdicts()
+        calls: Counter[object] = Counter()
+        for site, called in self.recorder.site_calls().items() if verdicts else ():
+            calls[site.key] += called
+        for site, passed in self.recorder.muted_calls().items():
+            calls[site.key] += passed
+        # A call that has not ended is one too: a server's main loop never does.
+        calls.update(self.recorder.site_of(row).key for _, row in self.recorder.open_rows())
+        return [verdict.counted(lambda site: calls[site.key]) for verdict in verdicts]

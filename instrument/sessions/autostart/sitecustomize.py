@@ -1,0 +1,42 @@
+"""Runs in each interpreter that `instrument run` starts, children included, before the service's first line.
+
+Starts the session that `INSTRUMENT_PROFILE` asks for, takes this folder off `sys.path` again and hands over to the
+`sitecustomize` that would have run without it. Never stops the host from starting.
+"""
+
+import os
+import sys
+
+
+def _hand_over() -> None:
+    """Run the next `sitecustomize` on the path, as if this one were not there."""
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is not loaded this early
+    sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != here]  # noqa: PTH100
+    own = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+        if own is not None:
+            sys.modules["sitecustomize"] = own
+
+
+def _start() -> None:
+    try:
+        from instrument.sessions.autostart import start
+    except Exception as error:
+        why = str(error) or type(error).__name__
+        sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")
+    else:
+        start()
+
+
+def _is_helper() -> bool:
+    """Whether the interpreter runs no code of the service: it cleans up after multiprocessing's processes."""
+    return any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:])
+
+
+if os.environ.get("INSTRUMENT_PROFILE") and not _is_helper():
+    _start()
+_hand_over()

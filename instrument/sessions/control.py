@@ -1,0 +1,477 @@
+"""Control: how a running process learns of a changed profile, by a Unix socket of its own or by watching the file.
+
+Only where the profile opts in. One daemon thread serves both; watching costs it one `os.stat` each `POLL_S`, listening
+nothing until somebody calls. Each process listens on `<folder>/<pid>.sock`, mode 0600, in a folder that nobody else can
+write to, and only its own user and root are answered. One request a connection, a line of JSON, and a line back:
+``{"reload": "/path/of/profile.yaml"}``, or null for the file that the process has. Sockets of all services of a user
+lie in one folder: a process takes no notice of a file that is not its own, unless the caller means it by name
+(``"switch": true``), nor of one that is meant for another service (``"service": "..."``). Bytes, time and number of
+connections are bounded, so that no caller can hold the thread up or make it grow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import Thread
+from instrument.runtime.unpatched import Socket, poll
+
+POLL_S = 0.1
+"""How often the file is looked at."""
+
+SETTLE_S = 0.02
+"""A changed file is read once it has stayed the same for so long: it may be written in place, a part at a time."""
+
+GRACE_S = 1.0
+"""A file that cannot be used is complained of when it has been so for this long; it may be half-written until then."""
+
+REQUEST_BYTES = 8_192
+CALLERS = 16
+CALL_S = 1.0
+"""The longest request, the most connections at a time (the oldest goes for a new one), and how long each may take."""
+
+ANSWER_S = 0.2
+"""How long a process has to answer before it is named as one that has not done so yet."""
+
+WAIT_S = 5.0
+"""How long a caller waits for those."""
+
+AGAIN_S = 0.05
+"""How long after a process hung up, or had no room for another caller, it is asked again."""
+
+Answer = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asks for: to read the profile at `path`, or the process's own file again (None).
+
+    Where `service` is given, only a process of that service is meant; `switch` allows another file than its own.
+    """
+
+    path: str | None = None
+    service: str | None = None
+    switch: bool = False
+
+    def line(self) -> bytes:
+        """As it goes over the socket."""
+        more = {name: value for name, value in (("service", self.service), ("switch", self.switch)) if value}
+        return json.dumps({"reload": self.path, **more}).encode() + b"\n"
+
+    @classmethod
+    def parsed(cls, line: bytes) -> Request | None:
+        """The request of a line, None where it is none."""
+        try:
+            asked = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(asked, dict) or "reload" not in asked or asked.keys() - {"reload", "service", "switch"}:
+            return None
+        path, service, switch = asked["reload"], asked.get("service"), asked.get("switch", False)
+        if not isinstance(path, str | None) or not isinstance(service, str | None) or not isinstance(switch, bool):
+            return None
+        return cls(path, service, switch)
+
+
+_SOCKET_NAME = re.compile(r"[0-9]+\.sock")
+
+
+def folder_of(setting: str, base: Path) -> Path:
+    """The folder that `control.socket` means: `auto` is the user's own, other paths start at `base`."""
+    return Path(f"/tmp/instrument-{os.geteuid()}") if setting == "auto" else base / setting  # noqa: S108 - 0700, checked
+
+
+@dataclass(slots=True)
+class _Caller:
+    """One connection: what it has sent, and what of the answer is still to be sent."""
+
+    until: float
+    received: bytearray = field(default_factory=bytearray)
+    answer: bytes = b""
+
+
+def _selector() -> selectors.BaseSelector:
+    """By poll(2) itself. Not epoll, whose registrations a forked child would share with its parent."""
+
+    class Selector(selectors.PollSelector):
+        _selector_cls = staticmethod(poll)
+
+    return Selector()
+
+
+class Control:
+    """Serves one process from a thread of its own, between `start` and `stop`.
+
+    `reload(request)` does what a caller or a changed file asks for and tells what became of it, with `error` where it
+    was refused, and `other` where another process was meant. `watched()` names the file at hand (None: there is nothing
+    to watch). `settle()` is called after a reload until it returns False. `complain(message)` is told of a file that
+    stays unusable.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        watched: Callable[[], Path | None],
+        reload: Callable[[Request], Answer],
+        settle: Callable[[], bool],
+        complain: Callable[[str], object],
+    ) -> None:
+        self._folder = folder
+        self._watched = watched
+        self._reload = reload
+        self._settle = settle
+        self._complain = complain
+        self._seen: tuple[int, ...] | None = (-1,)  # the file as it was when it was read last
+        self._changed: tuple[int, ...] | None = None
+        self._read_again = False
+        self._error = ""
+        self._error_at = 0.0
+        self._unsettled = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._thread: Thread | None = None
+        self._listener: Socket | None = None
+        self._path: Path | None = None
+        self._inode: tuple[int, int] = (0, 0)
+        self._callers: dict[Socket, _Caller] = {}
+        self._selector = _selector()
+        self._wake = -1
+        self._stopping = False
+
+    def start(self) -> str:
+        """Listen, and begin to watch. Returns why it cannot listen, "" where it does or need not; it watches anyway."""
+        problem = ""
+        if self._folder is not None:
+            try:
+                problem = self._listen(self._folder)
+            except OSError as error:
+                problem = f"control.socket: {self._folder}: {error.strerror or error}"
+        if self._path is not None or self._watched() is not None:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            thread = Thread(self._run, "instrument-control", lambda: not self._stopping)
+            thread.start()
+            self._thread = thread
+        return problem
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread, after the reload that it is about, and remove the socket."""
+        thread, self._thread, self._stopping = self._thread, None, True
+        if thread is not None:
+            os.eventfd_write(self._wake, 1)
+            thread.join(timeout_s)
+        if self._path is not None:
+            _attempt(self._remove)
+        if thread is None or not thread.is_alive():
+            self._close()
+
+    def _remove(self) -> None:
+        """Remove the socket's name, unless a later process of the same id has taken it."""
+        path, self._path = self._path, None
+        facts = path.stat() if path is not None and path.exists() else None
+        if path is not None and facts is not None and (facts.st_dev, facts.st_ino) == self._inode:
+            path.unlink(missing_ok=True)
+
+    def after_fork_in_child(self) -> None:
+        """Leave the parent's socket and callers to the parent; `start` begins the child's own."""
+        self._close()
+        self._begin()
+
+    def _listen(self, folder: Path) -> str:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.lstat()
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+            found = f"mode {stat.filemode(facts.st_mode)} of user {facts.st_uid}"
+            return (
+                f"control.socket: asked to listen in {folder}, found {found}; give a folder of this user that nobody "
+                "else can write to"
+            )
+        listener = Socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = listener
+        listener.setblocking(False)
+        os.fchmod(listener.fileno(), 0o600)  # before it has a name, and whatever the umask is
+        # A name that can be seen is a socket that listens, or one of a process that is gone: so it gets its own last.
+        unseen, path = folder / f".{os.getpid()}.sock", folder / f"{os.getpid()}.sock"
+        unseen.unlink(missing_ok=True)
+        listener.bind(os.fspath(unseen))
+        listener.listen(CALLERS)
+        unseen.rename(path)
+        facts = path.stat()
+        self._path, self._inode = path, (facts.st_dev, facts.st_ino)
+        self._selector.register(listener, selectors.EVENT_READ)
+        return ""
+
+    def _close(self) -> None:
+        self._selector.close()
+        for connection in [*self._callers, *([self._listener] if self._listener is not None else [])]:
+            connection.close()
+        self._callers.clear()
+        self._listener = None
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        folder = self._folder
+        if folder is not None:
+            _attempt(lambda: remove_stale(sockets(folder)))
+        look_at = 0.0
+        while not self._stopping:
+            now = time.monotonic()
+            if self._watched() is not None:
+                if now >= look_at:
+                    _attempt(self._look)
+                    now = time.monotonic()
+                    look_at = now + (SETTLE_S if self._changed is not None else POLL_S)
+            else:
+                look_at = now + 3600.0
+            if self._unsettled:
+                self._unsettled = _attempt(self._settle) is True
+                look_at = min(look_at, now + POLL_S)
+            waits = [look_at, *(caller.until for caller in self._callers.values())]
+            for key, _ in self._selector.select(max(min(waits) - now, 0.0)):
+                ready = key.fileobj
+                if not isinstance(ready, Socket):
+                    continue  # the word to stop
+                if ready is self._listener:
+                    self._accept(ready)
+                elif ready in self._callers:
+                    self._serve(ready)
+            now = time.monotonic()
+            for connection in [known for known, caller in self._callers.items() if caller.until <= now]:
+                self._drop(connection)
+
+    def _accept(self, listener: Socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # it went away again, or this process has no descriptor left
+        if not _is_trusted(connection):
+            connection.close()
+            return
+        connection.setblocking(False)
+        if len(self._callers) >= CALLERS:
+            self._drop(next(iter(self._callers)))
+        self._callers[connection] = _Caller(time.monotonic() + CALL_S)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _serve(self, connection: Socket) -> None:
+        caller = self._callers[connection]
+        try:
+            if not caller.answer:
+                data = connection.recv(REQUEST_BYTES + 1 - len(caller.received))
+                caller.received += data
+                line, newline, _ = bytes(caller.received).partition(b"\n")
+                if not newline and data and len(caller.received) <= REQUEST_BYTES:
+                    return
+                if not newline and not caller.received:
+                    self._drop(connection)
+                    return
+                answer = self._answer(line) if newline else {"error": f"no line of at most {REQUEST_BYTES} bytes"}
+                caller.answer = json.dumps(answer).encode() + b"\n"
+                self._selector.modify(connection, selectors.EVENT_WRITE)
+            sent = connection.send(caller.answer)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(connection)
+            return
+        caller.answer = caller.answer[sent:]
+        if not caller.answer:
+            self._drop(connection)
+
+    def _answer(self, line: bytes) -> Answer:
+        request = Request.parsed(line)
+        if request is None:
+            return {"error": 'found no request; allowed: {"reload": "/path/of/profile.yaml"} or {"reload": null}'}
+        answer = self._ask(request)
+        if answer.get("error"):
+            self._complain(str(answer["error"]))
+        return answer
+
+    def _ask(self, request: Request) -> Answer:
+        answer = self._reload(request)
+        self._unsettled = True
+        return answer
+
+    def _drop(self, connection: Socket) -> None:
+        self._selector.unregister(connection)
+        del self._callers[connection]
+        connection.close()
+
+    # ---------------------------------------------------------------- the file
+
+    def _look(self) -> None:
+        """Follow the file when it has changed and stays as it is; read it once more after that.
+
+        What is written within the clock tick of its own modification time, in the same size, looks unchanged.
+        """
+        stamp = _stamp(self._watched())
+        if stamp == self._seen:
+            self._changed = None
+            again, self._read_again = self._read_again, False
+            if again:
+                self._follow(stamp)
+            elif self._error and time.monotonic() - self._error_at >= GRACE_S:
+                error, self._error = self._error, ""
+                self._complain(error)
+        elif stamp != self._changed:
+            self._changed = stamp
+        else:
+            self._read_again = True
+            self._follow(stamp)
+
+    def _follow(self, stamp: tuple[int, ...] | None) -> None:
+        error = str(self._ask(Request()).get("error", ""))
+        if _stamp(self._watched()) != stamp:  # it was being written: neither a success nor an error counts
+            self._changed, self._seen = None, (-1,)
+            return
+        self._changed, self._seen = None, stamp
+        self._error, self._error_at = error, time.monotonic()
+
+
+def _attempt(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except Exception as fault:
+        FAULTS.note("control thread", fault)
+        return None
+
+
+def _stamp(path: Path | None) -> tuple[int, ...] | None:
+    """What tells one state of a file from another; None where there is no file."""
+    try:
+        facts = os.stat(path) if path is not None else None  # noqa: PTH116 - the plain call, ten times a second
+    except OSError:
+        return None
+    return facts and (facts.st_mtime_ns, facts.st_size, facts.st_ino, facts.st_dev)
+
+
+def _is_trusted(connection: Socket) -> bool:
+    """Whether the other end is this user or root; a mode of 0600 alone would leave it to the file system."""
+    try:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    except OSError:
+        return False
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid in (os.geteuid(), 0)
+
+
+# -------------------------------------------------------------------- the other end
+
+
+def sockets(folder: Path) -> list[Path]:
+    """The sockets in a folder, of processes that run or have gone, by process id; nothing where there is no folder."""
+    try:
+        found = [path for path in folder.iterdir() if _SOCKET_NAME.fullmatch(path.name)]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: int(path.stem))
+
+
+def remove_stale(paths: Iterable[Path]) -> list[Path]:
+    """Remove the sockets that nobody listens on any more; returns the others."""
+    alive = []
+    for path in paths:
+        with Socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.setblocking(False)
+            try:
+                caller.connect(os.fspath(path))
+            except BlockingIOError:
+                pass  # its queue is full
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+                continue
+            except OSError:
+                continue
+        alive.append(path)
+    return alive
+
+
+def tell(
+    paths: Iterable[Path],
+    request: Request,
+    timeout_s: float = WAIT_S,
+    slow: Callable[[Sequence[Path]], object] = lambda paths: None,
+) -> dict[Path, Answer | None]:
+    """Ask every process behind these sockets, all at once; None stands for one that did not answer in time.
+
+    One that hangs up without an answer is asked again within the time. `slow(paths)` is told once, after `ANSWER_S`, of
+    those that have not answered yet. A socket that nobody listens on any more is removed and not in the answer.
+    """
+    line = request.line()
+    answers: dict[Path, Answer | None] = dict.fromkeys(paths)
+    start = time.monotonic()
+    to_ask = dict.fromkeys(answers, start)
+    waiting: dict[Path, tuple[Socket, bytearray]] = {}
+    told = False
+    with _selector() as selector:
+        while (to_ask or waiting) and (now := time.monotonic()) < start + timeout_s:
+            if not told and now >= start + ANSWER_S:
+                told = True
+                slow([*to_ask, *waiting])
+            for path in [path for path, at in to_ask.items() if at <= now]:
+                del to_ask[path]
+                try:
+                    connection = _call(path, line)
+                except (ConnectionRefusedError, FileNotFoundError):
+                    path.unlink(missing_ok=True)
+                    del answers[path]
+                except OSError:  # such as a queue that is full
+                    to_ask[path] = now + AGAIN_S
+                else:
+                    waiting[path] = connection, bytearray()
+                    selector.register(connection, selectors.EVENT_READ, path)
+            until = min([start + timeout_s, *to_ask.values(), *([] if told else [start + ANSWER_S])])
+            for key, _ in selector.select(max(until - time.monotonic(), 0.0)):
+                path, (connection, received) = key.data, waiting[key.data]
+                try:
+                    data = connection.recv(65_536)
+                except OSError:
+                    data = b""
+                received += data
+                if not data:
+                    answers[path] = _parsed(received)
+                    selector.unregister(connection)
+                    connection.close()
+                    del waiting[path]
+                    if answers[path] is None:
+                        to_ask[path] = time.monotonic() + AGAIN_S
+        for connection, _ in waiting.values():
+            connection.close()
+    return answers
+
+
+def _call(path: Path, request: bytes) -> Socket:
+    connection = Socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        connection.connect(os.fspath(path))
+        connection.send(request)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _parsed(text: bytes | bytearray) -> Answer | None:
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None

@@ -1,0 +1,171 @@
+"""Files: where a process puts its traces and reports, within the disk that the profile allows, and standard streams.
+
+Workers of one service share its profile and so its paths: none writes over what another has written.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import select
+import sys
+import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import TextIO
+
+from instrument import chrome
+from instrument.runtime import atomic
+from instrument.runtime.unpatched import poll
+
+_NUMBERED = re.compile(r"(\{(?:pid|window)\})")
+STREAMS = ("stderr", "stdout")
+"""Where a report may go that is no file."""
+
+
+def own(template: str, *, is_first: bool) -> str:
+    """The template of a path; with the process's number in it, but for the first process of the service."""
+    if "{pid}" in template or is_first:
+        return template
+    folder, name = os.path.split(template)
+    stem, dot, suffix = name.partition(".")
+    return os.path.join(folder, f"{stem}-{{pid}}{dot}{suffix}")  # noqa: PTH118 - keeps an empty folder empty
+
+
+def path_of(template: str, folder: Path, service: str, window: int) -> Path:
+    """The file that a template means, below the folder in which the session began."""
+    name = chrome.file_name(template, service=service, pid=os.getpid(), window=window)
+    return Path(name) if folder == working_folder() else folder / name
+
+
+def make_room(templates: Iterable[str], folder: Path, service: str, kept: Collection[Path], disk_bytes: int) -> int:
+    """Remove the oldest files of these templates, of whichever process, until all keep within `disk_bytes`: how many.
+
+    Those in `kept` stay. The newest file of another process that runs goes only where no other is left to go. What is
+    being written counts too; what processes that are gone left unfinished is removed first.
+    """
+    left = disk_bytes
+    found: dict[str, tuple[bool, int, int]] = {}
+    folders = {path.parent for path in kept}
+    for template in templates:
+        newest: dict[int, tuple[int, str]] = {}
+        for name, pid in _files_of(template, folder, service).items():
+            folders.add(Path(name).parent)
+            try:
+                facts = os.lstat(name)
+            except OSError:
+                continue  # another process has just removed it
+            left -= facts.st_size
+            if Path(name) in kept:
+                continue
+            found[name] = False, facts.st_mtime_ns, facts.st_size
+            if _runs(pid):
+                newest[pid] = max(newest.get(pid, (0, "")), (facts.st_mtime_ns, name))
+        for at_ns, name in newest.values():
+            found[name] = True, at_ns, found[name][2]
+    left -= sum(map(atomic.remove_abandoned, folders))
+    removed = 0
+    for name, (_, _, size) in sorted(found.items(), key=itemgetter(1)):
+        if left >= 0:
+            break
+        with suppress(OSError):  # another process has removed it, or it is another user's
+            os.unlink(name)  # noqa: PTH108
+            removed += 1
+        left += 0 if os.path.lexists(name) else size
+    return removed
+
+
+def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
+    """The files of a template, with and without a process's number in their names: each one's process, 0 if unknown."""
+    found: dict[str, int] = {}
+    for form in {own(template, is_first=first) for first in (True, False)}:
+        pattern, numbered = "", ""
+        for part in _NUMBERED.split(form):
+            if _NUMBERED.fullmatch(part):
+                pattern += "*"
+                of_process = r"(?P=pid)" if "(?P<pid>" in numbered else r"(?P<pid>\d+)"
+                numbered += of_process if part == "{pid}" else r"\d+"
+                continue
+            text = chrome.file_name(part, service=service, pid=0, window=0)
+            text = text if pattern else os.path.join(folder, text)  # noqa: PTH118 - keeps the slash where nothing follows
+            pattern += glob.escape(text)
+            numbered += re.escape(text)
+        for name in glob.glob(pattern):  # noqa: PTH207 - absolute
+            match = re.fullmatch(numbered, name)
+            if match is not None:
+                found.setdefault(name, int(match.groupdict().get("pid", 0)))
+    return found
+
+
+def _runs(pid: int) -> bool:
+    return pid > 0 and Path(f"/proc/{pid}").exists()
+
+
+def write(stream: TextIO, text: str, limit_ns: int) -> None:
+    """Write to a standard stream, but do not wait for ever for a reader who has stopped reading (a full pipe).
+
+    Raises `TimeoutError` after `limit_ns`.
+    """
+    if stream not in (sys.__stdout__, sys.__stderr__):
+        stream.write(text)  # the host's own
+        stream.flush()
+        return
+    stream.flush()
+    writable = poll()
+    writable.register(stream.fileno(), select.POLLOUT)
+    end_ns = time.monotonic_ns() + limit_ns
+    data = text.encode(stream.encoding, "backslashreplace")
+    while data:
+        if not writable.poll(max(end_ns - time.monotonic_ns(), 0) / 1e6):
+            raise TimeoutError("nobody reads it")
+        try:
+            data = data[os.write(stream.fileno(), data[: select.PIPE_BUF]) :]
+        except BlockingIOError:
+            pass  # shared with somebody who was faster
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a process of a service puts what it leaves behind: below the folder in which its session began.
+
+    Files of the first process need no number of the process in their names.
+    """
+
+    folder: Path
+    service: str
+    is_first: bool
+
+    def path(self, template: str, window: int = 0) -> Path:
+        """The file that a template means here."""
+        return path_of(own(template, is_first=self.is_first), self.folder, self.service, window)
+
+    def make_room(self, templates: Iterable[str], kept: Collection[Path], disk_bytes: int) -> int:
+        """Remove the oldest files of templates, `kept` ones excepted, until all keep within `disk_bytes`: how many."""
+        return make_room(templates, self.folder, self.service, kept, disk_bytes)
+
+    def tell(self, to: str, text: str, limit_ns: int) -> Path | None:
+        """Write a text to `stderr`, `stdout` or a file, which is returned: whole, for its owner only, as traces are.
+
+        Raises `OSError` and `ValueError`; waits `limit_ns` at most.
+        """
+        if to in STREAMS:
+            stream = sys.stderr if to == "stderr" else sys.stdout
+            if stream is not None:
+                write(stream, text, limit_ns)
+            return None
+        path = self.path(to)
+        with atomic.replacing(path) as file:
+            file.write(text.encode(errors="backslashreplace"))
+        return path
+
+
+def working_folder() -> Path:
+    """The working directory, "/" where it has been removed."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/")

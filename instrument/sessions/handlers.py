@@ -1,0 +1,423 @@
+"""Handlers: what becomes of a loop's windows. They are written, sent or printed, most of it beside the loop.
+
+A handler is a function of a `Window`. Those of the user and `print_summary` run within `Profiler.step`. What
+`export_chrome` and `export_otlp` do is slow: `step` takes the window's rows and hands them over to a thread of the
+`Profiler`, which makes spans of them, and of these a file or requests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from instrument import chrome, otlp
+from instrument.errors import ExportError, ProfileError
+from instrument.profile.keys import loads
+from instrument.profile.model import Otlp
+from instrument.recording.spans import Sample, Span, Trace
+from instrument.recording.tally import Tally
+from instrument.report.summary import made, refuse_unknown, summary
+from instrument.report.view import Options, Recording, View
+from instrument.runtime import atomic
+from instrument.runtime.faults import logger
+from instrument.runtime.threads import Thread
+from instrument.runtime.unpatched import Lock, RLock, SimpleQueue
+from instrument.sessions import files
+from instrument.sessions.session import Session
+from instrument.sessions.step_spans import Step, with_steps
+from instrument.sessions.stretch import WINDOWS_THREAD, Stretch
+from instrument.sessions.torch_profiler import Seen
+
+WINDOWS_LIMIT = 16
+ROWS_LIMIT = 200_000
+"""How many windows, and rows in them, may wait to be written; the newest may always. A row takes 0.4 KB."""
+
+WAIT_LIMIT_NS = 30 * 10**9
+"""The longest that `Profiler.stop` waits for windows to be written and sent."""
+
+SENT_AT_ONCE = 4_000
+"""So many spans of a window are sent before the collector's answer is waited for."""
+
+_FILE = "{service}-{pid}-{window}.json.gz"
+
+
+class Window:
+    """What was recorded in the steps from `first_step` to `last_step`, both in it; made for `on_trace_ready`.
+
+    `index` counts the windows of one `Profiler` from 0. A `partial` one was cut short by `stop`; its last step is the
+    one that was under way. `recorded` is what the rings held of it, `steps` are those that are spans of its trace.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        recorded: Stretch,
+        steps: Sequence[Step],
+        first_step: int,
+        last_step: int,
+        *,
+        partial: bool,
+        tracer_option: str | None = None,
+        state: str | None = None,
+        beside: Seen | None = None,
+        samples: Sequence[Sample] = (),
+    ) -> None:
+        self.index = recorded.window
+        self.first_step = first_step
+        self.last_step = last_step
+        self.partial = partial
+        self.recorded = recorded
+        self.session = session
+        self.steps = steps
+        self.tracer_option = tracer_option or self.session.profile.tracer_option
+        self.state = state or self.session.profile.state
+        self._trace: Trace | None = None
+        self._beside = beside
+        self._samples = samples
+
+    def __str__(self) -> str:
+        return f"window {self.index}, steps {self.first_step} to {self.last_step}{', partial' * self.partial}"
+
+    @property
+    def trace(self) -> Trace:
+        """The spans of the window: some 2 us for each of them where it is first read, 15 us for an operator of torch.
+
+        Where torch.profiler was beside, its operators are spans, too, and what it saw of kernels, of allocations and of
+        floating-point operations is there.
+        """
+        if self._trace is None:  # two threads may make it, and neither waits for the other
+            made, beside = self._recorded_trace(), self._beside
+            if beside is None:
+                self._trace = made
+                return made
+            with beside.lock:
+                if self._trace is None:
+                    self._trace = beside.join(made)
+        return self._trace
+
+    def own_trace(self) -> Trace:
+        """The same without what torch.profiler saw."""
+        return self.trace if self._beside is None else self._recorded_trace()
+
+    def _recorded_trace(self) -> Trace:
+        trace = _trace_of(self.session, self.recorded, self.steps)
+        read = {(sample.device, sample.name) for sample in trace.samples}
+        edges = [sample for sample in self._samples if (sample.device, sample.name) not in read]
+        return replace(trace, samples=[*trace.samples, *edges]) if edges else trace
+
+    def tally(self) -> Tally:
+        """The totals of the window's spans, open ones as far as they lie in it."""
+        return Tally.of_spans(self.trace.spans, self.trace.threads)
+
+    def summary(
+        self, *, views: Sequence[str] = ("events",), beside: str | os.PathLike[str] | None = None, **options: Any
+    ) -> str:
+        """The views of this window alone. Options, `beside` and errors as for `Session.summary`."""
+        return summary(views, self._recording(beside), self._options(options))
+
+    def views(
+        self, views: Sequence[str] = ("events",), *, beside: str | os.PathLike[str] | None = None, **options: Any
+    ) -> dict[str, View]:
+        """The numbers of the same views, by name, as objects."""
+        return made(views, self._recording(beside), self._options(options))
+
+    def _recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
+        trace = self.trace if beside is None else chrome.join(self.own_trace(), chrome.read(beside)[0])
+        return Recording.of_trace(trace)
+
+    def _options(self, asked: Mapping[str, Any]) -> Options:
+        defaults = {
+            "tracer_option": self.tracer_option, "state": self.state, "sorted_by": "total", "threads": "merged",
+        }  # fmt: skip
+        return Options.of({**defaults, **{name: value for name, value in asked.items() if value is not None}})
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write this window as a Chrome trace (`.json` or `.json.gz`). Raises `TraceError`."""
+        return chrome.dump(path, self.trace, self.tally())
+
+
+Handler = Callable[[Window], object]
+
+
+class InBackground:
+    """A handler that a `Profiler` runs on its own thread instead of within `step`. Called, it runs at once."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def __call__(self, window: Window) -> object:
+        return self._handler(window)
+
+
+def export_chrome(folder: str | os.PathLike[str]) -> Handler:
+    """For `on_trace_ready`: write each window to `folder`, in a file named by service, process and window.
+
+    No file is written over: where the name is taken, by another Profiler or an earlier process, the next free number is
+    used. The oldest are removed to stay within the `limits.disk` of the profile. Runs beside the loop.
+    """
+    return InBackground(chrome_files(folder))
+
+
+def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
+    """What `export_chrome` does, but where it is called; `worker` stands in the names in place of the service."""
+    into = files.working_folder() / folder
+
+    def handle(window: Window) -> None:
+        service, index = worker or window.session.profile.service, window.index
+        into.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = files.path_of(_FILE, into, service, index)
+            try:
+                path.touch(0o600, exist_ok=False)  # the name is ours from here on, whoever else looks for one
+                break
+            except FileExistsError:
+                index += 1
+        try:
+            window.export(path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        files.make_room((_FILE,), into, service, (path,), window.session.profile.limits.disk_bytes)
+
+    return handle
+
+
+def print_summary(
+    *, views: Sequence[str] = ("events",), to: str | os.PathLike[str] = "stdout", **options: Any
+) -> Handler:
+    """For `on_trace_ready`: print each window's summary. Options of `Window.summary`.
+
+    `to` is `stdout`, `stderr`, or a file of the owner's alone, behind whose text each is added. Raises `ValueError` at
+    once for a view or a value that there is not.
+    """
+    refuse_unknown(views)
+    Options.of({name: value for name, value in options.items() if name != "beside"})
+
+    def handle(window: Window) -> None:
+        text = f"{str(window).capitalize()}\n{window.summary(views=views, **options)}"
+        if to in files.STREAMS:
+            print(text, file=sys.stderr if to == "stderr" else sys.stdout, flush=True)
+            return
+        atomic.append(Path(to), f"{text}\n")
+
+    return handle
+
+
+def is_asynchronous(handler: Any) -> bool:
+    """Whether a call of it would run nothing, for nobody awaits what it returns."""
+    return any(
+        inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in (handler, type(handler).__call__)
+    )
+
+
+# -------------------------------------------------------------------- to a collector
+
+
+def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | None = None) -> Handler:
+    """For `on_trace_ready`: send the spans of each window to an OpenTelemetry collector. Runs beside the loop.
+
+    What is left out comes from `export.otlp` of the profile, else from the `OTEL_*` variables, else the collector is
+    at http://localhost:4318. `endpoint` is read as in a profile.
+
+    Every span is sent once. Where the profile has the session itself send to the same endpoint, a window gives it only
+    the spans that `capture` leaves out, without those of steps, and a request that is open when the window ends is kept
+    and sent whole when it ends; with the profile's default, which keeps everything, nothing is left to send. A span
+    that is open at a window's edge is sent with the first window that it reaches into, as far as it lies there, and
+    marked.
+
+    A collector that fails gets no more of that window. What did not reach it is counted in the session's losses, and
+    the window in `Profiler.failures`. Imports what sending needs, some 0.1 s. Raises `ProfileError` for an endpoint or
+    headers that cannot be used.
+    """
+    asked: dict[str, Any] = {"endpoint": endpoint, "headers": None if headers is None else dict(headers)}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if endpoint == "":
+        raise ProfileError(["export_otlp: endpoint: found ''; allowed: the http:// or https:// URL of a collector"])
+    own = loads(json.dumps({"export": {"otlp": asked}}), name="export_otlp").export.otlp or Otlp()
+    for name in otlp.modules_of(own):
+        import_module(name)  # not on the Profiler's thread: a fork in the middle would leave the child half a module
+    return InBackground(_ToCollector(own, frozenset(asked)))
+
+
+class _ToCollector:
+    """Sends windows, one after the other, on whatever thread; there is a connection while one is sent."""
+
+    def __init__(self, settings: Otlp, asked: frozenset[str]) -> None:
+        self._settings = settings
+        self._asked = asked
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = Lock()
+        self._exporter: otlp.Exporter | None = None
+        self._sending_by: Otlp | None = None
+        self._threads: Mapping[int, str] = {}
+        self._sent_open: set[int] = set()
+
+    def __call__(self, window: Window) -> None:
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            self._send(window)
+
+    def _send(self, window: Window) -> None:
+        trace, session = window.own_trace(), window.session
+        settings = self._settings_for(session)
+        is_shared = session.sends_to(settings.endpoint)
+        if is_shared:
+            trace = session.trace_of(window.recorded)  # the session knows nothing of steps: its trees begin below them
+        spans = [span for span in trace.spans if not (span.clipped and span.span_id in self._sent_open)]
+        self._sent_open = {span.span_id for span in trace.spans if span.clipped and span.end_ns == trace.end_ns}
+        if is_shared:
+            spans = session.unsent(spans)
+        if not spans:
+            return
+        exporter = self._exporter
+        if exporter is None or settings != self._sending_by:
+            exporter = self._exporter = otlp.Exporter(settings, trace.origin, lambda: self._threads)
+            self._sending_by = settings
+        exporter.origin, exporter.ids, self._threads = trace.origin, session.ids(), trace.threads
+        before = exporter.counts()["exported"]
+        size = sum(1 + len(span.device) for span in spans)
+        delivery = exporter.send(_parts(spans, trace.spans))
+        missing = size - (delivery.exported - before)
+        if missing > 0:
+            session.count_loss("spans of windows that did not reach the OpenTelemetry collector", missing)
+            raise ExportError(
+                f"asked to send {size} spans to the OpenTelemetry collector, {missing} did not reach it"
+                f"{f' ({delivery.reason})' if delivery.reason else ''}"
+            )
+
+    def _settings_for(self, session: Session) -> Otlp:
+        """Each setting from the argument, else the profile, else the environment."""
+        of_profile = session.profile.export.otlp
+        if of_profile is None or "endpoint" in self._asked:
+            return self._settings
+        return replace(of_profile, headers=self._settings.headers) if "headers" in self._asked else of_profile
+
+
+def _parts(spans: Sequence[Span], of_window: Sequence[Span]) -> Iterator[list[Span]]:
+    """The spans in parts that are sent at once, trees together; each part of a tree knows what its root hangs on."""
+    remotes = {span.root_id: span.remote for span in of_window if span.remote is not None}
+    part: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.root_id, span.start_ns, span.span_id != span.root_id)):
+        if span.remote is None and span.root_id in remotes and (not part or part[-1].root_id != span.root_id):
+            span = replace(span, remote=remotes[span.root_id])
+        part.append(span)
+        if len(part) >= SENT_AT_ONCE:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+# -------------------------------------------------------------------- beside the loop
+
+
+class Backlog:
+    """Windows that wait for their handlers, and the thread that runs these: one after the other, in their order.
+
+    The thread begins with the first window. What waits is bounded by `WINDOWS_LIMIT` and `ROWS_LIMIT`: beyond it the
+    oldest windows are given up. `fail(what, error)` is told of handlers that fail and of windows that are given up, on
+    any thread.
+    """
+
+    def __init__(self, fail: Callable[[str, Exception], None]) -> None:
+        self._fail = fail
+        self._lock = RLock()  # a signal handler may end a window, too
+        self._news: SimpleQueue[None] = SimpleQueue()
+        self._waiting: deque[tuple[Window, Sequence[Handler]]] = deque()
+        self._is_ending = False
+        self._thread: Thread | None = None
+
+    def add(self, window: Window, handlers: Sequence[Handler]) -> None:
+        """Have the handlers run, some 2 us. Where no thread can begin, as the interpreter ends, they run here."""
+        if self._thread is None:
+            thread = Thread(self._run, WINDOWS_THREAD, lambda: not self._is_ending)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._handle(window, handlers)
+                return
+            self._thread = thread
+        given_up = []
+        with self._lock:
+            self._waiting.append((window, handlers))
+            rows = sum(waiting.recorded.taken.size for waiting, _ in self._waiting)
+            while len(self._waiting) > 1 and (len(self._waiting) > WINDOWS_LIMIT or rows > ROWS_LIMIT):
+                given_up.append(self._waiting.popleft()[0])
+                rows -= given_up[-1].recorded.taken.size
+        self._news.put(None)
+        self._give_up(given_up, "newer windows came faster than they can be written")
+
+    def stop(self, limit_ns: int) -> None:
+        """Wait until nothing waits, at most so long, and end the thread. What waits then is given up."""
+        thread = self._thread
+        if thread is None:
+            return
+        self._is_ending = True
+        self._news.put(None)
+        try:
+            thread.join(limit_ns / 1e9)
+        finally:
+            with self._lock:
+                given_up = [window for window, _ in self._waiting]
+                self._waiting.clear()
+            self._thread = None
+        if thread.is_alive():
+            logger.warning("a handler of a Profiler still runs after %d s; nobody waits for it", limit_ns // 10**9)
+        self._give_up(given_up, f"they were not written within {limit_ns / 1e9:g} s")
+
+    def _give_up(self, windows: Sequence[Window], why: str) -> None:
+        for window in windows:
+            window.session.count_loss("windows of loops that were not written", 1)
+            self._fail(f"{window} was given up", ExportError(f"{why}; record fewer steps, or write to a faster place"))
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                taken = self._waiting.popleft() if self._waiting else None
+            if taken is not None:
+                self._handle(*taken)
+                del taken
+            elif self._is_ending:
+                return
+            else:
+                self._news.get()  # one for each that was added, and one for the end
+
+    def _handle(self, window: Window, handlers: Sequence[Handler]) -> None:
+        for handler in handlers:
+            try:
+                handler(window)
+            except Exception as error:
+                self._fail(f"on_trace_ready failed for {window}", error)
+
+
+def _trace_of(session: Session, stretch: Stretch, steps: Sequence[Step]) -> Trace:
+    index = stretch.window
+    session.selection.finish_nodes()
+    trace = with_steps(session.trace_of(stretch), steps)
+    notes = list(trace.notes)
+    if trace.held_from_ns > trace.start_ns:
+        lost_ns = min(trace.held_from_ns, trace.end_ns) - trace.start_ns
+        notes.append(
+            f"window {index}: spans of its first {lost_ns / 1e6:.1f} ms were overwritten by newer ones and are not "
+            "counted; raise limits.ring or record fewer steps"
+        )
+    late = sum(span.site.device and not span.device for span in trace.spans)
+    timing = session.account.timing
+    if late and timing is not None and not timing.is_settled(trace.end_ns):
+        notes.append(
+            f"window {index}: {late} spans have no device time, which had not come when the window was looked at, for "
+            "no thread of the service waits for the device"
+        )
+    return replace(trace, notes=notes)

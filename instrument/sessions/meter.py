@@ -1,0 +1,314 @@
+"""The meter: what of a session are metrics, counted while it runs, for OTLP and for a scrape of Prometheus.
+
+Requests are counted by endpoint, status and error as the reader of the rings meets their rows, so nothing is done for
+them on the service's threads. The tally counts the same requests exactly, whatever the rings have lost: those that the
+reader has never met are found by it, and told without a status. So the counts of all series add up to the requests
+that have ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from instrument.recorder.http_status import STATUS
+from instrument.recorder.recorder import Recorder
+from instrument.recording.distributions import (
+    COUNTER,
+    HISTOGRAM,
+    UPDOWN,
+    Distribution,
+    Exemplar,
+    Exemplars,
+    Labels,
+    Metric,
+    Snapshot,
+)
+from instrument.recording.lines import CALLS, ELAPSED, MAX, MIN, WIDTH
+from instrument.recording.ring import Cursor, Row
+from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, Site, Span
+from instrument.recording.tally import bucket, bucket_start
+
+SERIES_LIMIT = 2_000
+"""Series of a metric that are told apart, as OpenTelemetry's SDKs do; what comes later is one series together."""
+
+OVERFLOW: Labels = (("otel.metric.overflow", True),)
+"""The series of what is beyond that limit, by OpenTelemetry's name."""
+
+SCHEME = "url.scheme"
+
+Ended = Mapping[Labels, Mapping[int, int]]
+"""By endpoint the buckets of the requests that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What the session knows of its own losses and costs, asked when a snapshot is taken.
+
+    `losses` counts what was not kept by reason, `costs_ns` tells what was spent so far by what for.
+    """
+
+    losses: Callable[[], Mapping[str, int]]
+    costs_ns: Callable[[], Mapping[str, float]]
+
+
+class Meter:
+    """Counts what metrics tell. `count` and `snapshot` are for the one thread that reads the rings, in turn.
+
+    `generations` are the routes whose answers a model generates, as the profile has them; functions that do so are
+    watched where `watch` says so.
+    """
+
+    def __init__(self, recorder: Recorder, books: Books) -> None:
+        self._recorder = recorder
+        self._books = books
+        self.generations: tuple[str, ...] = ()
+        self.begin(0)
+
+    def begin(self, start_ns: int) -> None:
+        """Begin anew, at the start of a session and in a forked child."""
+        self._start_ns = start_ns
+        self._requests: dict[Labels, Distribution] = {}
+        self._first_tokens: dict[Labels, Distribution] = {}
+        self._tokens: dict[Labels, Distribution] = {}
+        self._met: dict[Labels, Counter[int]] = {}
+        """By endpoint the buckets of all that are counted in `_requests`."""
+        self._active: dict[Labels, int] = {}
+        self._calls: dict[Labels, Distribution] = {}
+        self._counters: dict[tuple[str, str], float] = {}
+        self._exemplars: dict[Labels, Exemplars] = {}
+        self._watched: Cursor | None = None
+
+    # ---------------------------------------------------------------- requests
+
+    def count(self, ended: Sequence[Row]) -> None:
+        """Count requests that have ended, by their rows: some 2 us each."""
+        site_of = self._recorder.site_of
+        for row in ended:
+            endpoint = endpoint_of(site_of(row))
+            if not endpoint:
+                continue
+            told = row[10] or {}
+            duration_ns = row[6] - row[5]
+            _series(self._requests, _labels(endpoint, told, row[9])).add(duration_ns)
+            if FIRST_ITEM in told and row[9] is None and self._is_generation(endpoint):
+                route = str(dict(endpoint).get("http.route", ""))
+                chats = (("gen_ai.operation.name", "chat"),) if route.endswith("/chat/completions") else ()
+                self._count_tokens((*chats, ("http.route", route)), told)
+            self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
+
+    def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
+        """A request that has ended is kept, as a span of these ids: an exemplar of its series, where it has one."""
+        endpoint = endpoint_of(request.site)
+        labels = _labels(endpoint, request.attributes, request.error)
+        if endpoint and labels in self._requests:
+            one = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
+            self._exemplars.setdefault(labels, Exemplars()).add(one)
+
+    def _is_generation(self, endpoint: Labels) -> bool:
+        route = str(dict(endpoint).get("http.route", ""))
+        return any(route.startswith(one[:-1]) if one.endswith("*") else route == one for one in self.generations)
+
+    def watch(self, *, functions: bool) -> None:
+        """From now on, or no more, look for functions whose items a model generates."""
+        if not functions:
+            self._watched = None
+        elif self._watched is None:
+            self._watched = self._recorder.cursor()
+
+    def count_generators(self, sites_of: Callable[[], Collection[Site]]) -> None:
+        """Count what generators have yielded since the last time: those of some sites, which are asked for if need be.
+
+        Goes through every row: they may lie below any other.
+        """
+        if self._watched is None:
+            return
+        rows = [
+            row for _, rows in self._watched.read() for row in rows if row[9] is None and FIRST_ITEM in (row[10] or ())
+        ]
+        sites = sites_of() if rows else ()
+        for row in rows:
+            site = self._recorder.place_of(self._recorder.site_of(row))
+            if site in sites:
+                self._count_tokens(_call_labels(site), row[10] or {})
+
+    @property
+    def lost(self) -> int:
+        """Spans that were overwritten before it was seen whether they were of such generators."""
+        return 0 if self._watched is None else self._watched.lost
+
+    def _count_tokens(self, generator: Labels, told: Mapping[Any, Any]) -> None:
+        """Count the times of a stream of generated items, each taken for a token."""
+        first_ns, last_ns, items = (told.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
+        if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
+            return  # the service's own attributes of these names
+        known = {
+            "gen_ai.operation.name": "text_completion",
+            **dict(generator),
+            **{name: value for name in _GENERATION if isinstance(value := told.get(name), str)},
+        }
+        labels = tuple(known.items())
+        _series(self._first_tokens, labels).add(max(first_ns, 0))
+        if items > 1:
+            _series(self._tokens, labels).add(max(last_ns - first_ns, 0) // (items - 1))
+
+    def ended(self) -> Ended:
+        """What the tally has counted: all requests that have ended by now, and perhaps some whose rows come later."""
+        found: dict[Labels, Counter[int]] = {}
+        lines = self._recorder.lines(merged=True)
+        endpoints = lines.tree.by_site(endpoint_of)
+        places: dict[Labels, list[int]] = {}
+        for place in lines.merged()[::WIDTH]:
+            endpoint = endpoints[lines.site_of[place]]
+            if endpoint:
+                places.setdefault(endpoint, []).append(place)
+        for endpoint, known in places.items():
+            found[endpoint] = Counter(lines.histogram(known, None))
+        return found
+
+    def settle(self, ended: Ended) -> None:
+        """Count what the tally had counted before the reader's last look, and the reader has not met all the same."""
+        for endpoint, buckets in ended.items():
+            known = self._met.setdefault(endpoint, Counter())
+            missed = {index: count - known[index] for index, count in buckets.items() if count > known[index]}
+            if missed:
+                _series(self._requests, endpoint).add_buckets(missed)
+                known.update(missed)
+
+    def _active_requests(self) -> Metric:
+        """Requests that are open now."""
+        now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, self._met), 0))
+        for _, row in self._recorder.open_rows():
+            labels = endpoint_of(self._recorder.site_of(row))
+            if labels and row[1] == row[3]:
+                now[_without_route(labels)] += 1
+        self._active = dict.fromkeys(self._active, 0)
+        for labels, count in now.items():
+            if labels in self._active or len(self._active) < SERIES_LIMIT:
+                self._active[labels] = count
+        return Metric(
+            "http.server.active_requests",
+            "{request}",
+            UPDOWN,
+            "Number of active HTTP server requests.",
+            dict(self._active),
+        )
+
+    # ---------------------------------------------------------------- calls of functions
+
+    def _count_calls(self, sites: Collection[Site]) -> None:
+        """Bring the distributions of these sites up to the tally."""
+        if not sites:
+            return
+        lines = self._recorder.lines(merged=True)
+        merged = lines.merged()
+        wanted = [_call_labels(site) if self._recorder.place_of(site) in sites else () for site in lines.tree.sites]
+        rows: dict[Labels, list[int]] = {}
+        for at in range(0, len(merged), WIDTH):
+            labels = wanted[lines.site_of[merged[at]]]
+            if labels:
+                rows.setdefault(labels, []).append(at)
+        for labels, of in rows.items():
+            buckets = lines.histogram([merged[at] for at in of], None)
+            # The time of a call within a call of the same function counts in the outer one's alone, though both are
+            # calls: the sum is that of the buckets then.
+            least_ns = sum(bucket_start(index) * count for index, count in buckets.items())
+            now = Distribution(
+                sum(buckets.values()),
+                max(sum(merged[at + ELAPSED] for at in of), least_ns),
+                min(merged[at + MIN] for at in of if merged[at + CALLS]),
+                max(merged[at + MAX] for at in of),
+                buckets,
+            )
+            if labels not in self._calls and len(self._calls) >= SERIES_LIMIT:
+                continue
+            self._calls.setdefault(labels, Distribution()).grow(now)
+
+    # ---------------------------------------------------------------- all together
+
+    def snapshot(self, *, requests: bool, sites: Collection[Site]) -> Snapshot:
+        """All metrics as they are now: of `requests` where they are recorded, and of the calls of these sites."""
+        metrics = []
+        if requests or self._requests:
+            told = "Duration of HTTP server requests."
+            exemplars = {labels: of.all() for labels, of in self._exemplars.items()}
+            metrics.append(_durations("http.server.request.duration", told, self._requests, exemplars))
+            metrics.append(self._active_requests())
+        if self.generations or self._watched is not None:
+            told = "Time to generate first token for successful responses."
+            metrics.append(_durations("gen_ai.server.time_to_first_token", told, self._first_tokens))
+            told = "Time per output token generated after the first token for successful responses."
+            metrics.append(_durations("gen_ai.server.time_per_output_token", told, self._tokens))
+        self._count_calls(sites)
+        if self._calls:
+            told = "Time of a call, of the device's work, too, where it is timed."
+            metrics.append(_durations("instrument.call.duration", told, self._calls))
+        told = "What was recorded and not kept, by reason."
+        metrics.append(self._counted("instrument.losses", "{loss}", told, "instrument.reason", self._books.losses()))
+        spent_s = {part: spent_ns / 1e9 for part, spent_ns in self._books.costs_ns().items()}
+        told = "Processor time of the instrumentation itself, as measured on this machine."
+        metrics.append(self._counted("instrument.cost", "s", told, "instrument.part", spent_s))
+        return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
+
+    def _counted(self, name: str, unit: str, told: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A counter, which never falls, though what a thread has cost may be measured anew."""
+        for key, value in values.items():
+            self._counters[name, key] = max(value, self._counters.get((name, key), 0))
+        series: dict[Labels, float] = {
+            ((label, key),): value for (of, key), value in self._counters.items() if of == name
+        }
+        return Metric(name, unit, COUNTER, told, series)
+
+
+def _series(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
+    """The distribution of a series, or that of all beyond the limit."""
+    if labels not in series and len(series) >= SERIES_LIMIT:
+        labels = OVERFLOW
+    return series.setdefault(labels, Distribution())
+
+
+def _labels(endpoint: Labels, told: Mapping[Any, Any], error: str | None) -> Labels:
+    """What tells the requests of an endpoint that ended the same way from others."""
+    if isinstance(scheme := told.get(SCHEME), str):
+        endpoint += ((SCHEME, scheme),)
+    if isinstance(status := told.get(STATUS), int) and 100 <= status < 1000:
+        endpoint += ((STATUS, status),)
+    return endpoint if error is None else (*endpoint, ("error.type", error))
+
+
+def _durations(
+    name: str,
+    description: str,
+    of: Mapping[Labels, Distribution],
+    exemplars: Mapping[Labels, tuple[Exemplar, ...]] | None = None,
+) -> Metric:
+    series = {labels: one.copy() for labels, one in of.items()}
+    return Metric(name, "s", HISTOGRAM, description, series, exemplars or {})
+
+
+def endpoint_of(site: Site) -> Labels:
+    """What tells the requests of a site from others, () where it has no requests over HTTP."""
+    if site.kind != "request":
+        return ()
+    facts = dict(site.attributes)
+    if "http.request.method" not in facts:
+        return ()
+    return tuple((name, value) for name in _ENDPOINT if isinstance(value := facts.get(name), str))
+
+
+_GENERATION = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+"""What the service may say of a generation, by `annotate_request`."""
+
+_ENDPOINT = ("http.request.method", "http.route", "network.protocol.name", SCHEME)
+
+
+def _without_route(endpoint: Labels) -> Labels:
+    return tuple(one for one in endpoint if one[0] != "http.route")
+
+
+def _call_labels(site: Site) -> Labels:
+    told = (("instrument.span.name", site.name), ("code.function.name", site.function))
+    return tuple(one for one in told if one[1])

@@ -1,0 +1,193 @@
+"""torch's operators as spans of a window: below what was open around them, above what ran within them.
+
+torch.profiler tells when each operator began and ended. Each is put below the innermost span that was open on its
+thread in its middle, for the two clocks are laid over one another to within a microsecond; what of it would then reach
+over that span is cut off. What a device did for an operator is the device time of the innermost one that asked for it.
+Copies are left to the spans of copies, so that no copy counts as an operator's work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+from instrument.recording.spans import (
+    FLOPS,
+    OPERATORS,
+    AttributeValue,
+    DeviceInterval,
+    Kernel,
+    Site,
+    Span,
+    Trace,
+    flops_told,
+)
+from instrument.report.places import places
+
+UNCERTAINTY_NS = 1_000
+"""How well the place of a kernel on the host's clock is known."""
+
+_IDS = itertools.count(3 << 60)
+"""Span ids that neither a recorder reaches nor a step has."""
+
+_start = attrgetter("start_ns")
+
+
+def told_operator(span: Span) -> bool:
+    """Whether a slice that torch.profiler saved is an operator, and no kernel, range or call of a driver."""
+    return span.site.kind == "op" and "device" not in span.attributes
+
+
+def with_operators(trace: Trace, beside: Trace, moved_ns: int) -> Trace:
+    """The trace with a span for each operator of what torch.profiler saved `beside`, `moved_ns` before our clock.
+
+    The kernels of the trace, which are on our clock, become device times of operators. The spans of the trace are
+    changed in place. Some 10 us an operator.
+    """
+    found = _Operators(trace, beside, moved_ns)
+    if not found.made:
+        return trace
+    found.nest()
+    found.take_in(trace.spans)
+    found.tell_self_times(trace.spans)
+    _tell_device_times(trace, found.made)
+    threads = {span.thread_id for span in found.made}.difference(trace.threads)
+    names = {thread: beside.threads[thread] for thread in sorted(threads) if thread in beside.threads}
+    spans = [*trace.spans, *found.made]
+    return replace(trace, spans=spans, threads={**trace.threads, **names}, flops=())  # they tell these themselves
+
+
+class _Operators:
+    """The operators of a trace's time on its clock: `tops` are those that lie in no other one, `below` what does lie
+    in each, by its id and in the order of time."""
+
+    def __init__(self, trace: Trace, beside: Trace, moved_ns: int) -> None:
+        self.made: list[Span] = []
+        self.tops: list[Span] = []
+        self.below: dict[int, list[Span]] = {}
+        self._trace = trace
+        since_ns, until_ns = trace.watched or (trace.start_ns, trace.end_ns)
+        sites: dict[str, Site] = {}
+        innermost: dict[int, Span | None] = {}
+        for one in beside.spans:  # each comes after what is around it
+            around = innermost.get(one.parent_id)
+            first, last = one.start_ns + moved_ns, one.end_ns + moved_ns
+            start_ns, end_ns = max(first, since_ns), min(last, until_ns)
+            if start_ns >= end_ns or not told_operator(one):
+                innermost[one.span_id] = around
+                continue
+            flops = flops_told(one)
+            attributes: dict[str, AttributeValue] = {FLOPS: flops} if flops else {}
+            site = sites.setdefault(one.site.name, Site(one.site.name, "op", OPERATORS))
+            number, active_ns, is_cut = next(_IDS), end_ns - start_ns, (start_ns, end_ns) != (first, last)
+            span = Span(site, number, 0, 0, one.thread_id, 0, start_ns, end_ns, active_ns, 0, None, attributes)
+            span.clipped = is_cut
+            innermost[one.span_id] = span
+            self.made.append(span)
+            if around is None:
+                self.tops.append(span)
+            else:
+                span.parent_id = around.span_id
+                self.below.setdefault(around.span_id, []).append(span)
+
+    def nest(self) -> None:
+        """Put each topmost operator below the span around it, within which it and what is in it lie."""
+        tops = self.tops
+        middles = [(span.start_ns + span.end_ns) // 2 for span in tops]
+        found = places(self._trace, [span.thread_id for span in tops], middles)
+        for top, around in zip(tops, found, strict=True):
+            pending: list[tuple[Span, Span | None]] = [(top, None if isinstance(around, str) else around)]
+            while pending:
+                span, outer = pending.pop()
+                if outer is None:
+                    span.root_id = span.span_id
+                else:
+                    span.parent_id, span.root_id, span.task_id = outer.span_id, outer.root_id, outer.task_id
+                    span.start_ns = min(max(span.start_ns, outer.start_ns), outer.end_ns)
+                    span.end_ns = max(min(span.end_ns, outer.end_ns), span.start_ns)
+                    span.active_ns = span.total_ns
+                pending += [(inner, span) for inner in self.below.get(span.span_id, ())]
+
+    def take_in(self, spans: Sequence[Span]) -> None:
+        """Put spans that ran within an operator below the innermost one: what a hook or a checkpoint calls."""
+        tops: dict[int, list[Span]] = {}
+        for top in self.tops:
+            tops.setdefault(top.thread_id, []).append(top)
+        for its in tops.values():
+            its.sort(key=_start)
+        roots: dict[int, int] = {}
+        taken: list[tuple[Span, Span]] = []
+        for span in spans:
+            around = _last_around(tops.get(span.thread_id, ()), span)
+            if around is None or around.parent_id != span.parent_id or span.site.kind == "request":
+                continue
+            inner: Span | None = around
+            while inner is not None:
+                around, inner = inner, _last_around(self.below.get(inner.span_id, ()), span)
+            taken.append((span, around))
+            if span.root_id == span.span_id:
+                roots[span.span_id] = around.root_id
+            span.parent_id = around.span_id
+        for span, around in taken:
+            self.below.setdefault(around.span_id, []).append(span)
+        if roots:
+            for span in itertools.chain(spans, self.made):
+                span.root_id = roots.get(span.root_id, span.root_id)
+
+    def tell_self_times(self, spans: Sequence[Span]) -> None:
+        """Of the operators, and of the spans around them, whose self time had all of theirs."""
+        for span in self.made:
+            inner_ns = sum(inner.total_ns for inner in self.below.get(span.span_id, ()))
+            span.self_ns = max(span.total_ns - inner_ns, 0)
+        by_id = {span.span_id: span for span in spans}
+        ours = {span.span_id for span in spans}
+        for top in self.tops:
+            around = by_id.get(top.parent_id)
+            if around is None:
+                continue
+            own_ns, pending = 0, [top]
+            while pending:
+                span = pending.pop()
+                own_ns += span.self_ns
+                pending += [inner for inner in self.below.get(span.span_id, ()) if inner.span_id not in ours]
+            around.self_ns = max(around.self_ns - own_ns, 0)
+
+
+def _last_around(among: Sequence[Span], span: Span) -> Span | None:
+    """The one of some that follow one another in which a span lies, None where there is none."""
+    at = bisect_right(among, span.start_ns, key=_start) - 1
+    return among[at] if at >= 0 and among[at].end_ns >= span.end_ns else None
+
+
+def _tell_device_times(trace: Trace, operators: list[Span]) -> None:
+    work = [one for one in trace.kernels if one.thread_id and one.kind != "copy"]
+    if not work:
+        return
+    of_operators = replace(trace, spans=operators)
+    asked = places(of_operators, [one.thread_id for one in work], [one.launched_ns for one in work])
+    overlapped = _overlapped(work)
+    found: dict[int, list[DeviceInterval]] = {}
+    for number, (place, one) in enumerate(zip(asked, work, strict=True)):
+        if not isinstance(place, str):
+            label = "overlapped" if number in overlapped else "exclusive"
+            interval = DeviceInterval(one.device, one.stream, one.start_ns, one.end_ns, label, UNCERTAINTY_NS)
+            found.setdefault(place.span_id, []).append(interval)
+    for span in operators:
+        if span.span_id in found:
+            span.device = tuple(found[span.span_id])
+
+
+def _overlapped(work: Sequence[Kernel]) -> set[int]:
+    """The numbers of those beside which another stream of their device worked; they come in the order of time."""
+    overlapped: set[int] = set()
+    latest: dict[int, int] = {}
+    for number, one in enumerate(work):
+        before = latest.get(one.device)
+        if before is not None and work[before].end_ns > one.start_ns and work[before].stream != one.stream:
+            overlapped |= {before, number}
+        if before is None or one.end_ns > work[before].end_ns:
+            latest[one.device] = number
+    return overlapped

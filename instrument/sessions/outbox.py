@@ -1,0 +1,92 @@
+"""The outbox: kept trees on their way to the collector, which wait here until their device times have come."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from instrument import otlp
+from instrument.device.timer import Timing
+from instrument.recording.spans import Origin, Span
+
+CLOCK_RENEWAL_NS = 60 * 10**9
+CLOCK_DRIFT_NS = 10**6
+"""How often the wall clock is compared with the one that spans are sent by, and from what difference on it replaces it.
+Not at once: spans of one tree that are sent by two readings of the clock nest a little less well."""
+
+SETTLE_NS = 2 * 10**9
+SETTLED_NS = 10**7
+WAITING_SPANS = 20_000
+"""How long, and how many, spans wait for their device times before they are sent without; and how long at least, for a
+span's row is there a little before the device is asked for its end."""
+
+INTERVALS_KNOWN = 4_096
+"""How many past looks tell which device intervals came after the begin of a span."""
+
+
+class Outbox:
+    """Hands trees over to the exporter: at once, or, where a site of theirs is timed on the device, once it has been.
+
+    `timing` is None where no device is timed. Used by one thread at a time.
+    """
+
+    def __init__(self, exporter: otlp.Exporter, timing: Timing | None) -> None:
+        self._exporter = exporter
+        self._timing = timing
+        self._begin()
+
+    def _begin(self) -> None:
+        self._waiting: deque[tuple[int, int, list[Span]]] = deque()
+        self._intervals_known: deque[tuple[int, int]] = deque(maxlen=INTERVALS_KNOWN)
+        self._clock_renewed_ns = time.monotonic_ns()
+
+    def after_fork_in_child(self) -> None:
+        """Begin anew: what waited is the parent's."""
+        self._begin()
+
+    def put(self, spans: list[Span]) -> None:
+        """Take in one tree, or a part of it."""
+        if self._timing is not None and self._timing.timer is not None and any(span.site.device for span in spans):
+            start_ns = min(span.start_ns for span in spans)
+            self._waiting.append((max(span.end_ns for span in spans), start_ns, spans))
+        else:
+            self._exporter.offer(spans)
+
+    def send_settled(self, *, is_last: bool) -> None:
+        """Send the trees that have their device times, or have waited for them long enough; the last time, all."""
+        timing = self._timing
+        if timing is None:
+            return
+        known, now = timing.intervals.count, time.monotonic_ns()
+        size = sum(len(spans) for _, _, spans in self._waiting)
+        settled_ns = timing.settled_ns() if self._waiting else 0
+        ready: list[list[Span]] = []
+        first_ns = now
+        while self._waiting:
+            end_ns, start_ns, spans = self._waiting[0]
+            is_settled = now - end_ns > SETTLED_NS and settled_ns >= end_ns
+            if not (is_settled or size > WAITING_SPANS or now - end_ns > SETTLE_NS or is_last):
+                break
+            self._waiting.popleft()
+            size -= len(spans)
+            first_ns = min(first_ns, start_ns)
+            ready.append(spans)
+        if ready:
+            # At once for all, for each time goes through all intervals since the first of these spans began.
+            since = next((count for at_ns, count in reversed(self._intervals_known) if at_ns <= first_ns), 0)
+            timing.join((span for spans in ready for span in spans), since)
+            for spans in ready:
+                self._exporter.offer(spans)
+        if not self._intervals_known or self._intervals_known[-1][1] != known:
+            self._intervals_known.append((now, known))
+
+    def renew_clock(self, make_origin: Callable[[], Origin]) -> None:
+        """Send by the wall clock as it is now, where it has drifted from the one that spans are sent by."""
+        now = time.monotonic_ns()
+        if now - self._clock_renewed_ns < CLOCK_RENEWAL_NS:
+            return
+        self._clock_renewed_ns = now
+        fresh = make_origin()
+        if abs(fresh.realtime_of(now) - self._exporter.origin.realtime_of(now)) > CLOCK_DRIFT_NS:
+            self._exporter.origin = fresh

@@ -1,0 +1,331 @@
+"""The one session of a process: started and stopped, told of forks and signals, and asked by name.
+
+Functions of this room are what `import instrument` offers; `Session` itself lies in `instrument.sessions.session`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from instrument import otlp
+from instrument.errors import InstrumentError, StateError
+from instrument.instrumentors.selection import Selection
+from instrument.instrumentors.verdict import Verdict
+from instrument.profile.document import nearest
+from instrument.profile.keys import load
+from instrument.profile.model import Profile
+from instrument.recorder.recorder import RECORDER, await_first_span
+from instrument.recorder.scopes import OFF
+from instrument.recording import board
+from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.main_module import MAINS
+from instrument.runtime.termination import Termination
+from instrument.runtime.threads import Thread
+from instrument.runtime.unpatched import RLock, local, sleep
+from instrument.sessions import hello
+from instrument.sessions.generation import Reload
+from instrument.sessions.session import EXIT_LIMIT_NS, Session, is_main
+
+FORK_WAIT_S = 1.0
+"""The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
+
+SWITCHED_OFF = "instrument is off (INSTRUMENT=off)"
+
+NO_EXPORT = "the profile has no `export:` (chrome, otlp or summary), so nothing will be written or sent"
+
+_session: Session | None = None
+_session_lock = RLock()
+_fork_hook_registered = False
+_checking = False
+
+
+@functools.cache
+def tell_that_it_is_off() -> None:
+    """Once, in the log, for whoever looks for a file: nothing is an error where the environment has switched us off."""
+    logger.info("%s: nothing was recorded, and nothing is written", SWITCHED_OFF)
+
+
+def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
+    """Begin a session: attach what the profile names and record from now on.
+
+    `profile` is a path, a `Profile`, or None for the file that `INSTRUMENT_PROFILE` names, else for no rules at all
+    (decorators and scopes record, nothing is exported). Returns None, having done nothing, when `INSTRUMENT=off` and
+    while `check` imports the service.
+    Raises `ProfileError` for a bad file and `StateError` when a session runs already.
+    """
+    global _session, _fork_hook_registered
+    if OFF or _checking:
+        return None
+    hello.say()
+    if profile is None:
+        profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
+    wanted = profile if isinstance(profile, Profile) else load(profile)
+    if wanted is not profile and wanted.export.is_empty and is_main():
+        logger.warning("%s: %s; instrument.summary() and instrument.dump() tell in code", wanted.source, NO_EXPORT)
+    with _session_lock:
+        if _session is not None:
+            raise StateError(
+                f"asked to start a session with {wanted.source}, but one with {_session.profile.source} runs already; "
+                "call instrument.stop() first"
+            )
+        session = Session(wanted, _forget)
+        _session = session
+        try:
+            session._start()
+        except BaseException:
+            _session = None
+            raise
+        if not _fork_hook_registered:
+            os.register_at_fork(
+                before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+            )
+            _fork_hook_registered = True
+    return session
+
+
+def stop() -> None:
+    """End the session: undo every change, write and print what the profile asks for. Nothing running is nothing."""
+    session = _session
+    if session is not None:
+        session.stop()
+
+
+def is_running() -> bool:
+    """Whether a session runs."""
+    return _session is not None
+
+
+def session() -> Session:
+    """The session that runs. Raises `StateError` where none does."""
+    if _session is None:
+        raise StateError("no session runs; call instrument.start(profile) or use `instrument run`")
+    return _session
+
+
+def summary(**options: Any) -> str:
+    """The text report of everything since the session's start, or a sentence saying that all is off.
+
+    What is left out comes from the profile. Options:
+
+    - `views`: which reports, in this order: brief (one screen), overview, events, phases, operators, kernels, device,
+      copies, memory, distribution, user, requests, classes, ops, instances, startup, benchmark, cost
+    - `beside`: a trace file of `torch.profiler`, recorded meanwhile, for kernels, allocations and FLOPs
+    - `tracer_option`: Default, OpDetail or AllOpDetail; `state`: CPU, GPU or All
+    - `sorted_by`: default, calls, total, max, min, ave, or one of the last four with cpu_ or gpu_ before it, also
+      cpu_total, gpu_total
+    - `rows`: the most rows of each table, None for all; `least_ns`: leaves out rows with less time, in ns
+    - `threads`: merged, apart or both; `unit`: of times, s, ms, us or ns
+    - `corrected`: self times less what the probes below a span cost; `skip_first`: iterations left out of means
+
+    Raises `StateError` where no session runs, `ValueError` for a view or value that there is not, `TypeError` for an
+    option that there is not, and `TraceError` for a file that is not of this process and time.
+    """
+    if OFF:
+        return f"{SWITCHED_OFF}\n"
+    return session().summary(**options)
+
+
+def dump(path: str | os.PathLike[str]) -> Path:
+    """Write what the running session holds now as a Chrome trace (`.json` or `.json.gz`); nothing is reset."""
+    if OFF:
+        tell_that_it_is_off()
+        return Path(path)
+    return session().dump(path)
+
+
+def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
+    """Let the running session go over to another profile, or to its own file as it is now. See `Session.reload`."""
+    if OFF:
+        tell_that_it_is_off()
+        return Reload(0, "", refused=(SWITCHED_OFF,))
+    return session().reload(profile)
+
+
+def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
+    """Deliver what has finished to the collector, waiting at most `timeout_s`. See `Session.flush`."""
+    if OFF:
+        tell_that_it_is_off()
+        return None
+    return session().flush(timeout_s)
+
+
+def prometheus(*, openmetrics: bool = False) -> str:
+    """The metrics of this process in Prometheus's text format (0.0.4), for a service that answers scrapes with them.
+
+    With `openmetrics` they are in the format OpenMetrics (1.0.0), for scrapes that accept it: there, the buckets of
+    requests that OTLP exports traces of bear exemplars, with `trace_id` and `span_id`.
+
+    They are those that a collector gets by OTLP: requests by endpoint and status, calls of the rules with `metrics`,
+    gauges, our own losses and cost, each under the name that OpenTelemetry's names have in Prometheus. Some
+    milliseconds. Where there are several workers, each tells of itself. Raises `StateError` where no session runs, and
+    `ExportError` where `prometheus_client`, which writes the format, is not installed.
+    """
+    if OFF:
+        return "# EOF\n" if openmetrics else f"# {SWITCHED_OFF}\n"
+    return session().prometheus(openmetrics=openmetrics)
+
+
+def enable() -> None:
+    """Record again after `disable`."""
+    if OFF:
+        return
+    session()
+    RECORDER.on = True
+
+
+def disable() -> None:
+    """Stop recording without undoing anything: each probe costs one branch from now on."""
+    RECORDER.on = False
+
+
+def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
+    """Import the modules, those that the rules name in full, and their frameworks, and tell what each rule reaches.
+
+    Also returns, in words with the profile's name, each module that fails to import; rules that wait for one say so.
+    Nothing is recorded and every change is undone. Raises `StateError` while a session runs.
+    """
+    global _checking
+    with _session_lock:
+        if _session is not None:
+            raise StateError("check was asked while a session runs; call instrument.stop() first")
+        _checking = True
+        selection = Selection(profile)
+        undo = selection.attach(main=False)  # that is `instrument check` itself
+        named = {text.partition(":")[0] for rule in profile.functions for text in rule.match} - set(MAINS)
+        failed: dict[str, str] = {}
+        try:
+            for name in [*modules, *sorted(name for name in named if "*" not in name and name not in modules)]:
+                try:
+                    __import__(name)
+                except (Exception, SystemExit) as error:
+                    failed[name] = f"{type(error).__name__}: {error}{_nearest_to_import(name, error)}"
+            uses_torch = "auto" in (profile.loaders, profile.phases, profile.comm)
+            frameworks = {"torch"} if profile.layers or profile.copies or uses_torch else set()
+            frameworks.update(rule.name for rule in profile.frameworks if not rule.auto)
+            for name in sorted(frameworks):
+                try:
+                    __import__(name)
+                except ImportError:
+                    pass  # the verdicts say that it is not there
+            verdicts = selection.verdicts()
+        finally:
+            undo()
+            _checking = False
+    patterns = {rule.text: rule.match for rule in profile.functions}
+    verdicts = [_with_failed_import(verdict, patterns.get(verdict.rule, ()), failed) for verdict in verdicts]
+    problems = [f"{profile.source}: module {name} fails to import: {found}" for name, found in failed.items()]
+    return verdicts, problems
+
+
+def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mapping[str, str]) -> Verdict:
+    """What became of a rule, with the reason where it waits for a module that fails to import."""
+    named = [name for name in dict.fromkeys(text.partition(":")[0] for text in patterns) if name in failed]
+    if verdict.state != "waiting" or not named:
+        return verdict
+    return replace(verdict, why="; ".join(f"{name} fails to import: {failed[name]}" for name in named))
+
+
+def _nearest_to_import(name: str, error: BaseException) -> str:
+    """The module that was perhaps meant by one that is not there."""
+    missing = getattr(error, "name", None) or ""
+    if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
+        return ""
+    import pkgutil
+
+    parent, _, last = missing.rpartition(".")
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    if parent and path is None:
+        return f"; {parent} is a module, not a package"
+    known = [found.name for found in pkgutil.iter_modules(path)] + list(() if parent else sys.builtin_module_names)
+    meant = nearest(last, known)
+    return f"; nearest is {parent}.{meant}".replace(" .", " ") if meant else ""
+
+
+def stop_on_sigterm() -> None:
+    """Where SIGTERM would end the process at once, stop the session first; the process then ends by the same signal.
+
+    Only the default disposition is replaced, as it is now or whenever the service sets it again; a handler of the
+    service replaces ours. The session's end takes it back. Bounded by twice `EXIT_LIMIT_NS`.
+    """
+    session()._last_undos.append(Termination(_end_by).install())
+
+
+def _end_by(number: int, frame: FrameType | None) -> bool:
+    """Stop the session for a signal that has come; False where it comes again because that cannot be done now."""
+    running = _session
+    if running is not None and running._lock.postpone(number):
+        return False
+    # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
+    # come again.
+    inside = _is_inside(frame)
+    ending = Thread(functools.partial(_send_again, number) if inside else stop, "instrument-exit")
+    try:
+        ending.start()
+        if inside:
+            return False
+        ending.join(EXIT_LIMIT_NS / 1e9 * 2)
+    except RuntimeError:
+        pass  # the interpreter is ending, where no thread can begin
+    return True
+
+
+def _is_inside(frame: FrameType | None) -> bool:
+    """Whether the session or its selection is at work in a frame or above it. Neither runs code of the service."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") in (__name__, Session.__module__, Selection.__module__):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _send_again(number: int) -> None:
+    sleep(0.02)
+    os.kill(os.getpid(), number)
+
+
+def _forget(session: Session) -> None:
+    global _session
+    with _session_lock:
+        if _session is session:
+            _session = None
+
+
+_forking = local()
+
+
+def _before_fork() -> None:
+    """Wait for the reload that another thread is about."""
+    session = _session
+    if session is not None and not os.environ.get(board.VARIABLE):
+        session.make_board()
+    held = session is not None and session._reloading.acquire(timeout=FORK_WAIT_S)
+    _forking.session = session if held else None
+
+
+def _after_fork_in_parent() -> None:
+    held, _forking.session = getattr(_forking, "session", None), None
+    if held is not None:
+        held._reloading.release()
+
+
+def _after_fork_in_child() -> None:
+    global _session_lock
+    _session_lock = RLock()
+    held, _forking.session = getattr(_forking, "session", None), None
+    FAULTS.clear()
+    await_first_span(None)  # the parent's
+    RECORDER.after_fork_in_child()
+    if _session is not None:
+        try:
+            _session._after_fork_in_child(whole=held is _session)
+        except InstrumentError as error:
+            logger.warning("a forked child is not instrumented: %s", error)
+        except Exception as fault:
+            FAULTS.note("fork", fault)

@@ -1,0 +1,539 @@
+"""Steps: a loop that says where each of its steps ends, and the windows that its schedule makes of them.
+
+`process` and `session` know one session and its requests; this room lies beside them, on top of both, because a
+`Profiler` is a guest of the session: it joins the one that runs, or begins one and ends it with the last guest. It
+never switches recording: spans that are open at a window's edge are there, clipped and marked, because the recorder
+has seen them begin. A step outside of a window costs what a step inside of it costs, and is just not looked at.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from instrument.device.host import Host
+from instrument.errors import ProfileError, StateError, TargetError
+from instrument.instrumentors.loaders import Waiting, listen, loader
+from instrument.profile.model import STATES, TRACER_OPTIONS, Profile, Schedule
+from instrument.recorder.scopes import OFF
+from instrument.recording.spans import HOST, Sample
+from instrument.report.benchmark_view import counted, line_of
+from instrument.report.step_counts import Benchmark, Loop
+from instrument.report.summary import summary
+from instrument.report.view import Options
+from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.unpatched import Lock, RLock
+from instrument.sessions import process
+from instrument.sessions.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window, is_asynchronous
+from instrument.sessions.session import EXIT_LIMIT_NS, Session
+from instrument.sessions.sharing import is_of_everything, join, leave, torch_beside
+from instrument.sessions.step_spans import STEPS_KEPT, Step
+from instrument.sessions.torch_profiler import LIMIT_S, TorchOptions, TorchProfiler
+from instrument.sessions.window import RECORDING, State, States, Windows, state_at
+from instrument.sessions.window import schedule as make_states
+
+STEP_LIMIT_S = 1.0
+"""The longest that the session's end waits for a step that is under way on another thread."""
+
+_ANY_THREAD = 0
+"""In place of a thread's id, what a Profiler's own `loader` has waited for."""
+
+
+class Profiler:
+    """A loop's windows: ``with Profiler(schedule=(2, 10), on_trace_ready=...) as p:``, and `p.step()` after each step.
+
+    `profile` is that of a session of its own, as for `start`. Left out, the session that runs is looked at, and left as
+    it is; where none runs, one is begun with the profile that `INSTRUMENT_PROFILE` names, else with `EVERYTHING`:
+    phases, the wait for batches, communication, every layer, copies, and what process and machine use. It ends with the
+    last Profiler that uses it. A process has one session, so a Profiler with a profile cannot start beside one. The
+    `schedule` of a profile counts requests, not these steps.
+
+    `schedule` is ``(first, end)`` for the steps first to end - 1, what `schedule(...)` returns, or any function from a
+    step to a state (CLOSED, READY, RECORD, RECORD_AND_RETURN); left out, all steps are one window. `on_trace_ready` is
+    a function of a `Window`, or several in a list: it runs within `step` or `stop`, between two windows, so that its
+    own work is in neither. `export_chrome` and `export_otlp` are handed over to a thread of ours instead, which takes
+    the windows in their order; `stop` waits for it, at most `WAIT_LIMIT_NS`. A handler that fails is noted, counted in
+    `failures`, and never stops the loop; so is a window that is given up because newer ones came too fast. `state` and
+    `tracer_option` are those of the profile. `timer_only` measures the steps and records nothing, whatever the profile
+    says.
+
+    `torch` has torch.profiler run within the windows, where torch is imported, and joins what it sees to them: torch's
+    operators as spans, kernels, allocations, and floating-point operations. It is True or False, or options, see
+    `TorchOptions`: ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. Left out, it does where a
+    session is begun with `EVERYTHING`. What that costs, one or two us for each operator and between windows some 15 us
+    for each, is said in each window's notes; on a GPU it waits for the device at a window's end. A torch.profiler of
+    the program's own goes first.
+
+    May be nested and used side by side. `step` may be called from any thread or task. A Profiler is stopped with its
+    session, by the interpreter's exit too, and by SIGTERM under `instrument run`; in a forked child, whose session is
+    another one, it does nothing. Raises `ProfileError` for an argument that cannot be used.
+    """
+
+    def __init__(
+        self,
+        profile: Profile | str | os.PathLike[str] | None = None,
+        *,
+        state: str | None = None,
+        schedule: tuple[int, int] | States | None = None,
+        on_trace_ready: Handler | Sequence[Handler] | None = None,
+        tracer_option: str | None = None,
+        timer_only: bool = False,
+        torch: bool | Mapping[str, Any] | None = None,
+    ) -> None:
+        problems = []
+        for name, found, allowed in (("state", state, STATES), ("tracer_option", tracer_option, TRACER_OPTIONS)):
+            if found is not None and found not in allowed:
+                problems.append(f"Profiler: {name}: found {found!r}; allowed: {', '.join(allowed)}")
+        handlers = [] if on_trace_ready is None else on_trace_ready
+        wanted: tuple[Any, ...] = tuple(handlers) if isinstance(handlers, (list, tuple)) else (handlers,)
+        problems.extend(
+            f"Profiler: on_trace_ready: found {'the asynchronous ' * is_asynchronous(handler)}{handler!r}; allowed: a "
+            "function of a window, such as export_chrome('traces'), or a list of them"
+            for handler in wanted
+            if not callable(handler) or is_asynchronous(handler)
+        )
+        self._at_once: tuple[Handler, ...] = tuple(one for one in wanted if not isinstance(one, InBackground))
+        self._later: tuple[Handler, ...] = tuple(one for one in wanted if isinstance(one, InBackground))
+        self._schedule: Schedule | States | None = None
+        given: object = schedule
+        if given is make_states:
+            raise ProfileError(["Profiler: schedule: found the function schedule itself; call it: schedule(record=3)"])
+        if isinstance(schedule, partial) and schedule.func is state_at:
+            (self._schedule,) = schedule.args  # what `schedule(...)` returns cannot fail and needs no guard
+        elif callable(schedule):
+            self._schedule = schedule
+        elif schedule is not None:
+            pair = schedule if isinstance(schedule, (list, tuple)) else ()
+            whole = len(pair) == 2 and all(isinstance(step, int) and not isinstance(step, bool) for step in pair)
+            if whole and 0 <= pair[0] < pair[1]:
+                self._schedule = Schedule(record=pair[1] - pair[0], skip_first=pair[0], repeat=1)
+            else:
+                problems.append(
+                    f"Profiler: schedule: found {schedule!r}; allowed: (first, end) with 0 <= first < end, "
+                    "schedule(closed=, ready=, record=), or a function from a step to its state"
+                )
+        if problems:
+            raise ProfileError(problems)
+        self._profile = profile
+        self._state = state
+        self._tracer_option = tracer_option
+        self._timer_only = timer_only
+        self._torch_options = TorchOptions.of(torch)
+        if schedule is not None and self._torch_options.limit_s is None:
+            self._torch_options = replace(self._torch_options, limit_s=LIMIT_S)
+        self._torch: TorchProfiler | None = None
+        self._host: Host | None = None
+        self._samples: list[Sample] = []
+        self._lock = RLock()
+        self._is_running = False
+        self._is_making = False
+        self._is_delivering = False
+        self._is_over = False
+        self._session: Session | None = None
+        self._windows: Windows | None = None
+        self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
+        self.window: Window | None = None
+        self.failures = 0
+        self._failing = Lock()
+        self._backlog = Backlog(self._fail)
+        self._delivered: list[weakref.ref[Window]] = []
+        self._pid = os.getpid()
+        self._begin_costs()
+
+    def _begin_costs(self) -> None:
+        self._benchmark = Benchmark(keeps=True)
+        self._since = Benchmark(skip=0)
+        self._step_ns = time.monotonic_ns()
+        self._waited: dict[int, int] = {}
+
+    def start(self) -> None:
+        """Begin step 0. Raises `StateError` where it has begun, and where the profile cannot have a session."""
+        with self._lock:
+            if self._is_running:
+                raise StateError("asked to start a Profiler that runs; call stop() first, or make another one")
+            if not self._timer_only:
+                session = join(self._profile, state=self._state, tracer_option=self._tracer_option)
+                try:
+                    self._windows = Windows(self._guarded(self._schedule)) if session else None
+                except BaseException:
+                    if session is not None:
+                        leave(session)
+                    raise
+                self._session = session
+                if session is not None:
+                    session.loop.join(self)
+                    session.onlookers.append(self._leave_with_the_session)
+                    atexit.register(self.stop)  # before the session's own end, which was registered earlier
+            self.window = None
+            self._steps.clear()
+            self.failures = 0
+            self._failing = Lock()
+            self._backlog = Backlog(self._fail)
+            self._delivered = []
+            self._pid = os.getpid()
+            self._is_running = True
+            self._is_over = False
+            self._unlisten = listen(self._wait)
+            if self._windows is not None and self._session is not None:
+                self._torch = torch_beside(self._session, self._torch_options, self._state)
+                self._host = Host() if is_of_everything(self._session) else None
+                self._prepare(self._windows)
+            self._begin_costs()
+            if self._windows is not None:
+                self._windows.arm(self._step_ns)
+
+    def _prepare(self, windows: Windows) -> bool:
+        """Begin what looks beside the window that comes next, if one does; whether that took time."""
+        if self._torch is not None:
+            self._torch.look()
+            if windows.state is State.READY:
+                self._torch.prepare()
+            elif windows.is_due:
+                self._torch.begin()
+            elif windows.state is State.CLOSED:
+                self._torch.cancel()
+        if windows.is_due and self._host is not None:
+            self._read_host(self._host)
+        return windows.is_due
+
+    def _read_host(self, host: Host, *, is_end: bool = False) -> None:
+        """What process and machine use, at the edges of a window: shares are of the time between them."""
+        now_ns = time.monotonic_ns()
+        values = host.read(now_ns, rarely=True)
+        if not is_end:
+            values = {name: value for name, value in values.items() if name.startswith("process_memory")}
+            self._samples = []
+        self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
+
+    def _guarded(self, schedule: Schedule | States | None) -> Schedule | States | None:
+        """A schedule of the user's own: loud for step 0, closed and noted where it fails for a later one."""
+        if schedule is None or isinstance(schedule, Schedule):
+            return schedule
+
+        def state_of(step: int) -> State:
+            try:
+                found = schedule(step)
+                problem: Exception = ProfileError(
+                    [f"Profiler: schedule: found {found!r} for step {step}; allowed: {', '.join(State.__members__)}"]
+                )
+                if found in list(State):
+                    return State(found)
+            except Exception as error:
+                problem = error
+            if step == 0:
+                raise problem
+            self._fail(f"the schedule of a Profiler failed at step {step}, which is closed", problem)
+            return State.CLOSED
+
+        return state_of
+
+    def __enter__(self) -> Profiler:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def step(self, num_samples: int | None = None) -> None:
+        """The step under way has ended, with so many samples, and the next one begins.
+
+        Takes some 5 us. Where a window ends with it, its spans are taken, 0.3 us each, and its handlers run, but for
+        those that run beside the loop; one that looks at the spans makes them first, 2 us each. Raises `StateError`
+        where no step is under way, and `ProfileError` for samples that are no number.
+        """
+        if self._pid != os.getpid():
+            return
+        if num_samples is not None and not (isinstance(num_samples, Real) and num_samples >= 0):
+            raise ProfileError([f"Profiler.step: num_samples: found {num_samples!r}; allowed: a number from 0"])
+        with self._lock:
+            if self._is_over:
+                return
+            self._refuse_unless_running("step")
+            now_ns = time.monotonic_ns()  # not before: this may have waited for a step of another thread
+            thread_id, waited, reader_ns = threading.get_native_id(), self._waited, 0
+            if waited:
+                self._waited = {}
+                reader_ns = min(waited.get(thread_id, 0) + waited.get(_ANY_THREAD, 0), now_ns - self._step_ns)
+            for costs in (self._benchmark, self._since):
+                costs.add(now_ns - self._step_ns, reader_ns, num_samples)
+            windows, session = self._windows, self._session
+            began_ns, self._step_ns = self._step_ns, now_ns
+            if windows is not None and session is not None:
+                last = windows.steps
+                step = Step(last, began_ns, now_ns, thread_id, num_samples)
+                if windows.state in RECORDING:
+                    self._steps.append(step)
+                session.loop.add(step, self)
+                found = windows.advance(now_ns)
+                try:
+                    if found is not None:
+                        self._deliver(self._made(session, windows, found, last))
+                except Exception as fault:
+                    FAULTS.note("window of a Profiler", fault)
+                finally:  # a Ctrl-C in a handler ends the loop, not the Profiler
+                    if self._is_over:
+                        self._stop()
+                    elif self._prepare(windows) or found is not None:
+                        self._step_ns, self._waited = time.monotonic_ns(), {}
+                    windows.arm(self._step_ns)
+
+    def stop(self) -> None:
+        """End the last step, deliver the window that is open unless it is empty, and leave the session.
+
+        Empty is a window in which no step has ended and no span begun; a step in which no span has begun is not its
+        last one. A second call does nothing. Within a handler it is done when the window is delivered, and the steps
+        that the loop still counts are nothing.
+        """
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._is_delivering:
+                self._is_over = self._is_running
+            else:
+                self._stop()
+
+    def _stop(self) -> None:
+        is_running, self._is_running = self._is_running, False
+        if is_running:
+            self._unlisten()
+            self._leave(WAIT_LIMIT_NS)
+
+    def _leave_with_the_session(self) -> None:
+        """The session ends, by SIGTERM perhaps, perhaps within `step`. The loop goes on and is timed alone."""
+        if self._pid != os.getpid():
+            return
+        if self._lock.acquire(timeout=STEP_LIMIT_S):
+            try:
+                self._leave(EXIT_LIMIT_NS // 2)
+                if self._is_over and not self._is_delivering:
+                    self._stop()
+            finally:
+                self._lock.release()
+            return
+        windows, session = self._windows, self._session
+        if windows is not None and session is not None:
+            if windows.is_open or self._is_making:
+                session.count_loss("windows of loops that were not written", 1)
+            self._backlog.stop(EXIT_LIMIT_NS // 2)
+
+    def _leave(self, limit_ns: int) -> None:
+        """Deliver the window that is open, and leave the session."""
+        now_ns = time.monotonic_ns()
+        windows, self._windows = self._windows, None
+        session = self._session
+        if session is None or windows is None:
+            return
+        try:
+            found = windows.stop(now_ns)
+            if found is not None:
+                window = self._made(session, windows, found, windows.steps, partial=True)
+                if window.first_step <= window.last_step:
+                    self._deliver(window)
+        except Exception as fault:
+            FAULTS.note("last window of a Profiler", fault)
+        finally:
+            if self._torch is not None:
+                self._torch.cancel()
+            self._end(session, limit_ns)
+
+    def _end(self, session: Session, limit_ns: int) -> None:
+        """Wait for the handlers that run beside the loop, and leave the session."""
+        try:
+            self._backlog.stop(limit_ns)
+            for known in self._delivered:  # what those that somebody holds will tell is known while the session runs
+                window = known()
+                if window is not None:
+                    window.trace  # noqa: B018 - is made now
+        except Exception as fault:
+            FAULTS.note("windows of a Profiler", fault)
+        finally:
+            atexit.unregister(self.stop)
+            session.loop.leave(self)
+            if self._leave_with_the_session in session.onlookers:
+                session.onlookers.remove(self._leave_with_the_session)
+            if self.failures > 1:
+                session.account.complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
+            leave(session)
+
+    def _refuse_unless_running(self, verb: str) -> None:
+        if self._is_delivering:
+            raise StateError(f"asked to {verb} within on_trace_ready, where no step is under way; do so in the loop")
+        if not self._is_running:
+            raise StateError(f"asked to {verb} a Profiler that does not run; use it in a with statement, or start() it")
+
+    def _made(
+        self, session: Session, windows: Windows, found: tuple[int, int, int], last_step: int, *, partial: bool = False
+    ) -> Window:
+        self._is_making = True
+        index, start_ns, end_ns = found
+        if self._host is not None:
+            self._read_host(self._host, is_end=True)
+        beside = None if self._torch is None else self._torch.end()
+        stretch = session.take(start_ns, end_ns, index)
+        steps = list(self._steps)
+        self._steps.clear()
+        if partial and stretch.begun_since(self._step_ns):
+            thread_id = steps[-1].thread_id if steps else threading.get_native_id()
+            steps.append(Step(last_step, self._step_ns, end_ns, thread_id, clipped=True))
+        elif partial:
+            last_step -= 1
+        return Window(
+            session,
+            stretch,
+            steps,
+            windows.first_step,
+            last_step,
+            partial=partial,
+            tracer_option=self._tracer_option,
+            state=self._state,
+            beside=beside,
+            samples=[replace(sample, at_ns=min(sample.at_ns, end_ns)) for sample in self._samples],
+        )
+
+    def _deliver(self, window: Window) -> None:
+        self.window = window
+        self._delivered = [known for known in self._delivered if known() is not None]
+        self._delivered.append(weakref.ref(window))
+        if self._later:  # first, so that it is written whatever the others do, and however long they take
+            self._backlog.add(window, self._later)
+        self._is_making = False
+        self._is_delivering = True
+        try:
+            for handler in self._at_once:
+                try:
+                    handler(window)
+                except Exception as error:
+                    self._fail(f"on_trace_ready failed for {window}", error)
+        finally:
+            self._is_delivering = False
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """Count what the user's own code has raised; note and log the first of it."""
+        with self._failing:
+            self.failures += 1
+            if self.failures > 1:
+                return
+        message = f"{what}: {type(error).__name__}: {error}"
+        logger.warning("%s", message, exc_info=error)
+        if self._session is not None:
+            self._session.account.complain(message, log=False)
+
+    # ---------------------------------------------------------------- what it has measured
+
+    def loader(self, batches: Any, name: str | None = None) -> Batches:
+        """The items of an iterable; the time until each is recorded, and counted as the step's reader cost.
+
+        Counted there without this, too: what `instrument.loader` and the profile's `loaders` record on the thread that
+        calls `step`. Here it is also what other threads wait for, and what is not recorded. See `instrument.loader` for
+        `name`, the spans and errors. An asynchronous iterable is none.
+        """
+        if hasattr(batches, "__aiter__") and not hasattr(batches, "__iter__"):
+            raise TargetError(f"Profiler.loader: found the asynchronous {batches!r:.80}; use instrument.loader for it")
+        kind = SizedBatches if hasattr(batches, "__len__") else Batches
+        return kind(loader(batches, name), self)
+
+    def _wait(self, thread_id: int, waited_ns: int, of: object) -> None:
+        waited, reader = self._waited, _ANY_THREAD if of is self else thread_id
+        waited[reader] = waited.get(reader, 0) + waited_ns
+
+    def step_info(self, unit: str | None = None) -> str:
+        """Averages of the steps since the last call: reader cost and batch cost in seconds, and how much in a second.
+
+        `unit` names what `num_samples` counts, else samples. Without samples it is steps. What there is none of is `-`.
+        """
+        with self._lock:
+            since, self._since = self._since, Benchmark(skip=0)
+        return line_of(since, unit)
+
+    def benchmark(self) -> Loop:
+        """Cost of the steps since the start, without the first `SKIPPED_STEPS`."""
+        return self._benchmark.loop()
+
+    def summary(
+        self,
+        *,
+        views: Sequence[str] | None = None,
+        unit: str = "ms",
+        beside: str | os.PathLike[str] | None = None,
+        skip_first: int | None = None,
+        **options: Any,
+    ) -> str:
+        """The views of the newest window; left out, `events` and the benchmark of all steps since the start.
+
+        Of the benchmark `skip_first` leaves out at most `FIRST_KEPT` steps, and `SKIPPED_STEPS` where it is left out.
+        Options and errors as for `Window.summary`. Where no window has ended it is said, and of the views only the
+        benchmark is there.
+        """
+        window, asked = self.window, ("events", "benchmark") if views is None else views
+        steps = self._benchmark if skip_first is None else self._benchmark.skipping(skip_first)
+        if window is not None:
+            recording = window._recording(beside)
+            recording.benchmark = steps
+            text = summary(asked, recording, window._options({"unit": unit, "skip_first": skip_first, **options}))
+            return f"{str(window).capitalize()}\n{text}"
+        lines = [] if self._timer_only else [process.SWITCHED_OFF if OFF else "No window has ended yet."]
+        if self._timer_only or "benchmark" in asked:
+            lines += counted(steps, Options(unit=unit, skip_first=skip_first or 0)).lines()
+        return "\n".join(lines).rstrip("\n") + "\n"
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the newest window as a Chrome trace. Raises `StateError` where none has ended, and `TraceError`."""
+        window = self.window
+        if window is None and OFF:
+            process.tell_that_it_is_off()
+            return Path(path)
+        if window is None:
+            raise StateError(f"asked to export a window to {os.fspath(path)}, but none has ended; see the schedule")
+        return window.export(path)
+
+
+class Batches(Iterator[Any]):
+    """What `Profiler.loader` returns: as often to be iterated as its source is."""
+
+    def __init__(self, source: Any, profiler: Profiler) -> None:
+        self._source = source
+        self._profiler = profiler
+        self._begun: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        begun, self._begun = self._begun, None
+        return self._read() if begun is None else begun
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            self._begun = self._read()
+        return next(self._begun)
+
+    def _read(self) -> Iterator[Any]:
+        waiting = Waiting(self._profiler)
+        try:
+            items = iter(self._source)
+        finally:
+            waiting.end()
+        while True:
+            waiting = Waiting(self._profiler)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                waiting.end()
+            yield item
+
+
+class SizedBatches(Batches):
+    """The same of a source that has a length."""
+
+    def __len__(self) -> int:
+        return len(self._source)

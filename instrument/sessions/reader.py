@@ -1,0 +1,108 @@
+"""The reader of the rings: as the service runs, it sorts finished spans into trees and cuts the profile's windows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from instrument.instrumentors.selection import Selection
+from instrument.profile.model import Profile
+from instrument.recorder.recorder import Recorder
+from instrument.recording.ring import Row
+from instrument.recording.spans import Origin, Span
+from instrument.sessions.capture import Ends, Trees
+from instrument.sessions.window import Windows
+
+Cut = tuple[int, int, int]
+"""Index, start and end of a window."""
+
+
+class Reader:
+    """Reads what a recorder has recorded since `begin`, a piece at a time. Used by one thread at a time.
+
+    `keep(spans)` gets what the profile's `capture` keeps, `note_ended(rows)` each request that has ended. The windows
+    that its `schedule` has ended wait in `cut`, each with the origin, from `make_origin`, of its end.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        selection: Selection,
+        keep: Callable[[list[Span]], None],
+        make_origin: Callable[[], Origin],
+        note_ended: Callable[[Sequence[Row]], object] | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._selection = selection
+        self._keep = keep
+        self._make_origin = make_origin
+        self._note_ended = note_ended
+        self.begin(Profile(), 0)
+
+    def begin(self, profile: Profile, start_ns: int) -> None:
+        """Begin anew, with nothing read and no window cut."""
+        self.cut: deque[tuple[Cut, Origin]] = deque()
+        self._schedule = profile.schedule
+        self._windows = Windows(profile.schedule, start_ns)
+        self._count_steps()
+        limit = profile.limits.spans_per_request
+        self._trees = Trees(self._recorder, profile.capture, limit, self._keep, self._note_ended)
+
+    def _count_steps(self) -> None:
+        """From now on, the calls of the function that the schedule names, if it does."""
+        named = self._schedule is not None and self._schedule.step is not None
+        self._step_ends = Ends(self._recorder) if named else None
+
+    def look(self) -> None:
+        """Sort the newest spans into their trees, and cut the windows that end with them."""
+        ends = [end_ns for _, end_ns in self._trees.take()]
+        step = self._schedule.step if self._schedule is not None else None
+        if self._step_ends is not None and step is not None:
+            ends = self._step_ends.take(self._selection.sites_of(step))
+        for end_ns in ends:
+            self._cut_off(self._windows.step(end_ns))
+
+    def _cut_off(self, window: Cut | None) -> None:
+        if window is not None:
+            self.cut.append((window, self._make_origin()))
+
+    def change(self, profile: Profile, now_ns: int) -> None:
+        """Follow another profile from now on. A window that is open ends with a change of the schedule."""
+        if profile.schedule != self._schedule:
+            self._schedule = profile.schedule
+            self._cut_off(self._windows.change(profile.schedule, now_ns))
+            self._count_steps()
+        self._trees.change(profile.capture, profile.limits.spans_per_request)
+
+    def skip(self) -> None:
+        """Leave what was recorded up to now unread."""
+        self._trees.skip()
+
+    def stop(self, end_ns: int) -> Cut | None:
+        """The window that is open at the end; partial, but not empty."""
+        return self._windows.stop(end_ns)
+
+    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+        """Those of these spans that `keep` neither has got nor will get.
+
+        A request that has not ended is kept, for nobody else could tell what becomes of it.
+        """
+        self._trees.keep_open({span.root_id for span in spans})
+        self.look()
+        return self._trees.left_out(spans)
+
+    @property
+    def lost(self) -> int:
+        """Rows that were overwritten before they were sorted into their trees."""
+        return self._trees.lost
+
+    @property
+    def steps_lost(self) -> int:
+        """Rows that were overwritten before the steps among them were counted."""
+        return self._step_ends.lost if self._step_ends is not None else 0
+
+    def losses(self) -> Mapping[str, int]:
+        """What of the trees was not kept, by reason."""
+        return {
+            name: count for name, count in self._trees.counts().items() if name not in ("requests", "requests kept")
+        }

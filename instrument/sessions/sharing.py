@@ -1,0 +1,79 @@
+"""The session that loops share: joined where one runs, else begun, and ended with the last of them.
+
+Where a loop names no profile and none is in the environment, what is recorded is what profilers of training loops
+record unasked: phases, the wait for batches, communication, every layer, copies, and what process and machine use.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from typing import Any
+
+from instrument.errors import StateError
+from instrument.profile.keys import load
+from instrument.profile.model import EVERYTHING, Profile
+from instrument.recorder.scopes import OFF
+from instrument.sessions import process
+from instrument.sessions.session import Session
+from instrument.sessions.torch_profiler import TorchOptions, TorchProfiler
+
+
+def is_of_everything(session: Session) -> bool:
+    """Whether a loop began the session without a profile."""
+    return session.profile.source == EVERYTHING.source
+
+
+def torch_beside(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
+    """What drives torch.profiler for a loop, None where that is not wanted: where a profile says what is recorded."""
+    if options.wanted is False or (options.wanted is None and not is_of_everything(session)):
+        return None
+    is_of_host = (state or session.profile.state) == "CPU"
+    return TorchProfiler(options, session.account.complain, host_only=is_of_host)
+
+
+_guests: dict[Session, int] = {}
+_guests_lock = threading.RLock()
+
+
+def join(profile: Profile | str | os.PathLike[str] | None, **asked: str | None) -> Session | None:
+    """The session to look at: the one that runs, else one that is begun here. None where `INSTRUMENT=off`."""
+    if OFF:
+        return None
+    settings: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    with _guests_lock:
+        try:
+            running = process.session()
+        except StateError:
+            source = profile or os.environ.get("INSTRUMENT_PROFILE") or EVERYTHING
+            wanted = source if isinstance(source, Profile) else load(source)
+            begun = process.start(replace(wanted, **settings))
+            if begun is not None:
+                _guests[begun] = 1
+            return begun
+        if profile is not None:
+            source = profile.source if isinstance(profile, Profile) else os.fspath(profile)
+            raise StateError(
+                f"asked for a Profiler with the profile {source}, but a session with {running.profile.source} runs and "
+                "a process has one; leave the profile out to look at that session, or end it first"
+            )
+        if settings.get("state", "CPU") != "CPU" and running.profile.state == "CPU":
+            raise StateError(
+                f"asked for a Profiler with state {settings['state']}, but the session that runs with "
+                f"{running.profile.source} has state CPU and times no device; leave the state out or change the profile"
+            )
+        if running in _guests:
+            _guests[running] += 1
+        return running
+
+
+def leave(session: Session) -> None:
+    """End the session with its last guest, if a guest began it."""
+    with _guests_lock:
+        if session not in _guests:
+            return
+        _guests[session] -= 1
+        if not _guests[session]:
+            del _guests[session]
+            session.stop()

@@ -1,0 +1,402 @@
+"""torch.profiler beside the windows of a loop: begun and ended with each, and what it saw joined to the window's trace.
+
+It tells of every operator of torch, what devices did for it, what it took of memory and how many floating-point
+operations it was. It takes a microsecond or more for each operator, and where there is a GPU it waits for the device
+when a window ends, which nothing else of ours does: so it runs in loops whose author asked for a `Profiler`, never in a
+service. torch is never imported for it. What goes wrong with it is said, and the window does without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from instrument import chrome
+from instrument.errors import InstrumentError, ProfileError
+from instrument.instrumentors.functions import replace as replaced
+from instrument.recording.spans import Trace, is_operator
+from instrument.report.instrumentation import COST
+from instrument.report.table import percent
+from instrument.sessions.operator_spans import with_operators
+
+LIMIT_S = 10.0
+"""How long torch.profiler is beside a window at most: each operator takes 1 KB, and at the end 20 us."""
+
+OPEN_LIMIT_S = 2.0
+"""The same for a window whose end no schedule says: what it records is bounded by nothing else."""
+
+MARK = "instrument.clock"
+MARKS = 4
+"""How often, at either end, a mark is set whose time both clocks tell. The first is slow and tells little."""
+
+ROUNDS, TRIALS = 8, 32
+"""Rounds of so many operators by which is measured what torch.profiler adds to each; the quickest counts."""
+
+OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit_s")
+
+BUSY = "another torch.profiler runs in this process, which has one; its operators and kernels are not joined"
+
+_holding = threading.Lock()
+"""Held by whichever `TorchProfiler` has torch.profiler begun."""
+
+_operator_ns: dict[tuple[bool, bool], float] = {}
+"""What torch.profiler adds to an operator, by its options, as measured in this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptions:
+    """What is asked of torch.profiler. `wanted` None means where the session was begun for this loop, by no profile.
+
+    `record_shapes` tells floating-point operations, `profile_memory` allocations, and then of the thread that begins
+    and ends the windows alone, as torch does it; without it operators of every thread are told. After `limit_s`
+    torch.profiler is ended before the window is: left out, `OPEN_LIMIT_S` without a schedule and `LIMIT_S` with one.
+    """
+
+    wanted: bool | None = None
+    record_shapes: bool = True
+    profile_memory: bool = True
+    limit_s: float | None = None
+
+    @classmethod
+    def of(cls, asked: bool | Mapping[str, Any] | None) -> TorchOptions:
+        """Those of `Profiler(torch=...)`. Raises `ProfileError`."""
+        if asked is None or isinstance(asked, bool):
+            return cls(asked)
+        if not isinstance(asked, Mapping):
+            raise ProfileError(
+                [f"Profiler: torch: found {asked!r}; allowed: True, False, or options: {', '.join(OPTIONS)}"]
+            )
+        problems = [
+            f"Profiler: torch: found the option {name!r}; allowed: {', '.join(OPTIONS)}"
+            for name in asked
+            if name not in OPTIONS
+        ]
+        problems += [
+            f"Profiler: torch: {name}: found {asked[name]!r}; allowed: True or False"
+            for name in OPTIONS[:-1]
+            if not isinstance(asked.get(name, False), bool)
+        ]
+        if asked.get("with_stack") is True:
+            problems.append(
+                "Profiler: torch: with_stack: found True; allowed: False, for calls of Python are not joined; use a "
+                "torch.profiler of your own and torch=False"
+            )
+        limit_s = asked.get("limit_s")
+        is_number = isinstance(limit_s, (int, float)) and not isinstance(limit_s, bool)
+        if limit_s is not None and not (is_number and limit_s > 0):
+            problems.append(f"Profiler: torch: limit_s: found {limit_s!r}; allowed: seconds above 0")
+        if problems:
+            raise ProfileError(problems)
+        shapes = asked.get("record_shapes", True) or asked.get("with_flops", False)
+        return cls(True, shapes, asked.get("profile_memory", True), limit_s)
+
+
+OPERATORS_ALONE = TorchOptions(record_shapes=False, profile_memory=False, limit_s=LIMIT_S)
+"""Operators and kernels, on every thread: what the faces whose reports tell no more ask for."""
+
+
+class TorchProfiler:
+    """Drives torch.profiler for one loop. `complain(what)` is told of what goes wrong.
+
+    All methods but `prepare` do nothing where torch is not imported; none of them raises. Begun and ended on one thread
+    where memory is asked for, else on any.
+    """
+
+    def __init__(self, options: TorchOptions, complain: Callable[[str], object], *, host_only: bool = False) -> None:
+        self._options = options
+        self._limit_s = options.limit_s or OPEN_LIMIT_S
+        self._complain = complain
+        self._host_only = host_only
+        self._lock = threading.RLock()
+        self._said: set[str] = set()
+        self._prepared: Any = None
+        self._running: Any = None
+        self._seen: Seen | None = None
+        self._thread_id = self._prepared_ns = 0
+        self._is_bound = True
+        self._timer: threading.Timer | None = None
+        self._undo: Callable[[], None] = _nothing
+        self._is_broken = False
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether torch.profiler is running, for this loop."""
+        return self._running is not None
+
+    def prepare(self) -> None:
+        """A window is near: begin what takes longest, the first time a second or two. Nothing without torch."""
+        with self._lock:
+            if self._prepared is not None or self._running is not None or self._is_broken or not is_there():
+                return
+            began_ns = time.monotonic_ns()
+            if not _holding.acquire(blocking=False):
+                if self._options.wanted:
+                    self._say(BUSY)
+                return
+            if _is_in_use():
+                _holding.release()
+                self._say(BUSY)
+                return
+            try:
+                prepared = self._made()
+                prepared.prepare_trace()
+            except Exception as error:
+                self._give_up("prepare", error)
+                return
+            self._prepared, self._prepared_ns = prepared, time.monotonic_ns() - began_ns
+
+    def begin(self) -> None:
+        """A window begins, right after this."""
+        with self._lock:
+            self.prepare()
+            prepared, self._prepared = self._prepared, None
+            if prepared is None:
+                return
+            began_ns = time.monotonic_ns()
+            try:
+                prepared.start_trace()
+                seen = Seen()
+                seen.mark()
+                self._undo = self._watch(prepared)
+            except Exception as error:
+                self._give_up("start", error)
+                return
+            self._running, self._seen, self._thread_id = prepared, seen, threading.get_ident()
+            seen.begin_ns = time.monotonic_ns()
+            seen.starting_ns = seen.begin_ns - began_ns + self._prepared_ns
+            if not self._is_bound:
+                self._timer = threading.Timer(self._limit_s, self.look)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def look(self) -> None:
+        """End it before the window ends, if it has run for as long as it may."""
+        with self._lock:
+            seen = self._seen
+            if self._running is not None and seen is not None:
+                lasted_ns = time.monotonic_ns() - seen.begin_ns
+                if lasted_ns >= self._limit_s * 1e9 and self._is_here():
+                    self._stop(f"it ran for {self._limit_s:g} s and was ended before the window was")
+
+    def end(self) -> Seen | None:
+        """The window has ended: what was seen in it, None where nothing was."""
+        with self._lock:
+            if self._running is not None and not self._is_here():
+                self._say(
+                    "torch.profiler was begun on another thread than the window ends on, and ends on that one alone; "
+                    "its operators are not joined"
+                )
+                return None
+            self._stop("")
+            seen, self._seen = self._seen, None
+            return seen
+
+    def cancel(self) -> None:
+        """No window came, or no more will."""
+        with self._lock:
+            prepared, self._prepared = self._prepared, None
+            if prepared is not None:
+                try:
+                    prepared.start_trace()
+                    prepared.stop_trace()
+                except Exception as error:
+                    self._give_up("stop", error)
+                else:
+                    _holding.release()
+
+    # ---------------------------------------------------------------- torch
+
+    def _made(self) -> Any:
+        torch = sys.modules["torch"]
+        profiler = sys.modules.get("torch.profiler") or torch.profiler
+        activities = [profiler.ProfilerActivity.CPU]
+        if not self._host_only and torch.cuda.is_available():
+            activities.append(profiler.ProfilerActivity.CUDA)
+        more = {}
+        self._is_bound = True
+        if not self._options.profile_memory:
+            with suppress(AttributeError, TypeError):  # an older torch knows no other threads
+                more["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+                self._is_bound = False
+        return profiler.profile(
+            activities=activities,
+            record_shapes=self._options.record_shapes,
+            profile_memory=self._options.profile_memory,
+            **more,
+        )
+
+    def _is_here(self) -> bool:
+        """Whether it can be ended on this thread."""
+        return not self._is_bound or threading.get_ident() == self._thread_id
+
+    def _watch(self, own: Any) -> Callable[[], None]:
+        """Make way for a torch.profiler that the host begins meanwhile: two at a time lose what the first has seen."""
+        kind = type(own.profiler)
+        original = kind._prepare_trace
+
+        def prepare(profiler: Any) -> Any:
+            if self._running is own and profiler is not own.profiler:
+                with self._lock:
+                    if self._running is own and self._is_here():
+                        self._stop("the program began a torch.profiler of its own")
+            return original(profiler)
+
+        return replaced(kind, "_prepare_trace", prepare)
+
+    def _stop(self, why: str) -> None:
+        running, self._running = self._running, None
+        seen = self._seen
+        if running is None or seen is None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._undo()
+        seen.end_ns, seen.cut = time.monotonic_ns(), why
+        key = self._options.record_shapes, self._options.profile_memory
+        try:
+            seen.mark()
+            with_ns = 0 if key in _operator_ns else _trials_ns()
+            running.stop_trace()
+            if with_ns:
+                _operator_ns[key] = max(with_ns - _trials_ns(), 0) / TRIALS
+            seen.save(running)
+        except Exception as error:
+            self._seen = None
+            self._give_up("stop", error)
+            return
+        _holding.release()
+        seen.operator_ns = _operator_ns.get(key, 0.0)
+        seen.ending_ns = time.monotonic_ns() - seen.end_ns
+
+    def _give_up(self, verb: str, error: Exception) -> None:
+        """After this it is not begun again; whoever gives up holds the lock of torch.profiler."""
+        self._is_broken, self._prepared, self._running = True, None, None
+        self._undo()
+        _holding.release()
+        self._say(f"torch.profiler did not {verb} ({type(error).__name__}: {error}); its operators are not joined")
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self._complain(what)
+
+
+class Seen:
+    """What torch.profiler saw of one window, as the file that it saved, and what that took.
+
+    `cut` says why it ended before the window did, if so. `lock` is held by who joins it, for that is done once.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.begin_ns = self.end_ns = self.starting_ns = self.ending_ns = 0
+        self.cut = ""
+        self.operator_ns = 0.0
+        self._marks: list[tuple[int, int]] = []
+        self._folder = ""
+
+    def mark(self) -> None:
+        """Set marks, between two readings of our clock each."""
+        profiler = sys.modules["torch"]._C._profiler
+        for _ in range(MARKS):
+            mark = profiler._RecordFunctionFast(MARK)
+            before_ns = time.monotonic_ns()
+            mark.__enter__()
+            after_ns = time.monotonic_ns()
+            mark.__exit__(None, None, None)
+            self._marks.append((before_ns, after_ns))
+
+    def save(self, profiler: Any) -> None:
+        """Have torch write its trace to a folder that nobody else reads; it goes with this object at the latest."""
+        self._folder = tempfile.mkdtemp(prefix="instrument-")
+        weakref.finalize(self, _remove, self._folder, os.getpid())
+        profiler.export_chrome_trace(str(Path(self._folder, "window.json")))
+
+    def join(self, trace: Trace) -> Trace:
+        """The window's trace with operators, kernels, allocations and operations; without them where that fails.
+
+        To be called once. Some 15 us an operator.
+        """
+        window = f"window {trace.window}"
+        try:
+            joined = self._joined(trace)
+        except (InstrumentError, OSError) as error:
+            return replace(trace, notes=[*trace.notes, f"{window}: what torch.profiler saw is not joined: {error}"])
+        finally:
+            _remove(self._folder, os.getpid())
+        count = sum(is_operator(span.site) for span in joined.spans)
+        outside_ms = (self.starting_ns + self.ending_ns) / 1e6
+        notes = [
+            f"{COST}torch.profiler in {window}: {count} operators, each some {self.operator_ns / 1e3:.1f} us longer by "
+            f"it, {percent(round(count * self.operator_ns), trace.end_ns - trace.start_ns)} of the window; it took "
+            f"{outside_ms:.0f} ms to begin and to end, outside of it"
+        ]
+        if self.cut:
+            notes.append(
+                f"{window}: torch.profiler was beside its first {(self.end_ns - trace.start_ns) / 1e9:.3g} s alone: "
+                f"{self.cut}; operators, kernels and allocations are of these"
+            )
+        return replace(joined, notes=[*joined.notes, *notes])
+
+    def _joined(self, trace: Trace) -> Trace:
+        beside, _ = chrome.read(Path(self._folder, "window.json"))
+        moved_ns = self._moved_ns(trace, beside)
+        watched = self.begin_ns - moved_ns, self.end_ns - moved_ns
+        # On our clock by the marks: the wall clock may have been set since the session began.
+        origin = replace(beside.origin, monotonic_ns=0, realtime_ns=trace.origin.realtime_of(0) + moved_ns)
+        joined = chrome.join(trace, replace(beside, origin=origin, watched=watched))
+        return with_operators(joined, beside, moved_ns)
+
+    def _moved_ns(self, trace: Trace, beside: Trace) -> int:
+        """How much earlier than on our clock its times are: each mark lies between two readings of ours."""
+        found = sorted(span.start_ns for span in beside.spans if span.site.name == MARK)
+        if len(found) != len(self._marks):
+            return beside.origin.realtime_of(0) - trace.origin.realtime_of(0)
+        least = max(before_ns - at_ns for (before_ns, _), at_ns in zip(self._marks, found, strict=True))
+        most = min(after_ns - at_ns for (_, after_ns), at_ns in zip(self._marks, found, strict=True))
+        return (least + most) // 2
+
+
+def is_there() -> bool:
+    """Whether torch is imported, and not just being so."""
+    torch = sys.modules.get("torch")
+    return hasattr(torch, "profiler") and hasattr(torch, "autograd")
+
+
+def _is_in_use() -> bool:
+    """Whether somebody else has a torch.profiler running."""
+    autograd = sys.modules["torch"].autograd
+    return bool(autograd._profiler_enabled() or getattr(autograd.profiler, "_is_profiler_enabled", False))
+
+
+def _trials_ns() -> int:
+    """How long a round of trials takes at least; 0 where the program would see them, for it looks at every operator."""
+    torch = sys.modules["torch"]
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return 0
+    rounds = []
+    for _ in range(ROUNDS):
+        begin_ns = time.monotonic_ns()
+        for _ in range(TRIALS):
+            torch.empty(0, device="cpu")
+        rounds.append(time.monotonic_ns() - begin_ns)
+    return min(rounds)
+
+
+def _remove(folder: str, pid: int) -> None:
+    if pid == os.getpid():  # what is of the parent stays where a forked child ends
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _nothing() -> None:
+    pass

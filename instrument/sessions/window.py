@@ -1,0 +1,138 @@
+"""Windows: which stretches of time are looked at on their own, by steps that are counted from 0.
+
+A session counts its requests, a training loop its calls of `Profiler.step`; the arithmetic is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+
+from instrument.errors import ProfileError
+from instrument.profile.model import Schedule
+
+
+class State(str, Enum):
+    """What a step is: outside of any window, just before one, in one, or the last of one."""
+
+    CLOSED = "CLOSED"
+    READY = "READY"
+    RECORD = "RECORD"
+    RECORD_AND_RETURN = "RECORD_AND_RETURN"
+
+
+RECORDING = (State.RECORD, State.RECORD_AND_RETURN)
+
+States = Callable[[int], "State | str"]
+
+
+def state_at(schedule: Schedule, step: int) -> State:
+    """The state of a step by a schedule."""
+    cycle = schedule.closed + schedule.ready + schedule.record
+    count, within = divmod(step - schedule.skip_first, cycle)
+    if step < schedule.skip_first or (schedule.repeat and count >= schedule.repeat):
+        return State.CLOSED
+    if within < schedule.closed:
+        return State.CLOSED
+    if within < schedule.closed + schedule.ready:
+        return State.READY
+    return State.RECORD_AND_RETURN if within == cycle - 1 else State.RECORD
+
+
+def schedule(
+    *, record: int, closed: int = 0, ready: int = 0, repeat: int = 0, skip_first: int = 0
+) -> Callable[[int], State]:
+    """Which steps of a loop are windows: `skip_first` steps once, then `closed`, `ready` and `record` ones in turn.
+
+    `repeat` is how often, 0 for ever. Returns the function from a step, counted from 0, to its `State`: CLOSED, READY,
+    RECORD, or RECORD_AND_RETURN for the last step of a window. Raises `ProfileError` for what is no such number.
+    """
+    asked = {"closed": closed, "ready": ready, "record": record, "repeat": repeat, "skip_first": skip_first}
+    problems = []
+    for name, count in asked.items():
+        least = 1 if name == "record" else 0
+        if not isinstance(count, int) or isinstance(count, bool) or count < least:
+            problems.append(f"schedule: {name}: found {count!r}; allowed: a whole number from {least}")
+    if problems:
+        raise ProfileError(problems)
+    wanted = Schedule(record=record, closed=closed, ready=ready, repeat=repeat, skip_first=skip_first)
+    return partial(state_at, wanted)
+
+
+def _always(step: int) -> State:
+    return State.RECORD
+
+
+class Windows:
+    """Which stretches of time are windows: what the schedule says, or all of it where there is none.
+
+    The first step waits for `arm` where no `start_ns` is given. `state` is that of the step under way, `steps` its
+    number, `first_step` the first one of the newest window.
+    """
+
+    def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None) -> None:
+        self._index = 0
+        self._opened_ns: int | None = None
+        self.first_step = 0
+        self._follow(schedule)
+        if start_ns is not None:
+            self.arm(start_ns)
+
+    def _follow(self, schedule: Schedule | States | None) -> None:
+        if schedule is None:
+            self._states: States = _always
+        else:
+            self._states = partial(state_at, schedule) if isinstance(schedule, Schedule) else schedule
+        self.steps = 0
+        self.state = State(self._states(0))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step under way lies in a window that has not begun: `arm` would begin it."""
+        return self._opened_ns is None and self.state in RECORDING
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a window has begun and not ended."""
+        return self._opened_ns is not None
+
+    def step(self, end_ns: int) -> tuple[int, int, int] | None:
+        """One step has ended. Returns index, start and end of the window that ended with it; the next one begins."""
+        window = self.advance(end_ns)
+        self.arm(end_ns)
+        return window
+
+    def advance(self, end_ns: int) -> tuple[int, int, int] | None:
+        """One step has ended: the window that ended with it. The next one waits for `arm`."""
+        before, self.steps = self.state, self.steps + 1
+        self.state = State(self._states(self.steps))
+        if before is State.RECORD_AND_RETURN or self.state not in RECORDING:
+            return self._close(end_ns)
+        return None
+
+    def arm(self, now_ns: int) -> None:
+        """Begin the window in which the step under way lies, unless it has begun or there is none."""
+        if self.is_due:
+            self._opened_ns, self.first_step = now_ns, self.steps
+
+    def change(self, schedule: Schedule | None, now_ns: int) -> tuple[int, int, int] | None:
+        """Follow another schedule from now on, its steps counted from 0. Returns the window that ends with this."""
+        window = self.stop(now_ns)
+        self._opened_ns = None
+        self._follow(schedule)
+        self.arm(now_ns)
+        return window
+
+    def stop(self, end_ns: int) -> tuple[int, int, int] | None:
+        """The window that is open at the end; partial, but not empty."""
+        if self._opened_ns is None or end_ns <= self._opened_ns:
+            return None
+        return self._close(end_ns)
+
+    def _close(self, end_ns: int) -> tuple[int, int, int] | None:
+        if self._opened_ns is None:
+            return None
+        window, self._opened_ns = (self._index, self._opened_ns, end_ns), None
+        self._index += 1
+        return window

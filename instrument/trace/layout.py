@@ -1,0 +1,292 @@
+"""Columns packed for a file: each in the narrowest numbers that hold it, what is rare by the rows that have it.
+
+Columns that grow with the rows are kept as steps from row to row, and ends as lengths, so that most numbers take one or
+two bytes. Who reads them without us sums them up again (`numpy.cumsum`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.spans import AttributeValue, RemoteParent, Site
+from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.forest import NONE, tops
+
+Column = NDArray[Any]
+Columns = Mapping[str, Column]
+
+_WIDTHS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
+
+
+def narrow(column: Column) -> Column:
+    """The same whole numbers in the fewest bytes that hold each of them."""
+    if not len(column):
+        return column.astype(np.uint8)
+    least, most = int(column.min()), int(column.max())
+    for width in _WIDTHS:
+        known = np.iinfo(width)
+        if known.min <= least and most <= known.max:
+            return column.astype(width)
+    return column.astype(np.int64)
+
+
+def steps(column: Column) -> Column:
+    """Of each number by how much it is more than the one before it; of the first all of it."""
+    return narrow(np.diff(column.astype(np.int64), prepend=np.int64(0)))
+
+
+def summed(column: Column) -> Int64s:
+    """The numbers of which these are the steps."""
+    return np.asarray(np.cumsum(column, dtype=np.int64))
+
+
+def in_order(trace: Trace) -> Int64s:
+    """The rows by begin, the longer ones first, then by id: parents come before their children."""
+    start_ns = trace.start_ns
+    if (start_ns[1:] > start_ns[:-1]).all():
+        return np.arange(len(trace))
+    return np.lexsort((trace.span_id, -trace.end_ns, start_ns))
+
+
+def packed(
+    trace: Trace, text_of: Callable[[Mapping[str, AttributeValue]], str]
+) -> tuple[dict[str, Column], dict[str, Any]]:
+    """The columns of a file by name, and what stands in its metadata beside them.
+
+    Rows are put in the order of `in_order`. `text_of` makes the JSON of attributes.
+    """
+    order = in_order(trace)
+    rank = np.empty(len(trace), dtype=np.int64)
+    rank[order] = np.arange(len(trace))
+    parent = trace.parent[order]
+    above = np.where(parent == NONE, np.arange(len(trace)), rank[parent]) if len(trace) else order
+    span_id, start_ns = trace.span_id[order], trace.start_ns[order]
+    total_ns = trace.end_ns[order] - start_ns
+    self_ns, parent_id = trace.self_ns[order], trace.parent_id[order]
+    threads, thread = np.unique(trace.thread_id[order], return_inverse=True)
+    columns: dict[str, Column] = {
+        "span_id_steps": steps(span_id),
+        "rows_to_parent": narrow(np.arange(len(trace)) - above),
+        "thread": narrow(thread),
+        "thread_ids": threads,
+        "start_ns_steps": steps(start_ns),
+        "total_ns": narrow(total_ns),
+        "children_ns": narrow(total_ns - self_ns),
+        "site": narrow(trace.site[order]),
+    }
+    own_parent = np.where(parent == NONE, 0, trace.span_id[parent]) if len(trace) else parent_id
+    of_top = trace.span_id[tops(trace.parent)[order]] if len(trace) else span_id
+    rare: tuple[tuple[str, Column, Column], ...] = (
+        ("parent_id", parent_id, own_parent),
+        ("root_id", trace.root_id[order], of_top),
+        ("task_id", trace.task_id[order], np.zeros_like(span_id)),
+        ("active_ns", trace.active_ns[order], total_ns),
+        ("error", trace.error[order], np.full(len(trace), NONE)),
+        ("clipped", trace.clipped[order], np.zeros(len(trace), dtype=np.bool_)),
+    )
+    for name, column, usual in rare:
+        rows = np.flatnonzero(column != usual)
+        columns[f"{name}_row_steps"], columns[name] = steps(rows), narrow(column[rows].astype(np.int64))
+    columns |= _packed_intervals(trace.device, rank, start_ns)
+    columns |= _packed_attributes(trace, order, text_of)
+    facts = {
+        "errors": list(trace.errors),
+        "labels": list(trace.device.labels),
+        "remote": [
+            [int(rank[row]), f"{it.trace_id:x}", f"{it.span_id:x}", it.flags, it.is_local, it.in_server_span]
+            for row, it in trace.remote.items()
+        ],
+    }
+    return columns, facts
+
+
+def _packed_intervals(its: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> dict[str, Column]:
+    order = np.argsort(rank[its.row], kind="stable")
+    row, begin_ns = rank[its.row][order], its.start_ns[order]
+    return {
+        "device_row_steps": steps(row),
+        "device": narrow(its.device[order]),
+        "device_stream": narrow(its.stream[order]),
+        "device_after_ns": narrow(begin_ns - start_ns[row]),
+        "device_total_ns": narrow(its.end_ns[order] - begin_ns),
+        "device_label": narrow(its.label[order]),
+        "device_uncertainty_ns": narrow(its.uncertainty_ns[order]),
+    }
+
+
+def _packed_attributes(
+    trace: Trace, order: Int64s, text_of: Callable[[Mapping[str, AttributeValue]], str]
+) -> dict[str, Column]:
+    rows = np.flatnonzero(trace.with_attributes[order])
+    known: dict[str, int] = {}
+    numbers = [known.setdefault(text, len(known)) for text in _texts_of(trace, order[rows].tolist(), text_of)]
+    texts = [text.encode() for text in known]
+    return {
+        "attributes_row_steps": steps(rows),
+        "attributes": narrow(np.array(numbers, dtype=np.int64)),
+        "attributes_lengths": narrow(np.fromiter(map(len, texts), np.int64, len(texts))),
+        "attributes_bytes": np.frombuffer(b"".join(texts), dtype=np.uint8),
+    }
+
+
+PLAIN = {str, int, bool}
+"""Types of values that are written alike where they are equal, as 0.0 and -0.0 are not."""
+
+
+def _texts_of(
+    trace: Trace, rows: Iterable[int], text_of: Callable[[Mapping[str, AttributeValue]], str]
+) -> Iterator[str]:
+    """The JSON of the rows' attributes; most are the same as others', and are made into text once."""
+    made: dict[object, str] = {}
+    for row in rows:
+        its = trace.attributes[row]
+        values = tuple(its.values())
+        kinds = tuple(map(type, values))
+        if not PLAIN.issuperset(kinds):
+            yield text_of(its)
+            continue
+        key = *its, values, kinds
+        text = made.get(key)
+        if text is None:
+            text = made[key] = text_of(its)
+        yield text
+
+
+# Unpacked
+
+
+class PackedAttributes(Sequence[Mapping[str, AttributeValue]]):
+    """The attributes of spans by their row, decoded when they are asked for."""
+
+    def __init__(self, count: int, rows: Int64s, numbers: Column, ends: Int64s, texts: bytes) -> None:
+        self._count, self._numbers, self._ends, self._texts = count, numbers, ends, texts
+        self._place = np.full(count, NONE, dtype=np.int32)
+        self._place[rows] = np.arange(len(rows), dtype=np.int32)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, row: int) -> Mapping[str, AttributeValue]: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[Mapping[str, AttributeValue]]: ...
+    def __getitem__(self, row: int | slice) -> Any:
+        if isinstance(row, slice):
+            return [self[one] for one in range(*row.indices(self._count))]
+        place = self._place[row]
+        if place < 0:
+            return {}
+        number = int(self._numbers[place])
+        first = int(self._ends[number - 1]) if number else 0
+        return decoded(self._texts[first : int(self._ends[number])])
+
+
+def decoded(text: bytes) -> dict[str, Any]:
+    """Attributes of their JSON, in which lists were tuples; what is none of it is no attribute."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise TypeError("attributes in it are none")
+    return {key: _tuples(value) if isinstance(value, list) else value for key, value in found.items()}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def unpacked(columns: Columns, facts: Mapping[str, Any], sites: Sequence[Site]) -> Trace:
+    """The trace of a file's columns. Raises `ValueError` and `LookupError` for what is damaged."""
+    span_id, start_ns, total_ns = (
+        summed(columns["span_id_steps"]),
+        summed(columns["start_ns_steps"]),
+        columns["total_ns"],
+    )
+    count = len(span_id)
+    if {len(columns[name]) for name in ("rows_to_parent", "thread", "start_ns_steps", "total_ns", "children_ns", "site")
+        } != {count}:  # fmt: skip
+        raise ValueError("its columns are of different lengths; it is damaged")
+    above = np.arange(count) - columns["rows_to_parent"]
+    _refuse_outside(above, count)
+    _refuse_outside(columns["thread"], len(columns["thread_ids"]))
+    is_top = columns["rows_to_parent"] == 0
+    total_ns = total_ns.astype(np.int64)
+    errors, labels = _texts(facts["errors"]), _texts(facts["labels"])
+    return Trace(
+        sites=tuple(sites),
+        errors=errors,
+        span_id=span_id,
+        parent_id=_with_rare(columns, "parent_id", np.where(is_top, 0, span_id[above])),
+        root_id=_with_rare(columns, "root_id", span_id[_tops_of(above)]),
+        thread_id=columns["thread_ids"].astype(np.int64)[columns["thread"]],
+        task_id=_with_rare(columns, "task_id", np.zeros(count, dtype=np.int64)),
+        start_ns=start_ns,
+        end_ns=start_ns + total_ns,
+        active_ns=_with_rare(columns, "active_ns", total_ns.copy()),
+        self_ns=total_ns - columns["children_ns"],
+        site=columns["site"].astype(np.int32),
+        error=_with_rare(columns, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
+        clipped=_with_rare(columns, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
+        device=_unpacked_intervals(columns, start_ns, labels),
+        **_unpacked_attributes(columns, count),
+        remote={
+            int(row): RemoteParent(
+                int(trace_id, 16), int(span_id, 16), int(flags), bool(is_local), bool(in_server_span)
+            )
+            for row, trace_id, span_id, flags, is_local, in_server_span in facts["remote"]
+        },
+    )
+
+
+def _texts(found: Any) -> tuple[str, ...]:
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise TypeError("a table of names in it is none")
+    return tuple(found)
+
+
+def _refuse_outside(rows: Column, count: int) -> None:
+    if len(rows) and not 0 <= rows.min() <= rows.max() < count:
+        raise ValueError("it names what is in none of its tables; it is damaged")
+
+
+def _tops_of(above: Int64s) -> Int32s:
+    """The topmost row at or above each, where the topmost are their own parents."""
+    return tops(np.where(above == np.arange(len(above)), NONE, above).astype(np.int32))
+
+
+def _with_rare(columns: Columns, name: str, usual: Int64s) -> Int64s:
+    rows = summed(columns[f"{name}_row_steps"])
+    _refuse_outside(rows, len(usual))
+    usual[rows] = columns[name]
+    return usual
+
+
+def _unpacked_intervals(columns: Columns, start_ns: Int64s, labels: tuple[str, ...]) -> DeviceIntervals:
+    row = summed(columns["device_row_steps"])
+    _refuse_outside(row, len(start_ns))
+    begin_ns = start_ns[row] + columns["device_after_ns"]
+    return DeviceIntervals(
+        row=row.astype(np.int32),
+        device=columns["device"].astype(np.int64),
+        stream=columns["device_stream"].astype(np.int64),
+        start_ns=begin_ns,
+        end_ns=begin_ns + columns["device_total_ns"],
+        label=columns["device_label"].astype(np.int32),
+        uncertainty_ns=columns["device_uncertainty_ns"].astype(np.int64),
+        labels=labels,
+    )
+
+
+def _unpacked_attributes(columns: Columns, count: int) -> dict[str, Any]:
+    rows, ends = summed(columns["attributes_row_steps"]), summed(columns["attributes_lengths"])
+    numbers, texts = columns["attributes"], columns["attributes_bytes"].tobytes()
+    _refuse_outside(rows, count)
+    _refuse_outside(numbers, len(ends))
+    if len(rows) != len(numbers) or (len(ends) and (ends[-1] != len(texts) or (np.diff(ends) < 0).any())):
+        raise ValueError("its attributes are cut off; it is damaged")
+    has = np.zeros(count, dtype=np.bool_)
+    has[rows] = True
+    return {"attributes": PackedAttributes(count, rows, numbers, ends, texts), "with_attributes": has}

@@ -1,0 +1,357 @@
+"""The key `instrument` of a file: all that a trace and its tally know beside the events, written and read back.
+
+Viewers ignore it. Sites stand in it once, and the events name them by their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import Field, fields
+from operator import add
+from typing import Any, NamedTuple
+
+from instrument.profile.kinds import KINDS
+from instrument.recording.spans import (
+    FIRSTS,
+    GAUGES,
+    WORK,
+    Allocations,
+    Cost,
+    FirstCall,
+    Flops,
+    Gpu,
+    ImportTime,
+    Interval,
+    Kernel,
+    Origin,
+    Sample,
+    Site,
+    Span,
+    Startup,
+    Trace,
+)
+from instrument.recording.tally import LAST_BUCKET, Tally, Totals
+from instrument.trace import allocation_lists
+from instrument.trace.text import INT64, checked, clean, encode, index, is_number, safe, whole
+
+FORMAT = 4
+"""Version of what stands in the key. In 2, events had every id and time, also those that follow from others; in 3, what
+an event's parent is was said also where it lies in it."""
+
+READ = (2, 3, 4)
+"""The versions that are read."""
+
+LIMIT_LINKS = 20_000_000
+"""Most links of all call paths together, which bounds the memory that a hostile file can ask for."""
+
+KERNEL_COLUMNS = 8
+"""What stands of a kernel, as `_watched` writes it."""
+
+KINDS_OF_WORK = {kind: kind for kind in WORK}
+"""The one text of each, where a file has one for each kernel."""
+
+ROWS_AT_ONCE = 1000
+"""Kernels that are read together: half of the time that they take one by one, and little memory."""
+
+_SUMS = tuple(known.name for known in fields(Totals) if known.init and known.name != "histogram")
+_JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
+
+
+def _facts(thing: Any) -> dict[str, Any]:
+    """The fields of a flat dataclass, without those that are empty by default; `made` is the way back."""
+    values = {known.name: (getattr(thing, known.name), known.default) for known in _kept(type(thing))}
+    return {name: safe(value) for name, (value, default) in values.items() if value or value != default}
+
+
+def made(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
+    """A flat dataclass from those of its fields that are there, each checked to be of the field's type."""
+    found = [known for known in _kept(kind) if known.name in facts and known.name not in more]
+    return kind(**{known.name: checked(facts[known.name], *_JSON_TYPES[str(known.type)]) for known in found}, **more)
+
+
+def _kept(kind: type) -> list[Field[Any]]:
+    """The fields of a flat dataclass that a file can hold: a function lives in its process alone."""
+    return [known for known in fields(kind) if not str(known.type).startswith("Callable")]
+
+
+def attribute(value: Any) -> Any:
+    """The value of an attribute, in which JSON's lists were tuples."""
+    return tuple(map(attribute, value)) if isinstance(value, list) else value
+
+
+# Written
+
+
+class SiteText(NamedTuple):
+    """What the events of a site share: all from the name to the start of `args`, the arguments, the name, the kind."""
+
+    head: str
+    args: str
+    name: str
+    kind: str
+
+
+class Sites:
+    """The sites of a file, each once, by order of first sight; `texts` is what their events share."""
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self.entries: dict[str, int] = {}
+        self.texts: dict[Site, SiteText] = {}
+        for site in sites:
+            place = self.place(site)
+            code = f',"code":{encode(clean(site.function))}' if site.function else ""
+            name = encode(clean(site.instance if site.kind == "layer" and site.instance else site.name))
+            kind = encode(clean(site.kind))
+            head = f',"name":{name},"cat":{kind},"args":{{'
+            self.texts[site] = SiteText(head, f'"site":{place}{code}', f',"name":{name}', kind)
+
+    def place(self, site: Site) -> int:
+        """Where a site stands among the entries."""
+        return self.entries.setdefault(encode(_facts(site)), len(self.entries))
+
+
+def metadata(
+    trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int
+) -> Iterator[str | bytes]:
+    """The JSON of the key in pieces. `base_ns` is the time from which the file counts."""
+    counted = "null" if tally is None else _tally_text(tally, base_ns, sites)
+    read = {sample.name for sample in trace.samples}
+    facts = {
+        "format": FORMAT,
+        "about": "Times in ns. A device slice is the stretch of a stream between two events, not a kernel.",
+        "origin": _facts(trace.origin),
+        "window": trace.window,
+        "base_ns": base_ns,
+        "base_epoch_ns": trace.origin.realtime_of(base_ns),
+        "start_ns": trace.start_ns,
+        "end_ns": trace.end_ns,
+        "held_from_ns": trace.held_from_ns,
+        "threads": safe(list(trace.threads.items())),
+        "losses": safe(dict(trace.losses)),
+        "notes": safe(list(trace.notes)),
+        "cost": trace.cost and _facts(trace.cost),
+        "arrows_left_out": arrows_left_out,
+        "gauges": {name: f"{GAUGES[name].unit} {GAUGES[name].about}" for name in GAUGES if name in read},
+        "gpus": [_facts(gpu) for gpu in trace.gpus],
+        "not_told": [
+            [clean(sample.name), sample.device, sample.at_ns - base_ns]
+            for sample in trace.samples
+            if not is_number(sample.value)
+        ],
+        **_watched(trace, base_ns),
+        "startup": trace.startup and _startup(trace.startup, base_ns, sites),
+        **({"flops": [[one.thread_id, one.at_ns - base_ns, one.flops] for one in trace.flops]} if trace.flops else {}),
+    }
+    yield _without_del(encode(facts)[:-1])
+    if trace.watched is not None:
+        yield ',"allocations":['
+        yield from allocation_lists.texts(trace.allocations, base_ns)
+        yield "]"
+    yield _without_del(',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}')
+
+
+def _without_del(text: str) -> str:
+    # JSON allows DEL as it is, but Perfetto 52 and 55 refuse a file that has it outside of the events.
+    return text.replace("\x7f", "\\u007f")
+
+
+def _watched(trace: Trace, base_ns: int) -> dict[str, Any]:
+    """What torch.profiler saw, if anything: names once, and flat lists in the order of the fields."""
+    if trace.watched is None:
+        return {}
+    names: dict[str, int] = {}
+    return {
+        "watched": [at_ns - base_ns for at_ns in trace.watched],
+        "kernels": [
+            [names.setdefault(clean(one.name), len(names)), one.kind, one.device, one.stream, one.start_ns - base_ns,
+             one.end_ns - one.start_ns, one.thread_id, one.launched_ns - base_ns if one.thread_id else 0]
+            for one in trace.kernels
+        ],
+        "kernel_names": list(names),
+    }  # fmt: skip
+
+
+def _startup(startup: Startup, base_ns: int, sites: Sites) -> dict[str, Any]:
+    imports, process_ns = startup.imports, startup.process_ns
+    return {
+        "session_ns": startup.session_ns - base_ns,
+        "process_ns": None if process_ns is None else process_ns - base_ns,
+        "imports": None
+        if imports is None
+        else [
+            [clean(one.package), one.entries, one.total_ns, one.self_ns, one.in_spans_ns, one.late_ns]
+            for one in imports
+        ],
+        "firsts": [_first(one, base_ns, sites) for one in startup.firsts],
+        **({"request": _first(startup.request, base_ns, sites), "why": startup.why} if startup.request else {}),
+    }
+
+
+def _first(call: FirstCall, base_ns: int, sites: Sites) -> list[int]:
+    return [sites.place(call.site), call.start_ns - base_ns, call.total_ns]
+
+
+def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
+    """A tally: its nodes as [parent or -1, site], and its rows, whose `first_ns` counts from the base."""
+    places = {site: sites.place(site) for row in tally.rows() for site in row.path}
+    nodes: dict[tuple[int, int], int] = {}
+    rows = []
+    for row in tally.rows():
+        node = -1
+        for site in row.path:
+            node = nodes.setdefault((node, places[site]), len(nodes))
+        sums = {name: getattr(row.totals, name) for name in _SUMS}
+        sums["first_ns"] -= base_ns
+        histogram = [number for bucket in sorted(row.totals.histogram.items()) for number in bucket]
+        rows.append(encode([node, row.thread_id, *sums.values(), histogram]))
+    threads = encode(safe(list(tally.threads.items())))
+    return f'{{"threads":{threads},"nodes":{encode(list(nodes))},"rows":[\n' + ",\n".join(rows) + "]}"
+
+
+# Read back
+
+
+class Metadata:
+    """What `metadata` wrote: the base and the sites at once, as events need them, and the rest when asked for."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        if facts["format"] not in READ:
+            known = " and ".join(map(str, READ))
+            found = f"its format is {facts['format']!r:.20}, and this version reads {known}"
+            raise ValueError(f"{found}; read it with the version of instrument that wrote it")
+        self.format: int = facts["format"]
+        self.base_ns: int = checked(facts["base_ns"], int)
+        self.sites = [_site(entry) for entry in facts["sites"]]
+        self._facts = facts
+
+    def trace(self, spans: list[Span], samples: list[Sample]) -> Trace:
+        """The trace that has these spans and samples, and those samples that are no numbers."""
+        facts = self._facts
+        samples += [
+            Sample(checked(name, str), checked(device, int), self.base_ns + checked(since_ns, int), None)
+            for name, device, since_ns in facts.get("not_told", ())
+        ]
+        samples.sort(key=lambda s: (s.at_ns, s.device, s.name))
+        return Trace(
+            origin=made(Origin, facts["origin"]),
+            start_ns=checked(facts["start_ns"], int),
+            end_ns=checked(facts["end_ns"], int),
+            spans=spans,
+            threads=_names(facts["threads"]),
+            losses={reason: checked(lost, int) for reason, lost in facts["losses"].items()},
+            notes=tuple(checked(note, str) for note in facts["notes"]),
+            window=checked(facts["window"], int),
+            cost=None if facts["cost"] is None else made(Cost, facts["cost"]),
+            held_from_ns=checked(facts.get("held_from_ns", 0), int),
+            samples=tuple(samples),
+            gpus=tuple(made(Gpu, gpu) for gpu in facts.get("gpus", ())),
+            kernels=self._kernels(),
+            allocations=self._allocations(),
+            watched=self._watched(),
+            startup=self._startup(),
+            flops=tuple(
+                Flops(thread_id, self.base_ns + since_ns, flops)
+                for thread_id, since_ns, flops in map(whole, facts.get("flops", ()))
+            ),
+        )
+
+    def _startup(self) -> Startup | None:
+        facts = self._facts.get("startup")
+        if facts is None:
+            return None
+        imports, process_ns, why = facts["imports"], facts["process_ns"], facts.get("why", "")
+        if why not in FIRSTS:
+            raise ValueError(f"it has {why!r:.40} for a reason, which there is not; it is damaged")
+        return Startup(
+            session_ns=self.base_ns + checked(facts["session_ns"], int),
+            process_ns=None if process_ns is None else self.base_ns + checked(process_ns, int),
+            imports=None
+            if imports is None
+            else tuple(
+                ImportTime(checked(package, str), *(checked(each, int) for each in sums)) for package, *sums in imports
+            ),
+            firsts=tuple(self._first(*first) for first in facts["firsts"]),
+            request=self._first(*facts["request"]) if "request" in facts else None,
+            why=why,
+        )
+
+    def _first(self, site: Any, since_ns: Any, total_ns: Any) -> FirstCall:
+        return FirstCall(self.sites[index(site)], self.base_ns + checked(since_ns, int), checked(total_ns, int))
+
+    def _watched(self) -> Interval | None:
+        if "watched" not in self._facts:
+            return None
+        first, last = (self.base_ns + checked(at_ns, int) for at_ns in self._facts["watched"])
+        return first, max(first, last)
+
+    def _kernels(self) -> list[Kernel]:
+        base_ns, names = self.base_ns, [checked(name, str) for name in self._facts.get("kernel_names", ())]
+        found: list[Kernel] = []
+        rows = checked(self._facts.pop("kernels", []), list)
+        rows.reverse()
+        while rows:  # some at a time, which go when they have been read: they are as large as what they become
+            some = rows[: -ROWS_AT_ONCE - 1 : -1]
+            del rows[-ROWS_AT_ONCE:]
+            if set(map(len, some)) != {KERNEL_COLUMNS}:
+                raise ValueError("a kernel in it is none; it is damaged")
+            named, kinds, *numbers = zip(*some, strict=True)
+            places, devices, streams, since_ns, lengths_ns, threads, launched_ns = map(whole, (named, *numbers))
+            starts_ns = [base_ns + start_ns for start_ns in since_ns]
+            ends_ns = list(map(add, starts_ns, lengths_ns))
+            launches_ns = [
+                at_ns + (base_ns if thread else 0) for at_ns, thread in zip(launched_ns, threads, strict=True)
+            ]
+            # With the base, or its length, a time may lie beyond 64 bits, which views take times to have.
+            is_within = min(starts_ns) >= -INT64 and min(lengths_ns) >= 0 and max(ends_ns) < INT64
+            if not is_within or not KINDS_OF_WORK.keys() >= set(kinds):
+                raise ValueError("a kernel in it is none; it is damaged")
+            index(min(places))
+            its, work = map(names.__getitem__, places), map(KINDS_OF_WORK.__getitem__, kinds)
+            found += map(Kernel, its, work, devices, streams, starts_ns, ends_ns, threads, launches_ns)
+        return found
+
+    def _allocations(self) -> Allocations:
+        found = self._facts.get("allocations", ())
+        return Allocations(found if isinstance(found, bytearray) else allocation_lists.rows_of(found), self.base_ns)
+
+    def tally(self) -> Tally | None:
+        """The tally, if one was saved."""
+        saved = self._facts["tally"]
+        if saved is None:
+            return None
+        tally = Tally(_names(saved["threads"]))
+        paths: list[tuple[Site, ...]] = []
+        links = 0
+        for parent, site in saved["nodes"]:
+            paths.append((*(() if parent == -1 else paths[index(parent)]), self.sites[index(site)]))
+            links += len(paths[-1])
+            if links > LIMIT_LINKS:
+                raise ValueError("its call paths are longer than any program's; it is damaged")
+        for node, thread_id, *numbers, histogram in saved["rows"]:
+            sums = dict(zip(_SUMS, (checked(number, int) for number in numbers), strict=True))
+            sums["first_ns"] += self.base_ns
+            if sums["calls"] < 0:
+                raise ValueError(f"a call path in it was called {sums['calls']} times; it is damaged")
+            pairs = zip(map(_bucket, histogram[::2]), map(index, histogram[1::2]), strict=True)
+            path = () if node == -1 else paths[index(node)]
+            tally.totals(path, checked(thread_id, int)).merge(Totals(**sums, histogram=dict(pairs)))
+        return tally
+
+
+def _site(facts: dict[str, Any]) -> Site:
+    pairs = tuple((checked(key, str), attribute(value)) for key, value in facts.get("attributes", ()))
+    site: Site = made(Site, facts, attributes=pairs)
+    if site.kind not in KINDS:
+        raise ValueError(f"a place in it is of the kind {site.kind!r:.40}, which there is not; it is damaged")
+    return site
+
+
+def _bucket(value: Any) -> int:
+    """A bucket of a histogram. One that no time belongs to would begin at a number of as many digits as it likes."""
+    if (found := index(value)) > LAST_BUCKET:
+        raise ValueError("a histogram in it has a bucket to which no time belongs; it is damaged")
+    return found
+
+
+def _names(pairs: Any) -> dict[int, str]:
+    return {checked(thread_id, int): checked(name, str) for thread_id, name in pairs}
