@@ -705,20 +705,51 @@ def test_the_row_of_an_open_span_stays_what_it_was(recorder: Any) -> None:
     assert row[10] == {"begin": 1}
 
 
-def test_the_begin_of_a_span_tells_when_on_which_thread_and_in_which_task(recorder: Any) -> None:
-    async def main() -> tuple[int, int, int]:
-        inner = recorder.open(Site("inner"))
-        told: tuple[int, int, int] = recorder.begin_of(inner)
-        recorder.close(inner)
-        return told
+def test_open_requests_are_those_that_tasks_of_a_thread_have_begun(recorder: Any) -> None:
+    def begun() -> tuple[int, int]:
+        return recorder.open_requests(threading.get_native_id()), recorder.open_requests(0)
 
-    thread_id = threading.get_native_id()
-    frame = recorder.open(Site("x"))
-    ((_, row),) = recorder.open_rows()
-    assert recorder.begin_of(frame) == (row[5], thread_id, 0)
+    async def request() -> tuple[int, int]:
+        outer, inner = recorder.open(Site("x", "request")), recorder.open(Site("y", "request"))
+        found = begun()
+        recorder.close(inner)
+        recorder.close(outer)
+        return found
+
+    frame = recorder.open(Site("x", "request"))
+    assert begun() == (0, 0)
     recorder.close(frame)
-    begun_ns, begun_on, task = asyncio.run(main())
-    assert (begun_ns >= row[5], begun_on, task != 0) == (True, thread_id, True)
+
+    async def main() -> list[tuple[int, int]]:
+        return await asyncio.gather(request(), request())
+
+    assert asyncio.run(main()) == [(1, 0), (1, 0)]
+    assert begun() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("header", "length"),
+    [(b"07", 7), ("7", 7), (b"", None), ("-1", None), (b"1_0", None), ("\xb2", None), ("9" * 19, None), (b" 7", None)],
+)
+def test_a_request_tells_its_caller_the_sizes_and_its_status(recorder: Any, header: Any, length: int | None) -> None:
+    site = Site("request", "request")
+    caller = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    for told in (caller, caller.encode(), None):
+        facts: dict[str, Any] = {}
+        recorder.close_request(recorder.open_request(site, facts, told, header), facts, 503, 2**40, None)
+        assert facts.get("http.request.body.size") == length
+    assert [span.remote is None for span in recorder.spans()] == [False, False, True]
+    assert {(span.error, span.attributes["http.response.body.size"]) for span in recorder.spans()} == {("503", 2**40)}
+
+
+def test_a_request_without_an_answer_tells_neither_status_nor_size(recorder: Any) -> None:
+    facts: dict[str, Any] = {}
+    frame = recorder.open_request(Site("request", "request"), facts, None, None)
+    assert recorder.begun_ns(frame) <= recorder.now_ns()
+    recorder.close_request(frame, facts, 0, 0, ValueError())
+    recorder.close_request(None, {}, 200, 1, None)
+    (span,) = recorder.spans()
+    assert (span.error, span.attributes) == ("ValueError", {})
 
 
 NAMES = st.sampled_from([b"host", b"traceparent", b"content-length", b"traceparenu", b"", "host"])
@@ -940,7 +971,7 @@ def test_a_signal_handler_that_records_while_its_thread_folds_does_not_deadlock(
 
 
 def test_what_a_muted_call_costs_is_measured_for_each_shape_of_probe() -> None:
-    assert set(measure_passed_ns()) == set(measure_costs())
+    assert set(measure_passed_ns()) == set(measure_costs()) - {"request"}
     assert all(cost_ns < 1e6 for cost_ns in measure_passed_ns().values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import instrument
 from instrument.instrumentors.requests import asgi, wsgi
-from instrument.instrumentors.requests.exchange import ADDRESSES_KNOWN, CURRENT, OPEN, Exchanges
+from instrument.instrumentors.requests.exchange import ADDRESSES_KNOWN, CURRENT, Exchanges
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import RemoteParent, Span
@@ -26,7 +27,6 @@ def session() -> Iterator[None]:
     instrument.start(Profile(requests=(RequestsRule(),), capture=Capture(sample=1.0)))
     yield
     instrument.stop()
-    assert not OPEN
 
 
 def told(span: Span) -> dict[str, Any]:
@@ -85,8 +85,7 @@ def test_a_request_tells_its_method_address_status_and_sizes_and_its_callers_spa
 @pytest.mark.parametrize("length", [b"-1", b"1_0", b"\xb2", b"", b"9" * 20, b" 7"])
 def test_a_length_that_is_no_number_is_none(length: bytes) -> None:
     ask(answering(START, part(b"{}")), [(b"content-length", length)])
-    environ = {"wsgi.url_scheme": "http", "CONTENT_LENGTH": length.decode("latin-1")}
-    list(wsgi.App(wsgi_app([b"{}"]), Exchanges(RequestsRule()))(environ, lambda *_: None))
+    serve_wsgi(wsgi_app([b"{}"]), CONTENT_LENGTH=length.decode("latin-1"))
     assert ["http.request.body.size" in told(span) for span in requests()] == [False, False]
 
 
@@ -295,10 +294,10 @@ def test_start_response_is_called_as_the_app_called_it(call: Callable[[Any], Any
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_has_none_of_its_parents_requests_open() -> None:
     async def forking(scope: Any, receive: Any, send: Any) -> None:
-        assert len(OPEN) == 1
+        assert RECORDER.open_requests(threading.get_native_id()) == 1
         child = os.fork()
         if not child:
-            os._exit(len(OPEN))
+            os._exit(len(RECORDER.open_rows()))
         assert os.waitpid(child, 0)[1] == 0
         await answering(START, part(b""))(scope, receive, send)
 

@@ -168,10 +168,10 @@ class Selection:
         return {name: probe for family in self._families.values() for name, probe in family.probed().items()}
 
     def after_fork_in_child(self) -> None:
-        """Replace a lock that another thread of the parent may have held, and have families begin anew."""
+        """Replace a lock that another thread of the parent may have held."""
         self._lock = RLock()
         for family in self._families.values():
-            if isinstance(family, (Frameworks, Functions, Requests)):
+            if isinstance(family, (Frameworks, Functions)):
                 family.after_fork_in_child()
 
     def undo(self) -> None:

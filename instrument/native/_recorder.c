@@ -394,7 +394,8 @@ static THREAD_LOCAL Ring *cached_ring;
 static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mark: what it keeps now is never freed */
 static frame_t *free_frames;
 static uint32_t free_frame_count;
-static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status,
+static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status, *str_request_size,
+    *str_answer_size,
     *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,
     *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_ag_frame, *str_anext, *str_asend, *str_athrow,
     *str_aclose, *str_throw, *str_close, *str_items, *str_first_item, *str_last_item, *str_longest_gap;
@@ -5210,15 +5211,84 @@ Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
+#define LENGTH_DIGITS 18 /* what fits into 63 bits, however large */
+
+/* Note the length that a request's header tells, in bytes or text: digits alone, or it tells none. */
+static int
+put_length(PyObject *facts, PyObject *header)
+{
+    const char *digits = NULL;
+    Py_ssize_t count = 0;
+    if (PyBytes_Check(header)) {
+        digits = PyBytes_AS_STRING(header);
+        count = PyBytes_GET_SIZE(header);
+    } else if (PyUnicode_Check(header) && PyUnicode_IS_ASCII(header)) {
+        digits = (const char *)PyUnicode_1BYTE_DATA(header);
+        count = PyUnicode_GET_LENGTH(header);
+    }
+    long long length = 0;
+    for (Py_ssize_t i = 0; i < count && count <= LENGTH_DIGITS; i++) {
+        if (digits[i] < '0' || digits[i] > '9')
+            return 0;
+        length = 10 * length + (digits[i] - '0');
+    }
+    if (count == 0 || count > LENGTH_DIGITS)
+        return 0;
+    PyObject *number = PyLong_FromLongLong(length);
+    int failed = number == NULL || PyDict_SetItem(facts, str_request_size, number) < 0;
+    Py_XDECREF(number);
+    return failed ? -1 : 0;
+}
+
 static PyObject *
-Core_begin_of(Core *Py_UNUSED(self), PyObject *given)
+Core_open_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 4 || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "open_request(site, attributes, caller, length)");
+        return NULL;
+    }
+    if ((args[2] != Py_None && PyDict_SetItem(args[1], self->remote_key, args[2]) < 0) ||
+        (args[3] != Py_None && put_length(args[1], args[3]) < 0))
+        return NULL;
+    return Core_open(self, args, 2);
+}
+
+static PyObject *
+Core_close_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs > 0 && args[0] == Py_None) /* its begin could not be recorded */
+        Py_RETURN_NONE;
+    if (nargs != 5 || Py_TYPE(args[0]) != &FrameType || !PyDict_Check(args[1]) || !PyLong_Check(args[2]) ||
+        !PyLong_Check(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "close_request(frame, attributes, status, answer_bytes, error)");
+        return NULL;
+    }
+    PyObject *given = args[1], *status = args[2], *size = args[3];
+    int overflow;
+    long number = PyLong_AsLongAndOverflow(status, &overflow);
+    if ((number != 0 && PyDict_SetItem(given, str_status, status) < 0) ||
+        (PyObject_IsTrue(size) == 1 && PyDict_SetItem(given, str_answer_size, size) < 0)) {
+        count(self, NO_DETAILS);
+        PyErr_Clear();
+    }
+    PyObject *error = args[4] == Py_None && number >= FIRST_OF_SERVER ? PyObject_Str(status) : Py_NewRef(args[4]);
+    PyErr_Clear(); /* for want of memory: then it is none */
+    int failed = take_attributes(self, (Frame *)args[0], given) < 0 || close_frame(self, (Frame *)args[0], error, 1) < 0;
+    Py_XDECREF(error);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Core_begun_ns(Core *Py_UNUSED(self), PyObject *given)
 {
     if (Py_TYPE(given) != &FrameType) {
-        PyErr_SetString(PyExc_TypeError, "begin_of(frame)");
+        PyErr_SetString(PyExc_TypeError, "begun_ns(frame)");
         return NULL;
     }
     const frame_t *frame = &((Frame *)given)->frame;
-    return Py_BuildValue("(LlK)", frame->start_ns, frame->ring->thread_id, frame->task);
+    return PyLong_FromLongLong(frame->start_ns);
 }
 
 static void
@@ -5842,6 +5912,28 @@ Core_open_rows(Core *self, PyObject *Py_UNUSED(none))
     return found;
 }
 
+static int
+is_open_request_of_task(const frame_t *frame, long thread_id)
+{
+    return frame->state != CLOSED && frame->task != 0 && frame->span_id == frame->root_id &&
+           frame->root_id & REQUEST_BIT && frame->ring->thread_id == thread_id;
+}
+
+static PyObject *
+Core_open_requests(Core *self, PyObject *given)
+{
+    long thread_id = PyLong_AsLong(given), found = 0;
+    if (thread_id == -1 && PyErr_Occurred())
+        return NULL;
+    for (const Current *current = self->currents; current != NULL; current = current->next)
+        for (const frame_t *frame = current->top; frame != NULL; frame = frame->above)
+            found += is_open_request_of_task(frame, thread_id);
+    for (const Stretch *stretch = self->stretches; stretch != NULL; stretch = stretch->next)
+        for (const frame_t *frame = stretch->inner; frame != NULL; frame = frame->above)
+            found += is_open_request_of_task(frame, thread_id);
+    return PyLong_FromLong(found);
+}
+
 /* The innermost open frame of this context that was opened as manual, by the name of its site where one is given. */
 static PyObject *
 Core_innermost_manual(Core *self, PyObject *name)
@@ -6220,7 +6312,11 @@ Core_count(Core *self, PyObject *what)
 static PyMethodDef Core_methods[] = {
     {"open", (PyCFunction)(void (*)(void))Core_open, METH_FASTCALL, "Begin a span and make it current."},
     {"close", (PyCFunction)(void (*)(void))Core_close, METH_FASTCALL, "End a span."},
-    {"begin_of", (PyCFunction)Core_begin_of, METH_O, "When a span began, on which thread and in which task."},
+    {"open_request", (PyCFunction)(void (*)(void))Core_open_request, METH_FASTCALL, "Begin the span of a request."},
+    {"close_request", (PyCFunction)(void (*)(void))Core_close_request, METH_FASTCALL, "End the span of a request."},
+    {"open_requests", (PyCFunction)Core_open_requests, METH_O,
+     "How many requests are open that tasks have begun on a thread."},
+    {"begun_ns", (PyCFunction)Core_begun_ns, METH_O, "When a span began."},
     {"annotate", (PyCFunction)(void (*)(void))Core_annotate, METH_FASTCALL, "Set attributes of an open span."},
     {"annotate_innermost", (PyCFunction)(void (*)(void))Core_annotate_innermost, METH_FASTCALL | METH_KEYWORDS,
      annotate_doc},
@@ -6540,6 +6636,8 @@ execute(PyObject *made)
         {&str_copy, "copy"},
         {&str_module_dunder, "__module__"},
         {&str_status, "http.response.status_code"},
+        {&str_request_size, "http.request.body.size"},
+        {&str_answer_size, "http.response.body.size"},
         {&str_status_code, "otel.status_code"},
         {&str_error_type, "error.type"},
         {&str_ok, "OK"},

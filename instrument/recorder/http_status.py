@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 STATUS = "http.response.status_code"
+REQUEST_BYTES, ANSWER_BYTES = "http.request.body.size", "http.response.body.size"
 """The attribute of a request's span, by OpenTelemetry's conventions for HTTP."""
 
 FIRST_OF_SERVER = 500

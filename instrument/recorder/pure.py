@@ -36,8 +36,8 @@ from types import FunctionType
 from typing import Any
 
 from instrument.errors import error_name
-from instrument.recorder.http_status import FIRST_OF_SERVER, STATUS, status_of
-from instrument.recording.ring import REQUEST_BIT, First, Ring, Rings, Row
+from instrument.recorder.http_status import ANSWER_BYTES, FIRST_OF_SERVER, REQUEST_BYTES, STATUS, status_of
+from instrument.recording.ring import REQUEST_BIT, First, Ring, Rings, Row, is_request_root
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
     ERROR_TYPE,
@@ -60,6 +60,9 @@ OVERFLOW_SITES = 4_096
 """Sites that have a line of their own below that of what came after the node limit."""
 EDGE_LIMIT = 8 * NODE_LIMIT
 """Steps to nodes that are not below; those beyond are looked for each time."""
+
+LENGTH_DIGITS = 18
+"""Digits of a length that is taken: what fits into 63 bits, however large."""
 
 CLOSED, OPEN, MANUAL = 0, 1, 2
 
@@ -557,9 +560,42 @@ class Core:
         if frame[13] is not None:
             self._end_on_device(ring, frame, end)
 
-    def begin_of(self, frame: Frame) -> tuple[int, int, int]:
-        """When a span began, on which thread by its native id, and in which task, 0 outside of one."""
-        return frame[7], frame[5].thread_id, frame[8]
+    def begun_ns(self, frame: Frame) -> int:
+        """When a span began."""
+        begun_ns: int = frame[7]
+        return begun_ns
+
+    def open_request(self, site: Site, facts: dict[Any, Any], caller: Any, length: bytes | str | None) -> Frame:
+        """Begin the span of a request with these attributes and what its headers tell.
+
+        That is its caller's span, as `spans.remote_of` reads it, and the length of its body.
+        """
+        if caller is not None:
+            facts[self._remote_key] = caller
+        if length is not None and length.isascii() and length.isdigit() and len(length) <= LENGTH_DIGITS:
+            facts[REQUEST_BYTES] = int(length)
+        return self.open(site, facts)
+
+    def close_request(
+        self,
+        frame: Frame | None,
+        facts: dict[Any, Any],
+        status: int,
+        answer_bytes: int,
+        error: BaseException | str | None,
+    ) -> None:
+        """End the span of a request in whatever context, with attributes that the caller gives away.
+
+        A status and a number of bytes that are 0 are not known.
+        """
+        if status:
+            facts[STATUS] = status
+            if error is None and status >= FIRST_OF_SERVER:
+                error = str(status)
+        if answer_bytes:
+            facts[ANSWER_BYTES] = answer_bytes
+        if frame is not None:
+            self.close(frame, error, True, facts)
 
     def _take_attributes(self, frame: Frame, given: dict[Any, Any]) -> None:
         """Let a dict that its caller gives away be the attributes of a span, with what that has of other names.
@@ -812,6 +848,11 @@ class Core:
             if frame[11] == MANUAL and (name is None or frame[0].site.name == name):
                 return frame
         return None
+
+    def open_requests(self, thread_id: int) -> int:
+        """How many requests are open that tasks have begun on a thread."""
+        rows = (row for begun_on, row in self.open_rows() if begun_on == thread_id)
+        return sum(row[4] != 0 and is_request_root(row) for row in rows)
 
     def open_rows(self) -> list[tuple[int, Row]]:
         """Thread id and row of each span that is open now, ending now."""

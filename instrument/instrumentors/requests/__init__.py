@@ -13,7 +13,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, undo_all
 from instrument.instrumentors.requests import blocked, grpc, mosec, propagation, ray_serve, routes, servers, triton
-from instrument.instrumentors.requests.exchange import OPEN, Exchanges
+from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -108,10 +108,6 @@ class Requests:
         for exchanges in self._exchanges:
             exchanges.is_on = False
         undo_all(self._undos)
-
-    def after_fork_in_child(self) -> None:
-        """Forget the requests that the parent has open."""
-        OPEN.clear()
 
     def verdicts(self) -> list[Verdict]:
         """What became of the rule: which servers it has met, and what it has recorded."""

@@ -21,6 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 RECORDED = frozenset({"http", "websocket"})
 """The types of scope that are requests."""
 
+NOWHERE = (None, None)
 CONTENT_TYPE = (b"content-type",)
 
 
@@ -66,19 +67,16 @@ class App:
 def begun(exchanges: Exchanges, kind: str, scope: Message) -> Exchange | None:
     """Begin the span of a request; None where it is not to be recorded, or for a fault of ours."""
     try:
-        if not exchanges.wanted(scope["path"]):
+        if exchanges.ignores and exchanges.ignored(scope["path"]):
             return None
-        address, port = scope.get("server") or (None, None)
-        endpoints = exchanges.at(scope.get("scheme", "http"), address, port)
-        facts: dict[Any, Any] = endpoints.facts.copy()
-        for name in exchanges.named:
-            if (told := _told(scope, name)) is not None:
-                facts[name] = told
+        address, port = scope.get("server") or NOWHERE
         method = scope.get("method", "GET")  # a websocket begins with one
-        if not exchanges.is_plain:
-            return exchanges.begin(kind, method, dict(scope["headers"]), facts, endpoints)
-        caller, length = header_values(scope["headers"], PLAIN)
-        return exchanges.begin_plain(kind, method, caller, length, facts, endpoints)
+        arrival = kind, method, scope.get("scheme", "http"), address, port
+        if exchanges.is_plain:
+            caller, length = header_values(scope["headers"], PLAIN)
+            return exchanges.begin_plain(arrival, caller, length)
+        named = {name: told for name in exchanges.named if (told := _told(scope, name)) is not None}
+        return exchanges.begin_at(arrival, dict(scope["headers"]), named)
     except Exception as fault:
         FAULTS.note("begin of a request", fault)
         return None

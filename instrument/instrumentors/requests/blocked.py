@@ -16,7 +16,6 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
-from instrument.instrumentors.requests.exchange import OPEN
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.ring import Row, is_request_root
 from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, VALUE_LIMIT
@@ -73,7 +72,7 @@ def _note(recorder: Recorder, handle: Any, begun_ns: int) -> None:
         if not recorder.on:
             return
         rows = _ended_within(recorder, begun_ns)
-        if not _waiting(recorder) and not any(map(is_request_root, rows)):
+        if not recorder.open_requests(get_native_id()) and not any(map(is_request_root, rows)):
             return
         function, facts = _function_of(handle._callback)
         name = _span_over(recorder, handle._context, rows, begun_ns, ended_ns) or function
@@ -82,18 +81,6 @@ def _note(recorder: Recorder, handle: Any, begun_ns: int) -> None:
         Context().run(recorder.record, BLOCKED_LOOP, begun_ns, facts)
     except Exception as fault:
         FAULTS.note("blocked event loop", fault)
-
-
-def _waiting(recorder: Recorder) -> bool:
-    """Whether a request is open that a task on this thread's loop has begun."""
-    thread_id = get_native_id()
-    for exchange in OPEN.copy():
-        frame = exchange.frame
-        if frame is not None:
-            _, begun_on, task = recorder.begin_of(frame)
-            if begun_on == thread_id and task:
-                return True
-    return False
 
 
 def _ended_within(recorder: Recorder, begun_ns: int) -> list[Row]:
@@ -117,7 +104,7 @@ def _span_over(recorder: Recorder, context: Context, rows: list[Row], begun_ns: 
         if site is not BLOCKED_LOOP:
             return site.name
     try:
-        if len(OPEN) > OPEN_LIMIT:
+        if recorder.open_requests(get_native_id()) > OPEN_LIMIT:
             innermost = context.run(recorder.site_of_open, None)
             return "" if innermost is None else innermost.name
         span_id = context.run(recorder.current_id)

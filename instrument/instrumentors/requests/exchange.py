@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from instrument.instrumentors.requests.endpoints import Endpoints
+from instrument.instrumentors.requests.endpoints import METHODS, Endpoints, Method
 from instrument.instrumentors.requests.traceparent import Extract, extractor, w3c
 from instrument.profile.model import RequestsRule
-from instrument.recorder.http_status import FIRST_OF_SERVER, STATUS
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import (
     FIRST_ITEM,
@@ -23,7 +22,6 @@ from instrument.recording.spans import (
     LINK_REMOTE,
     LONGEST_GAP,
     MEDIAN_GAP,
-    REMOTE,
     AttributeValue,
     RemoteParent,
     remote_of,
@@ -37,8 +35,6 @@ PLAIN = (b"traceparent", b"content-length")
 """The headers that are asked for each time."""
 
 SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
-REQUEST_BYTES = "http.request.body.size"
-ANSWER_BYTES = "http.response.body.size"
 OUTCOME = "instrument.outcome"
 """How a request ended that was not answered in full: one of `OUTCOMES`, by what broke it off."""
 
@@ -59,15 +55,16 @@ ADDRESSES_KNOWN = 8
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
 """The exchange that this context works for."""
 
-OPEN: set[Exchange] = set()
-"""Those that are open and may be so on an event loop."""
+
+Arrival = tuple[str, str, str, "str | None", "int | str | None"]
+"""Protocol and method of a request, and the scheme, address and port where it has arrived."""
 
 
 class Exchanges:
     """What begins the exchanges of one rule. `is_on` is false once the rule is gone."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
-        self.rule = rule
+        self._rule = rule
         self.recorder = recorder
         self.endpoints = Endpoints(rule, recorder)
         """Those of requests whose address is not told, or not told apart."""
@@ -83,71 +80,79 @@ class Exchanges:
         self._extract: Extract | None = None if rule.traceparent == "off" else extractor()
         self._follows = rule.traceparent == "follow"
         self._links = rule.traceparent == "link"
-        self.is_plain = not self._headers and self._extract in (None, w3c)
-        """Whether of the headers of requests none is asked for but `PLAIN`."""
+        self.is_plain = not rule.attributes and self._extract in (None, w3c)
+        """Whether nothing of requests is asked for but where they have arrived, and the headers `PLAIN`."""
         self._at: dict[Any, Endpoints] = {}
+        self._methods: dict[Arrival, Method] = {}
+
+    def ignored(self, path: str) -> bool:
+        """Whether requests to a path are never recorded. To be asked where the rule `ignores` any."""
+        return path in self._exact or path.startswith(self._begins)
 
     def wanted(self, path: str) -> bool:
         """Whether a request to a path is to be recorded now."""
         current = CURRENT.get()
         if not self.is_on or (current is not None and current.frame is not None):
             return False  # an app within an app: its request is one already
-        return not (self.ignores and (path in self._exact or path.startswith(self._begins)))
+        return not self.ignored(path)
 
-    def at(self, scheme: str, address: str | None, port: int | str | None) -> Endpoints:
-        """The endpoints where a request has come to."""
-        return self._at.get((scheme, address, port)) or self._first_at(scheme, address, port)
+    def begin_plain(self, arrival: Arrival, caller: bytes | str | None, length: bytes | str | None) -> Exchange | None:
+        """Begin the span of a request with these `PLAIN` headers, where `is_plain`; None where it is not wanted.
 
-    def _first_at(self, scheme: str, address: str | None, port: int | str | None) -> Endpoints:
+        Whether its path is ignored has been asked before.
+        """
+        current = CURRENT.get()
+        if not self.is_on or (current is not None and current.frame is not None):
+            return None
+        method = self._methods.get(arrival) or self._first_by(arrival)
+        facts: dict[Any, Any] = method.facts.copy()
+        if caller is not None and not self._follows:
+            self._link(caller, facts)
+            caller = None
+        return Exchange(method, facts, caller, length)
+
+    def begin_at(self, arrival: Arrival, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Exchange | None:
+        """The same with all headers, by their names in small letters, and attributes that the rule names."""
+        if not self.wanted(""):
+            return None
+        method = self._methods.get(arrival) or self._first_by(arrival)
+        return self._begin(method, headers, {**method.facts, **facts})
+
+    def begin(self, protocol: str, name: str, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Exchange:
+        """Begin the span of a request by a method without an address, with these headers and attributes."""
+        return self._begin(Method(self.endpoints, protocol, name), headers, facts)
+
+    def _begin(self, method: Method, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Exchange:
+        for header, name in self._headers.items():
+            if (value := headers.get(header)) is not None:
+                facts[name] = [value.decode("latin-1")]
+        caller = None if self._extract is None else self._extract(headers)
+        if caller is not None and not self._follows:
+            self._link(caller, facts)
+            caller = None
+        return Exchange(method, facts, caller, headers.get(b"content-length"))
+
+    def _link(self, caller: RemoteParent | bytes | str, facts: dict[Any, Any]) -> None:
+        """Link to the caller's span at most, where it is not to be followed."""
+        if self._links and (span := remote_of(caller)) is not None:
+            facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
+
+    def _first_by(self, arrival: Arrival) -> Method:
+        protocol, name, scheme, address, port = arrival
         facts: dict[str, AttributeValue] = {SCHEME: scheme}
         if address is not None:
             facts[SERVER] = address
         if isinstance(port, int) or (port is not None and port.isdecimal()):
             facts[PORT] = int(port)
-        if len(self._at) >= ADDRESSES_KNOWN:
-            return self.endpoints.elsewhere(facts)
-        return self._at.setdefault((scheme, address, port), Endpoints(self.rule, self.recorder, facts))
-
-    def begin(
-        self,
-        protocol: str,
-        method: str,
-        headers: Mapping[bytes, bytes],
-        facts: dict[Any, Any],
-        endpoints: Endpoints | None = None,
-    ) -> Exchange:
-        """Begin the span of a request with these headers, whose names are in small letters, and these attributes."""
-        for header, name in self._headers.items():
-            if (value := headers.get(header)) is not None:
-                facts[name] = [value.decode("latin-1")]
-        caller = None if self._extract is None else self._extract(headers)
-        length = headers.get(b"content-length")
-        return self.begin_plain(protocol, method, caller, length, facts, endpoints or self.endpoints)
-
-    def begin_plain(
-        self,
-        protocol: str,
-        method: str,
-        caller: RemoteParent | bytes | str | None,
-        length: bytes | str | None,
-        facts: dict[Any, Any],
-        endpoints: Endpoints,
-    ) -> Exchange:
-        """The same of a request whose caller's span and `content-length` are known; all that counts if `is_plain`."""
-        if caller is not None:
-            if self._follows:
-                facts[REMOTE] = caller
-            elif self._links and (span := remote_of(caller)) is not None:
-                facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
-        if length is not None and length.isascii() and length.isdigit() and len(length) < 19:
-            facts[REQUEST_BYTES] = int(length)
-        site = endpoints.known.get((protocol, method, "")) or endpoints.site(protocol, method)
-        frame = self.recorder.open(site, facts)
-        exchange = Exchange(self.recorder, endpoints, protocol, method, facts, frame)
-        CURRENT.set(exchange)
-        if protocol != "wsgi" and frame is not None:  # None for want of memory
-            OPEN.add(exchange)
-        return exchange
+        endpoints = self._at.get(arrival[2:])
+        if endpoints is None:
+            if len(self._at) >= ADDRESSES_KNOWN:
+                return Method(self.endpoints, protocol, name, facts)
+            endpoints = self._at.setdefault(arrival[2:], Endpoints(self._rule, self.recorder, facts))
+        method = Method(endpoints, protocol, name)
+        if name in METHODS:  # callers make up others
+            self._methods[arrival] = method
+        return method
 
 
 class Stream:
@@ -186,29 +191,23 @@ class Exchange:
     changed any more then. `stream` is there once the answer comes in parts.
     """
 
-    __slots__ = (
-        "_endpoints", "_method", "_prefix", "_protocol", "_recorder", "answer_bytes", "facts", "frame", "route",
-        "status", "stream",
-    )  # fmt: skip
+    __slots__ = ("_method", "_prefix", "answer_bytes", "facts", "frame", "route", "status", "stream")
 
     def __init__(
         self,
-        recorder: Recorder,
-        endpoints: Endpoints,
-        protocol: str,
-        method: str,
+        method: Method,
         facts: dict[Any, Any],
-        frame: Any,
+        caller: RemoteParent | bytes | str | None,
+        length: bytes | str | None,
     ) -> None:
-        self._recorder = recorder
-        self._endpoints = endpoints
-        self._protocol = protocol
+        """Begin it in this context, with its caller's span and the length of its body, as headers tell them."""
         self._method = method
         self._prefix = self.route = ""
         self.status = self.answer_bytes = 0
         self.stream: Stream | None = None
         self.facts = facts
-        self.frame = frame
+        self.frame = method.recorder.open_request(method.site, facts, caller, length)
+        CURRENT.set(self)
 
     @property
     def is_open(self) -> bool:
@@ -224,15 +223,12 @@ class Exchange:
         route = self._prefix + route
         if self.frame is not None and route != self.route:
             self.route = route
-            self._rename(self.frame, route)
-
-    def _rename(self, frame: Any, route: str) -> None:
-        self._recorder.rename(frame, self._endpoints.site(self._protocol, self._method, route))
+            self._method.recorder.rename(self.frame, self._method.routed(route))
 
     def item(self, count: int = 1) -> None:
         """Items of an answer that comes in parts have been handed to the server."""
         if self.stream is None:
-            self.stream = Stream(self._recorder.now_ns)
+            self.stream = Stream(self._method.recorder.now_ns)
         self.stream.item(count)
 
     def end_of_parts(self) -> None:
@@ -246,25 +242,17 @@ class Exchange:
         frame, self.frame = self.frame, None
         if frame is None:
             return
-        OPEN.discard(self)
-        facts, failed = self.facts, error
-        if status := self.status:
-            facts[STATUS] = status
-            if error is None and status >= FIRST_OF_SERVER:
-                failed = str(status)
-        if self.answer_bytes:
-            facts[ANSWER_BYTES] = self.answer_bytes
         if error is not None or self.stream is not None or self._prefix:
             self._tell_rest(frame, error)
-        self._recorder.close(frame, failed, True, facts)  # by whichever task or middleware sends the last part
+        self._method.recorder.close_request(frame, self.facts, self.status, self.answer_bytes, error)
 
     def _tell_rest(self, frame: Any, error: BaseException | str | None) -> None:
         """Tell what most requests have nothing of. Never raises."""
         try:
             if self._prefix and not self.route:
-                self._rename(frame, self._prefix + "/{path}")
+                self._method.recorder.rename(frame, self._method.routed(self._prefix + "/{path}"))
             if self.stream is not None and self.stream.items:
-                self.facts.update(self.stream.facts(self._recorder.begin_of(frame)[0]))
+                self.facts.update(self.stream.facts(self._method.recorder.begun_ns(frame)))
             if (outcome := OUTCOMES.get(type(error).__name__)) is not None:
                 self.facts[OUTCOME] = outcome
         except Exception as fault:

@@ -46,10 +46,10 @@ class App:
             exchange.status = exchange.status or 500
             exchange.end(error)
             raise
-        if type(body) in WHOLE:
+        if type(body) is list or type(body) is tuple:
             exchange.answer_bytes = len(body[0]) if len(body) == 1 else sum(map(len, body))
             exchange.end()
-            return body  # type: ignore[no-any-return]
+            return body
         if _is_file(body, environ):
             exchange.end()
             return body  # type: ignore[no-any-return]
@@ -57,19 +57,16 @@ class App:
 
     def _begin(self, environ: dict[str, Any]) -> Exchange | None:
         """Begin the span of a request; None where it is not to be recorded, or for a fault of ours."""
-        exchanges, get = self._exchanges, environ.get
+        exchanges = self._exchanges
         try:
-            if not exchanges.wanted(_path(environ) if exchanges.ignores else ""):
+            if exchanges.ignores and exchanges.ignored(_path(environ)):
                 return None
-            endpoints = exchanges.at(get("wsgi.url_scheme", "http"), get("SERVER_NAME", ""), get("SERVER_PORT"))
-            method, facts = get("REQUEST_METHOD", "GET"), endpoints.facts.copy()
-            for name in exchanges.named:
-                if told := get(NAMED[name]) or (_path(environ) if name == "url.path" else ""):
-                    facts[name] = told
-            if not exchanges.is_plain:
-                return exchanges.begin("wsgi", method, _Headers(environ), facts, endpoints)
-            caller, length = get("HTTP_TRACEPARENT"), get("CONTENT_LENGTH")
-            return exchanges.begin_plain("wsgi", method, caller, length, facts, endpoints)
+            method, scheme = environ["REQUEST_METHOD"], environ["wsgi.url_scheme"]
+            arrival = "wsgi", method, scheme, environ["SERVER_NAME"], environ["SERVER_PORT"]
+            if exchanges.is_plain:
+                return exchanges.begin_plain(arrival, environ.get("HTTP_TRACEPARENT"), environ.get("CONTENT_LENGTH"))
+            named = {name: told for name in exchanges.named if (told := _told(environ, name))}
+            return exchanges.begin_at(arrival, _Headers(environ), named)
         except Exception as fault:
             FAULTS.note("begin of a request", fault)
             return None
@@ -80,14 +77,17 @@ def _path(environ: dict[str, Any]) -> str:
     return path
 
 
-WHOLE = frozenset({list, tuple})
-"""What a body is that is whole when the app returns it."""
-
 STATUSES = {str(status): status for status in range(100, 1000)}
 """Statuses by how a status line begins."""
 
+
+def _told(environ: dict[str, Any], name: str) -> str:
+    """What the caller's request says of an attribute, "" where it says nothing."""
+    told: str = _path(environ) if name == "url.path" else environ.get(NAMED[name], "")
+    return told
+
+
 NAMED = {
-    "url.path": "",
     "url.query": "QUERY_STRING",
     "client.address": "REMOTE_ADDR",
     "user_agent.original": "HTTP_USER_AGENT",
