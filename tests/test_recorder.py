@@ -977,7 +977,7 @@ def test_what_a_muted_call_costs_is_measured_for_each_shape_of_probe() -> None:
 
 def test_the_cost_of_each_shape_of_probe_is_measured_without_a_trace_in_this_thread() -> None:
     costs = measure_costs()
-    assert set(costs) == {"call", "coroutine", "generator", "method", "scope", "step", "wrapper"}
+    assert set(costs) == {"call", "coroutine", "generator", "method", "request", "scope", "step", "wrapper"}
     assert all(1 < cost.added_ns < 1e6 for cost in costs.values())
     assert all(0 <= cost.outside_ns <= cost.added_ns for cost in costs.values())
 

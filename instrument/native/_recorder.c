@@ -153,7 +153,8 @@ typedef struct totals {
     chunk_t *chunks[CHUNKS];
 } totals_t;
 
-/* One cache line. What few spans have lies in a tuple of its own: (active ns or -1, name of the error, attributes). */
+/* One cache line. What few spans have lies in a tuple of its own, (active ns or -1, name of the error, attributes), or is
+ * the dict of the attributes where there is nothing else. */
 typedef struct {
     uint64_t span_id, parent_id, root_id;
     int64_t start_ns, end_ns, children_ns;
@@ -1022,13 +1023,14 @@ row_as_tuple(const row_t *row)
 {
     PyObject *rare = Py_XNewRef(row->rare); /* the row may be overwritten while the tuple is made */
     PyObject *tuple;
-    if (rare != NULL)
+    if (rare != NULL && PyTuple_CheckExact(rare))
         tuple = Py_BuildValue("(IKKKILLLOOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
                               row->start_ns, row->end_ns, row->children_ns, PyTuple_GET_ITEM(rare, 0),
                               PyTuple_GET_ITEM(rare, 1), PyTuple_GET_ITEM(rare, 2));
     else
         tuple = Py_BuildValue("(IKKKILLLiOO)", row->node, row->span_id, row->parent_id, row->root_id, row->task,
-                              row->start_ns, row->end_ns, row->children_ns, -1, Py_None, Py_None);
+                              row->start_ns, row->end_ns, row->children_ns, -1, Py_None,
+                              rare != NULL ? rare : Py_None);
     Py_XDECREF(rare);
     return tuple;
 }
@@ -2409,6 +2411,16 @@ error_told(PyObject *attributes, PyObject *error)
     return error != NULL ? error : str_other;
 }
 
+/* What a row has beside its numbers: attributes alone as they are, which most have that have anything. */
+static PyObject *
+rare_of(int64_t active_ns, PyObject *error, PyObject *attributes)
+{
+    if (error == NULL && active_ns < 0 && PyDict_Check(attributes))
+        return Py_NewRef(attributes);
+    return Py_BuildValue("(LOO)", active_ns, error != NULL ? error : Py_None,
+                         attributes != NULL ? attributes : Py_None);
+}
+
 /* All that may run code of the host's comes first and last: in between, the ring is between two rows. */
 static void
 store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error)
@@ -2418,12 +2430,7 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
     if (frame->attributes != NULL)
         error = error_told(frame->attributes, error);
     if (error != NULL || frame->attributes != NULL || active_ns >= 0) {
-        PyObject *active = PyLong_FromLongLong(active_ns);
-        if (active != NULL) {
-            rare = PyTuple_Pack(3, active, error != NULL ? error : Py_None,
-                                frame->attributes != NULL ? frame->attributes : Py_None);
-            Py_DECREF(active);
-        }
+        rare = rare_of(active_ns, error, frame->attributes);
         if (rare == NULL) {
             PyErr_Clear();
             count(core, NO_DETAILS);
@@ -5875,9 +5882,8 @@ add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
                      .start_ns = frame->start_ns, .end_ns = now_ns, .children_ns = frame->children_ns,
                      .node = frame->node->index, .task = (uint32_t)(frame->task >> 4)};
         if (frame->attributes != NULL) /* a copy, for whoever opened the span may still add to them */
-            row.rare = Py_BuildValue("(iON)", -1, Py_None, PyDict_Check(frame->attributes)
-                                                               ? PyDict_Copy(frame->attributes)
-                                                               : Py_NewRef(frame->attributes));
+            row.rare = PyDict_Check(frame->attributes) ? PyDict_Copy(frame->attributes)
+                                                       : rare_of(-1, NULL, frame->attributes);
         PyObject *tuple = PyErr_Occurred() ? NULL : row_as_tuple(&row);
         Py_XDECREF(row.rare);
         PyObject *pair = tuple == NULL ? NULL : Py_BuildValue("(lN)", frame->ring->thread_id, tuple);

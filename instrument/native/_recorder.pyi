@@ -1,6 +1,6 @@
 """Types of the native core. Its twins are in `instrument.recorder.pure` and `instrument.recording.ring`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from typing import Any, final
 
@@ -10,6 +10,7 @@ from instrument.recording.spans import RemoteParent, Site
 ROW_BYTES: int
 
 def mark(record: int, is_capturing: int, number_of: int, releases: bool, event: int, stream: int, /) -> int: ...
+def header_values(headers: Iterable[Sequence[bytes]], names: tuple[bytes, ...], /) -> tuple[bytes | None, ...]: ...
 def measure(query: int, elapsed: int, anchor: int, events: list[int], /) -> list[tuple[int, float, float]]: ...
 
 @final

@@ -105,7 +105,7 @@ class Exchanges:
         if not self.is_on or (current is not None and current.frame is not None):
             return None
         method = self._methods.get(arrival) or self._first_by(arrival)
-        facts: dict[Any, Any] = method.facts.copy()
+        facts: dict[Any, Any] = method.facts.copy() if method.facts else {}
         if caller is not None and not self._follows:
             self._link(caller, facts)
             caller = None
