@@ -415,6 +415,16 @@ def test_no_time_at_all_is_no_ratio() -> None:
     assert "f   -      -      0      0         host   1      1" in text_of(view("ops", tally))
 
 
+def test_a_function_that_calls_itself_on_tasks_side_by_side_has_no_time_inside_that_is_less_than_none() -> None:
+    crawl = Site("crawl", "op", suspends=True)
+    tally = Tally()
+    tally.totals((crawl,), 1).merge(Totals(calls=40, total_ns=45 * MS, self_ns=675 * MS))
+    shown = view("ops", tally)
+    (function,) = shown.functions
+    assert (function.outer_ns, function.inner_ns, function.inner_ratio) == (45 * MS, None, None)
+    assert "Time in spans inside: - (it calls itself side by side)\n" in text_of(shown)
+
+
 def test_the_document_holds_the_numbers_of_the_text() -> None:
     said = json.loads(json.dumps(document(view("instances", shop(), rows=2))))
     function = said["functions"][0]
@@ -460,12 +470,13 @@ def test_calls_what_is_inside_of_them_and_the_work_are_those_of_the_raw_spans(tr
         ]
         assert function.calls == len(calls)
         assert function.outer_ns == sum(span.total_ns for span in calls if span.span_id not in inner)
-        assert function.inner_ns == function.outer_ns - sum(own_ns[span.span_id] for span in calls)
+        inner_ns = function.outer_ns - sum(own_ns[span.span_id] for span in calls)
+        assert function.inner_ns == (inner_ns if inner_ns >= 0 else None)
         work = [s for s in its if s.site.kind in ("op", "layer", "copy", "comm") and s not in calls]
         assert function.work_ns == sum(own_ns[span.span_id] for span in work)
         assert function.time_ns == sum(own_ns[span.span_id] for span in its)
         for part, ratio in ((function.inner_ns, function.inner_ratio), (function.work_ns, function.work_ratio)):
-            assert ratio == (part / function.outer_ns if function.outer_ns else None)
+            assert ratio == (part / function.outer_ns if function.outer_ns and part is not None else None)
         for row in function.rows:
             assert row.per_call_ns == row.time_ns / row.calls
             assert (row.number is None) == (of != "instances")

@@ -101,16 +101,17 @@ class Remaining:
 class FunctionTimes:
     """A function, or the sum over all where `name` is empty: its calls, what is in them, and its rows.
 
-    `calls` took `outer_ns`. `inner_ns` of that was in spans inside, on its own thread and task. `work_ns` is the self
-    time of operators, layers, copies and communication below it, on whatever thread. Ratios of rows are of `time_ns`,
-    the self times of all of them.
+    `calls` took `outer_ns`. `inner_ns` of that was in spans inside, on its own thread and task: None where it calls
+    itself on other tasks, side by side, whose self times are more than that. `work_ns` is the self time of operators,
+    layers, copies and communication below it, on whatever thread. Ratios of rows are of `time_ns`, the self times of
+    all of them.
     """
 
     name: str
     kind: str
     calls: int
     outer_ns: int
-    inner_ns: int
+    inner_ns: int | None
     work_ns: int
     time_ns: int
     rows: tuple[SelfRow, ...]
@@ -119,7 +120,7 @@ class FunctionTimes:
     @property
     def inner_ratio(self) -> float | None:
         """Of the calls."""
-        return share(self.inner_ns, self.outer_ns)
+        return None if self.inner_ns is None else share(self.inner_ns, self.outer_ns)
 
     @property
     def work_ratio(self) -> float | None:
@@ -175,11 +176,15 @@ class SelfTimes:
         name = safe(function.name) or ("(no name)" if function.kind else "")
         lines = section_title(shorten(name, 25) or "All functions")
         called = f" to {shorten(name, LINE // 2)} ({function.kind})" if function.kind else ""
-        outer, inner, work = (in_unit(ns, unit) for ns in (function.outer_ns, function.inner_ns, function.work_ns))
+        outer, work = in_unit(function.outer_ns, unit), in_unit(function.work_ns, unit)
+        inner = f"{MISSING} (it calls itself side by side)"
+        if function.inner_ns is not None:
+            share_of_calls = percent(function.inner_ns, function.outer_ns)
+            inner = f"{in_unit(function.inner_ns, unit)} ({share_of_calls} of the calls)"
         lines.append(f"Time in {function.calls} call{'s' * (function.calls != 1)}{called}: {outer}")
-        if function.inner_ns or function.work_ns:
+        if function.inner_ns != 0 or function.work_ns:
             lines += [
-                f"Time in spans inside: {inner} ({percent(function.inner_ns, function.outer_ns)} of the calls)",
+                f"Time in spans inside: {inner}",
                 f"Time in ops, layers, copies and communication: {work} "
                 f"({percent(function.work_ns, function.outer_ns)} of the calls)",
             ]
@@ -368,7 +373,7 @@ class _Table:
             kind=self._site(its.node).kind if is_one else "",
             calls=its.calls,
             outer_ns=its.outer_ns,
-            inner_ns=its.outer_ns - its.own_ns,
+            inner_ns=its.outer_ns - its.own_ns if its.own_ns <= its.outer_ns else None,
             work_ns=its.work_ns,
             time_ns=its.time_ns,
             rows=rows,
