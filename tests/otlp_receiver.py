@@ -44,6 +44,8 @@ class Received:
     resource: Mapping[str, Any]
     scope: str
     schema_url: str
+    trace_state: str
+    link_states: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,8 @@ def _spans_of(request: Mapping[str, Any]) -> Iterator[Received]:
                     resource=resource,
                     scope=scope,
                     schema_url=of_scope.get("schema_url", ""),
+                    trace_state=span.get("trace_state", ""),
+                    link_states=tuple(link.get("trace_state", "") for link in span.get("links", ())),
                 )
 
 

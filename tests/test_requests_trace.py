@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from otlp_receiver import receiver
 
 import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchanges
+from instrument.instrumentors.requests.traceparent import w3c
 from instrument.otlp.packing import Ids, link_of
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
@@ -227,3 +229,113 @@ def test_another_propagator_of_opentelemetry_is_asked_where_the_environment_name
     remote = request_of(session).remote
     assert remote is not None
     assert (f"{remote.trace_id:032x}", remote.span_id) == (TRACE, 7)
+
+
+# -------------------------------------------------------------------- the state of the caller's trace
+
+STATE = "dd=s:1;p:00f067aa0ba902b7, rojo=00f067aa0ba902b7,0/tenant@ot=th:8"
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_spans_of_a_request_bear_the_state_of_its_callers_trace(protocol: str) -> None:
+    from instrument.profile.keys import loads
+
+    async def calls(scope: Any, receive: Any, send: Any) -> None:
+        with instrument.scope("work"):
+            await answer(scope, receive, send)
+
+    with receiver() as found:
+        endpoint = found.grpc_endpoint if protocol == "grpc" else f"http://127.0.0.1:{found.http_port}"
+        text = f"requests: auto\nexport: {{otlp: {{endpoint: '{endpoint}', protocol: {protocol}}}}}\n"
+        instrument.start(loads(text, environ={}))
+        serve(calls, {"traceparent": CALLER, "tracestate": STATE})
+        serve(calls, {"traceparent": CALLER, "tracestate": STATE}, RequestsRule(traceparent="link"))
+        serve(calls, {"traceparent": CALLER})
+        instrument.stop()
+        spans = found.spans()
+    wanted = STATE if protocol != "grpc" else STATE.replace(", ", ",")  # the official exporter's own form
+    followed = [span for span in spans if f"{span.trace_id:032x}" == TRACE]
+    assert sorted((span.name, span.trace_state) for span in followed) == [
+        ("GET", ""), ("GET", wanted), ("work", ""), ("work", wanted),
+    ]  # fmt: skip
+    (linked,) = [span for span in spans if span.link_states and span.name == "GET"]
+    # The official exporter, which speaks gRPC for us, leaves it out of links.
+    assert (linked.trace_state, linked.link_states) == ("", ("" if protocol == "grpc" else wanted,))
+    assert not any("tracestate" in name for span in spans for name in span.attributes)
+
+
+def test_the_state_goes_on_with_what_the_service_sends(session: instrument.Session) -> None:
+    from opentelemetry import propagate, trace
+    from opentelemetry.sdk.trace import TracerProvider
+
+    by_hand: dict[str, str] = {}
+    by_opentelemetry: dict[str, str] = {}
+    below: dict[str, str] = {}
+    tracer = TracerProvider().get_tracer("service")
+
+    async def calls(scope: Any, receive: Any, send: Any) -> None:
+        instrument.inject(by_hand)
+        propagate.inject(by_opentelemetry)
+        with tracer.start_as_current_span("theirs"):
+            propagate.inject(below)
+        await answer(scope, receive, send)
+
+    state = STATE.replace(", ", ",")
+    serve(calls, {"traceparent": CALLER, "tracestate": state})
+    assert [sent["tracestate"] for sent in (by_hand, by_opentelemetry, below)] == [state] * 3
+    by_hand.clear()
+    serve(calls, {"traceparent": CALLER})
+    assert "tracestate" not in by_hand
+    assert not trace.get_current_span().get_span_context().is_valid
+
+
+def test_a_request_below_a_span_of_opentelemetry_has_its_state(session: instrument.Session) -> None:
+    from opentelemetry import propagate, trace
+
+    from instrument import otlp
+
+    RECORDER.remote_parent = otlp.current_parent
+    context = propagate.extract({"traceparent": CALLER, "tracestate": "a=1"})
+    with trace.use_span(trace.get_current_span(context)):
+        serve(answer, {})
+    remote = request_of(session).remote
+    assert remote is not None
+    assert remote.state == "a=1"
+
+
+@pytest.mark.parametrize(
+    ("header", "state"),
+    [
+        (b"", ""),
+        (b"a=1", "a=1"),
+        (b"a=1,,b=2 ", "a=1,,b=2 "),
+        (b"a", ""),
+        (b"A=1", ""),
+        (b"a=1=2", ""),
+        (b"a=\xff\xfe", ""),
+        (b"a=1\r\nset-cookie: x", ""),
+        (b"a=1\nb=2", ""),
+        (b"\x00" * 100_000, ""),
+        (b" " * 100_000, ""),
+        (b"," * 100_000, ""),
+        (b"a=" + b"1" * 100_000, ""),
+        (b",".join(b"k%d=1" % number for number in range(32)), ",".join(f"k{number}=1" for number in range(32))),
+        (b",".join(b"k%d=1" % number for number in range(33)), ""),
+        (b"first=1," + b"long=" + b"x" * 200 + b",much=" + b"y" * 250 + b",cut=" + b"z" * 100,
+         "first=1," + "long=" + "x" * 200 + ",much=" + "y" * 250),
+    ],
+)  # fmt: skip
+def test_a_state_is_bounded_and_one_that_is_not_sound_is_none(
+    session: instrument.Session, header: bytes, state: str
+) -> None:
+    remote = remote_of(w3c({b"traceparent": CALLER.encode(), b"tracestate": header}))
+    assert remote is not None
+    assert (f"{remote.trace_id:032x}", remote.state) == (TRACE, state)
+    sent: dict[str, str] = {}
+
+    async def calls(scope: Any, receive: Any, send: Any) -> None:
+        instrument.inject(sent)
+        await answer(scope, receive, send)
+
+    serve(calls, {"traceparent": CALLER, "tracestate": header.decode("latin-1")})
+    assert sent.get("tracestate", "") == (state if header.isascii() else "")

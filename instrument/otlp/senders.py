@@ -271,11 +271,11 @@ class Grpc:
         """Each span and device interval as the SDK's own, with our ids and times."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-        from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
         scope = InstrumentationScope(packing.SCOPE, packing.version(), packing.SCHEMA_URL)
         unset = Status(StatusCode.UNSET)
-        for trace_id, own, parent, flags, span, interval in packing.identify(spans, ids):
+        for trace_id, own, parent, flags, state, span, interval in packing.identify(spans, ids):
             name, kind, status, w3c_flags = span.site.name, SpanKind.INTERNAL, unset, TraceFlags(flags & 0xFF)
             if interval is not None:
                 name, attributes = packing.device_name(span.site), packing.device_attributes(span, interval)
@@ -288,11 +288,11 @@ class Grpc:
             link = packing.link_of(span, ids) if interval is None else None
             yield ReadableSpan(
                 str(packing.plain(name)),
-                context=SpanContext(trace_id, own, False, w3c_flags),
+                context=SpanContext(trace_id, own, False, w3c_flags, _trace_state(state)),
                 parent=SpanContext(trace_id, parent, bool(flags & packing.IS_REMOTE), w3c_flags) if parent else None,
                 resource=self._resource,
                 attributes=_official(attributes),
-                links=() if link is None else [Link(SpanContext(*link, is_remote=False))],
+                links=() if link is None else [_official_link(link, packing.link_state_of(span))],
                 kind=kind,
                 status=status,
                 start_time=origin.realtime_of((interval or span).start_ns),
@@ -436,6 +436,18 @@ def _official_histogram(point: Point) -> Any:
         max=value.most_s,
         exemplars=[Exemplar({}, one.value_ns / 1e9, one.at_ns, one.span_id, one.trace_id) for one in point.exemplars],
     )
+
+
+def _trace_state(state: str) -> Any:
+    from opentelemetry.trace import TraceState
+
+    return TraceState.from_header([state]) if state else None
+
+
+def _official_link(link: tuple[int, int], state: str) -> Any:
+    from opentelemetry.trace import Link, SpanContext
+
+    return Link(SpanContext(*link, is_remote=False, trace_state=_trace_state(state)))
 
 
 def _official(attributes: Mapping[str, object]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from instrument.otlp.packing import version
-from instrument.recording.spans import Origin, RemoteParent
+from instrument.recording.spans import Origin, RemoteParent, state_of
 from instrument.runtime.faults import FAULTS
 
 _UNNAMED = "unknown_service"
@@ -33,7 +33,10 @@ def current_parent() -> RemoteParent | None:
         if context.is_valid:
             is_local = not context.is_remote
             in_server_span = is_local and _lies_in_server_span(current)
-            return RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), is_local, in_server_span)
+            flags, state = int(context.trace_flags), ""
+            if context.trace_state:
+                state = state_of(context.trace_state.to_header().encode("latin-1", "replace"))
+            return RemoteParent(context.trace_id, context.span_id, flags, is_local, in_server_span, state)
     except Exception as fault:  # another tracer's object; the request goes on without it
         FAULTS.note("read of the current OpenTelemetry span", fault)
     return None

@@ -150,7 +150,7 @@ class _Recording:
         self.scope_name_limit = SCOPE_NAME_LIMIT
         self.open_scope_limit = OPEN_SCOPE_LIMIT
         self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
-        self.trace_of: Callable[[int, int, Any], tuple[int, int, int]] | None = None
+        self.trace_of: Callable[[int, int, Any], tuple[int, int, int, str]] | None = None
         """Trace id, span id and flags by which others know a span, of what `current_trace` gives. None while off."""
         self._renamed: dict[Site, dict[str, Site]] = {}  # by the place's own site
         self._place_of: dict[Site, Site] = {}

@@ -102,6 +102,7 @@ class RemoteParent:
     """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts.
 
     `is_local`: it is a span of this process. `in_server_span`: it serves the request already, or lies in one that does.
+    `state` is the W3C `tracestate` that came with it, which is handed on as it is.
     """
 
     trace_id: int
@@ -109,6 +110,7 @@ class RemoteParent:
     flags: int = 1
     is_local: bool = False
     in_server_span: bool = False
+    state: str = ""
 
 
 REMOTE = "instrument.remote"
@@ -132,23 +134,41 @@ OTHER_ERROR = "_OTHER"
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
-def remote_of(told: object) -> RemoteParent | None:
-    """The span that a recorder noted of another tracer: itself, or the `traceparent` that told of it.
+STATE_LIMIT = 512
+"""Characters of a `tracestate`; of a longer one whole entries are left out at the end (W3C Trace Context, 3.3.1.5)."""
 
-    A header that is not sound (W3C Trace Context, 3.2) counts as none.
+_ENTRY = r"[ \t]*(?:[a-z0-9][a-z0-9_\-*/@]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~][ \t]*)?"
+_TRACESTATE = re.compile(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
+
+
+def state_of(header: bytes | str) -> str:
+    """What is handed on of a `tracestate`; nothing of one that is not sound."""
+    header = header[: STATE_LIMIT + 1]
+    text = header if isinstance(header, str) else header.decode("latin-1")
+    if len(text) > STATE_LIMIT:
+        text = text.rpartition(",")[0]
+    return text if _TRACESTATE.fullmatch(text) else ""
+
+
+def remote_of(told: object) -> RemoteParent | None:
+    """The span that a recorder noted of another tracer: itself, or the headers that told of it.
+
+    They are the `traceparent`, or that and the `tracestate`, as bytes or text. A `traceparent` that is not sound (W3C
+    Trace Context, 3.2) counts as none.
     """
-    if isinstance(told, str):
-        told = told.encode("latin-1", "replace")
-    if not isinstance(told, bytes):
-        return told if isinstance(told, RemoteParent) else None
-    found = _TRACEPARENT.fullmatch(told.strip())
+    parent, state = told if isinstance(told, tuple) else (told, b"")
+    if isinstance(parent, str):
+        parent = parent.encode("latin-1", "replace")
+    if not isinstance(parent, bytes):
+        return parent if isinstance(parent, RemoteParent) else None
+    found = _TRACEPARENT.fullmatch(parent.strip())
     if found is None:
         return None
     version, trace, span, flags, more = found.groups()
     trace_id, span_id = int(trace, 16), int(span, 16)
     if version == b"ff" or (version == b"00" and more) or not trace_id or not span_id:
         return None
-    return RemoteParent(trace_id, span_id, int(flags, 16))
+    return RemoteParent(trace_id, span_id, int(flags, 16), state=state_of(state) if state else "")
 
 
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
@@ -171,8 +191,11 @@ LINK_REMOTE = "instrument.link.remote"
 """The attribute of a request whose caller's span it is only linked to: that one's trace and span in hexadecimal digits,
 a hyphen between them."""
 
+LINK_STATE = "instrument.link.tracestate"
+"""Beside it, the `tracestate` that came with it, if one did."""
 
-def link_of(span_id: int, root_id: int, remote: RemoteParent | bytes | None) -> dict[Any, Any]:
+
+def link_of(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
     """The attributes of such a root."""
     link: dict[Any, Any] = {LINK: (span_id, root_id)}
     remote = remote_of(remote)

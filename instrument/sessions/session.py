@@ -416,12 +416,12 @@ class Session:
             self._ids = otlp.Ids()
         return self._ids
 
-    def _trace_of(self, span_id: int, root_id: int, told: Any) -> tuple[int, int, int]:
-        """Trace id, span id and flags of a span: those of the caller's trace, or of our own, by the sample."""
+    def _trace_of(self, span_id: int, root_id: int, told: Any) -> tuple[int, int, int, str]:
+        """Trace id, span id, flags and state of a span: those of the caller's trace, or of our own, by the sample."""
         ids, remote = self.ids(), remote_of(told)
         if remote is not None:
-            return remote.trace_id, ids.span_id(span_id), remote.flags
-        return ids.trace_id(root_id), ids.span_id(span_id), int(is_sampled(root_id, self.profile.capture.sample))
+            return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
+        return ids.trace_id(root_id), ids.span_id(span_id), int(is_sampled(root_id, self.profile.capture.sample)), ""
 
     def count_loss(self, what: str, count: int) -> None:
         """Have the reports tell of something that was recorded and not kept."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from instrument.instrumentors.requests.exchange import PLAIN, Exchange, Exchanges
+from instrument.instrumentors.requests.traceparent import with_state
 from instrument.recorder.recorder import header_values
 from instrument.runtime.faults import FAULTS
 
@@ -73,8 +74,8 @@ def begun(exchanges: Exchanges, kind: str, scope: Message) -> Exchange | None:
         method = scope.get("method", "GET")  # a websocket begins with one
         arrival = kind, method, scope.get("scheme", "http"), address, port
         if exchanges.is_plain:
-            caller, length = header_values(scope["headers"], PLAIN)
-            return exchanges.begin_plain(arrival, caller, length)
+            parent, state, length = header_values(scope["headers"], PLAIN)
+            return exchanges.begin_plain(arrival, parent if state is None else with_state(parent, state), length)
         named = {name: told for name in exchanges.named if (told := _told(scope, name)) is not None}
         return exchanges.begin_at(arrival, dict(scope["headers"]), named)
     except Exception as fault:

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from instrument.instrumentors.requests.endpoints import METHODS, Endpoints, Method
-from instrument.instrumentors.requests.traceparent import Extract, extractor, w3c
+from instrument.instrumentors.requests.traceparent import Caller, Extract, extractor, w3c
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import (
@@ -20,10 +20,10 @@ from instrument.recording.spans import (
     ITEMS,
     LAST_ITEM,
     LINK_REMOTE,
+    LINK_STATE,
     LONGEST_GAP,
     MEDIAN_GAP,
     AttributeValue,
-    RemoteParent,
     remote_of,
 )
 from instrument.runtime.faults import FAULTS
@@ -31,7 +31,7 @@ from instrument.runtime.faults import FAULTS
 HEADER = "http.request.header."
 """How attributes begin that hold a header of a request."""
 
-PLAIN = (b"traceparent", b"content-length")
+PLAIN = (b"traceparent", b"tracestate", b"content-length")
 """The headers that are asked for each time."""
 
 SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
@@ -96,7 +96,7 @@ class Exchanges:
             return False  # an app within an app: its request is one already
         return not self.ignored(path)
 
-    def begin_plain(self, arrival: Arrival, caller: bytes | str | None, length: bytes | str | None) -> Exchange | None:
+    def begin_plain(self, arrival: Arrival, caller: Caller | None, length: bytes | str | None) -> Exchange | None:
         """Begin the span of a request with these `PLAIN` headers, where `is_plain`; None where it is not wanted.
 
         Whether its path is ignored has been asked before.
@@ -132,10 +132,12 @@ class Exchanges:
             caller = None
         return Exchange(method, facts, caller, headers.get(b"content-length"))
 
-    def _link(self, caller: RemoteParent | bytes | str, facts: dict[Any, Any]) -> None:
+    def _link(self, caller: Caller, facts: dict[Any, Any]) -> None:
         """Link to the caller's span at most, where it is not to be followed."""
         if self._links and (span := remote_of(caller)) is not None:
             facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
+            if span.state:
+                facts[LINK_STATE] = span.state
 
     def _first_by(self, arrival: Arrival) -> Method:
         protocol, name, scheme, address, port = arrival
@@ -197,7 +199,7 @@ class Exchange:
         self,
         method: Method,
         facts: dict[Any, Any],
-        caller: RemoteParent | bytes | str | None,
+        caller: Caller | None,
         length: bytes | str | None,
     ) -> None:
         """Begin it in this context, with its caller's span and the length of its body, as headers tell them."""

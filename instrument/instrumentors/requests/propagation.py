@@ -21,8 +21,8 @@ MODULE = "opentelemetry.trace"
 """Where OpenTelemetry's propagators and tracers take `get_current_span` from."""
 
 
-def current(recorder: Recorder = RECORDER) -> tuple[int, int, int] | None:
-    """Trace id, span id and flags of the innermost span of ours, as others know it; None where none is open."""
+def current(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
+    """Trace id, span id, flags and state of the innermost span of ours, as others know it; None where none is open."""
     trace_of = recorder.trace_of
     found = None if trace_of is None else recorder.current_trace()
     return None if found is None or trace_of is None else trace_of(*found)
@@ -31,17 +31,21 @@ def current(recorder: Recorder = RECORDER) -> tuple[int, int, int] | None:
 def inject(headers: MutableMapping[str, str]) -> None:
     """Name the current span of ours in the headers of a request that the service sends (W3C `traceparent`).
 
-    For clients that OpenTelemetry does not instrument. Where no span is open, nothing is set.
+    The caller's `tracestate` goes on with it. For clients that OpenTelemetry does not instrument. Where no span is
+    open, nothing is set.
     """
     found = current()
     if found is not None:
-        trace_id, span_id, flags = found
+        trace_id, span_id, flags, state = found
         headers["traceparent"] = f"00-{trace_id:032x}-{span_id:016x}-{flags & 0xFF:02x}"
+        if state:
+            headers["tracestate"] = state
 
 
 def attach(module: ModuleType, recorder: Recorder = RECORDER) -> list[Undo]:
     """`opentelemetry.trace` is imported: let it know of our requests."""
-    places = [module, sys.modules[f"{MODULE}.propagation"]]
+    # The last one has a name of its own for it where the service has imported the SDK before us.
+    places = [module, sys.modules[f"{MODULE}.propagation"], sys.modules.get("opentelemetry.sdk.trace.sampling")]
     original: Callable[..., Any] = module.get_current_span
 
     @functools.wraps(original)
@@ -58,7 +62,7 @@ def attach(module: ModuleType, recorder: Recorder = RECORDER) -> list[Undo]:
     return [
         replace(place, "get_current_span", get_current_span)
         for place in places
-        if vars(place).get("get_current_span") is original
+        if place is not None and vars(place).get("get_current_span") is original
     ]
 
 
@@ -74,7 +78,8 @@ def _kind_of_span() -> Any:
     return CurrentSpan
 
 
-def _span_of(trace_id: int, span_id: int, flags: int) -> Any:
-    from opentelemetry.trace import SpanContext, TraceFlags
+def _span_of(trace_id: int, span_id: int, flags: int, state: str) -> Any:
+    from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
-    return _kind_of_span()(SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(flags)))
+    kept = TraceState.from_header([state]) if state else None
+    return _kind_of_span()(SpanContext(trace_id, span_id, False, TraceFlags(flags), kept))

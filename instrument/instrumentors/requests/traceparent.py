@@ -5,16 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from instrument.recording.spans import RemoteParent
+from instrument.recording.spans import STATE_LIMIT, RemoteParent, state_of
 from instrument.runtime.faults import FAULTS
 
-Extract = Callable[[Mapping[bytes, bytes]], RemoteParent | bytes | None]
-"""Tells the caller's span, or what `spans.remote_of` reads, from headers by their names in small letters."""
+Header = bytes | str
+Caller = RemoteParent | Header | tuple[Header, Header]
+"""What `spans.remote_of` reads: a span, a `traceparent`, or that and a `tracestate`."""
+
+Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
+"""Tells the caller from headers by their names in small letters."""
 
 
-def w3c(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The `traceparent`, to be read by whoever reads the span: that takes 3 us, which the service need not wait for."""
-    return headers.get(b"traceparent")
+def with_state(parent: Header | None, state: Header) -> Caller | None:
+    """A `traceparent`, if there is one, with a `tracestate`, to be read by whoever reads the span.
+
+    That takes some microseconds, which the service need not wait for.
+    """
+    return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
+
+
+def w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
+    """The `traceparent`, with the `tracestate` if there is one."""
+    parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
+    return parent if state is None else with_state(parent, state)
 
 
 def configured(headers: Mapping[bytes, bytes]) -> RemoteParent | None:
@@ -24,7 +37,10 @@ def configured(headers: Mapping[bytes, bytes]) -> RemoteParent | None:
 
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
         context = trace.get_current_span(propagate.extract(carrier)).get_span_context()
-        return RemoteParent(context.trace_id, context.span_id, int(context.trace_flags)) if context.is_valid else None
+        if not context.is_valid:
+            return None
+        state = state_of(context.trace_state.to_header().encode("latin-1", "replace")) if context.trace_state else ""
+        return RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state)
     except Exception as fault:  # a propagator that is not installed, or somebody else's
         FAULTS.note("OTEL_PROPAGATORS", fault)
         return None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from instrument.instrumentors.requests.exchange import CURRENT, Exchange, Exchanges
+from instrument.instrumentors.requests.traceparent import with_state
 from instrument.runtime.faults import FAULTS
 
 StartResponse = Callable[..., Any]
@@ -64,7 +65,9 @@ class App:
             method, scheme = environ["REQUEST_METHOD"], environ["wsgi.url_scheme"]
             arrival = "wsgi", method, scheme, environ["SERVER_NAME"], environ["SERVER_PORT"]
             if exchanges.is_plain:
-                return exchanges.begin_plain(arrival, environ.get("HTTP_TRACEPARENT"), environ.get("CONTENT_LENGTH"))
+                parent, state = environ.get("HTTP_TRACEPARENT"), environ.get("HTTP_TRACESTATE")
+                caller = parent if state is None else with_state(parent, state)
+                return exchanges.begin_plain(arrival, caller, environ.get("CONTENT_LENGTH"))
             named = {name: told for name in exchanges.named if (told := _told(environ, name))}
             return exchanges.begin_at(arrival, _Headers(environ), named)
         except Exception as fault:
@@ -95,7 +98,11 @@ NAMED = {
 """What a request's environment calls what attributes hold."""
 
 
-VARIABLES = {b"traceparent": "HTTP_TRACEPARENT", b"content-length": "CONTENT_LENGTH"}
+VARIABLES = {
+    b"traceparent": "HTTP_TRACEPARENT",
+    b"tracestate": "HTTP_TRACESTATE",
+    b"content-length": "CONTENT_LENGTH",
+}
 """What a request's environment calls the headers that are asked for each time."""
 
 
