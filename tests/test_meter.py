@@ -9,6 +9,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from instrument.profile.model import Profile, RequestsRule
 from instrument.recording.distributions import EXEMPLARS, Distribution, Exemplar, Exemplars
 from instrument.recording.tally import bucket
 from instrument.sessions import meter
+from instrument.sessions.meter import queued_tasks
 
 DURATION, ACTIVE, CALLS = "http.server.request.duration", "http.server.active_requests", "instrument.call.duration"
 DELTA, CUMULATIVE = 1, 2
@@ -599,3 +601,42 @@ def test_generators_that_nobody_could_look_at_in_time_are_counted() -> None:
         (point,) = newest(server.metrics, "gen_ai.server.time_to_first_token").values()
         reason = "spans overwritten before it was seen whether a model generated them"
         assert point.count + session.losses()[reason] == 5_000
+
+
+def test_what_waits_for_a_thread_of_an_executor_is_told_by_pool() -> None:
+    def told_lengths(server: Collector) -> dict[str, float]:
+        instrument.flush()
+        found = newest(server.metrics, "instrument.executor.queue.length")
+        return {dict(labels)["instrument.executor"]: point.as_double or point.as_int for labels, point in found.items()}
+
+    gate = threading.Event()
+    with collecting(take) as server:
+        instrument.start(profile(url(server)))
+        with (
+            ThreadPoolExecutor(1, "test_meter_pool") as named,
+            ThreadPoolExecutor(2) as first,
+            ThreadPoolExecutor(1) as second,
+        ):
+            pools = {named: 1 + 5, first: 2 + 3, second: 1 + 4}
+            started = threading.Semaphore(0)
+
+            def work() -> None:
+                started.release()
+                gate.wait(30)
+
+            try:
+                before = queued_tasks().get("ThreadPoolExecutor", 0)
+                for pool, count in pools.items():
+                    for _ in range(count):
+                        pool.submit(work)
+                for _ in range(4):
+                    assert started.acquire(timeout=30)
+                lengths = told_lengths(server)
+                assert lengths["test_meter_pool"] == 5
+                assert lengths["ThreadPoolExecutor"] == before + 7
+            finally:
+                gate.set()
+            for pool in pools:
+                pool.submit(int).result(30)
+            assert told_lengths(server)["test_meter_pool"] == 0
+        instrument.stop()

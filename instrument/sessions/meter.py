@@ -8,6 +8,8 @@ that have ended.
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -197,6 +199,19 @@ class Meter:
             dict(self._active),
         )
 
+    def _queued_tasks(self) -> Metric | None:
+        """What waits in executors now, None where the process has none."""
+        waiting = queued_tasks()
+        if not waiting:
+            return None
+        series: dict[Labels, float] = {}
+        for name, count in waiting.items():
+            labels: Labels = (("instrument.executor", name),)
+            labels = labels if len(series) < SERIES_LIMIT else OVERFLOW
+            series[labels] = series.get(labels, 0) + count
+        told = "Number of tasks that wait for a thread of an executor."
+        return Metric("instrument.executor.queue.length", "{task}", UPDOWN, told, series)
+
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, sites: Collection[Site]) -> None:
@@ -237,6 +252,8 @@ class Meter:
             exemplars = {labels: of.all() for labels, of in self._exemplars.items()}
             metrics.append(_durations("http.server.request.duration", told, self._requests, exemplars))
             metrics.append(self._active_requests())
+            if (queued := self._queued_tasks()) is not None:
+                metrics.append(queued)
         if self.generations or self._watched is not None:
             told = "Time to generate first token for successful responses."
             metrics.append(_durations("gen_ai.server.time_to_first_token", told, self._first_tokens))
@@ -268,6 +285,27 @@ def _series(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
     if labels not in series and len(series) >= SERIES_LIMIT:
         labels = OVERFLOW
     return series.setdefault(labels, Distribution())
+
+
+def queued_tasks() -> Mapping[str, int]:
+    """How many tasks wait in the queues of thread pools, by what the pools are called.
+
+    Those of `concurrent.futures`, of which that module knows every thread and its queue: asyncio's default executor,
+    and what servers of gRPC and gunicorn's threads take requests from. Pools without a name of their own are one.
+    """
+    known = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", None)
+    try:
+        names = {id(queue): (thread.name, queue) for thread, queue in list((known or {}).items())}
+    except RuntimeError:  # a thread has begun meanwhile
+        return {}
+    found: Counter[str] = Counter()
+    for name, queue in names.values():
+        found[_OF_POOL.sub("", name)] += queue.qsize()
+    return found
+
+
+_OF_POOL = re.compile(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
+"""What the name of a pool's thread has behind that of the pool."""
 
 
 def _labels(endpoint: Labels, told: Mapping[Any, Any], error: str | None) -> Labels:
