@@ -73,8 +73,7 @@ def _granian(kind: Any) -> Attach:
 
         @functools.wraps(wrapper)
         def _callback_wrapper(callback: Any, *args: Any, **kwargs: Any) -> Any:
-            served = functools.wraps(callback)(_served(callback, kind, exchanges))
-            return wrapper(served, *args, **kwargs)
+            return wrapper(_served(callback, kind, exchanges), *args, **kwargs)
 
         return [replace(module, "_callback_wrapper", _callback_wrapper)]
 
