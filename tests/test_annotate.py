@@ -22,6 +22,7 @@ from otlp_spans import ORIGIN
 import instrument
 from instrument import chrome
 from instrument.otlp import packing
+from instrument.recorder import annotation
 from instrument.recorder.recorder import NAMES_OF_PLACE
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
@@ -29,6 +30,7 @@ from instrument.recording.spans import (
     ITEMS,
     LAST_ITEM,
     LONGEST_GAP,
+    STATUS_CODE,
     VALUE_LIMIT,
     Site,
     Span,
@@ -225,6 +227,39 @@ def test_names_that_are_none_and_mappings_that_raise_are_counted(recorder: Any) 
     long = "x" * (VALUE_LIMIT - 3) + "..."
     assert attributes(recorder) == {"scope": {long: 3, "y": 4, "z": 5}}
     assert recorder.counts() == {"attributes of a kind that no span has": 4}
+
+
+class Lazy:
+    """As Django's `request.user`: whoever asks for its class, as `isinstance` does, has it loaded."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("loaded from the database")
+
+    @__class__.setter
+    def __class__(self, _: Any) -> None: ...
+
+    @property
+    def name(self) -> str:
+        raise RuntimeError("loaded from the database")
+
+
+class Torn(list[int]):
+    """A list with code of its own."""
+
+    def __getitem__(self, _: Any) -> Any:
+        raise RuntimeError("torn")
+
+
+def test_no_code_of_what_is_given_is_run(recorder: Any) -> None:
+    with recorder.make_scope("scope"):
+        recorder.annotate_innermost(user=Lazy(), users=[Lazy()], torn=Torn([1, 2]))
+        recorder.annotate_innermost(Lazy())
+    assert annotation.name_of(Lazy()) is None
+    assert annotation.status_attributes(Lazy(), None, None) is None
+    assert annotation.status_attributes("error", Lazy(), Lazy()) == {STATUS_CODE: "ERROR"}
+    assert attributes(recorder) == {"scope": {"torn": (1, 2)}}
+    assert recorder.counts() == {"attributes of a kind that no span has": 3}
 
 
 def test_a_span_has_so_many_attributes_and_no_more(recorder: Any) -> None:

@@ -1,14 +1,16 @@
 """What a service says of an open span: which attributes, names and states can be kept, and what is said of the others.
 
 The values are those that OpenTelemetry has. Whatever else is given is left out, counted, and named in the log once:
-nothing here raises into the service, and no code of a value's class is run but that of numbers.
+nothing here raises into the service, and no code of a value's class is run but that of numbers. So the class is asked
+for by `type`: `isinstance` asks an object for its `__class__`, for which a lazy one, as Django's `request.user`, loads
+what it stands for.
 """
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
@@ -29,11 +31,11 @@ Complain = Callable[[str, str], None]
 def checked(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
     """Of what was given as a mapping, and by name, what a span keeps: long texts cut, numbers as Python's own."""
     kept: dict[str, AttributeValue] = {}
-    if attributes is not None and not isinstance(attributes, Mapping):
+    if attributes is not None and not issubclass(type(attributes), Mapping):
         complain(REFUSED, f"asked for attributes, found {_kind(attributes)}; give a mapping, or name=value")
         attributes = None
     try:
-        given = {**(attributes or {}), **more}
+        given = {**(attributes or {}), **more}  # type: ignore[dict-item]
     except Exception as error:  # a mapping of the service's own
         complain(REFUSED, f"asked for attributes, found {_kind(error)} when reading them")
         given = dict(more)
@@ -52,7 +54,8 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
 
 def name_of(name: object) -> str | None:
     """The name that a span is to have, or None for what cannot be one."""
-    return _cut(str.__str__(name)) if isinstance(name, str) and name else None
+    text = _text(name)
+    return _cut(text) if text else None
 
 
 def status_attributes(code: object, description: object, error_type: object) -> dict[str, AttributeValue] | None:
@@ -60,22 +63,30 @@ def status_attributes(code: object, description: object, error_type: object) -> 
 
     `code` is `ok` or `error`, in any case, or a member of OpenTelemetry's `StatusCode`.
     """
-    word = code if isinstance(code, str) else getattr(code, "name", None)
-    word = word.upper() if isinstance(word, str) else word
+    try:
+        word = _text(code) or _text(getattr(code, "name", None)) or ""
+    except Exception:  # of an object of the service's own
+        return None
+    word = word.upper()
     if word not in ("OK", "ERROR"):
         return None
     found: dict[str, AttributeValue] = {STATUS_CODE: word}
-    if word == "ERROR" and isinstance(description, str) and description:
-        found[STATUS_DESCRIPTION] = _cut(description)
-    if word == "ERROR" and isinstance(error_type, str) and error_type:
-        found[ERROR_TYPE] = _cut(error_type)
+    if word == "ERROR" and (text := _text(description)):
+        found[STATUS_DESCRIPTION] = _cut(text)
+    if word == "ERROR" and (text := _text(error_type)):
+        found[ERROR_TYPE] = _cut(text)
     return found
 
 
 def _value(value: object) -> AttributeValue | None:
-    if not isinstance(value, (list, tuple)):
+    kind: type[list[Any]] | type[tuple[Any, ...]]
+    if issubclass(type(value), list):
+        kind = list
+    elif issubclass(type(value), tuple):
+        kind = tuple
+    else:
         return _scalar(value)
-    items = [_scalar(item) for item in value[:ATTRIBUTE_LIMIT]]
+    items = [_scalar(item) for item in kind.__getitem__(value, slice(ATTRIBUTE_LIMIT))]  # type: ignore[arg-type]
     kinds = {type(item) for item in items}
     if kinds == {int, float}:
         return tuple(float(item) for item in items if item is not None)
@@ -84,17 +95,24 @@ def _value(value: object) -> AttributeValue | None:
 
 
 def _scalar(value: object) -> str | bool | int | float | None:
-    if isinstance(value, str):
-        return _cut(str.__str__(value))
-    if isinstance(value, bool):
+    text = _text(value)
+    if text is not None:
+        return _cut(text)
+    if value is True or value is False:
         return value
+    kind, number = type(value), cast(Any, value)
     try:
-        if isinstance(value, numbers.Integral):
-            number = int(value)
-            return number if -(2**63) <= number < 2**63 else None
-        return float(value) if isinstance(value, numbers.Real) else None
+        if issubclass(kind, numbers.Integral):
+            whole = int(number)
+            return whole if -(2**63) <= whole < 2**63 else None
+        return float(number) if issubclass(kind, numbers.Real) else None
     except Exception:  # of a number of the service's own
         return None
+
+
+def _text(value: object) -> str | None:
+    """A text as Python's own, None for what is none."""
+    return str.__str__(cast(str, value)) if issubclass(type(value), str) else None
 
 
 def _cut(text: str) -> str:
