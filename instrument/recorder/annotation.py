@@ -79,14 +79,13 @@ def status_attributes(code: object, description: object, error_type: object) -> 
 
 
 def _value(value: object) -> AttributeValue | None:
-    kind: type[list[Any]] | type[tuple[Any, ...]]
     if issubclass(type(value), list):
-        kind = list
+        given = list.__getitem__(cast("list[Any]", value), slice(ATTRIBUTE_LIMIT))
     elif issubclass(type(value), tuple):
-        kind = tuple
+        given = list(tuple.__getitem__(cast("tuple[Any, ...]", value), slice(ATTRIBUTE_LIMIT)))
     else:
         return _scalar(value)
-    items = [_scalar(item) for item in kind.__getitem__(value, slice(ATTRIBUTE_LIMIT))]  # type: ignore[arg-type]
+    items = [_scalar(item) for item in given]
     kinds = {type(item) for item in items}
     if kinds == {int, float}:
         return tuple(float(item) for item in items if item is not None)

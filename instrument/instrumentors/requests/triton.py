@@ -9,8 +9,8 @@ Written against the documented interface, whose objects are made in C++ and refu
 
 from __future__ import annotations
 
-import asyncio
 import functools
+import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -43,44 +43,47 @@ class _Requests:
 
     def begin(self, requests: Sequence[Any]) -> Callable[[Any, BaseException | None], None] | None:
         """Begin their spans; what is given back ends them, with their responses or an exception. Never raises."""
+        requests = list(requests)  # the model may take them out of its own
+        recorder, frame = self._exchanges.recorder, None
+        opened: list[tuple[Exchange, Context]] = []
         try:
             name = _model_name(requests[0])
             if not self._exchanges.wanted("/" + name):
                 return None
             self._watch(type(requests[0]))
-            recorder, frame = self._exchanges.recorder, None
+            headers = [_headers(request) for request in requests]
             if len(requests) > 1:
                 site = self._steps.setdefault(name, Site(f"{name} batch", "step"))
                 frame = recorder.open(site, {"requests": len(requests)})
-            opened = []
-            for request in requests:
+            for request, told in zip(requests, headers, strict=True):
                 context = Context()
                 if frame is None:
-                    exchange = self._exchanges.begin("triton", name, _headers(request), {})
+                    exchange = self._exchanges.begin("triton", name, told, {})
                 else:
-                    exchange = context.run(self._exchanges.begin, "triton", name, _headers(request), {})
+                    exchange = context.run(self._exchanges.begin, "triton", name, told, {})
                 opened.append((exchange, context))
                 self._executing[id(request)] = opened[-1]
         except Exception as fault:
+            for request, (exchange, context) in zip(requests, opened, strict=False):
+                self._executing.pop(id(request), None)
+                exchange.end() if frame is None else context.run(exchange.end)
+            if frame is not None:
+                recorder.close(frame, None, True)
             FAULTS.note("requests of Triton", fault)
             return None
 
         def end(responses: Any, error: BaseException | None) -> None:
-            try:
-                for index, (request, (exchange, context)) in enumerate(zip(requests, opened, strict=True)):
-                    self._executing.pop(id(request), None)
-                    if error is None and any(one[0] is exchange for one in list(self._sent.values())):
-                        if frame is None:  # what this thread does next is not for it
-                            CURRENT.set(None)
-                            recorder.forget_current()
-                        continue  # it is answered through its sender, by whom and when it likes
-                    response = responses[index] if isinstance(responses, list) and index < len(responses) else None
-                    failed = error if error is not None else _error_of(response)
-                    _end(request, exchange, None if frame is None else context, failed)
-                if frame is not None:
-                    recorder.close(frame, error, True)
-            except Exception as fault:
-                FAULTS.note("requests of Triton", fault)
+            for index, (request, (exchange, context)) in enumerate(zip(requests, opened, strict=True)):
+                self._executing.pop(id(request), None)
+                if error is None and any(one[0] is exchange for one in list(self._sent.values())):
+                    if frame is None:  # what this thread does next is not for it
+                        CURRENT.set(None)
+                        recorder.forget_current()
+                    continue  # it is answered through its sender, by whom and when it likes
+                response = responses[index] if isinstance(responses, list) and index < len(responses) else None
+                _end(request, exchange, None if frame is None else context, response, error)
+            if frame is not None:
+                recorder.close(frame, error, True)
 
         return end
 
@@ -97,10 +100,13 @@ class _Requests:
 
         def get_response_sender(request: Any) -> Any:
             sender = get(request)
-            opened = self._executing.get(id(request))
-            if opened is not None:
-                self._sent[sender] = opened
-                self._watch_sender(type(sender))
+            try:
+                opened = self._executing.get(id(request))
+                if opened is not None:
+                    self._sent[sender] = opened
+                    self._watch_sender(type(sender))
+            except Exception as fault:
+                FAULTS.note("response sender of Triton", fault)
             return sender
 
         self._undos.append(replace(kind, "get_response_sender", get_response_sender))
@@ -118,21 +124,26 @@ class _Requests:
             try:
                 return send(sender, response, flags) if response is not None else send(sender, flags=flags)
             finally:
-                if opened is not None and flags & FINAL:
+                if opened is not None and isinstance(flags, int) and flags & FINAL:
                     self._sent.pop(sender, None)
-                    _end(None, *opened, _error_of(response))
+                    _end(None, *opened, response)
 
         self._undos.append(replace(kind, "send", sent))
 
 
-def _end(request: Any, exchange: Exchange, context: Context | None, error: BaseException | str | None) -> None:
-    is_cancelled = getattr(request, "is_cancelled", None)
-    if is_cancelled is not None and exchange.is_open and is_cancelled():
-        exchange.facts[OUTCOME] = "cancelled"
-    if context is None:
-        exchange.end(error)
-    else:
-        context.run(exchange.end, error)
+def _end(
+    request: Any, exchange: Exchange, context: Context | None, response: Any, error: BaseException | None = None
+) -> None:
+    """End a request, with its last response or an exception. Never raises."""
+    failed: BaseException | str | None = error
+    try:
+        is_cancelled = getattr(request, "is_cancelled", None)
+        if is_cancelled is not None and exchange.is_open and is_cancelled():
+            exchange.facts[OUTCOME] = "cancelled"
+        failed = failed or _error_of(response)
+    except Exception as fault:
+        FAULTS.note("end of a request of Triton", fault)
+    exchange.end(failed) if context is None else context.run(exchange.end, failed)
 
 
 def _model_name(request: Any) -> str:
@@ -144,8 +155,12 @@ def _headers(request: Any) -> dict[bytes, bytes]:
     """The caller's trace, which the server tells where it traces for OpenTelemetry."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
-    found = json.loads(context) if context else {}
-    return {name.lower().encode(): text.encode() for name, text in found.items() if isinstance(text, str)}
+    try:
+        found = json.loads(context) if context else {}
+    except ValueError:
+        found = {}
+    told = found.items() if isinstance(found, dict) else ()
+    return {name.lower().encode(): text.encode() for name, text in told if isinstance(text, str)}
 
 
 def _error_of(response: Any) -> str | None:
@@ -171,18 +186,21 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         except BaseException as error:
             end(None, error)
             raise
-        if asyncio.iscoroutine(responses):
-            return awaited(responses, end)
         end(responses, None)
         return responses
 
-    async def awaited(responses: Any, end: Callable[[Any, BaseException | None], None]) -> Any:
+    @functools.wraps(execute)
+    async def awaited(self: Any, requests: Any) -> Any:
+        """Begins where the task runs, for the thread that has called goes on to the next requests."""
+        end = requests_of.begin(requests) if requests else None
+        if end is None:
+            return await execute(self, requests)
         try:
-            found = await responses
+            responses = await execute(self, requests)
         except BaseException as error:
             end(None, error)
             raise
-        end(found, None)
-        return found
+        end(responses, None)
+        return responses
 
-    return [requests_of.undo, replace(model, "execute", executed)]
+    return [requests_of.undo, replace(model, "execute", awaited if inspect.iscoroutinefunction(execute) else executed)]
