@@ -11,12 +11,15 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument import native
 from instrument.recording.spans import DeviceInterval, Interval, Site, Span, length, union
 from instrument.report.stretches import UNTIMED
 from instrument.report.table import share
+
+if TYPE_CHECKING:
+    from instrument.trace import columns
 
 _native = native.find("_calls")
 
@@ -135,6 +138,19 @@ def _tree(kinds: Collection[str], rows: Sequence[tuple[Any, ...]], uses: Iterabl
     for number, device, stream, *sums in uses:
         places[number].streams[device, stream] = sums
     return root
+
+
+def place_tree(trace: columns.Trace, kinds: Collection[str], window: Interval | None = None) -> Place:
+    """The root above the places of the spans of columns. As `call_tree`."""
+    from instrument.trace.call_tree import call_tree as tree_of
+
+    tree = tree_of(trace, kinds, window)
+    its = (tree.parent, tree.site, tree.thread_id, tree.is_elsewhere, tree.host.calls, tree.host.total_ns,
+           tree.host.most_ns, tree.host.least_ns, tree.first_ns, tree.device.calls, tree.device.total_ns,
+           tree.device.most_ns, tree.device.least_ns)  # fmt: skip
+    rows = zip(*(column.tolist() for column in its), strict=True)
+    named = [(around, trace.sites[site], *rest) for around, site, *rest in rows]
+    return _tree(kinds, named, tree.streams)
 
 
 def every_place(root: Place) -> Iterator[Place]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.trace.groups import stable_order
+
 NONE = -1
 """In place of a row: there is none."""
 
@@ -60,3 +62,23 @@ def tops(parents: NDArray[np.int32]) -> NDArray[np.int32]:
             return np.asarray(found)
         found = farther
     raise ValueError("parents in it run in a circle; it is damaged")
+
+
+def nearest(above: NDArray[np.int32], wanted: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """The nearest wanted row at or above each, -1 where there is none."""
+    found = np.where(wanted, np.arange(len(above), dtype=np.int32), np.int32(NONE)).astype(np.int32)
+    up = np.where(wanted, np.int32(NONE), above).astype(np.int32)
+    open_rows = np.flatnonzero(up != NONE)
+    while len(open_rows):
+        its = up[open_rows]
+        nearer, farther = found[its], up[its]
+        found[open_rows] = nearer
+        up[open_rows] = farther
+        open_rows = open_rows[farther != NONE]
+    return found
+
+
+def by_level(level: NDArray[np.int32]) -> list[NDArray[np.int64]]:
+    """The rows of each level, topmost first, each level's in their order."""
+    order = stable_order(level, int(level.max(initial=0)) + 1)
+    return np.split(order, np.flatnonzero(np.diff(level[order])) + 1) if len(order) else []

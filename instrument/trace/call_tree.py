@@ -1,0 +1,242 @@
+"""The call tree of a trace: every call path as a node, with the times of its calls.
+
+A line is what one thread, or one task on it, runs. A call on another line than its parent's is a node of its own by its
+thread, and no part of the parent's time. Device time of a call is the union of its own device intervals and of those of
+the calls below it on its line, so that a stretch around the stretches of inner calls counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.spans import Interval
+from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
+from instrument.trace.forest import NONE, by_level, levels, nearest
+from instrument.trace.groups import Groups, distinct, numbered
+from instrument.trace.intervals import lie_in, union_by_group
+
+UNTIMED: frozenset[str] = frozenset({"captured", "dropped"})
+"""Labels of intervals that say when something was submitted and not how long it took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Sums and extremes over the calls of each node, which `calls` counts."""
+
+    calls: Int64s
+    total_ns: Int64s
+    most_ns: Int64s
+    least_ns: Int64s
+
+    @classmethod
+    def of(cls, groups: Groups, lengths_ns: NDArray[Any]) -> Times:
+        """Of one length for each call; a group is a node."""
+        return cls(
+            groups.sizes(), groups.sums(lengths_ns), groups.most(lengths_ns, 0), groups.least(lengths_ns, FARTHEST_NS)
+        )
+
+
+class StreamTimes(NamedTuple):
+    """What a stream did for the calls of a node: how many intervals, their sum, the longest and the shortest."""
+
+    node: int
+    device: int
+    stream: int
+    intervals: int
+    total_ns: int
+    most_ns: int
+    least_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallTree:
+    """Call paths, a node each, in the order in which they are first seen, parents before what is below them.
+
+    `parent` is the node around one, `NONE` for a topmost one. `thread_id` is that of the node's line, on which it
+    `is_elsewhere` where it begins one. `first_ns` is the earliest begin. `device` counts calls with device time alone.
+    """
+
+    parent: Int64s
+    site: Int64s
+    thread_id: Int64s
+    is_elsewhere: Bools
+    first_ns: Int64s
+    host: Times
+    device: Times
+    streams: list[StreamTimes]
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+
+def call_tree(trace: Trace, kinds: Collection[str], window: Interval | None = None) -> CallTree:
+    """The nodes of all spans. Device time is counted for calls of `kinds` and for those right below.
+
+    With a `window` only what lies in it counts, and nodes without calls are around some that have them.
+    """
+    first, last = window or (-FARTHEST_NS, FARTHEST_NS)
+    counted = lie_in(trace.start_ns, trace.end_ns, (first, last))
+    node_of, parent, some_row = _nodes(trace, _and_those_above(trace, counted))
+    count = len(parent)
+    is_elsewhere = ~trace.on_line_of_parent[some_row]
+    is_of = np.array([*(site.kind in kinds for site in trace.sites), False])[trace.site[some_row]]
+    around = np.where(is_elsewhere, NONE, parent)
+    below = (around != NONE) & is_of[around] if count else is_of
+    inside = nearest(around.astype(np.int32), below) != NONE
+    calls = np.flatnonzero(counted)
+    starts, ends = np.maximum(trace.start_ns[calls], first), np.minimum(trace.end_ns[calls], last)
+    nodes = node_of[calls]
+    groups = Groups(nodes, count)
+    device, streams = _device_times(trace, counted, node_of, is_of | below, inside, (first, last), count)
+    order, new_of = _by_first_sight(parent, groups.least(calls, len(trace)).tolist())
+    old = np.array(order, dtype=np.int64)
+    host = Times.of(groups, ends - starts)
+    return CallTree(
+        parent=np.where(parent[old] == NONE, NONE, new_of[parent[old]]) if count else parent,
+        site=trace.site[some_row[old]].astype(np.int64),
+        thread_id=trace.thread_id[some_row[old]],
+        is_elsewhere=is_elsewhere[old],
+        first_ns=groups.least(starts, FARTHEST_NS)[old],
+        host=_taken(host, old),
+        device=_taken(device, old),
+        streams=[one._replace(node=int(new_of[one.node])) for one in streams],
+    )
+
+
+def _taken(times: Times, order: Int64s) -> Times:
+    return Times(times.calls[order], times.total_ns[order], times.most_ns[order], times.least_ns[order])
+
+
+def _and_those_above(trace: Trace, wanted: Bools) -> Bools:
+    """The wanted rows, and all that are above some of them."""
+    found: Bools = wanted.copy()
+    if found.all():
+        return found
+    for rows in reversed(by_level(trace.level)):
+        up = trace.parent[rows[found[rows]]]
+        found[up[up != NONE]] = True
+    return found
+
+
+def _nodes(trace: Trace, wanted: Bools) -> tuple[Int64s, Int64s, Int64s]:
+    """Of each wanted row its node, and of each node its parent and one of its rows. Parents come first."""
+    node_of = np.full(len(trace), NONE, dtype=np.int64)
+    parents: list[Int64s] = [np.zeros(0, dtype=np.int64)]
+    some_rows: list[Int64s] = [np.zeros(0, dtype=np.int64)]
+    count = 0
+    threads = np.where(trace.on_line_of_parent, 0, numbered(trace.thread_id)[0] + 1) if len(trace) else node_of
+    for rows in by_level(trace.level):
+        rows = rows[wanted[rows]]
+        if not len(rows):
+            break
+        above = np.where(trace.parent[rows] == NONE, NONE, node_of[trace.parent[rows]])
+        if len(rows) == 1:  # as in a chain, of which there may be thousands of levels
+            numbers, firsts = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        else:
+            numbers, firsts = numbered(above - above.min(), trace.site[rows], threads[rows])
+        node_of[rows] = numbers + count
+        parents.append(above[firsts])
+        some_rows.append(rows[firsts])
+        count += len(firsts)
+    return node_of, np.concatenate(parents), np.concatenate(some_rows)
+
+
+def _by_first_sight(parent: Int64s, first_row: list[int]) -> tuple[list[int], Int64s]:
+    """The nodes in the order in which they, or some below them, are first seen, and of each its place in that order."""
+    ups = parent.tolist()
+    for node in range(len(ups) - 1, -1, -1):  # parents come before their children
+        if ups[node] != NONE and first_row[node] < first_row[ups[node]]:
+            first_row[ups[node]] = first_row[node]
+    order = sorted(range(len(ups)), key=first_row.__getitem__)
+    new_of = np.empty(len(ups), dtype=np.int64)
+    new_of[order] = np.arange(len(ups))
+    return order, new_of
+
+
+def _device_times(
+    trace: Trace, counted: Bools, node_of: Int64s, wanted: Bools, inside: Bools, window: Interval, count: int
+) -> tuple[Times, list[StreamTimes]]:
+    """Device times of the calls of wanted nodes, and what streams did for these and for what is inside of them."""
+    its, (first, last) = trace.device, window
+    if not len(its) or not count:
+        nothing = np.zeros(0, dtype=np.int64)
+        return Times.of(Groups(nothing, count), nothing), []
+    is_timed = np.array([label not in UNTIMED for label in its.labels])[its.label]
+    nodes = node_of[its.row]
+    kept = is_timed & counted[its.row] & (wanted | inside)[nodes] & lie_in(its.start_ns, its.end_ns, window)
+    rows, nodes = its.row[kept], nodes[kept]
+    starts, ends = np.maximum(its.start_ns[kept], first), np.minimum(its.end_ns[kept], last)
+    streams = _stream_times(nodes, its.device[kept], its.stream[kept], ends - starts)
+    is_call = (node_of != NONE) & wanted[node_of]
+    calls, lengths_ns = lengths_below(trace.around, is_call, rows, starts, ends)
+    told = counted[calls]
+    return Times.of(Groups(node_of[calls[told]], count), lengths_ns[told]), streams
+
+
+def _stream_times(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns: Int64s) -> list[StreamTimes]:
+    if not len(nodes):
+        return []
+    keys, firsts = numbered(nodes, devices, streams)
+    found = Times.of(Groups(keys, len(firsts)), lengths_ns)
+    columns = (nodes[firsts], devices[firsts], streams[firsts], *(getattr(found, name) for name in found.__slots__))
+    return [StreamTimes(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def lengths_below(
+    around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
+) -> tuple[Int64s, Int64s]:  # fmt: skip
+    """The calls with intervals at or below them on their lines, and how long the union of these is.
+
+    Unions go up level by level, so what lies deep is held once, and a call that only hands on what one call below it
+    has takes no level of its own.
+    """
+    holder = nearest(around, is_call)
+    up = np.where(around == NONE, NONE, holder[around]).astype(np.int32)
+    held = holder[rows]
+    kept = held != NONE
+    held, starts, ends = held[kept], starts[kept], ends[kept]
+    # The forest of the calls alone that have anything, numbered from 0.
+    has = np.zeros(len(around), dtype=np.bool_)
+    new = distinct(held)
+    while len(new):
+        has[new] = True
+        new = distinct(up[new])
+        new = new[(new != NONE) & ~has[new]]
+    calls = np.flatnonzero(has)
+    number_of = np.full(len(around) + 1, NONE, dtype=np.int32)
+    number_of[calls] = np.arange(len(calls))
+    up, held = number_of[up[calls]], number_of[held]
+    own = np.bincount(held, minlength=len(calls)) > 0
+    children = np.bincount(up[up != NONE], minlength=len(calls))
+    joins = own | (children != 1)
+    # What hands on has the length of the nearest below it that joins something.
+    found = np.zeros(len(calls), dtype=np.int64)
+    above = np.where(up == NONE, NONE, nearest(up, joins)[up]).astype(np.int32)
+    level = levels(above)
+    joining = np.flatnonzero(joins)
+    order = joining[np.argsort(-level[joining], kind="stable")]
+    by_depth = np.argsort(-level[held], kind="stable")
+    held, starts, ends = held[by_depth], starts[by_depth], ends[by_depth]
+    begun = 0
+    passed = (np.zeros(0, dtype=np.int64),) * 3
+    for depth in range(int(level[order].max(initial=NONE)), -1, -1):
+        until = int(np.searchsorted(-level[held], -depth, side="right"))
+        its, its_starts, its_ends = union_by_group(
+            *(np.concatenate([part, more[begun:until]])
+              for part, more in zip(passed, (held, starts, ends), strict=True))
+        )  # fmt: skip
+        begun = until
+        if len(its):
+            np.add.at(found, its, its_ends - its_starts)
+        ups = above[its].astype(np.int64)
+        goes_on = ups != NONE
+        passed = ups[goes_on], its_starts[goes_on], its_ends[goes_on]
+    below = np.full(len(calls), NONE, dtype=np.int32)
+    hands_on = (up != NONE) & ~joins[up]
+    below[up[hands_on]] = np.flatnonzero(hands_on)
+    return calls, found[nearest(below, joins)] if len(calls) else found

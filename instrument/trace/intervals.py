@@ -1,0 +1,133 @@
+"""Intervals of time as two columns, begins and ends, and their algebra: unions, what two have in common, what is left.
+
+An interval is half-open. A `Union` is sorted and disjoint, and none of it is empty or touches another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.trace.groups import Groups, distinct
+
+Int64s = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+FARTHEST = 1 << 62
+
+
+class Union(NamedTuple):
+    """Where something was: sorted, disjoint, not touching."""
+
+    starts: Int64s
+    ends: Int64s
+
+    def length_ns(self) -> int:
+        """How long it is in all."""
+        return int((self.ends - self.starts).sum())
+
+    def until(self, times: NDArray[Any]) -> Int64s:
+        """How much of it lies before each of some times."""
+        before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
+        index = np.searchsorted(self.starts, times, side="right")
+        last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
+        return np.asarray(before[index] - np.maximum(last_ends - times, 0))
+
+    def within(self, starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
+        """How much of it lies in each of some intervals."""
+        return self.until(ends) - self.until(starts)
+
+
+def union(starts: NDArray[Any], ends: NDArray[Any]) -> Union:
+    """The union of intervals in any order."""
+    _, starts, ends = union_by_group(np.zeros(len(starts), dtype=np.int64), starts, ends)
+    return Union(starts, ends)
+
+
+def union_by_group(
+    groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
+) -> tuple[Int64s, Int64s, Int64s]:  # fmt: skip
+    """The union of the intervals of each group: the groups in order, and the begins and ends of their unions."""
+    filled = starts < ends
+    if not filled.all():
+        groups, starts, ends = groups[filled], starts[filled], ends[filled]
+    groups, starts, ends = (np.asarray(one, dtype=np.int64) for one in (groups, starts, ends))
+    if not len(starts):
+        return groups, starts, ends
+    shifted_starts, shifted_ends = _apart(groups, starts, ends)
+    order = np.argsort(shifted_starts, kind="stable")
+    shifted_starts, reached = shifted_starts[order], np.maximum.accumulate(shifted_ends[order])
+    firsts = np.flatnonzero(np.concatenate([[True], shifted_starts[1:] > reached[:-1]]))
+    groups, starts = groups[order][firsts], starts[order][firsts]
+    return groups, starts, np.maximum.reduceat(ends[order], firsts)
+
+
+def _apart(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
+    """Begins and ends, moved so that groups follow one another, none touching the next.
+
+    A million groups times hours would not fit into 64 bits: there times are taken by their rank.
+    """
+    least, most, count = int(starts.min()), int(ends.max()), int(groups.max()) + 1
+    width = most - least + 2
+    if int(groups.min()) < 0 or count * width >= FARTHEST:
+        _, groups = np.unique(groups, return_inverse=True)
+        times = distinct(np.concatenate([starts, ends]))
+        starts, ends = np.searchsorted(times, starts), np.searchsorted(times, ends)
+        least, width = 0, len(times) + 1
+    shift = groups * width - least
+    return np.asarray(starts + shift), np.asarray(ends + shift)
+
+
+def lengths_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any], count: int) -> Int64s:
+    """How long the union of the intervals of each group is, of groups from 0 to below `count`."""
+    its, starts, ends = union_by_group(groups, starts, ends)
+    return Groups(its, count).sums(ends - starts)
+
+
+def lie_in(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> Bools:
+    """Which intervals have a part in the window. One without length on an edge is in it."""
+    first, last = window
+    outside = ((ends <= first) & (starts < first)) | ((starts >= last) & (ends > last))
+    return np.asarray(~outside)
+
+
+def shared_ns(left: Union, right: Union) -> int:
+    """How long what two have in common is."""
+    return int(left.within(right.starts, right.ends).sum())
+
+
+def common(left: Union, right: Union) -> Union:
+    """What two have in common."""
+    return _where(left, right, is_in_right=True)
+
+
+def without(left: Union, right: Union) -> Union:
+    """What remains of one outside of the other."""
+    return _where(left, right, is_in_right=False)
+
+
+def _where(left: Union, right: Union, *, is_in_right: bool) -> Union:
+    edges = distinct(np.concatenate([*left, *right]))
+    starts, ends = edges[:-1], edges[1:]
+    kept = _covers(left, starts) & (_covers(right, starts) == is_in_right)
+    return union(starts[kept], ends[kept])
+
+
+def _covers(its: Union, times: Int64s) -> Bools:
+    return np.asarray(np.searchsorted(its.starts, times, side="right") > np.searchsorted(its.ends, times, side="right"))
+
+
+def at_once(unions: Sequence[Union]) -> tuple[int, int]:
+    """How long at least two of several went on, and how many did at most."""
+    starts = np.concatenate([np.zeros(0, dtype=np.int64), *(one.starts for one in unions)])
+    ends = np.concatenate([np.zeros(0, dtype=np.int64), *(one.ends for one in unions)])
+    if not len(starts):
+        return 0, 0
+    times, change = np.concatenate([ends, starts]), np.repeat(np.array([-1, 1]), len(starts))
+    order = np.argsort(times, kind="stable")  # what ends at a time has ended when another begins
+    busy, times = np.cumsum(change[order]), times[order]
+    overlap_ns = np.diff(times)[busy[:-1] >= 2].sum()
+    return int(overlap_ns), int(busy.max())

@@ -1,0 +1,193 @@
+"""Columns say of any spans what the loops over span objects said of them, and what can be counted one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle.recordings import any_parents, deep, program, wide
+from raw_spans import points, traces
+
+from instrument.recording import spans as algebra
+from instrument.recording.spans import Site, Span, Trace, assign_self_times
+from instrument.report import calls, stretches
+from instrument.report.calls import Place, every_place
+from instrument.report.operators_view import OPERATORS
+from instrument.trace import intervals
+from instrument.trace.call_tree import call_tree
+from instrument.trace.forest import NONE, levels, nearest, rows_of, tops
+from instrument.trace.groups import Groups, numbered
+from instrument.trace.of_spans import spans_of, trace_of
+from instrument.trace.owners import owners
+from instrument.trace.self_times import self_times
+
+DRAWN = [program(11, 300), program(12, 500), any_parents(7, 60), any_parents(8, 400), deep(120), wide(150)]
+SOME = st.one_of(traces(), st.sampled_from(DRAWN))
+PARTS = st.lists(st.tuples(st.integers(-20, 60), st.integers(0, 15)), max_size=12)
+
+
+def columns_of(parts: list[tuple[int, int]]) -> tuple[Any, Any]:
+    starts = np.array([start for start, _ in parts], dtype=np.int64)
+    return starts, starts + np.array([length for _, length in parts], dtype=np.int64)
+
+
+def union_of(parts: list[tuple[int, int]]) -> intervals.Union:
+    return intervals.union(*columns_of(parts))
+
+
+def instants(its: intervals.Union) -> set[int]:
+    return points(zip(its.starts.tolist(), its.ends.tolist(), strict=True))
+
+
+# Intervals
+
+
+@given(PARTS, PARTS)
+def test_the_algebra_of_intervals_is_that_of_instants(
+    left: list[tuple[int, int]], right: list[tuple[int, int]]
+) -> None:
+    ours, theirs = union_of(left), union_of(right)
+    a, b = points((start, start + n) for start, n in left), points((start, start + n) for start, n in right)
+    assert instants(ours) == a
+    assert (ours.starts[1:] > ours.ends[:-1]).all()
+    assert ours.length_ns() == len(a)
+    assert intervals.shared_ns(ours, theirs) == len(a & b)
+    assert instants(intervals.common(ours, theirs)) == a & b
+    assert instants(intervals.without(ours, theirs)) == a - b
+    assert ours.until(np.array([0, 33])).tolist() == [len([at for at in a if at < end]) for end in (0, 33)]
+
+
+@given(st.lists(PARTS, max_size=4))
+def test_how_many_went_on_at_once_is_counted_by_instants(each: list[list[tuple[int, int]]]) -> None:
+    unions = [union_of(parts) for parts in each]
+    counts = [sum(at in instants(one) for one in unions) for at in range(-20, 80)]
+    assert intervals.at_once(unions) == (sum(count >= 2 for count in counts), max(counts, default=0))
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(-20, 60), st.integers(0, 15)), max_size=20), st.booleans())
+def test_unions_of_groups_keep_these_apart(parts: list[tuple[int, int, int]], is_far: bool) -> None:
+    """Also where groups times the length of time would not fit into 64 bits."""
+    far = 1 << 61 if is_far else 0
+    groups = np.array([group for group, *_ in parts], dtype=np.int64)
+    starts, ends = columns_of([(start + far * (n % 2), length) for n, (_, start, length) in enumerate(parts)])
+    found = intervals.union_by_group(groups, starts, ends)
+    expected = []
+    for group in range(5):
+        its = [(start, end) for one, start, end in zip(groups, starts, ends, strict=True) if one == group]
+        expected += [(group, *one) for one in algebra.union(one for one in its if one[0] < one[1])]
+    assert list(zip(*(one.tolist() for one in found), strict=True)) == expected
+    lengths = [sum(end - start for one, start, end in expected if one == group) for group in range(5)]
+    assert intervals.lengths_by_group(groups, starts, ends, 5).tolist() == lengths
+
+
+# Groups and forests
+
+
+@given(st.lists(st.tuples(st.integers(-1, 5), st.integers(-(1 << 61), 1 << 61)), max_size=20))
+def test_sums_and_extremes_of_groups_are_exact(pairs: list[tuple[int, int]]) -> None:
+    groups = Groups(np.array([group for group, _ in pairs], dtype=np.int64), 6)
+    numbers = np.array([number for _, number in pairs], dtype=np.int64)
+    its = [[number for one, number in pairs if one == group] for group in range(6)]
+    assert groups.sizes().tolist() == [len(one) for one in its]
+    assert groups.least(numbers, 5).tolist() == [min(one, default=5) for one in its]
+    assert groups.most(numbers, 5).tolist() == [max(one, default=5) for one in its]
+    small = numbers >> 10
+    assert groups.sums(small).tolist() == [sum(number >> 10 for number in one) for one in its]
+
+
+@given(st.lists(st.tuples(*[st.sampled_from([0, 1, 7, 1 << 61, -5])] * 3), min_size=1, max_size=20))
+def test_combinations_of_any_numbers_are_told_apart(rows: list[tuple[int, int, int]]) -> None:
+    numbers, firsts = numbered(*(np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)))
+    assert sorted(set(numbers.tolist())) == list(range(len(set(rows))))
+    assert [rows[int(firsts[number])] for number in numbers] == rows
+
+
+@given(st.lists(st.integers(-(1 << 62), 1 << 62), unique=True, max_size=12), st.data())
+def test_rows_are_found_by_any_ids(ids: list[int], data: st.DataObject) -> None:
+    wanted = data.draw(st.lists(st.sampled_from([*ids, 5]), max_size=9))
+    found = rows_of(np.array(ids, dtype=np.int64), np.array(wanted, dtype=np.int64))
+    assert found.tolist() == [ids.index(one) if one in ids else NONE for one in wanted]
+
+
+@given(st.data())
+def test_levels_tops_and_the_nearest_are_those_of_a_walk_up(data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, 14))
+    order = data.draw(st.permutations(range(count)))
+    parents = np.full(count, NONE, dtype=np.int32)
+    for place, row in enumerate(order):
+        parents[row] = data.draw(st.sampled_from([NONE, *order[:place]]))
+    wanted = np.array([data.draw(st.booleans()) for _ in range(count)], dtype=np.bool_)
+    for row in range(count):
+        way = [row]
+        while parents[way[-1]] != NONE:
+            way.append(int(parents[way[-1]]))
+        assert levels(parents)[row] == len(way) - 1
+        assert tops(parents)[row] == way[-1]
+        assert nearest(parents, wanted)[row] == next((one for one in way if wanted[one]), NONE)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 100])
+@pytest.mark.parametrize("more", [0, 1, 50])
+def test_a_circle_is_found_whatever_its_length_and_what_hangs_below_it(length: int, more: int) -> None:
+    circle = [(place + 1) % length for place in range(length)]
+    parents = np.array([*circle, *range(length - 1, length - 1 + more), NONE], dtype=np.int32)
+    for find in (levels, tops):
+        with pytest.raises(ValueError, match="circle"):
+            find(parents)
+
+
+# Trees
+
+
+@given(SOME)
+def test_columns_are_the_spans_and_spans_the_columns(trace: Trace) -> None:
+    assert spans_of(trace_of(trace.spans)) == trace.spans
+
+
+@given(SOME)
+def test_self_times_are_those_of_the_spans(trace: Trace) -> None:
+    assign_self_times(trace.spans)
+    assert self_times(trace_of(trace.spans)).tolist() == [span.self_ns for span in trace.spans]
+
+
+@given(SOME, st.sampled_from(["request", "step", "comm"]))
+def test_owners_are_those_of_the_spans(trace: Trace, kind: str) -> None:
+    columns = trace_of(trace.spans)
+    found = owners(columns, columns.of_kind(kind))
+    ids = [trace.spans[row].span_id if row != NONE else 0 for row in found.tolist()]
+    assert np.array(ids, dtype=np.int64).tobytes() == stretches.owners(trace.spans, kind).ids
+
+
+def facts(place: Place) -> list[Any]:
+    names = [name for name in Place.__slots__ if name not in ("children", "elsewhere", "parent", "site", "streams")]
+    return [place.site.key, dict(sorted(place.streams.items())), *(getattr(place, name) for name in names)]
+
+
+@given(SOME, st.booleans(), st.sampled_from([OPERATORS, ("user",), ("phase", "request")]))
+def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kinds: tuple[str, ...]) -> None:
+    window = trace.held if is_bounded else None
+    ours = calls.place_tree(trace_of(trace.spans), kinds, window)
+    theirs = calls.call_tree(trace.spans, kinds, window)
+    assert list(map(facts, every_place(ours))) == list(map(facts, every_place(theirs)))
+
+
+@pytest.mark.parametrize("levels_of_it", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_a_deep_chain_is_a_call_tree_of_as_many_levels(levels_of_it: int) -> None:
+    trace = deep(levels_of_it)
+    tree = call_tree(trace_of(trace.spans), OPERATORS)
+    assert len(tree) == levels_of_it
+    assert tree.parent.tolist() == list(range(-1, levels_of_it - 1))
+
+
+@pytest.mark.slow
+def test_what_lies_deep_and_wide_is_held_once() -> None:
+    site, depth, leaves = Site("outer", "op"), 1_000, 4_000
+    spans = [Span(site, at, at - 1, 1, 7, 0, at, 10**6, 10**6, 0) for at in range(1, depth + 1)]
+    for at in range(depth + 1, depth + 1 + leaves):
+        device = (algebra.DeviceInterval(0, 7, 10 * at, 10 * at + 4),)
+        spans.append(Span(site, at, depth, 1, 7, 0, at, 10**6, 10**6, 0, device=device))
+    tree = call_tree(trace_of(spans), OPERATORS)
+    assert tree.device.total_ns.tolist() == [4 * leaves] * (depth + 1)
