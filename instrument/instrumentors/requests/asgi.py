@@ -135,10 +135,11 @@ class Http:
 
     async def _send_last(self, message: Message) -> None:
         await self._send(message)
-        if self._is_events:
-            self._exchange.end()
+        exchange = self._exchange
+        if exchange.stream is None or self._is_events:
+            exchange.end()
         else:
-            self._exchange.end_of_parts()
+            exchange.end_of_parts()
 
 
 class Websocket:

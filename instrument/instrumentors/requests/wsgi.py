@@ -37,9 +37,9 @@ class App:
 
         def start(status: str, *more: Any, **named: Any) -> Any:
             exchange.status = STATUSES.get(status[:3], 0)
-            if len(more) == 1 and not named:  # to hand on whatever there is takes 0.1 us more
-                return start_response(status, more[0])
-            return start_response(status, *more, **named)
+            if named or len(more) != 1:
+                return start_response(status, *more, **named)
+            return start_response(status, more[0])  # to hand on whatever there is would take 0.1 us more
 
         try:
             body = self.app(environ, start)
