@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
-from instrument.report.utilisation import UNTIMED
+from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
 
 WINDOW = (20, 120)
 

@@ -393,7 +393,7 @@ def test_operations_count_for_the_outermost_that_tells_them(
     ]  # fmt: skip
     path.write_text(json.dumps(events))
     spans = chrome.load(path)[0].spans
-    assert [flops_told(span) for span in spans] == told
+    assert [flops_told(span.attributes) for span in spans] == told
     assert ("flops" in spans[1].attributes) == (told[1] > 0)
 
 

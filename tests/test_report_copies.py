@@ -13,11 +13,10 @@ from raw_spans import points, traces
 from trees import outline
 
 from instrument.profile.model import DIRECTIONS
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
 from instrument.report import copies_view as view
 from instrument.report.copies_view import CopyUse, by_direction, copy_uses
 from instrument.report.table import LINE, columns
-from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording
 
 MS = 1_000_000

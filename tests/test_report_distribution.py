@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from paddle_golden import golden_trace
 from raw_spans import points, traces
 
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
 from instrument.report.distribution_view import COMPUTES, PAUSES, Distribution, OperationUse, PlaceUse, distribution
 from instrument.report.table import columns
-from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording
 
 MS = 1_000_000

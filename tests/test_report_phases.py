@@ -16,11 +16,10 @@ from paddle_golden import GOLDEN, golden_trace
 from raw_spans import points, traces
 
 from instrument.recorder.wrapping import wrap
-from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace, union
+from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace, union
 from instrument.report.phases_view import OTHERS, PhaseRow, Phases, phases
 from instrument.report.table import columns
 from instrument.report.units import phase_of, steps_of
-from instrument.report.utilisation import UNTIMED
 from instrument.report.view import Options, Recording, document
 
 MS = 1_000_000

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_report_utilisation import WINDOW, made, traces
 
-from instrument.recording.spans import DeviceInterval, Interval, PureDeviceInterval, Site, Span, Trace
+from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, PureDeviceInterval, Site, Span, Trace
 from instrument.report import stretches
 from instrument.report.stretches import (
     DeviceTime,
@@ -146,7 +146,7 @@ def test_device_time_of_keys_is_that_of_each_instant(trace: Trace, wanted: list[
         parts: dict[int, dict[tuple[int, int], list[Interval]]] = {}
         for span, number in zip(trace.spans, numbers, strict=False):
             for one in span.device if number >= 0 else ():
-                if one.label not in stretches.UNTIMED:
+                if one.label not in UNTIMED:
                     of_it = parts.setdefault(keys[number], {}).setdefault((one.device, one.stream), [])
                     of_it.append((one.start_ns, one.end_ns))
         sums = {key: sum(len(points(its)) for its in streams.values()) for key, streams in parts.items()}

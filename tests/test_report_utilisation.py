@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from instrument.recording.spans import DeviceInterval, Interval, Origin, Site, Span, Trace
-from instrument.report.stretches import UNTIMED
+from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, Origin, Site, Span, Trace
 from instrument.report.utilisation import NO_EVENTS, DeviceUse, Unanswered, Utilisation, utilisation
 
 WINDOW = (10, 50)

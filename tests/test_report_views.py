@@ -365,7 +365,7 @@ def traces(draw: st.DrawFn) -> Trace:
              attributes=draw(st.sampled_from(ATTRIBUTES)))
         for kind in KINDS
     ]  # fmt: skip
-    is_damaged = draw(st.booleans())  # parents come later, are missing or run in a circle
+    is_damaged = draw(st.booleans())  # parents come later or are missing
     tasks = draw(st.sampled_from([[0], [0, 1, 2]]))
     for span_id in range(1, draw(st.integers(1, 15))):
         parent = draw(st.integers(0, 15 if is_damaged else span_id - 1))
@@ -384,6 +384,13 @@ def traces(draw: st.DrawFn) -> Trace:
         made_of.attributes = draw(st.sampled_from([{}, {"bytes": 5}, {"bytes": "x"}, {"samples": 3}, {"step": True}]))
         made_of.clipped = draw(st.integers(0, 9)) == 0
         spans.append(made_of)
+    above = {one.span_id: one for one in spans}
+    for one in spans:  # of a circle there is no trace
+        way, up = {0}, one.parent_id
+        while up in above and up not in way:
+            way.add(up)
+            up = above[up].parent_id
+        one.parent_id = 0 if one.span_id in way else one.parent_id
     assign_self_times(spans)
     return Trace(
         Origin(1, "", 0, 1), 0, draw(st.integers(0, 3 * 10**9)), spans, held_from_ns=draw(st.integers(0, 10**9)),

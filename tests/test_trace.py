@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import call_places
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,8 +14,8 @@ from raw_spans import points, traces
 
 from instrument.recording import spans as algebra
 from instrument.recording.spans import Site, Span, Trace, assign_self_times
-from instrument.report import calls, stretches
-from instrument.report.calls import Place, every_place
+from instrument.report import stretches
+from instrument.report.calls import every_place, place_tree
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
@@ -161,17 +162,25 @@ def test_owners_are_those_of_the_spans(trace: Trace, kind: str) -> None:
     assert np.array(ids, dtype=np.int64).tobytes() == stretches.owners(trace.spans, kind).ids
 
 
-def facts(place: Place) -> list[Any]:
-    names = [name for name in Place.__slots__ if name not in ("children", "elsewhere", "parent", "site", "streams")]
-    return [place.site.key, dict(sorted(place.streams.items())), *(getattr(place, name) for name in names)]
+def facts(place: Any) -> list[Any]:
+    """All that is known of a place, but for what is around it and below."""
+    names = [
+        name for name in call_places.Place.__slots__
+        if name not in ("children", "elsewhere", "parent", "site", "streams", "wanted")
+    ]  # fmt: skip
+    streams = {key: tuple(sums) for key, sums in sorted(place.streams.items())}
+    return [place.site.key, streams, *(getattr(place, name) for name in names)]
 
 
 @given(SOME, st.booleans(), st.sampled_from([OPERATORS, ("user",), ("phase", "request")]))
 def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kinds: tuple[str, ...]) -> None:
     window = trace.held if is_bounded else None
-    ours = calls.place_tree(trace_of(trace.spans), kinds, window)
-    theirs = calls.call_tree(trace.spans, kinds, window)
-    assert list(map(facts, every_place(ours))) == list(map(facts, every_place(theirs)))
+    ours = list(every_place(place_tree(trace_of(trace.spans), kinds, window)))
+    theirs = list(call_places.every_place(call_places.call_tree(trace.spans, kinds, window)))
+    assert list(map(facts, ours)) == list(map(facts, theirs))
+    assert [one.parent and one.parent.site.key for one in ours] == [
+        one.parent and one.parent.site.key for one in theirs
+    ]
 
 
 @pytest.mark.parametrize("levels_of_it", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])

@@ -246,7 +246,7 @@ class Foreign:
         strays = self._close_marks()
         self._nest()
         if self._counts_flops:
-            _count_outermost(self.spans, {span.span_id: flops_told(span) for span in self._telling})
+            _count_outermost(self.spans, {span.span_id: flops_told(span.attributes) for span in self._telling})
         assign_self_times(self.spans)
         pids = [pid for pid, _ in self._thread_ids]
         host_pids = [row[0] for row in self._thread_ids if row not in self._device_rows]

@@ -74,7 +74,7 @@ def join(trace: Trace, beside: Trace) -> Trace:
 
 def _flops(beside: Trace) -> list[Flops]:
     """What the operators of a trace did, by when they began."""
-    its = (Flops(span.thread_id, span.start_ns, flops_told(span)) for span in beside.spans)
+    its = (Flops(span.thread_id, span.start_ns, flops_told(span.attributes)) for span in beside.spans)
     return sorted((one for one in its if one.flops), key=attrgetter("at_ns"))
 
 

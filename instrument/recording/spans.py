@@ -97,6 +97,10 @@ class DeviceInterval:
     uncertainty_ns: int = 0
 
 
+UNTIMED: frozenset[str] = frozenset({"captured", "dropped"})
+"""Labels of intervals that say when something was submitted and not how long it took."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteParent:
     """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts.
@@ -429,9 +433,9 @@ def is_blocked_loop(site: Site) -> bool:
     return site.module == BLOCKED_LOOP.module and site.name == BLOCKED_LOOP.name
 
 
-def flops_told(span: Span) -> int:
+def flops_told(attributes: Mapping[str, object]) -> int:
     """How many floating-point operations a span says that it did, 0 where it says none, or more than 64 bits hold."""
-    count = span.attributes.get(FLOPS)
+    count = attributes.get(FLOPS)
     return count if type(count) is int and 0 < count < 1 << 63 else 0
 
 

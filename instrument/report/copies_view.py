@@ -10,10 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
-from instrument.recording.spans import Site, Span, Trace
+from instrument.recording.spans import UNTIMED, Site, Span, Trace
 from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.device_view import Coverage, none_held
-from instrument.report.stretches import UNTIMED
 from instrument.report.table import MISSING, bounded, in_unit, named_table, number, section_title, title
 from instrument.report.view import Options, Recording
 

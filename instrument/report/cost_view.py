@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from instrument.recording.lines import CALLS, TOTAL
-from instrument.recording.spans import Cost, Site
+from instrument.recording.spans import UNTIMED, Cost, Site
 from instrument.report.device_view import Coverage
 from instrument.report.instrumentation import uncached
-from instrument.report.stretches import UNTIMED
 from instrument.report.table import (
     MISSING,
     compact,

@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from instrument.recording.spans import Trace
+from instrument.recording.spans import UNTIMED, Trace
 from instrument.report.device_summary import DeviceSummary, device_summary
-from instrument.report.stretches import UNTIMED
 from instrument.report.table import (
     MISSING,
     bounded,
@@ -68,6 +67,13 @@ class Coverage:
         first, last = trace.held
         complete = first == trace.start_ns
         return cls(len(trace.spans), complete, first - trace.start_ns, last - trace.start_ns)
+
+    @classmethod
+    def of_recording(cls, recording: Recording) -> Coverage:
+        """The same, without a look at each span."""
+        facts = recording.facts
+        first, last = facts.held
+        return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
 
     def lines(self) -> list[str]:
         """One sentence."""

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
 
-from instrument.recording.spans import Interval, Site, Span, Trace
+from instrument.recording.spans import UNTIMED, Interval, Site, Span, Trace
 from instrument.report.device_view import Coverage, none_held
 from instrument.report.stretches import (
     FARTHEST_NS,
-    UNTIMED,
     common,
     device_time,
     host_time,

@@ -14,12 +14,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from instrument.recording.spans import FLOPS, Span, Trace, flops_told
-from instrument.report.calls import device_ns, lines
-from instrument.report.places import NO_SPAN, places
-from instrument.report.stretches import having
+import numpy as np
+
+from instrument.recording.spans import FLOPS, UNTIMED, flops_told
+from instrument.report.places import NAMES, NO_SPAN, innermost
 from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths
-from instrument.report.view import Options
+from instrument.report.view import Options, Recording
+from instrument.trace.call_tree import lengths_below
+from instrument.trace.columns import Trace
+from instrument.trace.groups import distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,34 +89,38 @@ class FlopTable:
         return [*lines, ""]
 
 
-def flop_table(trace: Trace, kinds: Collection[str], options: Options) -> FlopTable | None:
+def flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:
     """The table of spans of these kinds, and of others that tell operations of their own; None where nothing is told.
 
     `rows` and `least_ns` (of the time of a row's calls) bound it. Where anything is told, 1 us a span.
     """
-    first, last = trace.held
-    told: list[tuple[Span, int]] = []
-    for span in having(trace.spans, FLOPS):
-        count = flops_told(span)
-        if count and first <= span.start_ns < last:
-            told.append((span, count))
-    beside = [one for one in trace.flops if one.flops > 0 and first <= one.at_ns < last]
+    trace = recording.columns
+    first, last = recording.facts.held
+    having = trace.attributes.having(FLOPS)
+    begins = trace.start_ns[having]
+    told = [
+        (number, count)
+        for number in having[(first <= begins) & (begins < last)].tolist()
+        if (count := flops_told(trace.attributes[number]))
+    ]
+    beside = [one for one in recording.facts.flops if one.flops > 0 and first <= one.at_ns < last]
     elsewhere = 0
-    asked = places(trace, [one.thread_id for one in beside], [one.at_ns for one in beside])
-    for place, one in zip(asked, beside, strict=True):
-        if isinstance(place, str):
-            elsewhere += one.flops
-        else:
-            told.append((place, one.flops))
+    if beside:
+        asked = innermost(recording.trace, [one.thread_id for one in beside], [one.at_ns for one in beside])
+        for number, one in zip(asked, beside, strict=True):
+            if number in NAMES:
+                elsewhere += one.flops
+            else:
+                told.append((number, one.flops))
     if not told and not elsewhere:
         return None
     whole = elsewhere + sum(count for _, count in told)
-    tree = _Tree(trace.spans, told, kinds)
-    launched = _launched(trace, {span.span_id: span for calls in tree.calls.values() for span in calls})
+    tree = _Tree(trace, told, kinds)
+    launched = _launched(recording, {row for calls in tree.calls.values() for row in calls})
 
     def row(name: str, kind: str) -> FlopRow:
-        flops, calls = tree.flops[name, kind], {span.span_id: span for span in tree.calls[name, kind]}
-        return FlopRow(name, kind, len(calls), flops, *_time_of(calls.values(), launched), share(flops, whole))
+        flops, calls = tree.flops[name, kind], tree.calls[name, kind]
+        return FlopRow(name, kind, len(calls), flops, *_time_of(trace, calls, launched), share(flops, whole))
 
     def rest(rows: Sequence[FlopRow]) -> FlopRow:
         # They may lie in one another: each told number counts once, and times would count some twice.
@@ -132,16 +139,18 @@ class _Tree:
     that is not asked for, only what spans of that name told themselves.
     """
 
-    def __init__(self, spans: Sequence[Span], told: Sequence[tuple[Span, int]], kinds: Collection[str]) -> None:
-        its, self._around = lines(spans, [span for span, _ in told])
-        numbers = {id(span): number for number, span in enumerate(its)}
+    def __init__(self, trace: Trace, told: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
+        its, self._around = _lines(trace, [row for row, _ in told])
+        numbers = {row: number for number, row in enumerate(its)}
         self._told = [0] * len(its)
-        for span, count in told:
-            self._told[numbers[id(span)]] += count
+        for row, count in told:
+            self._told[numbers[row]] += count
         names: dict[tuple[str, str], int] = {}
-        known = {site: names.setdefault((site.name, site.kind), len(names)) for site in {span.site for span in its}}
+        places = trace.site[its].tolist()
+        sites = {place: trace.sites[place] for place in dict.fromkeys(places)}
+        known = {place: names.setdefault((site.name, site.kind), len(names)) for place, site in sites.items()}
         self._names = names
-        self._name_of = [known[span.site] for span in its]
+        self._name_of = [known[place] for place in places]
         self._is_asked = [kind in kinds for _, kind in names]
         sums, calls = self._summed()
         self.flops = {name: sums[at] for name, at in names.items()}
@@ -191,11 +200,28 @@ class _Tree:
         return found
 
 
-def _launched(trace: Trace, calls: Mapping[int, Span]) -> dict[int, int]:
+def _lines(trace: Trace, some: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Some rows and those around them on their lines, each once and after the one right around it, and of each the
+    number of that one, `NO_SPAN` for none."""
+    has = np.zeros(len(trace), dtype=np.bool_)
+    new = np.array(some, dtype=np.int64)
+    while len(new):
+        has[new] = True
+        new = distinct(trace.around[new])
+        new = new[(new != NO_SPAN) & ~has[new]]
+    rows = np.flatnonzero(has)
+    rows = rows[np.argsort(trace.level[rows], kind="stable")]
+    number_of = np.full(len(trace) + 1, NO_SPAN, dtype=np.int64)
+    number_of[rows] = np.arange(len(rows))
+    return rows.tolist(), number_of[trace.around[rows]].tolist()
+
+
+def _launched(recording: Recording, calls: Collection[int]) -> dict[int, int]:
     """How long devices worked for what calls asked for: the kernels that torch.profiler saw, by the thread that asked
     for them and when, and of a call without any the device intervals of its own and of what is below it on its line."""
+    trace = recording.columns
     by_thread: dict[int, list[tuple[int, int]]] = {}
-    for one in trace.kernels:
+    for one in recording.facts.kernels:
         if one.thread_id and one.kind == "kernel":
             by_thread.setdefault(one.thread_id, []).append((one.launched_ns, one.end_ns - one.start_ns))
     kernels: dict[int, tuple[list[int], list[int]]] = {}
@@ -204,17 +230,31 @@ def _launched(trace: Trace, calls: Mapping[int, Span]) -> dict[int, int]:
         sums = [0, *accumulate(length_ns for _, length_ns in its)]
         kernels[thread_id] = [launched_ns for launched_ns, _ in its], sums
     found: dict[int, int] = {}
-    for id_, call in calls.items():
-        times, sums = kernels.get(call.thread_id, ([], [0]))
-        launched_ns = sums[bisect_left(times, call.end_ns)] - sums[bisect_left(times, call.start_ns)]
+    rows = np.array(sorted(calls), dtype=np.int64)
+    columns = (trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
+    for row, thread_id, start_ns, end_ns in zip(
+        rows.tolist(), *(column.tolist() for column in columns), strict=True
+    ):  # fmt: skip
+        times, sums = kernels.get(thread_id, ([], [0]))
+        launched_ns = sums[bisect_left(times, end_ns)] - sums[bisect_left(times, start_ns)]
         if launched_ns:
-            found[id_] = launched_ns
-    return found | device_ns(trace.spans, [call for id_, call in calls.items() if id_ not in found])
+            found[row] = launched_ns
+    return found | _device_ns(trace, [row for row in rows.tolist() if row not in found])
 
 
-def _time_of(calls: Collection[Span], launched: Mapping[int, int]) -> tuple[str, int | None]:
+def _device_ns(trace: Trace, calls: Sequence[int]) -> dict[int, int]:
+    """How long devices worked for each of some rows and what is below it on its line, of those for which they did."""
+    is_call, its = np.zeros(len(trace), dtype=np.bool_), trace.device
+    is_call[np.array(calls, dtype=np.int64)] = True
+    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
+    kept = is_timed & (its.start_ns < its.end_ns)
+    rows, lengths_ns = lengths_below(trace.around, is_call, its.row[kept], its.start_ns[kept], its.end_ns[kept])
+    return dict(zip(rows.tolist(), lengths_ns.tolist(), strict=True))
+
+
+def _time_of(trace: Trace, calls: Sequence[int], launched: Mapping[int, int]) -> tuple[str, int | None]:
     """Where some calls took their time, and how long, if that is the same for all."""
-    on_device = [launched[span.span_id] for span in calls if span.span_id in launched]
+    on_device = [launched[row] for row in calls if row in launched]
     if len(on_device) == len(calls):
         return "GPU", sum(on_device)
-    return ("", None) if on_device else ("CPU", sum(span.total_ns for span in calls))
+    return ("", None) if on_device else ("CPU", int(trace.total_ns[calls].sum()))

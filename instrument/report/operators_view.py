@@ -13,12 +13,11 @@ in the order of execution, as SINGA's verbosity 2 prints them.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 
-from instrument.recording.spans import Trace
+import numpy as np
+
 from instrument.report.call_rows import (
     CallBlock,
     CallRow,
@@ -31,12 +30,13 @@ from instrument.report.call_rows import (
     sorting,
     top_rows,
 )
-from instrument.report.calls import Place, Times, call_tree, every_place
+from instrument.report.calls import Place, Times, every_place, place_tree
 from instrument.report.device_view import Coverage, none_held
 from instrument.report.flop_rows import FlopTable, flop_table
-from instrument.report.stretches import owners, sites
 from instrument.report.table import LINE, columns, number, safe, section_title, share, shorten, title
 from instrument.report.view import Options, Recording
+from instrument.trace.groups import distinct
+from instrument.trace.owners import owners
 
 OPERATORS = ("op", "layer", "comm")
 """Kinds of span that are operators."""
@@ -126,14 +126,13 @@ def operators(recording: Recording, options: Options) -> Operators:
 
     `rows` and `least_ns` are of operators, and of what is below each of them.
     """
-    trace = recording.trace
-    root = call_tree(trace.spans, OPERATORS, trace.held)
+    facts = recording.facts
+    root = place_tree(recording.columns, OPERATORS, facts.held)
     places = [place for place in every_place(root) if place.site.kind in OPERATORS]
-    names = dict(trace.threads)
-    blocks = blocks_of(places, names, options, _block)
-    in_order = _in_order(trace, options) if options.tracer_option == "AllOpDetail" and blocks else None
-    held = Coverage.of(trace)
-    operations = flop_table(trace, OPERATORS, options)
+    blocks = blocks_of(places, facts.threads, options, _block)
+    in_order = _in_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
+    held = Coverage.of_recording(recording)
+    operations = flop_table(recording, OPERATORS, options)
     return Operators(tuple(held.lines()), blocks, in_order, operations, held.complete, options)
 
 
@@ -162,7 +161,7 @@ def _below(row: CallRow, places: Sequence[Place], options: Options) -> Iterator[
 
 
 def _stream_rows(depth: int, places: Iterable[Place], base_ns: int) -> Iterator[CallRow]:
-    found: dict[tuple[int, int], list[list[int]]] = {}
+    found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for place in places:
         for key, sums in place.streams.items():
             found.setdefault(key, []).append(sums)
@@ -177,17 +176,19 @@ def _stream_rows(depth: int, places: Iterable[Place], base_ns: int) -> Iterator[
 # The order of execution.
 
 
-def _in_order(trace: Trace, options: Options) -> InOrder:
-    kinds = {site.kind for site in sites(trace.spans)}
+def _in_order(recording: Recording, options: Options) -> InOrder:
+    trace, (first, last) = recording.columns, recording.facts.held
+    kinds = {trace.sites[place].kind for place in distinct(trace.site).tolist()}
     kind = next((kind for kind in ITERATIONS if kind in kinds), "")
-    owned, _, its = owners(trace.spans, kind)
-    topmost = sorted(its, key=lambda span: (span.start_ns, span.span_id))
-    first, last = trace.held
-    whole = [span for span in topmost if not span.clipped and first <= span.start_ns and span.end_ns <= last]
+    owner = owners(trace, trace.of_kind(kind))
+    topmost = np.flatnonzero(owner == np.arange(len(trace)))
+    topmost = topmost[np.lexsort((trace.span_id[topmost], trace.start_ns[topmost]))]
+    is_whole = ~trace.clipped & (first <= trace.start_ns) & (trace.end_ns <= last)
+    whole = topmost[is_whole[topmost]]
     timed = whole[options.skip_first :]
-    chosen = {span.span_id for span in timed}
-    within = map(chosen.__contains__, array("q", owned))
-    root = call_tree(list(compress(trace.spans, within)), IN_ORDER)
+    is_timed = np.zeros(len(trace) + 1, dtype=np.bool_)
+    is_timed[timed] = True
+    root = place_tree(trace.only(is_timed[owner]), IN_ORDER)
     found = list(_executed(root, len(timed)))
     shown = [one for one in found if one.mean_ns >= options.least_ns][: options.rows]
     kept = {one.number for one in shown}

@@ -13,12 +13,9 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from instrument import native
-from instrument.recording.spans import Interval, Site, Span, clip, intersect, length, subtract, union
+from instrument.recording.spans import UNTIMED, Interval, Site, Span, clip, intersect, length, subtract, union
 
 _native = native.find("_stretches")
-
-UNTIMED: frozenset[str] = frozenset({"captured", "dropped"})
-"""Labels of intervals that say when something was submitted and not how long it took."""
 
 NO_PIECE = -1
 """What stands for no piece of a unit."""

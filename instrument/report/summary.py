@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
-from instrument.report.benchmark_view import benchmark
-from instrument.report.brief_view import brief
-from instrument.report.copies_view import copies
-from instrument.report.cost_view import cost
-from instrument.report.device_view import device
-from instrument.report.distribution_view import distribution
-from instrument.report.events_view import events
 from instrument.report.instrumentation import instrumentation
-from instrument.report.kernels_view import kernels
-from instrument.report.memory_view import memory
-from instrument.report.operators_view import operators
-from instrument.report.overview_view import overview
-from instrument.report.phases_view import phases
-from instrument.report.requests_view import requests
-from instrument.report.self_times_view import classes, instances, ops
-from instrument.report.startup_view import startup
-from instrument.report.user_view import user
 from instrument.report.view import Options, Recording, View, document
 
-VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {
-    "brief": brief,
-    "overview": overview,
-    "events": events,
-    "phases": phases,
-    "operators": operators,
-    "kernels": kernels,
-    "device": device,
-    "copies": copies,
-    "memory": memory,
-    "distribution": distribution,
-    "user": user,
-    "requests": requests,
-    "classes": classes,
-    "ops": ops,
-    "instances": instances,
-    "startup": startup,
-    "benchmark": benchmark,
-    "cost": cost,
-}
+ROOMS: Mapping[str, str] = {"classes": "self_times", "ops": "self_times", "instances": "self_times"}
+"""The modules of views that are not called as theirs."""
+
+
+def _made_by(name: str) -> Callable[[Recording, Options], View]:
+    """What makes a view. Its room is imported when it is first made, for most of them import numpy."""
+
+    def make(recording: Recording, options: Options) -> View:
+        room = import_module(f"instrument.report.{ROOMS.get(name, name)}")
+        view: View = getattr(room, name)(recording, options)
+        return view
+
+    return make
+
+
+VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _made_by(name) for name in VIEWS}
 """What makes each view of `VIEWS`."""
 
 OF_TABLES = ("tracer_option", "threads")

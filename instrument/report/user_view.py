@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from instrument.report.call_rows import CallBlock, block_lines, blocks_of, by_name, note_of_rest, sorting, top_rows
-from instrument.report.calls import Place, call_tree, every_place
+from instrument.report.calls import Place, every_place, place_tree
 from instrument.report.device_view import Coverage, none_held
 from instrument.report.table import title
 from instrument.report.view import Options, Recording
@@ -47,15 +47,15 @@ class User:
 
 def user(recording: Recording, options: Options) -> User:
     """The view of the spans that are held. `tracer_option`, `corrected` and `skip_first` mean nothing to it."""
-    trace = recording.trace
-    window_ns = trace.held[1] - trace.held[0]
+    window = recording.facts.held
+    window_ns = window[1] - window[0]
 
     def block(thread: int | None, name: str, places: Sequence[Place], options: Options) -> CallBlock:
         rows = top_rows(by_name(places), window_ns, window_ns, options)
         return CallBlock(thread, name, window_ns, window_ns, tuple(rows))
 
-    root = call_tree(trace.spans, ("user",), trace.held)
+    root = place_tree(recording.columns, ("user",), window)
     places = [place for place in every_place(root) if place.site.kind == "user"]
-    held = Coverage.of(trace)
-    blocks = blocks_of(places, trace.threads, options, block)
+    held = Coverage.of_recording(recording)
+    blocks = blocks_of(places, recording.facts.threads, options, block)
     return User(tuple(held.lines()), window_ns, blocks, held.complete, options)

@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from instrument.recording.spans import Interval, Span, Trace, clip
+from instrument.recording.spans import UNTIMED, Interval, Span, Trace, clip
 from instrument.recording.tally import percentiles_of
 from instrument.report.stretches import (
-    UNTIMED,
     Group,
     Owners,
     at_once,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from instrument.errors import TraceError
 from instrument.profile.model import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
 from instrument.recording.lines import Lines
-from instrument.recording.spans import Cost, Site, Span, Startup, Trace
+from instrument.recording.spans import Cost, Flops, Interval, Kernel, Origin, Site, Span, Startup, Trace
 from instrument.recording.tally import Tally
 
 if TYPE_CHECKING:
@@ -144,16 +144,36 @@ class HeldSpans:
         return cls(len(trace.spans), complete, first - start_ns, last - start_ns, asked, labels)
 
 
+class Facts(Protocol):
+    """What a trace knows beside its spans, with the names of `instrument.recording.spans.Trace`."""
+
+    @property
+    def start_ns(self) -> int: ...
+    @property
+    def end_ns(self) -> int: ...
+    @property
+    def held(self) -> Interval: ...
+    @property
+    def threads(self) -> Mapping[int, str]: ...
+    @property
+    def origin(self) -> Origin: ...
+    @property
+    def kernels(self) -> Sequence[Kernel]: ...
+    @property
+    def flops(self) -> Sequence[Flops]: ...
+
+
 class Recording:
     """What is reported on: the tally of all calls, the trace of the spans that are held, and what is known of both.
 
     `make_tally`, `make_lines`, `make_trace`, `make_columns`, `make_held`, `make_startup`, `make_upkeep` and `make_cost`
     are called when somebody first reads what they make. `make_lines` makes the tally's lines, all threads as one where
     it is told so, at less cost; `make_cost` gets them where they have been made. `make_columns` makes the trace's
-    columns where it has them, else they are made of its spans. `make_held` tells of the spans that are held without
-    making them, None where it cannot. `window_ns` is the length of the time that the tally covers, `recorder` is
-    `native`, `pure` or `other`. `collector_ids` gives the trace id and the span id under which a span of the trace went
-    to the collector. `benchmark` has counted the steps of a loop as they went by.
+    columns where it has them, and `facts` are what such a trace knows beside them; else both are those of the trace.
+    `make_held` tells of the spans that are held without making them, None where it cannot. `window_ns` is the length of
+    the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace id and
+    the span id under which a span of the trace went to the collector. `benchmark` has counted the steps of a loop as
+    they went by.
     """
 
     def __init__(
@@ -174,13 +194,14 @@ class Recording:
         make_held: Callable[[], HeldSpans | None] = lambda: None,
         make_cost: Callable[[Lines | None], Cost | None] = lambda lines: None,
         make_columns: Callable[[], columns.Trace] | None = None,
+        facts: Facts | None = None,
     ) -> None:
         self._make_tally = make_tally
         self._make_lines = make_lines
         self._make_held = make_held
         self._lines: dict[bool, Lines] = {}
         self._make_trace = make_trace
-        self._make_columns = make_columns
+        self._make_columns, self._facts = make_columns, facts
         self._cost = cost
         self._make_cost = make_cost
         self.losses = dict(losses or {})
@@ -215,6 +236,11 @@ class Recording:
     def trace(self) -> Trace:
         """The spans that are held."""
         return self._make_trace()
+
+    @property
+    def facts(self) -> Facts:
+        """What the trace knows beside its spans, which are not made for it."""
+        return self.trace if self._facts is None else self._facts
 
     @cached_property
     def columns(self) -> columns.Trace:
@@ -279,6 +305,7 @@ class Recording:
             recorder=facts.origin.recorder,
             make_startup=lambda: facts.startup,
             make_columns=lambda: saved.columns,
+            facts=facts,
         )
 
 

@@ -79,7 +79,7 @@ class _Operators:
             if start_ns >= end_ns or not told_operator(one):
                 innermost[one.span_id] = around
                 continue
-            flops = flops_told(one)
+            flops = flops_told(one.attributes)
             attributes: dict[str, AttributeValue] = {FLOPS: flops} if flops else {}
             site = sites.setdefault(one.site.name, Site(one.site.name, "op", OPERATORS))
             number, active_ns, is_cut = next(_IDS), end_ns - start_ns, (start_ns, end_ns) != (first, last)

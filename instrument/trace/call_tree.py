@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import Interval
+from instrument.recording.spans import UNTIMED, Interval
 from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, by_level, levels, nearest
 from instrument.trace.groups import Groups, distinct, numbered
 from instrument.trace.intervals import lie_in, union_by_group
-
-UNTIMED: frozenset[str] = frozenset({"captured", "dropped"})
-"""Labels of intervals that say when something was submitted and not how long it took."""
 
 
 @dataclass(frozen=True, slots=True)

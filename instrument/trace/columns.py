@@ -7,9 +7,9 @@ left: so sums and differences of two do not wrap.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,34 @@ Bools = NDArray[np.bool_]
 
 FARTHEST_NS = 1 << 62
 """No clock reads more."""
+
+
+class Attributes(Protocol):
+    """The attributes of spans by their row, decoded when they are asked for."""
+
+    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
+        """Those of a row."""
+
+    def rows(self) -> Int64s:
+        """The rows that have any, in order."""
+
+    def having(self, name: str) -> Int64s:
+        """The rows that have one of that name, in order."""
+
+
+class NoAttributes:
+    """Those of rows of which nobody asks for any."""
+
+    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
+        return {}
+
+    def rows(self) -> Int64s:
+        """None."""
+        return np.zeros(0, dtype=np.int64)
+
+    def having(self, name: str) -> Int64s:
+        """None."""
+        return self.rows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +78,7 @@ class Trace:
     """Spans as columns, a row each, with the names of `instrument.recording.spans.Span`.
 
     `site` and `error` are places in `sites` and `errors` (`NONE`: no error). `parent` is the row of the parent, `NONE`
-    for a span without one among these. `attributes` are by row, decoded when they are asked for; `with_attributes` says
-    which rows have any. `remote` is by row, of the few that have one.
+    for a span without one among these. `remote` is by row, of the few that have one.
 
     Raises `ValueError` for columns that are not sound: of different lengths, with times or numbers that no clock and no
     table has, with an id twice, or with parents that run in a circle.
@@ -72,8 +99,7 @@ class Trace:
     error: Int32s
     clipped: Bools
     device: DeviceIntervals
-    attributes: Sequence[Mapping[str, AttributeValue]] = field(repr=False)
-    with_attributes: Bools
+    attributes: Attributes = field(repr=False)
     remote: Mapping[int, RemoteParent]
     parent: Int32s = field(init=False)
     level: Int32s = field(init=False)
@@ -108,6 +134,23 @@ class Trace:
         found: Bools = np.array([*wanted, False], dtype=np.bool_)[self.site]
         return found
 
+    def only(self, wanted: Bools) -> Trace:
+        """The wanted rows alone, without their attributes."""
+        rows = np.flatnonzero(wanted)
+        its = self.device
+        kept = wanted[its.row]
+        number_of = np.cumsum(wanted, dtype=np.int32) - 1
+        device = {one.name: getattr(its, one.name)[kept] for one in fields(its) if one.name not in ("row", "labels")}
+        columns = {name: getattr(self, name)[rows] for name in _BY_ROW}
+        return Trace(
+            sites=self.sites,
+            errors=self.errors,
+            **columns,
+            device=DeviceIntervals(row=number_of[its.row[kept]], labels=its.labels, **device),
+            attributes=NoAttributes(),
+            remote={},
+        )
+
     @cached_property
     def on_line_of_parent(self) -> Bools:
         """Which rows have a parent that ran on the same thread and task: part of whose time they are."""
@@ -122,12 +165,15 @@ class Trace:
         return found
 
 
+_BY_ROW = (
+    "span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns", "site",
+    "error", "clipped",
+)  # fmt: skip
+
+
 def _refuse_unsound(trace: Trace) -> None:
     count, its = len(trace.span_id), trace.device
-    columns: list[NDArray[Any]] = [
-        trace.parent_id, trace.root_id, trace.thread_id, trace.task_id, trace.start_ns, trace.end_ns, trace.active_ns,
-        trace.self_ns, trace.site, trace.error, trace.clipped, trace.with_attributes,
-    ]  # fmt: skip
+    columns = [getattr(trace, name) for name in _BY_ROW]
     of_device: list[NDArray[Any]] = [its.device, its.stream, its.start_ns, its.end_ns, its.label, its.uncertainty_ns]
     if any(len(one) != count for one in columns) or any(len(one) != len(its) for one in of_device):
         raise ValueError("its columns are of different lengths; it is damaged")

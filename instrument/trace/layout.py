@@ -7,8 +7,9 @@ two bytes. Who reads them without us sums them up again (`numpy.cumsum`).
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,7 +123,9 @@ def _packed_intervals(its: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> d
 def _packed_attributes(
     trace: Trace, order: Int64s, text_of: Callable[[Mapping[str, AttributeValue]], str]
 ) -> dict[str, Column]:
-    rows = np.flatnonzero(trace.with_attributes[order])
+    has = np.zeros(len(trace), dtype=np.bool_)
+    has[trace.attributes.rows()] = True
+    rows = np.flatnonzero(has[order])
     known: dict[str, int] = {}
     numbers = [known.setdefault(text, len(known)) for text in _texts_of(trace, order[rows].tolist(), text_of)]
     texts = [text.encode() for text in known]
@@ -160,30 +163,36 @@ def _texts_of(
 # Unpacked
 
 
-class PackedAttributes(Sequence[Mapping[str, AttributeValue]]):
+class PackedAttributes:
     """The attributes of spans by their row, decoded when they are asked for."""
 
     def __init__(self, count: int, rows: Int64s, numbers: Column, ends: Int64s, texts: bytes) -> None:
-        self._count, self._numbers, self._ends, self._texts = count, numbers, ends, texts
+        self._rows, self._numbers, self._ends, self._texts = rows, numbers, ends, texts
         self._place = np.full(count, NONE, dtype=np.int32)
         self._place[rows] = np.arange(len(rows), dtype=np.int32)
 
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, row: int) -> Mapping[str, AttributeValue]: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[Mapping[str, AttributeValue]]: ...
-    def __getitem__(self, row: int | slice) -> Any:
-        if isinstance(row, slice):
-            return [self[one] for one in range(*row.indices(self._count))]
+    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
         place = self._place[row]
-        if place < 0:
-            return {}
-        number = int(self._numbers[place])
+        return {} if place < 0 else self._of(int(self._numbers[place]))
+
+    def _of(self, number: int) -> dict[str, Any]:
         first = int(self._ends[number - 1]) if number else 0
         return decoded(self._texts[first : int(self._ends[number])])
+
+    def rows(self) -> Int64s:
+        """The rows that have any."""
+        return self._rows
+
+    def having(self, name: str) -> Int64s:
+        """The rows that have one of that name. Texts that do not have it somewhere are not decoded."""
+        written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends.tolist()
+        has = np.zeros(len(ends), dtype=np.bool_)
+        at = texts.find(written)
+        while at >= 0:
+            number = bisect_right(ends, at)
+            has[number] = name in self._of(number)
+            at = texts.find(written, ends[number])
+        return self._rows[has[self._numbers]]
 
 
 def decoded(text: bytes) -> dict[str, Any]:
@@ -231,7 +240,7 @@ def unpacked(columns: Columns, facts: Mapping[str, Any], sites: Sequence[Site]) 
         error=_with_rare(columns, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
         clipped=_with_rare(columns, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
         device=_unpacked_intervals(columns, start_ns, labels),
-        **_unpacked_attributes(columns, count),
+        attributes=_unpacked_attributes(columns, count),
         remote={
             int(row): RemoteParent(
                 int(trace_id, 16), int(span_id, 16), int(flags), bool(is_local), bool(in_server_span)
@@ -280,13 +289,11 @@ def _unpacked_intervals(columns: Columns, start_ns: Int64s, labels: tuple[str, .
     )
 
 
-def _unpacked_attributes(columns: Columns, count: int) -> dict[str, Any]:
+def _unpacked_attributes(columns: Columns, count: int) -> PackedAttributes:
     rows, ends = summed(columns["attributes_row_steps"]), summed(columns["attributes_lengths"])
     numbers, texts = columns["attributes"], columns["attributes_bytes"].tobytes()
     _refuse_outside(rows, count)
     _refuse_outside(numbers, len(ends))
     if len(rows) != len(numbers) or (len(ends) and (ends[-1] != len(texts) or (np.diff(ends) < 0).any())):
         raise ValueError("its attributes are cut off; it is damaged")
-    has = np.zeros(count, dtype=np.bool_)
-    has[rows] = True
-    return {"attributes": PackedAttributes(count, rows, numbers, ends, texts), "with_attributes": has}
+    return PackedAttributes(count, rows, numbers, ends, texts)

@@ -5,32 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
+from instrument import native
 from instrument.recording.spans import AttributeValue, DeviceInterval, Site, Span
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
 
+_native = native.find("_stretches")
 
-class AttributesOfSpans(Sequence[Mapping[str, AttributeValue]]):
+
+class AttributesOfSpans:
     """The attributes of spans by their row, which the spans keep."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
 
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    @overload
-    def __getitem__(self, row: int) -> Mapping[str, AttributeValue]: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[Mapping[str, AttributeValue]]: ...
-    def __getitem__(self, row: int | slice) -> Any:
-        if isinstance(row, slice):
-            return [span.attributes for span in self._spans[row]]
+    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
         return self._spans[row].attributes
+
+    def rows(self) -> Int64s:
+        """The rows that have any."""
+        of_spans = map(attrgetter("attributes"), self._spans)
+        return np.flatnonzero(np.fromiter(map(bool, of_spans), np.bool_, len(self._spans)))
+
+    def having(self, name: str) -> Int64s:
+        """The rows that have one of that name. What a file said of the others stays the text that it is."""
+        found = None if _native is None else _native.having(self._spans, name)
+        if found is None:
+            return np.flatnonzero([name in span.attributes for span in self._spans])
+        known = set(map(id, found))
+        return np.flatnonzero([id(span) in known for span in self._spans] if known else np.zeros(0))
 
 
 def trace_of(spans: Sequence[Span]) -> Trace:
@@ -53,7 +60,6 @@ def trace_of(spans: Sequence[Span]) -> Trace:
         clipped=np.fromiter(map(attrgetter("clipped"), spans), np.bool_, len(spans)),
         device=_columns_of(intervals, rows),
         attributes=AttributesOfSpans(spans),
-        with_attributes=np.fromiter(map(bool, map(attrgetter("attributes"), spans)), np.bool_, len(spans)),
         remote={
             row: remote for row, remote in enumerate(map(attrgetter("remote"), spans)) if remote is not None
         },
@@ -88,16 +94,14 @@ def _intervals(spans: Sequence[Span]) -> tuple[list[DeviceInterval], Int32s]:
 
 def _columns_of(intervals: Sequence[DeviceInterval], rows: Int32s) -> DeviceIntervals:
     labels: dict[str, int] = {}
-    count = len(intervals)
-    return DeviceIntervals(
-        row=rows,
-        label=_numbered(map(attrgetter("label"), intervals), labels),
-        labels=tuple(labels),
-        **{
-            name: _numbers(map(attrgetter(name), intervals), count)
-            for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns")
-        },
+    device, stream, start_ns, end_ns, uncertainty_ns = (
+        _numbers(map(attrgetter(name), intervals), len(intervals))
+        for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns")
     )
+    label = _numbered(map(attrgetter("label"), intervals), labels)
+    # Where a clock was placed anew between the two, an end may lie before its begin.
+    end_ns = np.maximum(start_ns, end_ns)
+    return DeviceIntervals(rows, device, stream, start_ns, end_ns, label, uncertainty_ns, tuple(labels))
 
 
 def spans_of(trace: Trace) -> list[Span]:
@@ -109,7 +113,7 @@ def spans_of(trace: Trace) -> list[Span]:
     columns.append(map(names.__getitem__, trace.error.tolist()))
     make: Callable[..., Span] = Span
     spans = list(map(make, *columns, repeat({}), devices, trace.clipped.tolist()))
-    for row in np.flatnonzero(trace.with_attributes).tolist():
+    for row in trace.attributes.rows().tolist():
         spans[row].attributes = trace.attributes[row]
     for row, remote in trace.remote.items():
         spans[row].remote = remote
