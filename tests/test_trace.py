@@ -148,6 +148,12 @@ def test_columns_are_the_spans_and_spans_the_columns(trace: Trace) -> None:
     assert spans_of(trace_of(trace.spans)) == trace.spans
 
 
+def test_spans_made_of_columns_share_nothing_that_can_be_changed() -> None:
+    spans = spans_of(trace_of(deep(30).spans))
+    spans[0].attributes["own"] = 1  # type: ignore[index]
+    assert dict(spans[1].attributes) == {}
+
+
 @given(SOME)
 def test_self_times_are_those_of_the_spans(trace: Trace) -> None:
     assign_self_times(trace.spans)

@@ -15,9 +15,9 @@ LEAST_BYTES = 500_000_000
 SHARE_OF_DATA = 0.9
 """What part of it the system's limit is for, which does not count libraries and stacks."""
 
-PACKED_NEEDS, PLAIN_NEEDS = 20, 3
-"""How many times its size a trace file may need where that is more: a span has 21 bytes packed, 200 plain, and 400
-while views are made of it."""
+PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 20, 3, 150
+"""How many times its size a trace file may need where that is more: a span has 21 bytes packed, 200 plain and 6 in a
+recording, and 400 while views are made of it."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def within_memory(files: Sequence[str], asked_bytes: int | None) -> Iterator[Non
 def _need_bytes(file: Path) -> int:
     try:
         with file.open("rb") as opened:
-            is_packed = opened.read(2) == b"\x1f\x8b"
-        return file.stat().st_size * (PACKED_NEEDS if is_packed else PLAIN_NEEDS)
+            needs = {b"\x1f\x8b": PACKED_NEEDS, b"PK": RECORDING_NEEDS}.get(opened.read(2), PLAIN_NEEDS)
+        return file.stat().st_size * needs
     except OSError:
         return 0  # reading it will say what is wrong

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, repeat
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -104,15 +104,25 @@ def _columns_of(intervals: Sequence[DeviceInterval], rows: Int32s) -> DeviceInte
     return DeviceIntervals(rows, device, stream, start_ns, end_ns, label, uncertainty_ns, tuple(labels))
 
 
+ROWS_AT_ONCE = 20_000
+"""Rows of which objects are made together: each number is an object of its own meanwhile."""
+
+
 def spans_of(trace: Trace) -> list[Span]:
     """Columns as objects, a span for each row, in the same order."""
-    devices = _devices_of(trace)
     names: list[str | None] = [*trace.errors, None]
-    columns: list[Iterable[Any]] = [map(trace.sites.__getitem__, trace.site.tolist())]
-    columns += [getattr(trace, name).tolist() for name in _NUMBERS]
-    columns.append(map(names.__getitem__, trace.error.tolist()))
     make: Callable[..., Span] = Span
-    spans = list(map(make, *columns, repeat({}), devices, trace.clipped.tolist()))
+    spans: list[Span] = []
+    for first in range(0, len(trace), ROWS_AT_ONCE):
+        some = slice(first, first + ROWS_AT_ONCE)
+        columns: list[Iterable[Any]] = [map(trace.sites.__getitem__, trace.site[some].tolist())]
+        columns += [getattr(trace, name)[some].tolist() for name in _NUMBERS]
+        columns.append(map(names.__getitem__, trace.error[some].tolist()))
+        spans += map(make, *columns)
+    for row, its in _devices_of(trace):
+        spans[row].device += its  # those of one row may come in two parts
+    for row in np.flatnonzero(trace.clipped).tolist():
+        spans[row].clipped = True
     for row in trace.attributes.rows().tolist():
         spans[row].attributes = trace.attributes[row]
     for row, remote in trace.remote.items():
@@ -120,12 +130,13 @@ def spans_of(trace: Trace) -> list[Span]:
     return spans
 
 
-def _devices_of(trace: Trace) -> list[tuple[DeviceInterval, ...]]:
+def _devices_of(trace: Trace) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
+    """The intervals of each row that has any."""
     its = trace.device
-    found: list[tuple[DeviceInterval, ...]] = [()] * len(trace)
-    columns = (its.device, its.stream, its.start_ns, its.end_ns)
-    labels = map(its.labels.__getitem__, its.label.tolist())
-    made = map(DeviceInterval, *(one.tolist() for one in columns), labels, its.uncertainty_ns.tolist())
-    for row, interval in zip(its.row.tolist(), made, strict=True):
-        found[row] += (interval,)
-    return found
+    for first in range(0, len(its), ROWS_AT_ONCE):
+        some = slice(first, first + ROWS_AT_ONCE)
+        numbers = (one[some].tolist() for one in (its.device, its.stream, its.start_ns, its.end_ns))
+        labels = map(its.labels.__getitem__, its.label[some].tolist())
+        made = map(DeviceInterval, *numbers, labels, its.uncertainty_ns[some].tolist())
+        for row, group in groupby(zip(its.row[some].tolist(), made, strict=True), itemgetter(0)):
+            yield row, tuple(interval for _, interval in group)
