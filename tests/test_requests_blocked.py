@@ -10,7 +10,7 @@ import time
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Iterator
-from contextvars import Context
+from contextvars import Context, ContextVar
 from typing import Any
 
 import pytest
@@ -345,10 +345,98 @@ def test_a_stretch_is_in_files_views_and_the_summary_and_takes_no_time_from_othe
     assert "loop blocked" not in names
 
 
-def test_that_loops_which_run_their_callbacks_in_c_are_not_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+# -------------------------------------------------------------------- uvloop
+
+
+@pytest.fixture
+def uvloop(session: None) -> Any:
+    return pytest.importorskip("uvloop")
+
+
+def serve_on(loops: Any, *paths: str, **handlers: Handler) -> None:
+    app = asgi.App(app_of({f"/{name}": handler for name, handler in handlers.items()}), Exchanges(RequestsRule()))
+
+    async def main() -> None:
+        await asyncio.gather(*(ask(app, path) for path in paths))
+
+    loops.run(main())
+
+
+def test_a_request_that_blocks_a_loop_of_uvloop_is_named_with_its_time(uvloop: Any) -> None:
+    async def sleepy() -> None:
+        await asyncio.sleep(0)
+        rest()
+        await asyncio.sleep(0)
+
+    serve_on(uvloop, "/wait", "/sleepy", "/wait", sleepy=instrument.profiled(sleepy), wait=wait)
+    (stretch,) = stretches()
+    assert stretch.attributes[BLOCKED_BY] == sleepy.__qualname__.rpartition(".")[2]
+    assert stretch.total_ns >= BLOCK_NS
+    assert stretch.parent_id == 0
+
+
+@pytest.mark.parametrize("how", ["call_soon", "call_later", "call_at", "call_soon_threadsafe"])
+def test_what_a_loop_of_uvloop_is_asked_to_call_is_named_by_its_function(uvloop: Any, how: str) -> None:
+    came = []
+
+    def sleepy(argument: str) -> None:
+        came.append(argument)
+        rest()
+
+    async def call() -> None:
+        loop = asyncio.get_running_loop()
+        before = {"call_later": (0.001,), "call_at": (loop.time() + 0.001,)}.get(how, ())
+        getattr(loop, how)(*before, sleepy, "secret", context=Context())
+        await asyncio.sleep(0.01)
+
+    serve_on(uvloop, "/wait", "/call", call=call, wait=wait)
+    (stretch,) = stretches()
+    line = sleepy.__code__.co_firstlineno
+    assert stretch.attributes[BLOCKED_BY] == f"{sleepy.__qualname__} (test_requests_blocked.py:{line})"
+    assert came == ["secret"]
+    assert "secret" not in str(dict(stretch.attributes))
+
+
+def test_callbacks_of_uvloop_keep_their_context_their_faults_and_their_handles(uvloop: Any) -> None:
+    variable: ContextVar[int] = ContextVar("variable")
+    seen: list[Any] = []
+
+    def fails() -> None:
+        seen.append(variable.get())
+        raise KeyError("as asked")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, facts: seen.append((facts["message"], repr(facts["exception"]))))
+        context = Context()
+        context.run(variable.set, 7)
+        loop.call_soon(fails, context=context)
+        handle = loop.call_later(0.001, seen.append, "cancelled")
+        handle.cancel()
+        assert handle.cancelled()
+        with pytest.raises(TypeError):
+            loop.call_soon()
+        await asyncio.sleep(0.01)
+
+    uvloop.run(main())
+    here = seen[1][0]
+    assert seen == [7, (here, repr(KeyError("as asked")))]
+    instrument.stop()
+    seen.clear()
+    uvloop.run(main())
+    assert seen[1][0] == here, "without us the loop says the same"
+
+
+def test_uvloop_is_as_it_was_after_the_end(uvloop: Any) -> None:
+    assert "call_soon" in vars(uvloop.Loop)
+    instrument.stop()
+    assert not {"call_soon", "call_later", "call_soon_threadsafe"} & vars(uvloop.Loop).keys()
+
+
+def test_a_uvloop_that_has_no_such_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvloop", types.ModuleType("uvloop"))
     for limit_ns, count in ((LIMIT_NS, 1), (None, 0)):
         instrument.start(Profile(requests=(RequestsRule(),), limits=Limits(blocked_ns=limit_ns)))
-        told = [note for note in instrument.session().notes() if "blocked loops of uvloop: unreachable" in note]
+        told = [note for note in instrument.session().notes() if "uvloop  has no place where it can be met" in note]
         instrument.stop()
         assert len(told) == count

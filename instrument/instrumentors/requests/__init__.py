@@ -6,7 +6,6 @@ imported by us, only met when the host has.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -53,7 +52,7 @@ class Requests:
     def wants(self, module_name: str) -> bool:
         """Whether that module has a seam."""
         is_known = module_name in routes.ROUTERS or module_name == propagation.MODULE
-        if module_name == blocked.MODULE:
+        if module_name in (blocked.MODULE, blocked.UVLOOP):
             is_known = self._blocked_ns is not None
         return self._seam(module_name) is not None or (bool(self.rules) and is_known)
 
@@ -77,9 +76,10 @@ class Requests:
             elif name == propagation.MODULE:
                 self._undos += propagation.attach(module, self._recorder)
                 self._met[name] = ""
-            elif name == blocked.MODULE:
+            elif name in (blocked.MODULE, blocked.UVLOOP):
+                attach_loops = blocked.attach if name == blocked.MODULE else blocked.attach_uvloop
                 if self._blocked_ns is not None:
-                    self._undos += blocked.attach(module, self._blocked_ns, self._recorder)
+                    self._undos += attach_loops(module, self._blocked_ns, self._recorder)
                 self._met[name] = ""
             else:
                 self._undos += routes.ROUTERS[name](module)
@@ -111,14 +111,7 @@ class Requests:
 
     def verdicts(self) -> list[Verdict]:
         """What became of the rule: which servers it has met, and what it has recorded."""
-        found = [self._verdict(rule, exchanges) for rule, exchanges in zip(self.rules, self._exchanges, strict=True)]
-        if self._blocked_ns is not None:
-            found += [
-                Verdict(self.rules[0].text, "unreachable", f"blocked loops of {name}", blocked.WHY_NOT)
-                for name in blocked.OTHER_LOOPS
-                if name in sys.modules
-            ]
-        return found
+        return [self._verdict(rule, exchanges) for rule, exchanges in zip(self.rules, self._exchanges, strict=True)]
 
     def _verdict(self, rule: RequestsRule, exchanges: Exchanges) -> Verdict:
         met = [name for name, kind in self._met.items() if kind in SERVERS]
