@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from otlp_spans import ORIGIN
 
 import instrument
 from instrument.instrumentors.requests import asgi
@@ -16,7 +17,8 @@ from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
 from instrument.profile.keys import loads
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER
-from instrument.sessions.exposition import BOUNDS_S, name_of
+from instrument.recording.spans import HOST, Sample
+from instrument.sessions.exposition import BOUNDS_S, name_of, text_of
 
 pytest.importorskip("prometheus_client")
 
@@ -127,6 +129,13 @@ def test_gauges_calls_losses_and_cost_are_told_by_the_names_that_they_have_in_pr
 )
 def test_names_are_those_that_opentelemetry_gives_in_prometheus(name: str, unit: str, told: str) -> None:
     assert name_of(name, unit) == told
+
+
+def test_a_share_is_told_whichever_of_it_and_its_base_was_read_first() -> None:
+    samples = [Sample("process_cpu", HOST, 1, 50.0), Sample("cores", HOST, 2, 4.0)]
+    for read in (samples, samples[::-1]):
+        lines = text_of(ORIGIN, None, read, ()).splitlines()
+        assert "process_cpu_utilization_ratio 0.125" in lines
 
 
 def test_a_scrape_while_the_session_is_busy_tells_what_was_known_before(monkeypatch: pytest.MonkeyPatch) -> None:

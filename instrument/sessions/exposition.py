@@ -62,8 +62,10 @@ def text_of(
                 ]
                 exemplars = [metric.exemplars.get(labels, ()) for labels in metric.series] if openmetrics else ()
                 yield _family(metric.name, metric.unit, metric.kind, metric.description, rows, origin, exemplars)
-            newest = {(sample.name, sample.device): sample for sample in samples}.values()
-            for series in series_of(newest, {gpu.device: gpu for gpu in gpus}, origin, {}, {}):
+            newest = {(sample.name, sample.device): sample for sample in samples}
+            # A share's base, such as `cores`, is read more seldom, and may come after what is divided by it.
+            known = {key: sample.value for key, sample in newest.items() if sample.value is not None}
+            for series in series_of(newest.values(), {gpu.device: gpu for gpu in gpus}, origin, known, {}):
                 read: list[tuple[Mapping[str, str], Any]] = [
                     ({name: _text(value) for name, value in point.attributes.items()}, point.value)
                     for point in series.points
