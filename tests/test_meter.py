@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import itertools
 import os
 import threading
@@ -440,6 +441,25 @@ def test_rules_that_ask_for_it_have_the_duration_of_all_calls_as_a_metric(restor
         (row,) = [row for row in session.tally().rows() if row.path[-1].name == "work"]
         assert point.sum == pytest.approx(row.totals.total_ns / 1e9)
         assert (point.min, point.max) == (row.totals.min_ns / 1e9, row.totals.max_ns / 1e9)
+
+
+def test_calls_of_functions_beyond_the_limit_are_one_series_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "many_functions.py").write_text("".join(f"def f{number}(): pass\n" for number in range(12)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(meter, "SERIES_LIMIT", 5)
+    with collecting(take) as server:
+        instrument.start(profile(url(server), "functions: [{match: 'many_functions:*', metrics: true}]\n"))
+        many: Any = importlib.import_module("many_functions")
+        for _ in range(2):
+            for number in range(12):
+                getattr(many, f"f{number}")()
+            instrument.flush(10)
+        instrument.stop()
+        found = newest(server.metrics, CALLS)
+        assert sum(point.count for point in found.values()) == 24
+        assert found[("otel.metric.overflow", True),].count == 14
 
 
 def test_calls_within_calls_count_and_the_sum_is_no_less_than_its_buckets(restored: None) -> None:

@@ -29,7 +29,7 @@ from instrument.recording.distributions import (
     Metric,
     Snapshot,
 )
-from instrument.recording.lines import CALLS, ELAPSED, MAX, MIN, WIDTH
+from instrument.recording.lines import CALLS, ELAPSED, MAX, MIN, WIDTH, Lines
 from instrument.recording.ring import Cursor, Row
 from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, Site, Span
 from instrument.recording.tally import bucket, bucket_start
@@ -226,21 +226,14 @@ class Meter:
             labels = wanted[lines.site_of[merged[at]]]
             if labels:
                 rows.setdefault(labels, []).append(at)
+        beyond: list[int] = []
         for labels, of in rows.items():
-            buckets = lines.histogram([merged[at] for at in of], None)
-            # The time of a call within a call of the same function counts in the outer one's alone, though both are
-            # calls: the sum is that of the buckets then.
-            least_ns = sum(bucket_start(index) * count for index, count in buckets.items())
-            now = Distribution(
-                sum(buckets.values()),
-                max(sum(merged[at + ELAPSED] for at in of), least_ns),
-                min(merged[at + MIN] for at in of if merged[at + CALLS]),
-                max(merged[at + MAX] for at in of),
-                buckets,
-            )
             if labels not in self._calls and len(self._calls) >= SERIES_LIMIT:
-                continue
-            self._calls.setdefault(labels, Distribution()).grow(now)
+                beyond += of
+            else:
+                self._calls.setdefault(labels, Distribution()).grow(_calls_of(lines, merged, of))
+        if beyond:
+            self._calls.setdefault(OVERFLOW, Distribution()).grow(_calls_of(lines, merged, beyond))
 
     # ---------------------------------------------------------------- all together
 
@@ -278,6 +271,21 @@ class Meter:
             ((label, key),): value for (of, key), value in self._counters.items() if of == name
         }
         return Metric(name, unit, COUNTER, told, series)
+
+
+def _calls_of(lines: Lines, merged: Sequence[int], of: Sequence[int]) -> Distribution:
+    """The calls of some lines of the tally."""
+    buckets = lines.histogram([merged[at] for at in of], None)
+    # The time of a call within a call of the same function counts in the outer one's alone, though both are calls: the
+    # sum is that of the buckets then.
+    least_ns = sum(bucket_start(index) * count for index, count in buckets.items())
+    return Distribution(
+        sum(buckets.values()),
+        max(sum(merged[at + ELAPSED] for at in of), least_ns),
+        min((merged[at + MIN] for at in of if merged[at + CALLS]), default=0),
+        max(merged[at + MAX] for at in of),
+        buckets,
+    )
 
 
 def _series(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
