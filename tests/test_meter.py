@@ -462,6 +462,20 @@ def test_calls_of_functions_beyond_the_limit_are_one_series_together(
         assert found[("otel.metric.overflow", True),].count == 14
 
 
+def test_calls_count_on_after_reloads_that_take_a_rule_away_and_bring_it_back(restored: None) -> None:
+    with collecting(take) as server:
+        session = instrument.start(profile(url(server), RULES))
+        assert session is not None
+        for count, rules in ((10, "limits: {spans_per_request: 50}\n"), (0, RULES), (7, RULES)):
+            for _ in range(count):
+                globals()["work"]()
+            assert instrument.flush(10) is not None
+            session.reload(profile(url(server), rules))
+        instrument.stop()
+        (point,) = newest(server.metrics, CALLS).values()
+        assert point.count == sum(point.positive.bucket_counts) + point.zero_count == 17
+
+
 def test_calls_within_calls_count_and_the_sum_is_no_less_than_its_buckets(restored: None) -> None:
     with collecting(take) as server:
         instrument.start(profile(url(server), RULES))

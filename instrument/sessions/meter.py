@@ -80,6 +80,7 @@ class Meter:
         """By endpoint the buckets of all that are counted in `_requests`."""
         self._active: dict[Labels, int] = {}
         self._calls: dict[Labels, Distribution] = {}
+        self._asked_for: set[object] = set()
         self._counters: dict[tuple[str, str], float] = {}
         self._exemplars: dict[Labels, Exemplars] = {}
         self._watched: Cursor | None = None
@@ -215,12 +216,17 @@ class Meter:
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, sites: Collection[Site]) -> None:
-        """Bring the distributions of these sites up to the tally."""
+        """Bring the distributions of these sites up to the tally: of all that were ever asked for, by their keys.
+
+        After a reload a function is another site, and its series goes on from what was counted of the one before.
+        """
+        self._asked_for |= {site.key for site in sites}
         if not sites:
             return
         lines = self._recorder.lines(merged=True)
         merged = lines.merged()
-        wanted = [_call_labels(site) if self._recorder.place_of(site) in sites else () for site in lines.tree.sites]
+        place_of, asked_for = self._recorder.place_of, self._asked_for
+        wanted = [_call_labels(site) if place_of(site).key in asked_for else () for site in lines.tree.sites]
         rows: dict[Labels, list[int]] = {}
         for at in range(0, len(merged), WIDTH):
             labels = wanted[lines.site_of[merged[at]]]
