@@ -373,6 +373,23 @@ def test_early_requests_are_kept_once_and_not_beyond_the_limit(clock: Clock) -> 
     assert kept.of.counts()["requests beyond the capture limit"] == 1
 
 
+def test_early_requests_that_are_judged_late_refill_no_time_twice(clock: Clock) -> None:
+    recorder = PureRecorder(1 << 22)
+    recorder.on = True
+    kept = Kept(recorder, replace(HALF_AS_LONG_AGAIN, errors=True, limit=Rate(1, 60 * 10**9)))
+    ask(recorder, clock, REQUEST, 10**9)
+    assert kept.read() == []
+    clock.now_ns += 600 * 10**9
+    serve(recorder, error=True)
+    assert len(kept.read()) == 1
+    for _ in range(LEAST_CALLS * 3):
+        ask(recorder, clock, REQUEST, 10**6)
+    assert kept.read() == []
+    serve(recorder, error=True)
+    assert kept.read() == []
+    assert kept.of.counts()["requests beyond the capture limit"] == 2
+
+
 def test_early_requests_wait_in_bounded_memory(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_module, "HELD_ROWS", 100)
     recorder = PureRecorder(1 << 24)

@@ -339,10 +339,10 @@ class _Allowance:
     def take(self, now_ns: int) -> bool:
         if self._rate is None:
             return True
-        if self._at_ns:
+        if self._at_ns and now_ns > self._at_ns:
             refill = (now_ns - self._at_ns) * self._rate.count / self._rate.per_ns
-            self._tokens = min(self._tokens + max(refill, 0.0), float(self._rate.count))
-        self._at_ns = now_ns
+            self._tokens = min(self._tokens + refill, float(self._rate.count))
+        self._at_ns = max(now_ns, self._at_ns)  # those that were held come late, and no time refills twice
         if self._tokens < 1.0:
             return False
         self._tokens -= 1.0
