@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from instrument import chrome
 from instrument.instrumentors.requests import Requests
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import Site, Span
+from instrument.runtime.faults import FAULTS
 
 FINAL = 1
 
@@ -122,6 +124,32 @@ class TritonPythonModel:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         self.later.clear()
 """
+ASYNC_DECOUPLED_MODEL = """
+import asyncio
+import threading
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    go = threading.Event()
+
+    async def execute(self, requests):
+        sender = requests[0].get_response_sender()
+        while not self.go.is_set():
+            await asyncio.sleep(0.001)
+        pb_utils.work()
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+EMPTYING_MODEL = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        while requests:
+            requests.pop()
+            answers.append(pb_utils.InferenceResponse())
+        return answers
+"""
 
 Load = Callable[[str], Any]
 
@@ -213,6 +241,62 @@ def test_decoupled_requests_that_are_open_have_nothing_of_the_ones_after_them(lo
     model.finish()
     spans = of_kind(recorder, "request")
     assert [(span.parent_id, span.clipped, span.attributes["items"]) for span in spans] == [(0, False, 1)] * 3
+
+
+def test_decoupled_requests_of_a_coroutine_are_one_each_though_they_overlap(load: Load, recorder: Any) -> None:
+    model = load(ASYNC_DECOUPLED_MODEL)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    # As the backend does it, which waits for none of them.
+    begun = [asyncio.run_coroutine_threadsafe(model.execute([InferenceRequest("one")]), loop) for _ in range(3)]
+    assert recorder.current_id() == 0
+    model.go.set()
+    for one in begun:
+        one.result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    requests, work = of_kind(recorder, "request"), of_kind(recorder, "phase")
+    assert [span.parent_id for span in requests] == [0] * 3
+    assert sorted(span.parent_id for span in work) == sorted(span.span_id for span in requests)
+
+
+@pytest.mark.parametrize("context", ["{nope", "[1]", '"text"'])
+def test_a_trace_context_that_is_none_counts_for_none(load: Load, recorder: Any, context: str) -> None:
+    class Odd(InferenceRequest):
+        __slots__ = ()
+
+        def trace(self) -> InferenceTrace:
+            return InferenceTrace(context)
+
+    load(MODEL).execute([InferenceRequest("one"), Odd("two")])
+    assert [span.error for span in of_kind(recorder, "request")] == [None, None]
+    assert (recorder.open_rows(), recorder.current_id()) == ([], 0)
+
+
+def test_a_fault_of_ours_in_the_midst_of_a_batch_leaves_nothing_open(
+    load: Load, recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(InferenceRequest):
+        __slots__ = ()
+
+        def trace(self) -> InferenceTrace:
+            raise RuntimeError("no trace")
+
+    model = load(MODEL)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    assert len(model.execute([InferenceRequest("one"), Broken("two")])) == 2
+    assert FAULTS.counts() == {"requests of Triton": 1}
+    FAULTS.clear()
+    assert (recorder.open_rows(), recorder.current_id()) == ([], 0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_may_empty_the_list_of_its_requests(load: Load, recorder: Any, count: int) -> None:
+    load(EMPTYING_MODEL).execute([InferenceRequest("one") for _ in range(count)])
+    assert len(of_kind(recorder, "request")) == count
+    assert (recorder.open_rows(), recorder.current_id()) == ([], 0)
 
 
 def test_a_request_that_was_cancelled_is_named(load: Load, recorder: Any) -> None:
