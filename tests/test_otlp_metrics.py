@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from otlp_spans import ORIGIN, SECOND, span
 import instrument
 from instrument.otlp import Exporter, metrics
 from instrument.otlp.metrics import MEASURES, metrics_url
+from instrument.otlp.snapshots import PREFERENCE, Snapshots
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
+from instrument.recording.distributions import COUNTER, Metric, Snapshot
 from instrument.recording.spans import GAUGES, HOST, Gpu, Sample
 
 GPU = Gpu(1, "NVIDIA H200", "GPU-aaaa")
@@ -148,6 +151,35 @@ def test_samples_keep_the_time_at_which_they_were_read_and_sums_that_of_their_fi
     points = sorted((p.start_ns, p.at_ns, p.value) for p in collector.points())
     wall = ORIGIN.realtime_of
     assert points == [(wall(10), wall(10), 15.0), (wall(10), wall(20), 30.0), (wall(10), wall(30), 45.0)]
+
+
+@pytest.mark.parametrize("moved_ns", [5_000_000, -3600 * SECOND])
+def test_what_sums_of_gauges_count_from_stays_when_the_wall_clock_is_set(moved_ns: int) -> None:
+    begun_ns: dict[int, int] = {}
+    found = []
+    for at_ns, origin in ((7_000, ORIGIN), (9_000, replace(ORIGIN, realtime_ns=ORIGIN.realtime_ns + moved_ns))):
+        (series,) = metrics.series_of([sample("energy", 5.0, at=at_ns)], {}, origin, {}, begun_ns)
+        found += series.points
+    assert [point.start_ns for point in found] == [ORIGIN.realtime_of(7_000)] * 2
+    assert all(point.start_ns <= point.at_ns for point in found)
+
+
+@pytest.mark.parametrize("moved_ns", [5_000_000, -3600 * SECOND])
+@pytest.mark.parametrize("preference", ["cumulative", "delta"])
+def test_what_totals_count_from_stays_when_the_wall_clock_is_set(
+    monkeypatch: pytest.MonkeyPatch, preference: str, moved_ns: int
+) -> None:
+    monkeypatch.setenv(PREFERENCE, preference)
+    snapshots, found = Snapshots(), []
+    for at_ns, origin in ((7_000, ORIGIN), (9_000, replace(ORIGIN, realtime_ns=ORIGIN.realtime_ns + moved_ns))):
+        counted = Metric("count", "s", COUNTER, "", {(): float(at_ns)})
+        for piece in snapshots.pieces(Snapshot(5_000, at_ns, (counted,)), origin, 10):
+            found += piece.series[0].points
+            snapshots.taken(piece)
+    first, second = found
+    assert first.start_ns == ORIGIN.realtime_of(5_000)
+    assert second.start_ns == (first.at_ns if preference == "delta" else first.start_ns)
+    assert all(point.start_ns <= point.at_ns for point in found)
 
 
 def test_what_a_device_does_not_tell_is_not_sent(collector: Receiver) -> None:

@@ -220,13 +220,17 @@ def series_of(
     newest: dict[tuple[str, int], float],
     begun_ns: dict[int, int],
 ) -> list[Series]:
-    """Samples as metrics. `newest` keeps what each gauge has last read, `begun_ns` when a device was first read."""
+    """Samples as metrics. `newest` keeps what each gauge has last read.
+
+    `begun_ns` keeps when each device was first read, by the wall clock as it was then: what a sum counts from stays.
+    """
     found: dict[str, Series] = {}
     for sample in samples:
         if sample.value is None:
             continue
         newest[sample.name, sample.device] = sample.value
-        first_ns = begun_ns.setdefault(sample.device, sample.at_ns)
+        at_ns = origin.realtime_of(sample.at_ns)
+        first_ns = begun_ns.setdefault(sample.device, at_ns)
         for measure in _OF_GAUGE.get(sample.name, ()):
             base = newest.get((measure.per, sample.device)) if measure.per else 1.0
             if base:
@@ -234,8 +238,8 @@ def series_of(
                 series.points.append(
                     Point(
                         _attributes(measure, gpus.get(sample.device), sample.device),
-                        origin.realtime_of(first_ns) if measure.kind != "gauge" else 0,
-                        origin.realtime_of(sample.at_ns),
+                        first_ns if measure.kind != "gauge" else 0,
+                        max(at_ns, first_ns) if measure.kind != "gauge" else at_ns,
                         sample.value * measure.scale / base,
                     )
                 )

@@ -2,6 +2,9 @@
 
 Nothing of a snapshot is lost because a delivery fails: the next one tells the same totals, or all that has come since
 the last delivery that was taken.
+
+Wall times that were told stand: what a total counts from stays the same when the wall clock is set or drifts, or a
+collector would take every point for one after a restart, and a delta begins where the one before it ended.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ exporters have it; our counters are read when they are told, which `lowmemory` l
 
 @dataclass(slots=True)
 class Piece:
-    """Series of one request, how many points they have, and what each stands at."""
+    """Series of one request, how many points they have, and what each stands at, and since when by the wall clock."""
 
     series: list[Series]
     points: int
@@ -46,6 +49,7 @@ class Snapshots:
         self._tried: Snapshot | None = None
         self._delivered: Snapshot | None = None
         self._told: dict[tuple[str, Labels], tuple[float | Distribution, int]] = {}
+        self._start_ns = self._start_realtime_ns = 0
 
     def put(self, snapshot: Snapshot) -> None:
         """Take one on, instead of any before."""
@@ -66,11 +70,14 @@ class Snapshots:
 
     def pieces(self, snapshot: Snapshot, origin: Origin, most_points: int) -> Iterator[Piece]:
         """What a collector gets of a snapshot, in requests of so many points."""
+        if self._start_ns != snapshot.start_ns or not self._start_realtime_ns:
+            self._start_ns, self._start_realtime_ns = snapshot.start_ns, origin.realtime_of(snapshot.start_ns)
+        at_ns = origin.realtime_of(snapshot.at_ns)
         piece = Piece([], 0, {})
         for metric in snapshot.metrics:
             series: Series | None = None
             for labels, value in metric.series.items():
-                point = self._point(snapshot, origin, metric, labels, value)
+                point = self._point(metric, labels, value, at_ns, origin)
                 if point is None:
                     continue
                 if piece.points >= most_points:
@@ -82,15 +89,15 @@ class Snapshots:
                     piece.series.append(series)
                 series.points.append(point)
                 piece.points += 1
-                piece.told[metric.name, labels] = value, snapshot.at_ns
+                piece.told[metric.name, labels] = value, point.at_ns
         if piece.points:
             yield piece
 
     def _point(
-        self, snapshot: Snapshot, origin: Origin, metric: Metric, labels: Labels, value: float | Distribution
+        self, metric: Metric, labels: Labels, value: float | Distribution, at_ns: int, origin: Origin
     ) -> Point | None:
         """A point; None where nothing has come since the last delivery and nothing else is to be told."""
-        start_ns = snapshot.start_ns
+        start_ns = self._start_realtime_ns
         told: float | Exponential
         if metric.kind in self._deltas:
             before, start_ns = self._told.get((metric.name, labels), (None, start_ns))
@@ -105,14 +112,14 @@ class Snapshots:
                     return None
         else:
             told = exponential(value, has_extremes=True) if isinstance(value, Distribution) else value
-        start_ns = 0 if metric.kind == GAUGE else origin.realtime_of(start_ns)
         since_ns = self._delivered.at_ns if self._delivered is not None else 0
         exemplars = tuple(
             replace(one, at_ns=origin.realtime_of(one.at_ns))
             for one in metric.exemplars.get(labels, ())
             if one.kept_ns > since_ns
         )
-        return Point(dict(labels), start_ns, origin.realtime_of(snapshot.at_ns), told, exemplars)
+        # Not before its start, where the wall clock was set back.
+        return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), told, exemplars)
 
     def taken(self, piece: Piece) -> None:
         """The collector has a piece."""
