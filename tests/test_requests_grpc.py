@@ -30,6 +30,7 @@ from otlp_receiver import receiver
 from test_requests import SERVED, requests_in
 
 from instrument.instrumentors.requests import Requests, endpoints
+from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.instrumentors.requests.grpc import NOT_BEGUN
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import Site, Span
@@ -485,6 +486,44 @@ def test_only_what_the_rule_names_of_the_caller_is_recorded(served: Served) -> N
     assert span.attributes["http.request.header.x-tenant"] == ["blue"]
     assert span.attributes["client.address"] == "127.0.0.1"
     assert "canary" not in repr(span)
+
+
+def test_while_nothing_is_recorded_no_call_is(served: Served, recorder: Any) -> None:
+    served.add("unary_unary", "Echo", of_kind(served.kind, lambda request, _: request))
+    echo = served.start().unary_unary(method("Echo"))
+    recorder.on = False
+    echo(b"", timeout=LIMIT_S)
+    recorder.on = True
+    echo(b"", timeout=LIMIT_S)
+    served.spans(1)
+
+
+@pytest.mark.parametrize("name", ["Echo", "Count", "Nothing"])
+def test_faults_of_ours_are_counted_and_callers_have_their_answers(
+    served: Served, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a fault of ours")
+
+    def count(_: bytes, __: Any) -> Iterator[bytes]:
+        yield from (b"1", b"2")
+
+    async def counted(_: bytes, __: Any) -> Any:
+        yield b"1"
+        yield b"2"
+
+    served.add("unary_unary", "Echo", of_kind(served.kind, lambda request, _: request))
+    served.add("unary_stream", "Count", count if served.kind == "sync" else counted)
+    channel = served.start()
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setattr(Exchanges, "begin", broken)
+    if name == "Count":
+        assert list(channel.unary_stream(method(name))(b"", timeout=LIMIT_S)) == [b"1", b"2"]
+    else:
+        status = code_of(lambda: channel.unary_unary(method(name))(b"", timeout=LIMIT_S))
+        assert status == ("OK" if name == "Echo" else "UNIMPLEMENTED")
+    assert list(FAULTS.counts().values()) == [1]
+    FAULTS.clear()
 
 
 def test_a_server_passes_its_calls_through_once_the_rule_is_gone(served: Served) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from instrument.instrumentors.requests import servers
+from instrument.instrumentors.requests import ray_serve, servers
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import RequestsRule
+from instrument.runtime.faults import FAULTS
 
 
 class Asgi:
@@ -64,3 +66,57 @@ def test_granian_calls_the_wsgi_middleware_that_holds_an_app_of_its_own(module: 
     assert served({"REQUEST_METHOD": "GET", "PATH_INFO": "/"}, None) == [b"it"]
     assert called == ["middleware", "app"]
     assert len(recorder.spans()) == 1
+
+
+class Replica:
+    """What Ray Serve calls a deployment's code by, as far as requests are met there."""
+
+    _deployment_id = SimpleNamespace(name="shop")
+    _local_testing_mode = False
+
+    async def call_http_entrypoint(self, metadata: Any, told: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
+        yield [{"type": "http.response.start", "status": 200, "headers": []}]
+        yield [{"type": "http.response.body", "body": b"it"}]
+
+    async def call_user_method(self, metadata: Any, *args: Any) -> Any:
+        return args
+
+    async def call_user_generator(self, metadata: Any, *args: Any) -> AsyncIterator[Any]:
+        for one in args:
+            yield one
+
+
+async def asked(replica: Replica) -> list[Any]:
+    """The answers to a request of each kind."""
+    metadata = SimpleNamespace(call_method="sell", route="/sell")
+    scope = {"type": "http", "method": "GET", "path": "/sell", "headers": []}
+    parts = [part async for part in replica.call_http_entrypoint(metadata, None, scope, None)]
+    items = [item async for item in replica.call_user_generator(metadata, 1, 2)]
+    return [len(parts), await replica.call_user_method(metadata, 1, 2), items]
+
+
+@pytest.mark.parametrize("broken", ["begin", "wanted", ""])
+def test_faults_of_ours_are_counted_and_ray_serves_callers_have_their_answers(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fault(*_: Any) -> Any:
+        raise RuntimeError("a fault of ours")
+
+    replica = type("Replica", (Replica,), dict(vars(Replica)))
+    undos = ray_serve.RAY_SERVE["ray.serve._private.replica"](
+        SimpleNamespace(UserCallableWrapper=replica), Exchanges(RequestsRule(), recorder)
+    )
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    if broken:
+        monkeypatch.setattr(Exchanges, broken, fault)
+    # This replica knows nothing of its methods, as another version of Ray may.
+    assert asyncio.run(asked(replica())) == [2, (1, 2), [1, 2]]
+    assert sum(FAULTS.counts().values()) == (3 if broken else 1)
+    FAULTS.clear()
+    recorder.on = False
+    assert asyncio.run(asked(replica())) == [2, (1, 2), [1, 2]]
+    recorder.on = True
+    assert len(recorder.spans()) == (0 if broken else 3)
+    assert (recorder.open_rows(), FAULTS.counts()) == ([], {})
+    for undo in undos:
+        undo()

@@ -299,6 +299,14 @@ def test_a_model_may_empty_the_list_of_its_requests(load: Load, recorder: Any, c
     assert (recorder.open_rows(), recorder.current_id()) == ([], 0)
 
 
+def test_while_nothing_is_recorded_no_request_is(load: Load, recorder: Any) -> None:
+    model = load(MODEL)
+    recorder.on = False
+    model.execute([InferenceRequest("one")])
+    recorder.on = True
+    assert of_kind(recorder, "request") == []
+
+
 def test_a_request_that_was_cancelled_is_named(load: Load, recorder: Any) -> None:
     load(MODEL).execute([InferenceRequest("one", cancelled=True)])
     (span,) = of_kind(recorder, "request")

@@ -57,7 +57,9 @@ class _Service:
     def wanted(self, details: Any) -> Exchanges | None:
         """What is to record a call, if anything is."""
         exchanges = _attached[-1] if _attached else None
-        return exchanges if exchanges is not None and exchanges.wanted(_text(details.method)) else None
+        if exchanges is None or not exchanges.recorder.on:
+            return None
+        return exchanges if exchanges.wanted(_text(details.method)) else None
 
     def recorded(self, handler: Any, details: Any, exchanges: Exchanges, *, is_async: bool) -> Any:
         """The handler that has been found for a call, with one around it that records. Never raises."""
@@ -71,10 +73,13 @@ class _Service:
             return handler
 
     def refused(self, details: Any, exchanges: Exchanges, error: BaseException | str) -> None:
-        """A call has no handler. Callers make up such methods, so all of them are one endpoint."""
-        exchange = exchanges.begin("grpc", "", _headers(details.invocation_metadata), self.facts())
-        exchange.facts[STATUS] = error if isinstance(error, str) else "UNKNOWN"
-        exchange.end(error)
+        """A call has no handler. Callers make up such methods, so all of them are one endpoint. Never raises."""
+        try:
+            exchange = exchanges.begin("grpc", "", _headers(details.invocation_metadata), self.facts())
+            exchange.facts[STATUS] = error if isinstance(error, str) else "UNKNOWN"
+            exchange.end(error)
+        except Exception as fault:
+            FAULTS.note("gRPC call without a handler", fault)
 
     def status_of(self, context: Any) -> str:
         """The status that the service has given a call, OK where it has given none."""
@@ -158,23 +163,32 @@ class _Call:
 
         return serialized
 
-    def _begin(self, context: Any) -> Exchange:
+    def _begin(self, context: Any) -> Exchange | None:
+        """Begin its span; None for a fault of ours."""
         self._is_begun = True
-        headers = _headers(self._details.invocation_metadata)
-        facts = self._service.facts()
-        for name in self._exchanges.named:
-            if name == "user_agent.original" and b"user-agent" in headers:
-                facts[name] = headers[b"user-agent"].decode("latin-1")
-            elif name == "client.address" and context is not None:
-                facts[name] = _address(context.peer())
-        method = _text(self._details.method).removeprefix("/")
-        exchange = self.exchange = self._exchanges.begin("grpc", method, headers, facts)
-        return exchange
+        try:
+            headers = _headers(self._details.invocation_metadata)
+            facts = self._service.facts()
+            for name in self._exchanges.named:
+                if name == "user_agent.original" and b"user-agent" in headers:
+                    facts[name] = headers[b"user-agent"].decode("latin-1")
+                elif name == "client.address" and context is not None:
+                    facts[name] = _address(context.peer())
+            method = _text(self._details.method).removeprefix("/")
+            self.exchange = self._exchanges.begin("grpc", method, headers, facts)
+        except Exception as fault:
+            FAULTS.note("begin of a gRPC call", fault)
+        return self.exchange
 
     def _returned(self, context: Any) -> None:
         """The behaviour is done. A single answer that is still to be written ends the call when it has been."""
-        is_last = self._is_streamed or type(context) is _Noted or self._service.status_of(context) != "OK"
-        if is_last or _is_gone(context):
+        try:
+            is_last = self._is_streamed or type(context) is _Noted or self._service.status_of(context) != "OK"
+            is_last = is_last or _is_gone(context)
+        except Exception as fault:
+            FAULTS.note("end of a gRPC call", fault)
+            is_last = True
+        if is_last:
             self.end(context)
 
     def end(self, context: Any, error: BaseException | None = None) -> None:

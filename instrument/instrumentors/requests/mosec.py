@@ -83,11 +83,14 @@ def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
         try:
             return send(self, flag, ids, *args, **kwargs)
         finally:
-            batches = of.get(self)
-            if batches is not None and flag == event:
-                batches.event(len(ids))
-            elif batches is not None:
-                batches.end(flag)
+            try:
+                batches = of.get(self)
+                if batches is not None and flag == event:
+                    batches.event(len(ids))
+                elif batches is not None:
+                    batches.end(flag)
+            except Exception as fault:
+                FAULTS.note("batch of mosec", fault)
 
     return [replace(protocol, "receive", received), replace(protocol, "send", sent)]
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.requests import asgi
-from instrument.instrumentors.requests.exchange import Exchanges
+from instrument.instrumentors.requests.exchange import Exchange, Exchanges
+from instrument.runtime.faults import FAULTS
 
 
 def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -24,21 +25,23 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     @functools.wraps(http)
     async def call_http_entrypoint(self: Any, metadata: Any, told: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
         batches = http(self, metadata, told, scope, receive)
-        exchange = asgi.begun(exchanges, scope["type"], scope)
+        exchange = asgi.begun(exchanges, scope["type"], scope) if exchanges.recorder.on else None
         if exchange is None:
             async for messages in batches:
                 yield messages
             return
-        if self.get_user_method_info(metadata.call_method).is_asgi_app:
-            exchange.enter(scope.get("root_path", ""))  # within it the app's router finds the route
-        elif metadata.route:
-            exchange.found(metadata.route)
+        try:
+            if self.get_user_method_info(metadata.call_method).is_asgi_app:
+                exchange.enter(scope.get("root_path", ""))  # within it the app's router finds the route
+            elif metadata.route:
+                exchange.found(metadata.route)
+        except Exception as fault:
+            FAULTS.note("route of a request of Ray Serve", fault)
         is_http = scope["type"] == "http"
         talk = asgi.Http(exchange, _sent) if is_http else asgi.Websocket(exchange, receive, _sent)
         try:
             async for messages in batches:
-                for message in messages:
-                    await talk.send(message)
+                await told_of(talk, messages)
                 yield messages
         except BaseException as error:
             exchange.status = exchange.status or 500
@@ -48,15 +51,34 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             raise
         exchange.end()
 
+    async def told_of(talk: asgi.Http | asgi.Websocket, messages: Any) -> None:
+        try:
+            for message in messages:
+                await talk.send(message)
+        except Exception as fault:
+            FAULTS.note("answer of Ray Serve", fault)
+
+    def begun(wrapper: Any, metadata: Any) -> Exchange | None:
+        """Begin the request of a call; None where it is not to be recorded, or for a fault of ours."""
+        try:
+            method = f"{wrapper._deployment_id.name}/{metadata.call_method}"
+            if not exchanges.recorder.on or not exchanges.wanted("/" + method):
+                return None
+            return exchanges.begin("ray_serve", method, _headers(metadata), {})
+        except Exception as fault:
+            FAULTS.note("request of Ray Serve", fault)
+            return None
+
     @functools.wraps(call)
     def call_user_method(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        method = _method(self, metadata)
-        if self._local_testing_mode or not exchanges.wanted("/" + method):
+        if getattr(self, "_local_testing_mode", False):
             return call(self, metadata, *args, **kwargs)
-        return called(self, method, metadata, *args, **kwargs)
+        return called(self, metadata, *args, **kwargs)
 
-    async def called(self: Any, method: str, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        exchange = exchanges.begin("ray_serve", method, _headers(metadata), {})
+    async def called(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        exchange = begun(self, metadata)
+        if exchange is None:
+            return await call(self, metadata, *args, **kwargs)
         try:
             answer = await call(self, metadata, *args, **kwargs)
         except BaseException as error:
@@ -68,12 +90,11 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     @functools.wraps(stream)
     async def call_user_generator(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         answers = stream(self, metadata, *args, **kwargs)
-        method = _method(self, metadata)
-        if not exchanges.wanted("/" + method):
+        exchange = begun(self, metadata)
+        if exchange is None:
             async for answer in answers:
                 yield answer
             return
-        exchange = exchanges.begin("ray_serve", method, _headers(metadata), {})
         try:
             async for answer in answers:
                 exchange.item()
@@ -107,10 +128,6 @@ def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
         return [replace(owner, "__init__", __init__)]
 
     return attach
-
-
-def _method(wrapper: Any, metadata: Any) -> str:
-    return f"{wrapper._deployment_id.name}/{metadata.call_method}"
 
 
 def _headers(metadata: Any) -> dict[bytes, bytes]:

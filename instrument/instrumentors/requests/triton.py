@@ -48,7 +48,7 @@ class _Requests:
         opened: list[tuple[Exchange, Context]] = []
         try:
             name = _model_name(requests[0])
-            if not self._exchanges.wanted("/" + name):
+            if not recorder.on or not self._exchanges.wanted("/" + name):
                 return None
             self._watch(type(requests[0]))
             headers = [_headers(request) for request in requests]
