@@ -1194,6 +1194,26 @@ def test_a_span_that_names_its_framework_and_devices_is_timed_there(bench: Bench
     assert intervals_of(bench, span) == [("exclusive", 0, 10 * MS), ("exclusive", 1, 50 * MS)]
 
 
+def test_a_generator_on_two_streams_that_never_ends_holds_no_more_than_the_limit(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instrument.device.resolver.HELD_LIMIT", 8)
+    one, other = bench.stream(), bench.stream()
+    bench.timer.sources[:] = [lambda: (0, one), lambda: (0, other)]
+    pair, span = bench.begin()
+    for _ in range(50):
+        bench.fake.launch(other, 5 * MS)
+        pair.pause()
+        bench.settle(20 * MS)
+        assert len(pair.held) < 8
+        pair.resume()
+    bench.end(pair, span)
+    bench.settle(20 * MS)
+    bench.settle(MS)
+    assert [one for one in intervals_of(bench, span) if one[0] == "exclusive"] == [("exclusive", 0, 5 * MS)] * 50
+    assert [device_ns for _, _, device_ns, _ in bench.totals.counted] == [250 * MS]
+
+
 def test_a_generator_on_two_streams_has_a_stretch_on_each_for_each_step(bench: Bench) -> None:
     one, other = bench.stream(), bench.stream()
     bench.timer.sources[:] = [lambda: (0, one), lambda: (0, other)]

@@ -54,6 +54,10 @@ RECENT = 256
 STREAMS_KEPT = 256
 """Streams of a context of which is known what they have done. Those that nothing can be held against go before."""
 
+HELD_LIMIT = 512
+"""Stretches of a span on several streams that are held until it ends. Of a generator that runs for days as many at a
+time are told of, each time by what these tell."""
+
 INTERRUPTED = -2
 """In place of an error: a signal handler's exception came between, so that nothing is known of the event."""
 
@@ -443,6 +447,9 @@ class Resolver:
             self._tell(whole, told, label)
         else:
             whole.held.append(told)
+            if len(whole.held) >= HELD_LIMIT:
+                self._tell_held(whole)
+                whole.held.clear()
         whole.taken += 1
         if pair is not whole:
             self._give_back(pair)
