@@ -256,8 +256,8 @@ def test_allocations_may_be_more_text_than_any_one_value_but_all_else_may_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("instrument.trace.text.BLOCK_BYTES", 100)
-    for module in ("text", "reading"):
-        monkeypatch.setattr(f"instrument.chrome.{module}.LIMIT_VALUE", 1000)
+    for module in ("trace.text", "chrome.reading"):
+        monkeypatch.setattr(f"instrument.{module}.LIMIT_VALUE", 1000)
     path = chrome.dump(tmp_path / "trace.json", trace_of(some(500)))
     assert len(loaded(path).allocations) == 500
     for facts in ({f"key {number}": "x" * 300 for number in range(5)}, {"x" * 300 + f"{at}": 5 for at in range(5)}):

@@ -63,7 +63,8 @@ def test_granian_calls_the_wsgi_middleware_that_holds_an_app_of_its_own(module: 
     (undo,) = servers.WSGI["granian.wsgi"](module, Exchanges(RequestsRule(), recorder))
     served = module._callback_wrapper(Wsgi(app, called), {})
     undo()
-    assert served({"REQUEST_METHOD": "GET", "PATH_INFO": "/"}, None) == [b"it"]
+    environ = {"REQUEST_METHOD": "GET", "PATH_INFO": "/", "wsgi.url_scheme": "http"}
+    assert served({**environ, "SERVER_NAME": "localhost", "SERVER_PORT": "80"}, None) == [b"it"]
     assert called == ["middleware", "app"]
     assert len(recorder.spans()) == 1
 
@@ -107,8 +108,8 @@ def test_faults_of_ours_are_counted_and_ray_serves_callers_have_their_answers(
         SimpleNamespace(UserCallableWrapper=replica), Exchanges(RequestsRule(), recorder)
     )
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    if broken:
-        monkeypatch.setattr(Exchanges, broken, fault)
+    for name in {broken, "begin_plain"} if broken else ():
+        monkeypatch.setattr(Exchanges, name, fault)
     # This replica knows nothing of its methods, as another version of Ray may.
     assert asyncio.run(asked(replica())) == [2, (1, 2), [1, 2]]
     assert sum(FAULTS.counts().values()) == (3 if broken else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,6 +79,10 @@ def _without_collector() -> Iterator[None]:
 def report(options: argparse.Namespace, host: list[str]) -> int:
     """Print the views of a saved trace. Returns the exit code."""
     files = [options.trace, *filter(None, [options.beside])]
+    # Nothing here multiplies matrices, and each thread that OpenBLAS keeps for it takes memory that is bounded.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    import numpy  # noqa: F401 - before the limit: OpenBLAS ends the process where it gets none
+
     with within_memory(files, options.memory):
         return _reported(options)
 

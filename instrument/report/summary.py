@@ -19,7 +19,7 @@ def _made_by(name: str) -> Callable[[Recording, Options], View]:
     """What makes a view. Its room is imported when it is first made, for most of them import numpy."""
 
     def make(recording: Recording, options: Options) -> View:
-        room = import_module(f"instrument.report.{ROOMS.get(name, name)}")
+        room = import_module(f"instrument.report.{ROOMS.get(name, name)}_view")
         view: View = getattr(room, name)(recording, options)
         return view
 
