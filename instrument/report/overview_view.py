@@ -11,18 +11,21 @@ memsets too. Communication is part of it: the stretches of spans of kind `comm` 
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import compress
+
+import numpy as np
 
 from instrument.profile.kinds import KINDS
-from instrument.recording.spans import Trace
+from instrument.recording.spans import UNTIMED, Interval
 from instrument.report.device_view import Coverage, none_held
-from instrument.report.stretches import Group, device_time, host_time, length_ns, owners, shared_ns, sites, united
 from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
 from instrument.report.view import Options, Recording, SortKey
+from instrument.trace.columns import Trace
+from instrument.trace.forest import NONE
+from instrument.trace.groups import distinct
+from instrument.trace.intervals import Union, lie_in, shared_ns, union
+from instrument.trace.owners import owners
 
 ALL_DEVICES = -1
 """The device of rows that are of all devices."""
@@ -114,25 +117,26 @@ def overview(recording: Recording, options: Options) -> Overview:
 
     Kinds come by their time, whatever `sorted_by` says but `calls`; there are too few for the other options.
     """
-    trace = recording.trace
-    found = _Found(trace)
-    steps = found.kinds.get("step")
-    steps_ns = length_ns(steps.union) if steps is not None else None
-    window_ns = trace.held[1] - trace.held[0]
+    window = recording.facts.held
+    window_ns = window[1] - window[0]
+    kinds_of_work = _kinds(recording.columns, window)
+    steps = kinds_of_work.get("step")
+    steps_ns = steps.union.length_ns() if steps is not None else None
 
     def facts(stretches: _Stretches) -> tuple[int, int, float | None, float | None]:
-        time_ns = length_ns(stretches.union)
+        time_ns = stretches.union.length_ns()
         in_steps_ns = shared_ns(stretches.union, steps.union) if steps is not None else 0
         step_ratio = None if steps_ns is None else share(in_steps_ns, steps_ns)
         return time_ns, in_steps_ns, share(time_ns, window_ns), step_ratio
 
-    kinds = [KindUse(kind, stretches.count, *facts(stretches)) for kind, stretches in found.kinds.items()]
+    kinds = [KindUse(kind, stretches.count, *facts(stretches)) for kind, stretches in kinds_of_work.items()]
     by_calls = SortKey.of(options).column == "calls"
     kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns, _place(use.kind)))
     devices = [
-        DeviceWork(device, work, stretches.count, *facts(stretches)) for device, work, stretches in found.by_work()
+        DeviceWork(device, work, stretches.count, *facts(stretches))
+        for device, work, stretches in _by_work(_work(recording.columns, window))
     ]
-    held = Coverage.of(trace)
+    held = Coverage.of_recording(recording)
     return Overview(
         tuple(held.lines()),
         window_ns,
@@ -149,53 +153,54 @@ def _place(kind: str) -> int:
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
+@dataclass(frozen=True, slots=True)
 class _Stretches:
     """What lies in the window of some spans: how many there are, and where."""
 
-    def __init__(self, parts: Iterable[_Stretches] = ()) -> None:
-        self.count = 0
-        self._pieces: list[bytes] = []
-        for part in parts:
-            self.count += part.count
-            self._pieces += part._pieces
-
-    def add(self, count: int, stretches: bytes) -> None:
-        self.count += count
-        self._pieces.append(stretches)
-
-    @cached_property
-    def union(self) -> bytes:
-        """To be asked for when all is added."""
-        return united(self._pieces)
+    count: int
+    union: Union
 
 
-class _Found:
-    """What the spans of a trace filled, clipped to the part of the window that is held: by kind, device and work."""
+def _kinds(trace: Trace, window: Interval) -> dict[str, _Stretches]:
+    """Where spans of each kind ran."""
+    (first, last), kinds = window, dict.fromkeys(site.kind for site in trace.sites)
+    inside = lie_in(trace.start_ns, trace.end_ns, window)
+    starts, ends = np.maximum(trace.start_ns, first), np.minimum(trace.end_ns, last)
+    of_kinds = {kind: inside & trace.of_kind(kind) for kind in kinds}
+    return {
+        kind: _Stretches(int(rows.sum()), union(starts[rows], ends[rows]))
+        for kind, rows in of_kinds.items()
+        if rows.any()
+    }
 
-    def __init__(self, trace: Trace) -> None:
-        self.kinds: dict[str, _Stretches] = {}
-        self.devices: dict[tuple[int, str], _Stretches] = {}
-        for site, _, count, stretches in host_time(trace.spans, trace.held):
-            self.kinds.setdefault(site.kind, _Stretches()).add(count, stretches)
-        for group in device_time(trace.spans, bytes(8 * len(trace.spans)), trace.held).groups:
-            self._add("copies" if group.site.kind == "copy" else "compute", group)
-        if "comm" in self.kinds or any(site.kind == "comm" for site in sites(trace.spans)):
-            below = array("q", owners(trace.spans, "comm").ids)
-            communicate = list(compress(trace.spans, below))
-            for group in device_time(communicate, bytes(8 * len(communicate)), trace.held).groups:
-                if group.site.kind != "copy":
-                    self._add("communication", group)
 
-    def _add(self, work: str, group: Group) -> None:
-        if group.timed:
-            self.devices.setdefault((group.device, work), _Stretches()).add(group.intervals, group.stretches)
+def _work(trace: Trace, window: Interval) -> dict[tuple[int, str], _Stretches]:
+    """Where each device worked, by what the work was."""
+    its, (first, last) = trace.device, window
+    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
+    kept = is_timed & lie_in(its.start_ns, its.end_ns, window)
+    row, device = its.row[kept], its.device[kept]
+    starts, ends = np.maximum(its.start_ns[kept], first), np.minimum(its.end_ns[kept], last)
+    is_copy = trace.of_kind("copy")[row]
+    communicates = owners(trace, trace.of_kind("comm"))[row] != NONE
+    found = {}
+    for number in distinct(device).tolist():
+        works = {"compute": ~is_copy, "copies": is_copy, "communication": communicates & ~is_copy}
+        for work, of_work in works.items():
+            chosen = of_work & (device == number)
+            if chosen.any():
+                found[number, work] = _Stretches(int(chosen.sum()), union(starts[chosen], ends[chosen]))
+    return found
 
-    def by_work(self) -> Iterator[tuple[int, str, _Stretches]]:
-        """Devices in their order after all of them together, if there are several, and of each what it did."""
-        numbers = sorted({device for device, _ in self.devices})
-        for device in [ALL_DEVICES, *numbers] if len(numbers) > 1 else numbers:
-            its = numbers if device == ALL_DEVICES else [device]
-            for work, parts in WORK.items():
-                found = [self.devices[one, part] for one in its for part in parts if (one, part) in self.devices]
-                if found:
-                    yield device, work, _Stretches(found)
+
+def _by_work(found: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[int, str, _Stretches]]:
+    """Devices in their order after all of them together, if there are several, and of each what it did."""
+    numbers = sorted({device for device, _ in found})
+    for device in [ALL_DEVICES, *numbers] if len(numbers) > 1 else numbers:
+        its = numbers if device == ALL_DEVICES else [device]
+        for work, parts in WORK.items():
+            these = [found[one, part] for one in its for part in parts if (one, part) in found]
+            if these:
+                unions = [one.union for one in these]
+                together = union(*(np.concatenate(edges) for edges in zip(*unions, strict=True)))
+                yield device, work, _Stretches(sum(one.count for one in these), together)
