@@ -15,7 +15,8 @@ from trees import outline
 from instrument.profile.model import DIRECTIONS
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
 from instrument.report import copies_view as view
-from instrument.report.copies_view import CopyUse, by_direction, copy_uses
+from instrument.report.copies_view import CopyUse, by_direction
+from instrument.report.copies_view import copy_uses as copy_uses_of_columns
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording
 
@@ -56,6 +57,11 @@ def every_direction() -> Trace:
         copied(Site("save\nall", "copy"), 3 * MB, 2),
         copied(Site("step", "step"), 9 * MB, 2),
     )
+
+
+def copy_uses(trace: Trace) -> list[CopyUse]:
+    """Those of the spans' columns."""
+    return copy_uses_of_columns(Recording.of_trace(trace).columns)
 
 
 def test_the_layout_to_the_column() -> None:

@@ -95,8 +95,7 @@ def test_sums_and_extremes_of_groups_are_exact(pairs: list[tuple[int, int]]) -> 
     assert groups.sizes().tolist() == [len(one) for one in its]
     assert groups.least(numbers, 5).tolist() == [min(one, default=5) for one in its]
     assert groups.most(numbers, 5).tolist() == [max(one, default=5) for one in its]
-    small = numbers >> 10
-    assert groups.sums(small).tolist() == [sum(number >> 10 for number in one) for one in its]
+    assert groups.sums(numbers).tolist() == [sum(one) for one in its]
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0, 1, 7, 1 << 61, -5])] * 3), min_size=1, max_size=20))

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
-from instrument.recording.spans import UNTIMED, Site, Span, Trace
+from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.device_view import Coverage, none_held
 from instrument.report.table import MISSING, bounded, in_unit, named_table, number, section_title, title
 from instrument.report.view import Options, Recording
+from instrument.trace.columns import Trace
+from instrument.trace.device_times import device_times
+from instrument.trace.groups import Groups
 
 ACROSS = ("h2d", "d2h")
 """Directions with a host's side, of which the call itself waits unless it is asynchronous."""
@@ -79,19 +84,26 @@ class CopyUse:
 
 def copy_uses(trace: Trace) -> list[CopyUse]:
     """The copies by direction, call, synchronicity and memory, in the order of directions and then by bytes."""
-    found: dict[tuple[str, str, bool | None, bool | None], list[int]] = {}
-    keys: dict[Site, tuple[str, str, bool | None, bool | None]] = {}
-    for span in trace.spans:
-        site = span.site
-        if site.kind != "copy":
-            continue
-        key = keys.get(site)
-        if key is None:
-            key = keys[site] = _key(site)
-        sums = found.setdefault(key, [0] * 9)
-        sums[:] = map(int.__add__, sums, _facts(span, *key))
-    uses = [CopyUse(*key, *sums) for key, sums in found.items()]
-    return sorted(uses, key=_place)
+    rows = np.flatnonzero(trace.of_kind("copy"))
+    known = dict.fromkeys(trace.site[rows].tolist())
+    keys = {place: _key(trace.sites[place]) for place in known}
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
+    number_of = np.zeros(len(trace.sites) + 1, dtype=np.int64)
+    for place, key in keys.items():
+        number_of[place] = numbers[key]
+    its = number_of[trace.site[rows]]
+    moved = np.array(list(map(_size, trace.attributes.values("bytes", rows))), dtype=np.int64)
+    host_ns = trace.total_ns[rows]
+    device_ns, timed = device_times(trace, rows)
+    staged = np.array([_is_staged(*key) for key in numbers], dtype=np.bool_)[its] if numbers else timed
+    waited = np.array([_is_waited(*key) for key in numbers], dtype=np.bool_)[its] if numbers else timed
+    each = (
+        np.ones_like(rows), moved, host_ns, timed, device_ns * timed, moved * timed, host_ns * waited, moved * waited,
+        staged,
+    )  # fmt: skip
+    groups = Groups(its, len(numbers))
+    columns = [groups.sums(one).tolist() for one in each]
+    return sorted((CopyUse(*key, *sums) for key, *sums in zip(numbers, *columns, strict=True)), key=_place)
 
 
 def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
@@ -140,15 +152,14 @@ def copies(recording: Recording, options: Options) -> Copies:
     `rows` bounds the table of calls to those that moved most, `least_ns` to those whose copies took so long, on the
     device where it was timed, else on the host; the rest is one row more.
     """
-    trace = recording.trace
-    uses = copy_uses(trace)
+    uses = copy_uses(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
     shown = bounded(heaviest, options, lambda use: use.device_ns or use.host_ns, _others)
     return Copies(
-        coverage=Coverage.of(trace),
+        coverage=Coverage.of_recording(recording),
         directions=tuple(by_direction(uses)),
         calls=tuple(sorted(shown, key=lambda use: (bool(use.remaining), *_place(use)))),
-        is_ours=trace.origin.recorder != "other",
+        is_ours=recording.facts.origin.recorder != "other",
         _options=options,
     )
 
@@ -166,27 +177,21 @@ def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
     )
 
 
-def _facts(span: Span, direction: str, call: str, sync: bool | None, pinned: bool | None) -> tuple[int, ...]:
-    """What one copy adds, in the order of the fields of `CopyUse`."""
-    moved = span.attributes.get("bytes")
-    # A scope of this kind may carry anything there: what is no size counts for nothing.
+def _size(moved: object) -> int:
+    """What a copy moved. A scope of this kind may carry anything there: what is no size counts for nothing."""
     is_size = isinstance(moved, int) and not isinstance(moved, bool) and 0 <= moved <= LARGEST_COPY_BYTES
-    moved_bytes = int(moved) if is_size else 0  # type: ignore[arg-type]
-    host_ns, device_ns = span.total_ns, span.device_ns
-    timed = any(interval.label not in UNTIMED for interval in span.device)
-    staged = direction in ACROSS and sync is False and pinned is False
-    waited = direction not in DEVICE_DIRECTIONS or (direction in ACROSS and (sync is not False or staged))
-    return (
-        1,
-        moved_bytes,
-        host_ns,
-        timed,
-        device_ns if timed else 0,
-        moved_bytes if timed else 0,
-        host_ns if waited else 0,
-        moved_bytes if waited else 0,
-        staged,
-    )
+    return int(moved) if is_size else 0  # type: ignore[call-overload]
+
+
+def _is_staged(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
+    """Whether a copy that was to be asynchronous is not, since the host's memory may move."""
+    return direction in ACROSS and sync is False and pinned is False
+
+
+def _is_waited(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
+    """Whether the call's host time is that of the copy."""
+    is_staged = _is_staged(direction, call, sync, pinned)
+    return direction not in DEVICE_DIRECTIONS or (direction in ACROSS and (sync is not False or is_staged))
 
 
 def _place(use: CopyUse) -> tuple[int, int, int, str]:

@@ -14,29 +14,21 @@ device is no computation; that profiler counts both.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import not_
 
-from instrument.recording.spans import UNTIMED, Interval, Site, Span, Trace
+import numpy as np
+
+from instrument.recording.spans import UNTIMED, Interval, Site
 from instrument.report.device_view import Coverage, none_held
-from instrument.report.stretches import (
-    FARTHEST_NS,
-    common,
-    device_time,
-    host_time,
-    length_ns,
-    owners,
-    packed,
-    shared_ns,
-    sites,
-    united,
-    without,
-)
 from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
+from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace
+from instrument.trace.device_times import device_times
+from instrument.trace.forest import NONE
+from instrument.trace.groups import Groups, distinct
+from instrument.trace.intervals import NOTHING, Union, common, lie_in, shared_ns, together, union, without
+from instrument.trace.owners import owners
 
 COMPUTES = frozenset({"op", "layer", "phase"})
 """Kinds of span in which the host computes."""
@@ -171,87 +163,101 @@ def distribution(recording: Recording, options: Options) -> Distribution:
 
     `rows` and `least_ns` are of the operations, by the time of their calls and waits.
     """
-    found = _Found(recording.trace)
-    base_ns = length_ns(found.base)
-    told = Coverage.of(recording.trace)
+    trace = recording.columns
+    found = _Found(trace, recording.facts.held)
+    base_ns = found.base.length_ns()
+    told = Coverage.of_recording(recording)
     if not found.communicates:
         return Distribution(told, found.of, base_ns, (), (), options)
     communicates = {place: common(own, found.base) for place, own in found.communicates.items()}
     computes = {place: common(own, found.base) for place, own in found.computes.items()}
-    on_host = communicates.pop(HOST, b"")
-    by_host = computes.pop(HOST, b"")
+    on_host, by_host = communicates.pop(HOST, NOTHING), computes.pop(HOST, NOTHING)
     devices = sorted({*communicates, *computes}, key=lambda device: (len(device), device))
     places: list[PlaceUse] = []
     if options.state != "GPU":
         places.append(_place(HOST, base_ns, on_host, by_host))
     if options.state != "CPU":
         places += [
-            _place(device, base_ns, communicates.get(device, b""), computes.get(device, b"")) for device in devices
+            _place(device, base_ns, communicates.get(device, NOTHING), computes.get(device, NOTHING))
+            for device in devices
         ]
     if devices and options.state == "All":
         beside = [
-            common(united([on_host, communicates.get(device, b"")]), computes.get(device, b"")) for device in devices
+            common(together([on_host, communicates.get(device, NOTHING)]), computes.get(device, NOTHING))
+            for device in devices
         ]
-        everywhere = united([on_host, *communicates.values()])
-        computing = united(computes.get(device, b"") for device in devices)
-        if not computing:
+        everywhere = together([on_host, *communicates.values()])
+        computing = together([computes.get(device, NOTHING) for device in devices])
+        if not len(computing.starts):
             computing, beside = by_host, [common(everywhere, by_host)]
-        overlap_ns = length_ns(united(beside))
-        places.append(PlaceUse(TOGETHER, base_ns, length_ns(everywhere), length_ns(computing), overlap_ns))
-    return Distribution(told, found.of, base_ns, tuple(places), tuple(_operations(found.calls, options)), options)
+        overlap_ns = together(beside).length_ns()
+        places.append(PlaceUse(TOGETHER, base_ns, everywhere.length_ns(), computing.length_ns(), overlap_ns))
+    operations = tuple(_operations(trace, found.calls, options))
+    return Distribution(told, found.of, base_ns, tuple(places), operations, options)
 
 
 def _share_cells(part_ns: int, ratio: float | None, unit: str) -> list[str]:
     return [in_unit(part_ns, unit), tenths(ratio, 1)]
 
 
-def _place(name: str, base_ns: int, communicates: bytes, computes: bytes) -> PlaceUse:
+def _place(name: str, base_ns: int, communicates: Union, computes: Union) -> PlaceUse:
     shared = shared_ns(communicates, computes)
-    return PlaceUse(name, base_ns, length_ns(communicates), length_ns(computes), shared)
+    return PlaceUse(name, base_ns, communicates.length_ns(), computes.length_ns(), shared)
 
 
 class _Found:
     """The time in which each place communicates and computes, as unions, the spans of communication, and the base: the
     time in steps, or the part of the window that is held."""
 
-    def __init__(self, trace: Trace) -> None:
-        hosts = host_time(trace.spans, trace.held)
-        steps = united(stretches for site, _, _, stretches in hosts if site.kind == "step")
-        self.of, self.base = ("step", steps) if steps else ("window", packed([trace.held]))
-        below, self.calls, _ = owners(trace.spans, "comm")
-        named = {site for site in sites(trace.spans) if site.kind == "comm" or _is_named(site)}
-        communicates: dict[str, list[bytes]] = {}
-        computes: dict[str, list[bytes]] = {}
-        if not named:
-            self.communicates = self.computes = dict[str, bytes]()
+    def __init__(self, trace: Trace, window: Interval) -> None:
+        self.communicates: dict[str, Union] = {}
+        self.computes: dict[str, Union] = {}
+        self.calls = np.flatnonzero(trace.of_kind("comm"))
+        (first, last), inside = window, lie_in(trace.start_ns, trace.end_ns, window)
+        starts, ends = np.maximum(trace.start_ns, first), np.minimum(trace.end_ns, last)
+        in_steps = inside & trace.of_kind("step")
+        steps = union(starts[in_steps], ends[in_steps])
+        of_window = union(np.array([first]), np.array([last]))
+        self.of, self.base = ("step", steps) if len(steps.starts) else ("window", of_window)
+        present = set(distinct(trace.site).tolist())
+        named = [
+            place in present and (site.kind == "comm" or _is_named(site)) for place, site in enumerate(trace.sites)
+        ]  # fmt: skip
+        if not any(named):
             return  # nothing to set beside anything
-        if self.calls:
-            communicates[HOST] = [packed(map(_in_flight, self.calls))]
-        # What calls of communication put on a device, and all else.
-        ids = array("q", below)
-        for is_comm, wanted in ((True, ids), (False, map(not_, ids))):
-            spans = list(compress(trace.spans, wanted))
-            for group in device_time(spans, bytes(8 * len(spans)), trace.held).groups:
-                places = communicates if is_comm or group.site in named else computes
-                if group.timed and (places is communicates or group.site.kind != "copy"):
-                    places.setdefault(f"device {group.device}", []).append(group.stretches)
-        if communicates:
-            computes[HOST] = list(_computing(hosts))
-        self.communicates = {place: united(parts) for place, parts in communicates.items()}
-        self.computes = {place: united(parts) for place, parts in computes.items()}
+        if len(self.calls):
+            self.communicates[HOST] = union(*_in_flight(trace, self.calls))
+        self._add_devices(trace, window, trace.of_sites(named))
+        if self.communicates:
+            self.computes[HOST] = _computing(trace, inside, starts, ends)
+
+    def _add_devices(self, trace: Trace, window: Interval, named: Bools) -> None:
+        """What calls of communication put on a device, and all else."""
+        its, (first, last) = trace.device, window
+        is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
+        kept = is_timed & lie_in(its.start_ns, its.end_ns, window)
+        row, device = its.row[kept], its.device[kept]
+        starts, ends = np.maximum(its.start_ns[kept], first), np.minimum(its.end_ns[kept], last)
+        is_comm = (owners(trace, trace.of_kind("comm"))[row] != NONE) | named[row]
+        for one in distinct(device).tolist():
+            for places, of_place in (
+                (self.communicates, is_comm), (self.computes, ~is_comm & ~trace.of_kind("copy")[row])
+            ):  # fmt: skip
+                chosen = of_place & (device == one)
+                if chosen.any():
+                    places[f"device {one}"] = union(starts[chosen], ends[chosen])
 
 
-def _computing(hosts: Sequence[tuple[Site, int, int, bytes]]) -> Iterator[bytes]:
-    """Where each thread computes and does not communicate, copy or load."""
-    by_thread: dict[int, tuple[list[bytes], list[bytes]]] = {}
-    for site, thread_id, _, stretches in hosts:
-        computing, pausing = by_thread.setdefault(thread_id, ([], []))
-        if site.kind in COMPUTES:
-            computing.append(stretches)
-        elif site.kind in PAUSES:
-            pausing.append(stretches)
-    for computing, pausing in by_thread.values():
-        yield without(united(computing), united(pausing))
+def _computing(trace: Trace, inside: Bools, starts: Int64s, ends: Int64s) -> Union:
+    """Where some thread computes and does not communicate, copy or load."""
+    computing, pausing = inside & trace.of_kind(*COMPUTES), inside & trace.of_kind(*PAUSES)
+    rows = np.flatnonzero(computing | pausing)
+    rows = rows[np.argsort(trace.thread_id[rows], kind="stable")]
+    found = [NOTHING]
+    for of_thread in np.split(rows, np.flatnonzero(np.diff(trace.thread_id[rows])) + 1):
+        works, pauses = of_thread[computing[of_thread]], of_thread[pausing[of_thread]]
+        found.append(without(union(starts[works], ends[works]), union(starts[pauses], ends[pauses])))
+    return together(found)
 
 
 def _is_named(site: Site) -> bool:
@@ -259,29 +265,29 @@ def _is_named(site: Site) -> bool:
     return any(kernel in site.name.lower() for kernel in KERNELS)
 
 
-def _in_flight(span: Span) -> Interval:
-    """The time from the call of a communication to the end of the span, as far as the span tells it."""
-    flight_ns = span.attributes.get("in_flight_ns")
-    if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
-        return max(min(span.start_ns, span.end_ns - flight_ns), -FARTHEST_NS), span.end_ns
-    return span.start_ns, span.end_ns
+def _in_flight(trace: Trace, calls: Int64s) -> tuple[Int64s, Int64s]:
+    """The time from each call of a communication to the end of the span, as far as the span tells it."""
+    starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
+    for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
+        if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
+            starts[place] = max(min(int(starts[place]), int(ends[place]) - flight_ns), -FARTHEST_NS)
+    return starts, ends
 
 
-def _operations(calls: Iterable[Span], options: Options) -> list[OperationUse]:
+def _operations(trace: Trace, calls: Int64s, options: Options) -> list[OperationUse]:
     """The operations by the time of their calls and waits, the rest as one row more."""
     found: dict[str, list[int]] = {}
-    names: dict[Site, tuple[str, bool]] = {}
-    for span in calls:
-        if span.site not in names:
-            names[span.site] = _operation(span.site)
-        name, waits = names[span.site]
+    of_sites = distinct(trace.site[calls])
+    device_ns, timed = device_times(trace, calls)
+    moved = np.array(list(map(_size, trace.attributes.values("bytes", calls))), dtype=np.int64)
+    groups = Groups(np.searchsorted(of_sites, trace.site[calls]), len(of_sites))
+    each = (np.ones_like(calls), moved, trace.total_ns[calls], device_ns, timed)
+    columns = [groups.sums(one).tolist() for one in each]
+    for place, count, moved_bytes, total_ns, on_device_ns, is_timed in zip(of_sites.tolist(), *columns, strict=True):
+        name, waits = _operation(trace.sites[place])
         sums = found.setdefault(name, [0] * 6)
-        moved = span.attributes.get("bytes")
-        sums[0] += not waits
-        sums[1] += moved if isinstance(moved, int) and not isinstance(moved, bool) and 0 < moved < MOST_BYTES else 0
-        sums[3 if waits else 2] += span.total_ns
-        sums[4] += span.device_ns
-        sums[5] += any(interval.label not in UNTIMED for interval in span.device)
+        its = (0 if waits else count, moved_bytes, 0 if waits else total_ns, total_ns if waits else 0, on_device_ns)
+        sums[:] = map(int.__add__, sums, (*its, is_timed))
     ordered = sorted(found.items(), key=lambda item: (-item[1][2] - item[1][3], item[0]))
     large = [item for item in ordered if item[1][2] + item[1][3] >= options.least_ns][: options.rows]
     uses = [_operation_use(name, sums) for name, sums in large]
@@ -289,6 +295,11 @@ def _operations(calls: Iterable[Span], options: Options) -> list[OperationUse]:
     if rest:
         uses.append(_operation_use(f"(remaining {len(rest)})", [sum(column) for column in zip(*rest, strict=True)]))
     return uses
+
+
+def _size(moved: object) -> int:
+    is_size = isinstance(moved, int) and not isinstance(moved, bool) and 0 < moved < MOST_BYTES
+    return int(moved) if is_size else 0  # type: ignore[call-overload]
 
 
 def _operation_use(name: str, sums: Sequence[int]) -> OperationUse:

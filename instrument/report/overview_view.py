@@ -24,7 +24,7 @@ from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Trace
 from instrument.trace.forest import NONE
 from instrument.trace.groups import distinct
-from instrument.trace.intervals import Union, lie_in, shared_ns, union
+from instrument.trace.intervals import Union, lie_in, shared_ns, together, union
 from instrument.trace.owners import owners
 
 ALL_DEVICES = -1
@@ -201,6 +201,5 @@ def _by_work(found: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[int,
         for work, parts in WORK.items():
             these = [found[one, part] for one in its for part in parts if (one, part) in found]
             if these:
-                unions = [one.union for one in these]
-                together = union(*(np.concatenate(edges) for edges in zip(*unions, strict=True)))
-                yield device, work, _Stretches(sum(one.count for one in these), together)
+                where = together([one.union for one in these])
+                yield device, work, _Stretches(sum(one.count for one in these), where)

@@ -37,6 +37,9 @@ class Attributes(Protocol):
     def having(self, name: str) -> Int64s:
         """The rows that have one of that name, in order."""
 
+    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
+        """What those of some rows say under a name, None where they say nothing."""
+
 
 class NoAttributes:
     """Those of rows of which nobody asks for any."""
@@ -51,6 +54,10 @@ class NoAttributes:
     def having(self, name: str) -> Int64s:
         """None."""
         return self.rows()
+
+    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
+        """None of any."""
+        return [None] * len(rows)
 
 
 @dataclass(frozen=True, slots=True)

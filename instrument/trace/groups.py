@@ -26,9 +26,14 @@ class Groups:
         """How many numbers each group has."""
         return self._spread(np.diff(self._firsts, append=len(self._order)), 0)
 
-    def sums(self, numbers: NDArray[Any]) -> Int64s:
-        """Of each group the sum, 0 for one without any."""
-        return self._reduced(np.add, numbers, 0)
+    def sums(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """Of each group the sum, 0 for one without any. Where 64 bits may not hold one, as Python's whole numbers."""
+        if np.abs(numbers, dtype=np.float64).sum() < 1 << 62:
+            return self._reduced(np.add, numbers, 0)
+        found = np.zeros(self._count, dtype=object)
+        if len(self._firsts):
+            found[self._known] = np.add.reduceat(numbers[self._order].astype(object), self._firsts)
+        return found
 
     def least(self, numbers: NDArray[Any], otherwise: int) -> Int64s:
         """Of each group the least."""

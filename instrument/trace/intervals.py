@@ -41,6 +41,14 @@ class Union(NamedTuple):
         return self.until(ends) - self.until(starts)
 
 
+NOTHING = Union(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+def together(unions: Sequence[Union]) -> Union:
+    """The union of at least one."""
+    return union(*(np.concatenate(edges) for edges in zip(*unions, strict=True)))
+
+
 def union(starts: NDArray[Any], ends: NDArray[Any]) -> Union:
     """The union of intervals in any order."""
     _, starts, ends = union_by_group(np.zeros(len(starts), dtype=np.int64), starts, ends)

@@ -194,6 +194,15 @@ class PackedAttributes:
             at = texts.find(written, ends[number])
         return self._rows[has[self._numbers]]
 
+    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
+        """What those of some rows say under a name. Of a text that many have it is asked once."""
+        places = self._place[rows]
+        of_rows = np.full(len(rows), NONE, dtype=np.int64)
+        of_rows[places >= 0] = self._numbers[places[places >= 0]]
+        numbers = of_rows.tolist()
+        found = {number: None if number == NONE else self._of(number).get(name) for number in set(numbers)}
+        return [found[number] for number in numbers]
+
 
 def decoded(text: bytes) -> dict[str, Any]:
     """Attributes of their JSON, in which lists were tuples; what is none of it is no attribute."""

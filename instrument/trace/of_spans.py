@@ -39,6 +39,10 @@ class AttributesOfSpans:
         known = set(map(id, found))
         return np.flatnonzero([id(span) in known for span in self._spans] if known else np.zeros(0))
 
+    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
+        """What those of some rows say under a name."""
+        return [self._spans[row].attributes.get(name) for row in rows.tolist()]
+
 
 def trace_of(spans: Sequence[Span]) -> Trace:
     """The columns of spans, in their order, at 1.2 us a span.
