@@ -15,14 +15,12 @@ from instrument.report import stretches
 from instrument.report.stretches import (
     DeviceTime,
     at_once,
-    common,
     grouped,
     length_ns,
     packed,
     shared_ns,
     united,
     unpacked,
-    without,
 )
 
 PARTS = st.lists(st.tuples(st.integers(-30, 30), st.integers(0, 9)).map(lambda one: (one[0], one[0] + one[1])))
@@ -72,9 +70,6 @@ def test_unions_say_what_sets_of_nanoseconds_say(several: list[list[Interval]]) 
     for own, own_points in zip(unions, of_all, strict=True):
         assert shared_ns(own, united(unions)) == len(own_points)
         assert shared_ns(own, unions[0]) == len(own_points & of_all[0])
-        assert points(unpacked(common(own, unions[0]))) == own_points & of_all[0]
-        rest = unpacked(without(own, unions[0]))
-        assert (points(rest), rest) == (own_points - of_all[0], sorted(rest))
     depths = {at: sum(at in own for own in of_all) for at in everything}
     assert at_once(unions) == (sum(depth > 1 for depth in depths.values()), max(depths.values(), default=0))
 
@@ -115,10 +110,6 @@ def answers(trace: Trace) -> list[object]:
     for span, times in zip(known.topmost, shared, strict=True):
         assert sum(times.values()) == span.total_ns
         assert all(times.values())
-    hosts = {
-        (id(site), thread): (count, sorted(unpacked(parts)))
-        for site, thread, count, parts in stretches.host_time(trace.spans, WINDOW)
-    }
     outside, kept = stretches.innermost(trace.spans, WINDOW)
     inner = {(id(span.site), device): sorted(unpacked(parts)) for span, device, parts in kept}
     return [
@@ -128,7 +119,6 @@ def answers(trace: Trace) -> list[object]:
         plain(found),
         inside,
         shared,
-        hosts,
         outside,
         inner,
     ]

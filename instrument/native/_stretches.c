@@ -819,78 +819,6 @@ end:
 }
 
 typedef struct {
-    uint32_t site;
-    int64_t thread_id;
-    heap_t stretches;
-} hosted_t;
-
-/* host_time(spans, first_ns, last_ns): of each site and thread how many spans lie in the window, and where: [(site, thread
- * id, spans, stretches)]. None where one of them is no span of ours. */
-static PyObject *
-host_time(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *spans, *result = NULL;
-    long long first, last;
-    if (!PyArg_ParseTuple(args, "OLL:host_time", &spans, &first, &last))
-        return NULL;
-    PyObject *own = own_spans(spans);
-    if (own == NULL) {
-        if (PyErr_Occurred())
-            return NULL;
-        Py_RETURN_NONE;
-    }
-    sites_t sites = {0};
-    table_t threads = {0}, lanes = {0};
-    heap_t found = {0};
-    if (table_make(&sites.numbers, 64) < 0 || table_make(&threads, 64) < 0 || table_make(&lanes, 64) < 0)
-        goto no_memory;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(own); i++) {
-        Span *span = (Span *)PyTuple_GET_ITEM(own, i);
-        int64_t start = span->start_ns, end = span->end_ns;
-        give_way((size_t)i);
-        if (lies_outside(start, end, first, last))
-            continue;
-        uint32_t site = 0;
-        if (fact_of(&sites, span->site, nothing_of, NULL, &site) == NULL)
-            goto end;
-        uint32_t thread = numbered(&threads, span->thread_id);
-        uint32_t lane = thread == NOWHERE ? NOWHERE : numbered(&lanes, PAIR(site, thread));
-        if (lane == NOWHERE)
-            goto no_memory;
-        if (lane == found.used) {
-            hosted_t *made = heap_next(&found, sizeof *made);
-            if (made == NULL)
-                goto no_memory;
-            *made = (hosted_t){site, span->thread_id, {0}};
-        }
-        stretch_t *stretch = heap_next(&((hosted_t *)found.items)[lane].stretches, sizeof *stretch);
-        if (stretch == NULL)
-            goto no_memory;
-        *stretch = (stretch_t){start < first ? first : start, end > last ? last : end};
-    }
-    result = PyList_New(0);
-    for (size_t i = 0; result != NULL && i < found.used; i++) {
-        hosted_t *its = &((hosted_t *)found.items)[i];
-        PyObject *site = ((site_fact_t *)sites.facts.items)[its->site].site;
-        if (append_new(result, Py_BuildValue("(OLnN)", site, its->thread_id, (Py_ssize_t)its->stretches.used,
-                                             heap_bytes(&its->stretches, sizeof(stretch_t)))) < 0)
-            Py_CLEAR(result);
-    }
-    goto end;
-no_memory:
-    PyErr_NoMemory();
-end:
-    for (size_t i = 0; i < found.used; i++)
-        PyMem_RawFree(((hosted_t *)found.items)[i].stretches.items);
-    PyMem_RawFree(found.items);
-    table_free(&threads);
-    table_free(&lanes);
-    sites_free(&sites);
-    Py_DECREF(own);
-    return result;
-}
-
-typedef struct {
     int64_t device, stream;
     stretch_t stretch;
     uint32_t place, group; /* among all intervals; of its site and device */
@@ -1124,75 +1052,6 @@ shared_ns(PyObject *Py_UNUSED(module), PyObject *args)
             j++;
     }
     return wide_as_long(shared);
-}
-
-/* common(left, right): what two unions have in common. */
-static PyObject *
-common(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *packed_left, *packed_right, *result;
-    size_t lefts, rights, i = 0, j = 0;
-    if (!PyArg_ParseTuple(args, "OO:common", &packed_left, &packed_right))
-        return NULL;
-    const stretch_t *left = stretches_of(packed_left, &lefts);
-    const stretch_t *right = left == NULL ? NULL : stretches_of(packed_right, &rights);
-    if (right == NULL)
-        return NULL;
-    heap_t shared = {0};
-    while (i < lefts && j < rights) {
-        int64_t start = left[i].start > right[j].start ? left[i].start : right[j].start;
-        int64_t end = left[i].end < right[j].end ? left[i].end : right[j].end;
-        if (start < end) {
-            stretch_t *next = heap_next(&shared, sizeof *next);
-            if (next == NULL) {
-                PyMem_RawFree(shared.items);
-                return PyErr_NoMemory();
-            }
-            *next = (stretch_t){start, end};
-        }
-        if (left[i].end < right[j].end)
-            i++;
-        else
-            j++;
-    }
-    result = heap_bytes(&shared, sizeof(stretch_t));
-    PyMem_RawFree(shared.items);
-    return result;
-}
-
-/* without(left, right): what remains of one union outside of another. */
-static PyObject *
-without(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *packed_left, *packed_right, *result;
-    size_t lefts, rights, j = 0;
-    if (!PyArg_ParseTuple(args, "OO:without", &packed_left, &packed_right))
-        return NULL;
-    const stretch_t *left = stretches_of(packed_left, &lefts);
-    const stretch_t *right = left == NULL ? NULL : stretches_of(packed_right, &rights);
-    if (right == NULL)
-        return NULL;
-    heap_t rest = {0};
-    for (size_t i = 0; i < lefts; i++) {
-        int64_t start = left[i].start, end = left[i].end;
-        while (j < rights && right[j].end <= start)
-            j++;
-        for (size_t k = j; start < end; k++) {
-            int64_t until = k < rights && right[k].start < end ? right[k].start : end;
-            if (start < until) {
-                stretch_t *next = heap_next(&rest, sizeof *next);
-                if (next == NULL) {
-                    PyMem_RawFree(rest.items);
-                    return PyErr_NoMemory();
-                }
-                *next = (stretch_t){start, until};
-            }
-            start = until == end ? end : right[k].end > start ? right[k].end : start;
-        }
-    }
-    result = heap_bytes(&rest, sizeof(stretch_t));
-    PyMem_RawFree(rest.items);
-    return result;
 }
 
 static int
@@ -1589,12 +1448,9 @@ static PyMethodDef functions[] = {
     {"having", having, METH_VARARGS, "The spans that have an attribute."},
     {"owners", owners, METH_VARARGS, "Of each span the topmost one of a kind at or above it."},
     {"device_time", device_time, METH_VARARGS, "The device time of spans, by site, device, stream and label."},
-    {"host_time", host_time, METH_VARARGS, "Where the spans of each site and thread lie in a window."},
     {"innermost", innermost, METH_VARARGS, "Where the device intervals lie that enclose no other."},
     {"united", united_stretches, METH_O, "The union of stretches."},
     {"shared_ns", shared_ns, METH_VARARGS, "How long what two unions have in common is."},
-    {"common", common, METH_VARARGS, "What two unions have in common."},
-    {"without", without, METH_VARARGS, "What remains of one union outside of another."},
     {"at_once", at_once, METH_O, "How long two or more of several unions went on, and how many at most."},
     {"within", within, METH_VARARGS, "What a device did within requests."},
     {"phases", phases, METH_VARARGS, "What the phases of requests took."},

@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from instrument import native
-from instrument.recording.spans import UNTIMED, Interval, Site, Span, clip, intersect, length, subtract, union
+from instrument.recording.spans import UNTIMED, Interval, Site, Span, clip, intersect, length, union
 
 _native = native.find("_stretches")
 
@@ -55,22 +55,6 @@ def shared_ns(left: bytes, right: bytes) -> int:
 def length_ns(disjoint: bytes) -> int:
     """How long a union is."""
     return shared_ns(disjoint, disjoint)
-
-
-def common(left: bytes, right: bytes) -> bytes:
-    """What two unions have in common."""
-    if _native is not None:
-        shared: bytes = _native.common(left, right)
-        return shared
-    return packed(intersect(unpacked(left), unpacked(right)))
-
-
-def without(left: bytes, right: bytes) -> bytes:
-    """What remains of the union `left` outside of `right`."""
-    if _native is not None:
-        rest: bytes = _native.without(left, right)
-        return rest
-    return packed(subtract(unpacked(left), unpacked(right)))
 
 
 def at_once(unions: Sequence[bytes]) -> tuple[int, int]:
@@ -256,22 +240,6 @@ def _group(site: Site, device: int, stream: int, label: str, found: Sequence[tup
     summed_ns = 0 if label in UNTIMED else sum(end - start for start, end, _ in found)
     stretches = b"" if label in UNTIMED else packed((start, end) for start, end, _ in found)
     return Group(site, device, stream, label, len(found), summed_ns, min(uncertain), max(uncertain), stretches)
-
-
-def host_time(spans: Sequence[Span], window: Interval) -> list[tuple[Site, int, int, bytes]]:
-    """Of each site and thread how many spans lie in the window, and where. One without length on an edge is in it."""
-    first, last = window
-    found: list[tuple[Site, int, int, bytes]] | None = None
-    if _native is not None and -FARTHEST_NS < first <= last < FARTHEST_NS:
-        found = _native.host_time(spans, first, last)
-    if found is not None:
-        return found
-    parts: dict[tuple[Site, int], list[Interval]] = {}
-    for span in spans:
-        start_ns, end_ns = span.start_ns, span.end_ns
-        if not ((end_ns <= first and start_ns < first) or (start_ns >= last and end_ns > last)):
-            parts.setdefault((span.site, span.thread_id), []).append((max(start_ns, first), min(end_ns, last)))
-    return [(*key, len(its), packed(its)) for key, its in parts.items()]
 
 
 def innermost(spans: Sequence[Span], window: Interval) -> tuple[int, list[tuple[Span, int, bytes]]]:
