@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from oracle.recordings import program
 from raw_spans import traces
 
+import instrument
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.recording.spans import Origin, Site, Span, Trace, by_start
@@ -178,6 +179,20 @@ def test_the_command_reports_on_a_recording_as_on_a_chrome_trace(tmp_path: Path)
     told = [subprocess.run([*command, path], capture_output=True, check=True, timeout=60).stdout for path in paths]
     assert told[0] == told[1]
     assert b"Profiling Report" in told[0]
+
+
+def test_a_session_dumps_a_recording_where_the_name_says_so(tmp_path: Path) -> None:
+    session = instrument.start()
+    assert session is not None
+    try:
+        with instrument.scope("outer"), instrument.scope("inner"):
+            pass
+        saved = file.load(instrument.dump(tmp_path / "now.npz"))
+    finally:
+        instrument.stop()
+    assert [saved.columns.sites[place].name for place in saved.columns.site] == ["outer", "inner"]
+    assert saved.columns.parent.tolist() == [-1, 0]
+    assert saved.counted().calls == 2
 
 
 def test_the_command_refuses_a_damaged_recording_in_one_line(tmp_path: Path) -> None:

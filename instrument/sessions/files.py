@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TextIO
 
 from instrument import chrome
+from instrument.recording.spans import Trace
+from instrument.recording.tally import Tally
 from instrument.runtime import atomic
 from instrument.runtime.unpatched import poll
 
@@ -103,6 +105,15 @@ def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
 
 def _runs(pid: int) -> bool:
     return pid > 0 and Path(f"/proc/{pid}").exists()
+
+
+def save(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
+    """Write a trace as the name of its file says: `.npz` is a recording, all else Chrome JSON. Raises `TraceError`."""
+    if os.fspath(path).endswith(".npz"):
+        from instrument.trace import file  # numpy, which a service that writes none does without
+
+        return file.dump(path, trace, tally)
+    return chrome.dump(path, trace, tally)
 
 
 def write(stream: TextIO, text: str, limit_ns: int) -> None:

@@ -140,8 +140,8 @@ class Window:
         return Options.of({**defaults, **{name: value for name, value in asked.items() if value is not None}})
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write this window as a Chrome trace (`.json` or `.json.gz`). Raises `TraceError`."""
-        return chrome.dump(path, self.trace, self.tally())
+        """Write this window as a recording (`.npz`) or a Chrome trace (`.json`, `.json.gz`). Raises `TraceError`."""
+        return files.save(path, self.trace, self.tally())
 
 
 Handler = Callable[[Window], object]

@@ -722,8 +722,8 @@ class Session:
         return Options.of({**defaults, **{name: value for name, value in asked.items() if value is not None}})
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
-        """Write what is held now as a Chrome trace; nothing is reset. Raises `TraceError`."""
-        return chrome.dump(path, self.trace(), self.tally())
+        """Write what is held now, as a recording (`.npz`) or a Chrome trace; nothing is reset. Raises `TraceError`."""
+        return files.save(path, self.trace(), self.tally())
 
     # ---------------------------------------------------------------- the end
 

@@ -17,11 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 SPANS = 1_000_000
 OPEN_TASKS = 16
-TARGETS = {"write .json": 0.5, "write .json.gz": 0.5, "bytes .json.gz": 25.0, "report s": 3.0, "report MB": 400.0}
+TARGETS = {
+    "write .json": 0.5,
+    "write .json.gz": 0.5,
+    "bytes .json.gz": 25.0,
+    "write .npz": 0.3,
+    "read .npz": 0.2,
+    "bytes .npz": 25.0,
+    "report s": 3.0,
+    "report MB": 400.0,
+}
 
 
 def make(count: int, in_tasks: bool) -> Any:
@@ -98,6 +108,30 @@ def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
         found[f"write {suffix}"] = best / count * 1e6
         found[f"write {suffix}, processor"] = best_processor / count * 1e6
         found[f"bytes {suffix}"] = written.stat().st_size / count
+    return found | write_recording(path, trace, tally)
+
+
+def write_recording(path: str, trace: Any, tally: Any) -> dict[str, float]:
+    """What a recording costs: the columns of span objects, and to write and read these."""
+    from instrument.trace import file
+    from instrument.trace.of_spans import trace_of
+
+    count, found = len(trace.spans), dict[str, float]()
+    columns = trace_of(trace.spans)
+    works = {
+        "columns of spans": lambda: trace_of(trace.spans),
+        "write .npz": lambda: file.write(f"{path}.npz", columns, trace, tally),
+        "read .npz": lambda: file.load(f"{path}.npz"),
+    }
+    for what, work in works.items():
+        runs = []
+        for _ in range(3):
+            started, processor = time.perf_counter(), time.process_time()
+            work()
+            runs.append((time.perf_counter() - started, time.process_time() - processor))
+        best, best_processor = map(min, zip(*runs, strict=True))
+        found |= {what: best / count * 1e6, f"{what}, processor": best_processor / count * 1e6}
+    found["bytes .npz"] = Path(f"{path}.npz").stat().st_size / count
     return found
 
 
@@ -129,7 +163,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--write", str(count), kind, path]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             rows += [(kind, what, value) for what, value in json.loads(done.stdout).items()]
-            for suffix in (".json", ".json.gz"):
+            for suffix in (".json", ".json.gz", ".npz"):
                 for view in ("events", "device", "requests"):
                     seconds, processor_s, megabytes = measured(path + suffix, view)
                     rows += [
@@ -137,7 +171,7 @@ def main() -> None:
                         (kind, f"report processor s {view} {suffix}", processor_s),
                         (kind, f"report MB {view} {suffix}", megabytes),
                     ]
-    print(f"{count} spans; write in us a span, bytes a span")
+    print(f"{count} spans; write and read in us a span, bytes a span")
     print(f"{'trace':<10}{'what':<34}{'found':>10}{'target':>10}")
     for kind, what, value in rows:
         target = next(
