@@ -67,7 +67,7 @@ def test_numpy_reads_it_without_us(tmp_path: Path) -> None:
     path = file.dump(tmp_path / "recording.npz", trace)
     spans = sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
     with np.load(path, allow_pickle=False) as arrays:
-        start_ns = np.cumsum(arrays["start_ns_steps"], dtype=np.int64)
+        start_ns = arrays["firsts"][1] + np.cumsum(arrays["start_ns_steps"], dtype=np.int64)
         assert start_ns.tolist() == [span.start_ns for span in spans]
         assert arrays["total_ns"].tolist() == [span.total_ns for span in spans]
         assert arrays["thread_ids"][arrays["thread"]].tolist() == [span.thread_id for span in spans]

@@ -67,6 +67,17 @@ def distinct(numbers: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(its[np.flatnonzero(np.concatenate([[True], its[1:] != its[:-1]]))] if len(its) else its)
 
 
+def ranked(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
+    """The distinct numbers in order, and of each number its place among them; fast where they are few."""
+    values = distinct(numbers[::997])
+    while True:
+        places = np.searchsorted(values, numbers).clip(max=max(len(values) - 1, 0))
+        missed = numbers[values[places] != numbers] if len(values) else numbers
+        if not len(missed):
+            return values, places
+        values = distinct(np.concatenate([values, missed]))
+
+
 def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
     """Of each row of some columns the number of its combination, from 0 on, and of each number a row that has it."""
     key = np.zeros(len(columns[0]), dtype=np.int64)

@@ -1,7 +1,7 @@
 """Columns packed for a file: each in the narrowest numbers that hold it, what is rare by the rows that have it.
 
 Columns that grow with the rows are kept as steps from row to row, and ends as lengths, so that most numbers take one or
-two bytes. Who reads them without us sums them up again (`numpy.cumsum`).
+two bytes. Who reads them without us sums them up again (`numpy.cumsum`); ids and begins of spans count from `firsts`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from instrument.recording.spans import AttributeValue, RemoteParent, Site
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, tops
+from instrument.trace.groups import ranked
 
 Column = NDArray[Any]
 Columns = Mapping[str, Column]
@@ -48,10 +49,13 @@ def summed(column: Column) -> Int64s:
 
 def in_order(trace: Trace) -> Int64s:
     """The rows by begin, the longer ones first, then by id: parents come before their children."""
-    start_ns = trace.start_ns
-    if (start_ns[1:] > start_ns[:-1]).all():
-        return np.arange(len(trace))
-    return np.lexsort((trace.span_id, -trace.end_ns, start_ns))
+    order = np.argsort(trace.start_ns, kind="stable")
+    starts = trace.start_ns[order]
+    same = np.concatenate([[False], starts[1:] == starts[:-1], [False]])
+    tied = np.flatnonzero(same[1:] | same[:-1])  # few, for which three keys are three times the work
+    rows = order[tied]
+    order[tied] = rows[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows]))]
+    return order
 
 
 def packed(
@@ -69,13 +73,17 @@ def packed(
     span_id, start_ns = trace.span_id[order], trace.start_ns[order]
     total_ns = trace.end_ns[order] - start_ns
     self_ns, parent_id = trace.self_ns[order], trace.parent_id[order]
-    threads, thread = np.unique(trace.thread_id[order], return_inverse=True)
+    threads, thread = ranked(trace.thread_id[order])
+    tasks, task = ranked(trace.task_id[order])
     columns: dict[str, Column] = {
-        "span_id_steps": steps(span_id),
+        "firsts": np.concatenate([span_id[:1], start_ns[:1]]),
+        "span_id_steps": steps(span_id - span_id[:1].sum()),
         "rows_to_parent": narrow(np.arange(len(trace)) - above),
         "thread": narrow(thread),
         "thread_ids": threads,
-        "start_ns_steps": steps(start_ns),
+        "task": narrow(task),
+        "task_ids": tasks,
+        "start_ns_steps": steps(start_ns - start_ns[:1].sum()),
         "total_ns": narrow(total_ns),
         "children_ns": narrow(total_ns - self_ns),
         "site": narrow(trace.site[order]),
@@ -85,7 +93,6 @@ def packed(
     rare: tuple[tuple[str, Column, Column], ...] = (
         ("parent_id", parent_id, own_parent),
         ("root_id", trace.root_id[order], of_top),
-        ("task_id", trace.task_id[order], np.zeros_like(span_id)),
         ("active_ns", trace.active_ns[order], total_ns),
         ("error", trace.error[order], np.full(len(trace), NONE)),
         ("clipped", trace.clipped[order], np.zeros(len(trace), dtype=np.bool_)),
@@ -218,20 +225,19 @@ def _tuples(value: Any) -> Any:
 
 def unpacked(columns: Columns, facts: Mapping[str, Any], sites: Sequence[Site]) -> Trace:
     """The trace of a file's columns. Raises `ValueError` and `LookupError` for what is damaged."""
-    span_id, start_ns, total_ns = (
-        summed(columns["span_id_steps"]),
-        summed(columns["start_ns_steps"]),
-        columns["total_ns"],
-    )
+    span_id, start_ns = summed(columns["span_id_steps"]), summed(columns["start_ns_steps"])
+    total_ns = columns["total_ns"].astype(np.int64)
+    if len(span_id):
+        span_id, start_ns = span_id + columns["firsts"][0], start_ns + columns["firsts"][1]
     count = len(span_id)
-    if {len(columns[name]) for name in ("rows_to_parent", "thread", "start_ns_steps", "total_ns", "children_ns", "site")
-        } != {count}:  # fmt: skip
+    dense = ("rows_to_parent", "thread", "task", "start_ns_steps", "total_ns", "children_ns", "site")
+    if {len(columns[name]) for name in dense} != {count}:
         raise ValueError("its columns are of different lengths; it is damaged")
     above = np.arange(count) - columns["rows_to_parent"]
     _refuse_outside(above, count)
     _refuse_outside(columns["thread"], len(columns["thread_ids"]))
+    _refuse_outside(columns["task"], len(columns["task_ids"]))
     is_top = columns["rows_to_parent"] == 0
-    total_ns = total_ns.astype(np.int64)
     errors, labels = _texts(facts["errors"]), _texts(facts["labels"])
     return Trace(
         sites=tuple(sites),
@@ -240,7 +246,7 @@ def unpacked(columns: Columns, facts: Mapping[str, Any], sites: Sequence[Site]) 
         parent_id=_with_rare(columns, "parent_id", np.where(is_top, 0, span_id[above])),
         root_id=_with_rare(columns, "root_id", span_id[_tops_of(above)]),
         thread_id=columns["thread_ids"].astype(np.int64)[columns["thread"]],
-        task_id=_with_rare(columns, "task_id", np.zeros(count, dtype=np.int64)),
+        task_id=columns["task_ids"].astype(np.int64)[columns["task"]],
         start_ns=start_ns,
         end_ns=start_ns + total_ns,
         active_ns=_with_rare(columns, "active_ns", total_ns.copy()),
