@@ -134,6 +134,19 @@ def test_every_source_in_c_lies_in_one_room() -> None:
     assert {path.parent for path in sources} == {ROOT / "native"}
 
 
+def included(source: Path) -> set[Path]:
+    """The headers of ours that a source in C includes, and those that they include."""
+    found = {source.parent / name for name in re.findall(r'(?m)^#include "(.+)"', source.read_text("utf-8"))}
+    return found.union(*map(included, found))
+
+
+def test_what_an_extension_includes_is_shipped_and_has_it_built_anew() -> None:
+    settings = tomllib.loads((PROJECT / "pyproject.toml").read_text("utf-8"))
+    for extension in settings["tool"]["setuptools"]["ext-modules"]:
+        wanted = set().union(*(included(PROJECT / source) for source in extension["sources"]))
+        assert {PROJECT / header for header in extension.get("depends", ())} == wanted, extension["name"]
+
+
 def test_every_folder_is_shipped() -> None:
     wanted = {".".join(["instrument", *module.parts[:-1]]) for module in MODULES}
     settings = tomllib.loads((PROJECT / "pyproject.toml").read_text("utf-8"))

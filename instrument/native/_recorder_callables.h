@@ -1,0 +1,682 @@
+/* Hot: functions and methods whose calls are spans, or pass while they are muted. A part of `_recorder.c`. */
+
+static inline void
+count_passed(Pass *pass)
+{
+    pass->calls += (uint64_t)pass->core->on;
+}
+
+static PyTypeObject PassType;
+
+/* What counts the calls of a site, borrowed; NULL where it is not muted. Sites are compared by identity: runs no code. */
+static inline Pass *
+pass_of(Core *core, PyObject *site)
+{
+    if (__builtin_expect(PyDict_GET_SIZE(core->passes) == 0, 1))
+        return NULL;
+    PyObject *found = PyDict_GetItemWithError(core->passes, site);
+    if (found == NULL)
+        PyErr_Clear(); /* a site of a test's own that cannot be hashed */
+    return found != NULL && Py_TYPE(found) == &PassType ? (Pass *)found : NULL;
+}
+
+static PyObject *
+Pass_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *words[] = {"recorder", NULL};
+    PyObject *core;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:Pass", words, &CoreType, &core))
+        return NULL;
+    Pass *self = (Pass *)type->tp_alloc(type, 0);
+    if (self != NULL)
+        self->core = (Core *)Py_NewRef(core);
+    return (PyObject *)self;
+}
+
+static int
+Pass_traverse(Pass *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->core);
+    return 0;
+}
+
+static void
+Pass_dealloc(Pass *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->core);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* For a wrapper that asks whether its recorder is on. */
+static PyObject *
+Pass_on(Pass *self, void *Py_UNUSED(closure))
+{
+    count_passed(self);
+    Py_RETURN_FALSE;
+}
+
+static PyObject *
+Pass_count(Pass *self, PyObject *Py_UNUSED(none))
+{
+    count_passed(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef Pass_methods[] = {
+    {"count", (PyCFunction)Pass_count, METH_NOARGS, "Count a call."},
+    {NULL},
+};
+
+static PyMemberDef Pass_members[] = {
+    {"calls", T_ULONGLONG, offsetof(Pass, calls), READONLY, "calls that passed"},
+    {"cut", T_ULONGLONG, offsetof(Pass, cut), READONLY, "spans of generators that were ended early"},
+    {NULL},
+};
+
+static PyGetSetDef Pass_getset[] = {
+    {"on", (getter)Pass_on, NULL, "False, whoever asks; it is counted as a call", NULL},
+    {NULL},
+};
+
+static PyTypeObject PassType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.Pass",
+    .tp_basicsize = sizeof(Pass),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "Counts the calls of a muted site: Pass(recorder).",
+    .tp_new = Pass_new,
+    .tp_dealloc = (destructor)Pass_dealloc,
+    .tp_traverse = (traverseproc)Pass_traverse,
+    .tp_methods = Pass_methods,
+    .tp_members = Pass_members,
+    .tp_getset = Pass_getset,
+};
+
+/* ------------------------------------------------------------------ functions */
+
+static inline frame_t *
+take_frame(void)
+{
+    frame_t *frame = free_frames;
+    if (frame != NULL) {
+        free_frames = frame->above;
+        free_frame_count--;
+    } else {
+        frame = new_lines(sizeof(frame_t));
+        if (frame == NULL)
+            return NULL;
+    }
+    frame->state = OPEN; /* one that has been released holds nothing */
+    frame->start_ns = frame->counted_from_ns = 0;
+    return frame;
+}
+
+static inline void
+release_frame(frame_t *frame)
+{
+    if (free_frame_count >= FREE_FRAMES_KEPT) {
+        free_lines(frame);
+        return;
+    }
+    frame->above = free_frames;
+    free_frames = frame;
+    free_frame_count++;
+}
+
+/* End a call that raised, was crossed, reset, linked, or is known to other contexts. The raised exception stays as it
+ * is. Returns whether the frame is out of every chain: one that is not found in its own must not be used again. */
+static int
+end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_ns)
+{
+    PyObject *type, *raised, *traceback, *error = NULL;
+    PyErr_Fetch(&type, &raised, &traceback);
+    if (type != NULL && !(raised != NULL && is_answer(core, NULL, raised)))
+        error = error_name(type);
+    int found = 1;
+    frame->state = CLOSED;
+    if (current->top != frame)
+        frame->has_rows = 1; /* what was begun inside it goes on */
+    count_against_above(current, frame, ring, end_ns);
+    PyObject *published = take_published(frame);
+    frame_t *above = frame->above;
+    if (current->top == frame) {
+        current->top = above;
+        publish_rest(core, current);
+        above = current->top;
+    } else {
+        found = cross(current, frame, end_ns) == 0;
+        count(core, found ? CROSSED : FOREIGN);
+    }
+    if (published != NULL)
+        pass_on(core, current, published, above);
+    if (ring->rows == NULL && (ring = ring_of(core)) == NULL && lose(core) < 0) {
+        /* A signal handler raised: in place of what the call raised, as it would have without us. */
+        Py_CLEAR(type);
+        Py_CLEAR(raised);
+        Py_CLEAR(traceback);
+        PyErr_Fetch(&type, &raised, &traceback);
+    }
+    if (ring != NULL) {
+        Py_INCREF(ring);
+        store(core, ring, frame, end_ns, -1, error);
+        if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0) {
+            Py_CLEAR(type);
+            Py_CLEAR(raised);
+            Py_CLEAR(traceback);
+            PyErr_Fetch(&type, &raised, &traceback);
+        }
+        Py_DECREF(ring);
+    }
+    Py_CLEAR(frame->pair);
+    Py_CLEAR(frame->attributes);
+    if (!found) {
+        Py_CLEAR(frame->request);
+        frame->ring = NULL;
+    }
+    Py_XDECREF(error);
+    PyErr_Restore(type, raised, traceback);
+    return found;
+}
+
+static void forget_paths(Function *);
+
+static PyObject *settle_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
+
+/* What a call works on, by its arguments: a new reference in `told`, NULL where nobody can tell. -1 with an exception of
+ * the host's. */
+static int
+tell_work(Function *self, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **told)
+{
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf), named_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    PyObject *positional = PyTuple_New(count), *named = PyDict_New();
+    int failed = positional == NULL || named == NULL;
+    for (Py_ssize_t i = 0; !failed && i < count; i++)
+        PyTuple_SET_ITEM(positional, i, Py_NewRef(args[i]));
+    for (Py_ssize_t i = 0; !failed && i < named_count; i++)
+        failed = PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[count + i]) < 0;
+    *told = failed ? NULL : PyObject_CallFunctionObjArgs(self->works, positional, named, NULL);
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
+    if (*told == Py_None)
+        Py_CLEAR(*told);
+    if (!PyErr_Occurred())
+        return 0;
+    if (is_hosts())
+        return -1;
+    note_fault("device timer");
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+begin_call_on_device(Function *self, frame_t *frame, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    PyObject *told = NULL;
+    int failed = self->works != NULL ? tell_work(self, args, nargsf, names, &told) : 0;
+    if (!failed)
+        failed = begin_on_device(self->core, frame, told);
+    Py_XDECREF(told);
+    return failed;
+}
+
+/* Call what is wrapped inside a span. `path` remembers where the site was met, which is borrowed. */
+static inline PyObject *
+call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Core *core = self->core;
+    Ring *ring;
+    if (path != NULL)
+        __builtin_prefetch(path->steps[0]);
+    Current *current = current_at_hand(core, &ring);
+    if (current == NULL)
+        return settle_and_call(self, site, path, args, nargsf, names);
+    if (self->uid != core->uid)
+        forget_paths(self);
+    if (is_stack_used_up(ring)) {
+        PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
+        return NULL;
+    }
+    frame_t *frame = take_frame();
+    if (frame == NULL) {
+        count(core, NO_MEMORY);
+        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    }
+    identify(core, ring, current, frame, site, path);
+    Py_INCREF(self);
+    Py_INCREF(ring);
+    Py_INCREF(current);
+    current->top = frame;
+    publish_begun(core, current);
+    frame->start_ns = frame->counted_from_ns = read_clock(core);
+    PyObject *result = NULL;
+    node_t *node = frame->node;
+    totals_t *totals = node->totals;
+    __builtin_prefetch(totals, 1);
+    if (!is_timed_on_device(core, frame) || begin_call_on_device(self, frame, args, nargsf, names) == 0)
+        result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    /* What the end needs comes from memory while the clock is read. */
+    __builtin_prefetch(frame, 1);
+    __builtin_prefetch((char *)frame + LINE, 1);
+    __builtin_prefetch(totals, 1);
+    __builtin_prefetch(node);
+    __builtin_prefetch(ring, 1);
+    __builtin_prefetch((char *)ring + LINE, 1);
+    __builtin_prefetch(current, 1);
+    __builtin_prefetch((char *)current + LINE, 1);
+    int64_t end_ns = read_clock(core);
+    int plain = result != NULL && current->top == frame && ring->rows != NULL &&
+                ((uintptr_t)frame->published | (uintptr_t)frame->attributes) == 0;
+    if (plain) {
+        count_against_above(current, frame, ring, end_ns);
+        current->top = frame->above;
+        store(core, ring, frame, end_ns, -1, NULL);
+        if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0)
+            Py_CLEAR(result);
+    } else {
+        plain = end_call(core, ring, current, frame, end_ns);
+        if (result != NULL && PyErr_Occurred())
+            Py_CLEAR(result);
+    }
+    Py_XDECREF(frame->request);
+    if (plain)
+        release_frame(frame);
+    Py_DECREF(current);
+    Py_DECREF(ring);
+    Py_DECREF(self);
+    return result;
+}
+
+/* Finding the chain of another context may run code, which may let go of the site. */
+static PyObject *
+settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Ring *ring;
+    PyObject *result = NULL;
+    Py_INCREF(site);
+    if (current_of(self->core, &ring) != NULL)
+        result = call_in_span(self, site, path, args, nargsf, names); /* it is at hand now */
+    else if (lose(self->core) == 0)
+        result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    Py_DECREF(site);
+    return result;
+}
+
+/* Call what is wrapped without a span, as the last thing of a call: a function of Python's is jumped to, and what called
+ * us checks its result. */
+static inline PyObject *
+call_wrapped(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    PyObject *wrapped = self->wrapped;
+    if (__builtin_expect(PyFunction_Check(wrapped), 1))
+        return ((PyFunctionObject *)wrapped)->vectorcall(wrapped, args, nargsf, names);
+    return PyObject_Vectorcall(wrapped, args, nargsf, names);
+}
+
+static PyObject *
+Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Core *core = self->core;
+    if (!core->on || self->muted) {
+        if (self->pass != NULL)
+            count_passed(self->pass);
+        return call_wrapped(self, args, nargsf, names);
+    }
+    return call_in_span(self, self->path.site, &self->path, args, nargsf, names);
+}
+
+/* When a method's `sites` changed last: a number that does not come twice. */
+#if PY_VERSION_HEX < 0x030C0000
+static inline uint64_t
+version_of(PyObject *sites)
+{
+    return ((PyDictObject *)sites)->ma_version_tag;
+}
+
+static int
+follow_changes(PyObject *Py_UNUSED(sites))
+{
+    return 1;
+}
+#else
+static uint64_t changes = 1; /* of all that are followed */
+static int watcher = -1;
+
+static int
+note_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *Py_UNUSED(sites), PyObject *Py_UNUSED(key),
+            PyObject *Py_UNUSED(value))
+{
+    changes++;
+    return 0;
+}
+
+static inline uint64_t
+version_of(PyObject *Py_UNUSED(sites))
+{
+    return changes;
+}
+
+/* Not where the process has no watcher left to give: each call asks `sites` then. */
+static int
+follow_changes(PyObject *sites)
+{
+    if (watcher < 0)
+        watcher = PyDict_AddWatcher(note_change);
+    if (watcher >= 0 && PyDict_Watch(watcher, sites) == 0)
+        return 1;
+    PyErr_Clear();
+    return 0;
+}
+#endif
+
+/* What is known of an instance now, or the one of its two places where that could be kept. */
+static inline known_t *
+place_of(const Function *self, PyObject *instance, uint64_t version)
+{
+    known_t *place = &self->known[(uint32_t)(scrambled((uintptr_t)instance) >> 32) & (self->known_slots - 1)];
+    if (place->instance == instance && place->version == version)
+        return place;
+    known_t *other = self->known + ((place - self->known) ^ 1);
+    if ((other->instance == instance && other->version == version) || place->version == version)
+        return other;
+    return place;
+}
+
+/* Keep what `sites` says of an instance. There is more room once three that are in use want two places; what a call
+ * may still write to is given up with the function. */
+static void
+remember(Function *self, PyObject *instance, PyObject *site)
+{
+    uint64_t version = version_of(self->sites);
+    known_t *place = self->known == NULL ? NULL : place_of(self, instance, version);
+    if (place == NULL || (place->version == version && place->instance != instance && self->known_slots < KNOWN_LIMIT)) {
+        uint32_t slots = place == NULL ? KNOWN_AT_FIRST : self->known_slots * 2;
+        known_t *room = new_lines((slots + 1) * sizeof(known_t));
+        if (room != NULL) {
+            room[slots].before = self->known;
+            room[slots].version = self->known_slots;
+            self->known = room;
+            self->known_slots = slots;
+            place = place_of(self, instance, version);
+        }
+    }
+    if (place != NULL) {
+        place->instance = instance;
+        place->version = version;
+        place->path = (path_t){.site = site};
+    }
+}
+
+/* The nodes that its paths lead to were given up. */
+static void
+forget_paths(Function *self)
+{
+    self->uid = self->core->uid;
+    memset(self->path.parents, 0, sizeof self->path.parents);
+    uint32_t slots = self->known_slots;
+    for (known_t *known = self->known; known != NULL;) {
+        for (uint32_t i = 0; i < slots; i++)
+            memset(known[i].path.parents, 0, sizeof known[i].path.parents);
+        known_t *last = &known[slots];
+        slots = (uint32_t)last->version;
+        known = last->before;
+    }
+}
+
+static void
+forget_known(Function *self)
+{
+    while (self->known != NULL) {
+        known_t *last = &self->known[self->known_slots], *known = self->known;
+        self->known = last->before;
+        self->known_slots = (uint32_t)last->version;
+        free_lines(known);
+    }
+}
+
+/* The site of the instance that a method is called on, a new reference in `found`; NULL where it has none. -1 with an
+ * exception of the host's. */
+static inline int
+site_of_instance(Function *self, PyObject *instance, PyObject **found)
+{
+    PyObject *key = PyLong_FromVoidPtr(instance);
+    PyObject *site = key == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
+    if (site != NULL && self->is_followed)
+        remember(self, instance, site == Py_None ? NULL : site);
+    if (site == NULL && !PyErr_Occurred()) {
+        PyObject *evaluator = self->evaluate == NULL ? NULL : PyObject_CallOneArg(self->evaluate, Py_None);
+        PyObject *decided = PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->decide, instance);
+        site = decided == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
+        Py_XDECREF(decided); /* what it has decided for good stands in `sites` now */
+        if (evaluator != NULL) {
+            PyObject *type, *raised, *traceback;
+            PyErr_Fetch(&type, &raised, &traceback);
+            Py_XDECREF(PyObject_CallOneArg(self->evaluate, evaluator));
+            Py_DECREF(evaluator);
+            PyErr_Restore(type, raised, traceback);
+        }
+    }
+    *found = site == Py_None ? NULL : Py_XNewRef(site);
+    Py_XDECREF(key);
+    return *found == NULL ? lose(self->core) : 0;
+}
+
+/* Where the instance has a site, or it is not known whether it has. */
+static __attribute__((noinline)) PyObject *
+call_of_instance(Function *self, known_t *known, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    PyObject *site, *asked = NULL, *result = NULL;
+    path_t *path = NULL;
+    if (known != NULL) {
+        path = &known->path;
+        site = path->site;
+    } else if (site_of_instance(self, args[0], &asked) < 0) {
+        return NULL;
+    } else {
+        site = asked;
+    }
+    Pass *pass = site == NULL ? NULL : pass_of(self->core, site);
+    if (pass != NULL)
+        count_passed(pass);
+    if (site == NULL || pass != NULL)
+        result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+    else
+        result = call_in_span(self, site, path, args, nargsf, names);
+    Py_XDECREF(asked);
+    return result;
+}
+
+/* An instance that passes is in a hurry: for it there is no frame of ours on the C stack. */
+static PyObject *
+Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    if (!self->core->on || PyVectorcall_NARGS(nargsf) == 0)
+        return call_wrapped(self, args, nargsf, names);
+    uint64_t version = version_of(self->sites);
+    known_t *known = self->known == NULL ? NULL : place_of(self, args[0], version);
+    if (known != NULL && (known->instance != args[0] || known->version != version))
+        known = NULL;
+    if (known != NULL && known->path.site == NULL)
+        return call_wrapped(self, args, nargsf, names);
+    return call_of_instance(self, known, args, nargsf, names);
+}
+
+static PyObject *Function_call_async_generator(Function *, PyObject *const *, size_t, PyObject *);
+
+static PyObject *
+Function_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *words[] = {"recorder", "function", "site", "sites", "decide", "evaluate", "makes_async_generators",
+                            "works", NULL};
+    PyObject *core, *wrapped, *site, *sites = NULL, *decide = NULL, *evaluate = Py_None, *works = Py_None;
+    int makes_async_generators = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO|O!OO$pO:Function", words, &CoreType, &core, &wrapped, &site,
+                                     &PyDict_Type, &sites, &decide, &evaluate, &makes_async_generators, &works))
+        return NULL;
+    if (sites != NULL && decide == NULL) {
+        PyErr_SetString(PyExc_TypeError, "Function: sites go with decide");
+        return NULL;
+    }
+    Function *self = (Function *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->vectorcall = (vectorcallfunc)(makes_async_generators ? Function_call_async_generator
+                                        : sites == NULL          ? Function_call
+                                                                 : Function_call_by_instance);
+    self->sites = Py_XNewRef(sites);
+    self->decide = Py_XNewRef(decide);
+    self->is_followed = (char)(sites != NULL && follow_changes(sites));
+    self->evaluate = evaluate == Py_None ? NULL : Py_NewRef(evaluate);
+    self->works = works == Py_None ? NULL : Py_NewRef(works);
+    self->core = (Core *)Py_NewRef(core);
+    self->wrapped = Py_NewRef(wrapped);
+    self->site = self->path.site = Py_NewRef(site);
+    self->dict = PyDict_New();
+    if (self->dict == NULL)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static int
+Function_traverse(Function *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->core);
+    Py_VISIT(self->wrapped);
+    Py_VISIT(self->site);
+    Py_VISIT(self->dict);
+    Py_VISIT(self->sites);
+    Py_VISIT(self->decide);
+    Py_VISIT(self->works);
+    Py_VISIT(self->pass);
+    return 0;
+}
+
+static int
+Function_clear(Function *self)
+{
+    Py_CLEAR(self->dict);
+    return 0;
+}
+
+static void
+Function_dealloc(Function *self)
+{
+    PyObject_GC_UnTrack(self);
+    if (self->weak_references != NULL)
+        PyObject_ClearWeakRefs((PyObject *)self);
+    Py_XDECREF(self->dict);
+    Py_XDECREF(self->core);
+    Py_XDECREF(self->wrapped);
+    Py_XDECREF(self->site);
+    Py_XDECREF(self->sites);
+    Py_XDECREF(self->decide);
+    Py_XDECREF(self->pass);
+    forget_known(self);
+    Py_XDECREF(self->evaluate);
+    Py_XDECREF(self->works);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *
+Function_get(PyObject *self, PyObject *instance, PyObject *Py_UNUSED(owner))
+{
+    if (instance == NULL || instance == Py_None)
+        return Py_NewRef(self);
+    return PyMethod_New(self, instance);
+}
+
+static PyObject *
+Function_repr(Function *self)
+{
+    return PyUnicode_FromFormat("<instrumented %R>", self->wrapped);
+}
+
+/* By name, as functions are: unpickling finds what the module holds then. */
+static PyObject *
+Function_reduce(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    return PyObject_GetAttrString(self, "__qualname__");
+}
+
+/* What is not set on the wrapper itself is the function's: __code__, __defaults__, __globals__, __closure__ ... */
+static PyObject *
+Function_getattro(PyObject *self, PyObject *name)
+{
+    PyObject *found = PyObject_GenericGetAttr(self, name);
+    if (found != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return found;
+    PyErr_Clear();
+    return PyObject_GetAttr(((Function *)self)->wrapped, name);
+}
+
+/* What says how a call runs is the function's: set on the wrapper, it would have no effect. */
+static int
+Function_setattro(PyObject *self, PyObject *name, PyObject *value)
+{
+    if (PyUnicode_Check(name) && (PyUnicode_CompareWithASCIIString(name, "__defaults__") == 0 ||
+                                  PyUnicode_CompareWithASCIIString(name, "__kwdefaults__") == 0 ||
+                                  PyUnicode_CompareWithASCIIString(name, "__code__") == 0))
+        return PyObject_SetAttr(((Function *)self)->wrapped, name, value);
+    return PyObject_GenericSetAttr(self, name, value);
+}
+
+static PyMethodDef Function_methods[] = {
+    {"__reduce__", (PyCFunction)Function_reduce, METH_NOARGS, NULL},
+    {NULL},
+};
+
+/* What asks `isinstance(f, FunctionType)` or `inspect.isfunction(f)` wants to know how to call it: like the function. */
+static PyObject *
+Function_class(Function *self, void *Py_UNUSED(closure))
+{
+    PyObject *wrapped = self->wrapped;
+    while (Py_TYPE(wrapped) == &FunctionType_) /* by a decorator and by a rule */
+        wrapped = ((Function *)wrapped)->wrapped;
+    return Py_NewRef((PyObject *)(PyFunction_Check(wrapped) ? &PyFunction_Type : Py_TYPE(self)));
+}
+
+static PyObject *
+Function_pass(Function *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->pass != NULL ? (PyObject *)self->pass : self->muted ? Py_False : Py_None);
+}
+
+static int
+Function_set_pass(Function *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    if (value == NULL || (value != Py_None && value != Py_False && Py_TYPE(value) != &PassType)) {
+        PyErr_SetString(PyExc_TypeError, "what counts the calls of a muted function is a Pass, False or None");
+        return -1;
+    }
+    self->muted = value != Py_None;
+    Py_XSETREF(self->pass, Py_TYPE(value) == &PassType ? (Pass *)Py_NewRef(value) : NULL);
+    return 0;
+}
+
+static PyGetSetDef Function_getset[] = {
+    {"__class__", (getter)Function_class, NULL, NULL, NULL},
+    {"__instrument_pass__", (getter)Function_pass, (setter)Function_set_pass,
+     "what counts the calls that pass without a span; False: they do, and nothing counts them; None: none does", NULL},
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL},
+};
+
+static PyTypeObject FunctionType_ = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.Function",
+    .tp_basicsize = sizeof(Function),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_new = Function_new,
+    .tp_dealloc = (destructor)Function_dealloc,
+    .tp_traverse = (traverseproc)Function_traverse,
+    .tp_clear = (inquiry)Function_clear,
+    .tp_repr = (reprfunc)Function_repr,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Function, vectorcall),
+    .tp_getattro = Function_getattro,
+    .tp_setattro = Function_setattro,
+    .tp_descr_get = Function_get,
+    .tp_dictoffset = offsetof(Function, dict),
+    .tp_weaklistoffset = offsetof(Function, weak_references),
+    .tp_methods = Function_methods,
+    .tp_getset = Function_getset,
+};

@@ -1,0 +1,142 @@
+/* Hot: what is counted beside the spans, the clock, and memory by cache lines. A part of `_recorder.c`. */
+
+static inline void
+count(Core *core, reason_t reason)
+{
+    core->reasons[reason]++;
+}
+
+/* Whether what has just been raised while we worked is the host's: by a signal handler that came in while code of ours
+ * in Python ran. No code of ours raises anything but an Exception, and that in its own frame. */
+static int
+is_hosts(void)
+{
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    int hosts = type != NULL && !PyErr_GivenExceptionMatches(type, PyExc_Exception);
+    if (!hosts && traceback != NULL && PyTraceBack_Check(traceback)) {
+        PyTracebackObject *last = (PyTracebackObject *)traceback;
+        while (last->tb_next != NULL)
+            last = last->tb_next;
+        PyObject *globals = PyObject_GetAttrString((PyObject *)last->tb_frame, "f_globals");
+        PyObject *name = globals == NULL ? NULL : PyMapping_GetItemString(globals, "__name__");
+        const char *text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
+        hosts = text != NULL && strncmp(text, "instrument.", 11) != 0;
+        Py_XDECREF(name);
+        Py_XDECREF(globals);
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, raised, traceback);
+    return hosts;
+}
+
+/* Take a fault of ours back: -1 where it is the host's exception, which stays. */
+static int
+forgive(void)
+{
+    if (PyErr_Occurred()) {
+        if (is_hosts())
+            return -1;
+        PyErr_Clear();
+    }
+    return 0;
+}
+
+/* Count a call that could not be recorded; as `forgive`. Without an exception the reason has been counted already. */
+static int
+lose(Core *core)
+{
+    if (PyErr_Occurred()) {
+        int no_memory = PyErr_ExceptionMatches(PyExc_MemoryError);
+        if (forgive() < 0)
+            return -1;
+        count(core, no_memory ? NO_MEMORY : FAULT);
+    }
+    return 0;
+}
+
+/* A fault of ours: as FAULTS.note does it, which raises it again under pytest only. */
+static void
+note_fault(const char *place)
+{
+    PyObject *type, *fault, *traceback;
+    PyErr_Fetch(&type, &fault, &traceback);
+    PyErr_NormalizeException(&type, &fault, &traceback);
+    PyObject *errors = PyImport_ImportModule("instrument.runtime.faults");
+    PyObject *faults = errors == NULL ? NULL : PyObject_GetAttrString(errors, "FAULTS");
+    if (faults == NULL)
+        PyErr_Clear(); /* the interpreter ends */
+    PyObject *none = faults == NULL || fault == NULL ? NULL : PyObject_CallMethod(faults, "note", "sO", place, fault);
+    Py_XDECREF(none);
+    Py_XDECREF(faults);
+    Py_XDECREF(errors);
+    Py_XDECREF(type);
+    Py_XDECREF(fault);
+    Py_XDECREF(traceback);
+}
+
+#if defined(__x86_64__)
+#include <x86intrin.h>
+#define HAS_TICKS 1
+static inline int64_t
+read_ticks(void)
+{
+    /* Not serialised: what the processor moves across it is a few nanoseconds, a fence costs ten. */
+    return (int64_t)__rdtsc();
+}
+#else
+#define HAS_TICKS 0
+static inline int64_t
+read_ticks(void)
+{
+    return 0;
+}
+#endif
+
+static inline int64_t
+ticks_as_ns(const ticks_t *ticks, int64_t now)
+{
+    return ticks->base_ns + (int64_t)(((__int128)(now - ticks->base_ticks) * (__int128)ticks->rate) >> 32);
+}
+
+static inline int64_t
+read_clock(const Core *core)
+{
+    return core->ticks.in_use ? ticks_as_ns(&core->ticks, read_ticks()) : read_monotonic();
+}
+
+/* One moment on both clocks: the tightest of several readings. */
+static void
+read_both(int64_t *ticks, int64_t *ns)
+{
+    int64_t best = INT64_MAX;
+    for (int i = 0; i < 16; i++) {
+        int64_t before = read_ticks(), now = read_monotonic(), after = read_ticks();
+        if (after - before < best) {
+            best = after - before;
+            *ticks = before + (after - before) / 2;
+            *ns = now;
+        }
+    }
+}
+
+/* ------------------------------------------------------------------ cache lines */
+
+/* Zeroed memory that begins with a line; NULL without any. Its own address lies before it. */
+static void *
+new_lines(size_t size)
+{
+    char *memory = PyMem_Calloc(1, size + sizeof(void *) + LINE);
+    if (memory == NULL)
+        return NULL;
+    void **lines = (void **)(((uintptr_t)memory + sizeof(void *) + LINE - 1) & ~(uintptr_t)(LINE - 1));
+    lines[-1] = memory;
+    return lines;
+}
+
+static void
+free_lines(void *lines)
+{
+    if (lines != NULL)
+        PyMem_Free(((void **)lines)[-1]);
+}

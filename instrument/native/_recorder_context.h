@@ -1,0 +1,638 @@
+/* Hot: the chain of the context that runs now. Cold: contexts that are new, copied or left. A part of `_recorder.c`. */
+
+static void
+leave_list(Current *self)
+{
+    if (self->core == NULL)
+        return;
+    if (self->previous != NULL)
+        self->previous->next = self->next;
+    else
+        self->core->currents = self->next;
+    if (self->next != NULL)
+        self->next->previous = self->previous;
+    self->previous = self->next = NULL;
+    self->core = NULL;
+}
+
+static void
+Current_dealloc(Current *self)
+{
+    PyObject_GC_UnTrack(self);
+    leave_list(self);
+    /* Frames of a context that is gone: scopes that nobody ended. A function that runs holds its Current. */
+    frame_t *frame = self->top;
+    self->top = NULL;
+    while (frame != NULL) {
+        frame_t *above = frame->above;
+        frame->above = NULL;
+        Py_XDECREF(frame->self);
+        frame = above;
+    }
+    Py_XDECREF(self->context);
+    Py_XDECREF(self->base);
+    Py_XDECREF(self->linked);
+    Py_XDECREF(self->link_remote);
+    PyObject_GC_Del(self);
+}
+
+static int
+Current_traverse(Current *self, visitproc visit, void *arg)
+{
+    for (frame_t *frame = self->top; frame != NULL; frame = frame->above)
+        Py_VISIT(frame->self);
+    Py_VISIT(self->base);
+    Py_VISIT(self->linked);
+    return 0;
+}
+
+static PyTypeObject CurrentType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.Current",
+    .tp_basicsize = sizeof(Current),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "The chain of open spans of one context.",
+    .tp_dealloc = (destructor)Current_dealloc,
+    .tp_traverse = (traverseproc)Current_traverse,
+};
+
+static void
+Published_dealloc(Published *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->owner);
+    Py_XDECREF(self->of);
+    Py_XDECREF(self->above);
+    Py_XDECREF(self->request);
+    PyObject_GC_Del(self);
+}
+
+static int
+Published_traverse(Published *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->owner);
+    Py_VISIT(self->of);
+    Py_VISIT(self->above);
+    Py_VISIT(self->request);
+    return 0;
+}
+
+static int
+Published_clear(Published *self)
+{
+    Py_CLEAR(self->owner);
+    Py_CLEAR(self->of);
+    Py_CLEAR(self->above);
+    Py_CLEAR(self->request);
+    return 0;
+}
+
+static PyTypeObject PublishedType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.Published",
+    .tp_basicsize = sizeof(Published),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "The innermost span of a context, for contexts that are copied from it.",
+    .tp_dealloc = (destructor)Published_dealloc,
+    .tp_traverse = (traverseproc)Published_traverse,
+    .tp_clear = (inquiry)Published_clear,
+};
+
+static PyObject * /* new reference or NULL without an exception */
+referent(PyObject *reference)
+{
+    if (reference == NULL)
+        return NULL;
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *found = NULL;
+    if (PyWeakref_GetRef(reference, &found) < 0)
+        PyErr_Clear();
+    return found;
+#else
+    PyObject *found = PyWeakref_GetObject(reference);
+    return found == NULL || found == Py_None ? NULL : Py_NewRef(found);
+#endif
+}
+
+static int
+set_variable(Core *core, PyObject *value)
+{
+#if PY_VERSION_HEX < 0x030C0000
+    /* A collection in its middle could run a finaliser that records here, and with that sets a variable of this
+     * context: CPython then goes on with a mapping that has been freed. Later versions collect elsewhere. */
+    int was_enabled = PyGC_Disable();
+#endif
+    PyObject *token = PyContextVar_Set(core->variable, value);
+#if PY_VERSION_HEX < 0x030C0000
+    if (was_enabled)
+        PyGC_Enable();
+#endif
+    if (token == NULL)
+        return -1;
+    Py_DECREF(token);
+    return 0;
+}
+
+/* Whether a Current belongs to the context that runs now. */
+static int
+is_here(Current *current, PyThreadState *state)
+{
+    PyObject *context = referent(current->context);
+    int here = context != NULL && context == state->context;
+    Py_XDECREF(context);
+    return here;
+}
+
+static inline Published *
+first_of(PyObject *published)
+{
+    Published *self = (Published *)published;
+    return self->of != NULL ? self->of : self;
+}
+
+/* The span, if it is still open, or the nearest above it that is; NULL without one. Borrowed. */
+static Published *
+nearest_open(Published *published)
+{
+    while (published != NULL && published->frame == NULL)
+        published = published->above;
+    return published;
+}
+
+/* What a request noted of another tracer, borrowed, or NULL. No exception is set. */
+static PyObject *
+remote_in(const Core *core, PyObject *request)
+{
+    PyObject *attributes = request == NULL ? NULL : ((Frame *)request)->frame.attributes, *remote = NULL;
+    if (attributes != NULL && PyDict_Check(attributes) &&
+        (remote = PyDict_GetItemWithError(attributes, core->remote_key)) == NULL)
+        PyErr_Clear();
+    return remote;
+}
+
+/* The context that was copied came from this span, which has ended. */
+static void
+note_link(Core *core, Current *current, uint64_t span_id, uint64_t root_id, PyObject *request)
+{
+    PyObject *remote = remote_in(core, request);
+    PyObject *before = current->linked;
+    current->link_id = span_id;
+    current->link_root = root_id;
+    current->linked = NULL;
+    Py_XSETREF(current->link_remote, Py_XNewRef(remote));
+    Py_XDECREF(before);
+}
+
+/* Leave a base that has ended for the nearest span above it that is open. Runs no code of the host's but finalisers. */
+static void
+leave_ended_base(Core *core, Current *current)
+{
+    Published *base = current->base;
+    if (base == NULL || base->frame != NULL)
+        return;
+    if (current->link_id == 0)
+        note_link(core, current, base->span_id, base->root_id, base->request);
+    Published *open = nearest_open(base);
+    if (open != NULL)
+        open->frame->has_rows = 1; /* or soon will */
+    current->base = (Published *)Py_XNewRef((PyObject *)open);
+    Py_DECREF(base);
+}
+
+/* Whether the parent that a span would have here now must be looked for: what it would be has ended. */
+static inline int
+is_outdated(const Current *current)
+{
+    if (current->top != NULL)
+        return current->top->state == CLOSED;
+    if (current->base != NULL)
+        return current->base->frame == NULL;
+    return current->link_id != 0 && current->linked == NULL;
+}
+
+static void unlink_frame(Current *, frame_t *, frame_t *);
+
+/* Find the parent that spans here have from now on: the nearest that is open. Where none is, they are roots, and say
+ * which span the context came from. -1 with an exception of the host's. */
+static int
+find_parent(Core *core, Current *current)
+{
+    for (int first = 1; current->top != NULL && current->top->state == CLOSED; first = 0) {
+        frame_t *frame = current->top; /* ended by another context */
+        if (first)
+            note_link(core, current, frame->span_id, frame->root_id, frame->request);
+        unlink_frame(current, NULL, frame);
+    }
+    leave_ended_base(core, current);
+    if (current->top != NULL || current->base != NULL || current->link_id == 0 || current->linked != NULL)
+        return 0;
+    uint64_t id = current->link_id;
+    PyObject *ask = Py_NewRef(core->link_of);
+    PyObject *remote = Py_NewRef(current->link_remote != NULL ? current->link_remote : Py_None);
+    PyObject *linked = PyObject_CallFunction(ask, "KKO", id, current->link_root, remote);
+    Py_DECREF(remote);
+    Py_DECREF(ask);
+    if (linked == NULL && forgive() < 0)
+        return -1;
+    if (linked == NULL)
+        current->link_id = 0;
+    else if (current->link_id == id && current->linked == NULL)
+        current->linked = linked;
+    else
+        Py_DECREF(linked);
+    return 0;
+}
+
+/* Take over what the copied-from context had published. */
+static void
+inherit(Core *core, Current *current, PyObject *value)
+{
+    if (value != NULL && Py_TYPE(value) == &PublishedType) {
+        current->base = (Published *)Py_NewRef((PyObject *)first_of(value));
+    } else if (value != NULL && Py_TYPE(value) == &CurrentType) {
+        /* Copied behind our back: what was innermost then is not known; what that context came from is. */
+        Current *owner = (Current *)value;
+        current->base = (Published *)Py_XNewRef((PyObject *)owner->base);
+        current->link_id = owner->link_id;
+        current->link_root = owner->link_root;
+        current->link_remote = Py_XNewRef(owner->link_remote);
+        current->linked = Py_XNewRef(owner->linked);
+    }
+    if (current->base != NULL && current->base->frame != NULL)
+        current->base->frame->has_rows = 1; /* or soon will */
+    leave_ended_base(core, current);
+}
+
+/* Note whether a loop runs, and which task. 0, or -1 with an exception of the host's. */
+static int
+note_task(Core *core, Current *current)
+{
+    if (core->running_loop == NULL) {
+        PyObject *readers = PyObject_CallNoArgs(core->task_readers);
+        if (readers != NULL && PyTuple_Check(readers) && PyTuple_GET_SIZE(readers) == 2 && core->running_loop == NULL) {
+            core->task_of_loop = Py_NewRef(PyTuple_GET_ITEM(readers, 1));
+            core->running_loop = Py_NewRef(PyTuple_GET_ITEM(readers, 0));
+        }
+        Py_XDECREF(readers);
+        if (forgive() < 0)
+            return -1;
+    }
+    PyObject *loop = core->running_loop == NULL ? NULL : PyObject_CallNoArgs(core->running_loop);
+    int in_loop = loop != NULL && loop != Py_None;
+    PyObject *task = in_loop ? PyObject_CallOneArg(core->task_of_loop, loop) : NULL;
+    current->task = task == NULL || task == Py_None ? 0 : (uint64_t)(uintptr_t)task;
+    Py_XDECREF(task);
+    Py_XDECREF(loop);
+    current->eager = (char)in_loop;
+    return forgive();
+}
+
+/* The context may have changed since this thread's last span: find or make the chain of the one that runs now. */
+static Current *
+follow(Core *core, Ring *ring, PyThreadState *state)
+{
+    if (ring->current != NULL && ring->current->core != NULL && is_here(ring->current, state)) {
+        ring->context = state->context;
+        ring->context_version = state->context_ver;
+        Current *same = ring->current;
+        if (!same->is_shared && !is_outdated(same))
+            return same;
+        Py_INCREF(same);
+        int failed = (same->is_shared && note_task(core, same) < 0) || (is_outdated(same) && find_parent(core, same) < 0);
+        Py_DECREF(same);
+        return failed ? NULL : same; /* `settle` looks whether it still is */
+    }
+    PyObject *value = NULL;
+    if (PyContextVar_Get(core->variable, NULL, &value) < 0)
+        return NULL;
+    Current *current = NULL;
+    if (value != NULL && Py_TYPE(value) == &CurrentType)
+        current = (Current *)value;
+    else if (value != NULL && Py_TYPE(value) == &PublishedType)
+        current = (Current *)((Published *)value)->owner;
+    if (current != NULL && current->core == NULL)
+        Py_CLEAR(value); /* forgotten: from before a fork */
+    if (value != NULL && current != NULL && is_here(current, state)) {
+        Py_INCREF(current);
+        if (current->is_shared && note_task(core, current) < 0) {
+            Py_DECREF(current);
+            Py_DECREF(value);
+            return NULL;
+        }
+    } else {
+        current = PyObject_GC_New(Current, &CurrentType);
+        if (current == NULL) {
+            Py_XDECREF(value);
+            return NULL;
+        }
+        memset((char *)current + sizeof(PyObject), 0, sizeof(Current) - sizeof(PyObject));
+        current->core = core;
+        current->next = core->currents;
+        if (current->next != NULL)
+            current->next->previous = current;
+        core->currents = current;
+        PyObject_GC_Track(current);
+        inherit(core, current, value);
+        if (note_task(core, current) < 0) {
+            Py_DECREF(current);
+            Py_XDECREF(value);
+            return NULL;
+        }
+        if (current->eager && core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None) {
+            PyObject *ask = Py_NewRef(core->tells_of_tasks), *tells = PyObject_CallNoArgs(ask);
+            current->is_told = tells == Py_True;
+            Py_XDECREF(tells);
+            Py_DECREF(ask);
+            if (forgive() < 0) {
+                Py_DECREF(current);
+                Py_XDECREF(value);
+                return NULL;
+            }
+        }
+        if (set_variable(core, (PyObject *)current) < 0 ||
+            (current->context = PyWeakref_NewRef(state->context, NULL)) == NULL) {
+            Py_DECREF(current);
+            Py_XDECREF(value);
+            return NULL;
+        }
+    }
+    Current *before = ring->current;
+    ring->current = current;
+    ring->context = state->context;
+    ring->context_version = state->context_ver;
+    Py_XDECREF(value);
+    Py_XDECREF(before);
+    return current;
+}
+
+static Current *
+settle(Core *core, Ring **found)
+{
+    for (int tries = 0; tries < TRIES; tries++) {
+        Ring *ring = *found;
+        Py_INCREF(ring);
+        Current *current = follow(core, ring, UNCHECKED_THREAD_STATE());
+        int settled = current != NULL && cached_uid == core->uid && cached_ring == ring && ring->current == current &&
+                      !is_outdated(current);
+        Py_DECREF(ring);
+        if (current == NULL || settled)
+            return current;
+        *found = ring_of(core);
+        if (*found == NULL)
+            return NULL;
+    }
+    count(core, FAULT);
+    return NULL;
+}
+
+/* The chain of the context that runs now, where that is the one of this thread's last span, and spans in it have the
+ * parent that it says. Runs no code. */
+static inline Current *
+current_at_hand(Core *core, Ring **found)
+{
+    if (cached_uid != core->uid)
+        return NULL;
+    Ring *ring = *found = cached_ring;
+    PyThreadState *state = UNCHECKED_THREAD_STATE();
+    if (ring->context != state->context || ring->context_version != state->context_ver || ring->current == NULL)
+        return NULL;
+    return __builtin_expect(is_outdated(ring->current), 0) ? NULL : ring->current;
+}
+
+/* The chain of the context that runs now, and the calling thread's ring. Both are borrowed, and valid until code of the
+ * host's may run. NULL as `find_ring`. */
+static inline Current *
+current_of(Core *core, Ring **found)
+{
+    Current *current = current_at_hand(core, found);
+    if (current != NULL)
+        return current;
+    *found = ring_of(core);
+    return *found == NULL ? NULL : settle(core, found);
+}
+
+static void publish_rest(Core *core, Current *current);
+
+/* Tell who the span of an open frame is, for contexts that a Current's is copied to. NULL without memory, and no
+ * exception. Making it may run a finaliser of the host's that ends or begins scopes. */
+static PyObject *
+new_published(Current *current, frame_t *frame)
+{
+    PyObject *request = Py_XNewRef(frame->request), *holder = Py_XNewRef(frame->self);
+    uint64_t span_id = frame->span_id, root_id = frame->root_id;
+    Published *made = PyObject_GC_New(Published, &PublishedType);
+    if (made == NULL) {
+        PyErr_Clear();
+        Py_XDECREF(request);
+        Py_XDECREF(holder);
+        return NULL;
+    }
+    int is_open = frame->state != CLOSED;
+    made->owner = Py_NewRef((PyObject *)current);
+    made->of = frame->published == NULL ? NULL : (Published *)Py_NewRef((PyObject *)first_of(frame->published));
+    made->frame = is_open && made->of == NULL ? frame : NULL;
+    made->above = NULL;
+    made->span_id = span_id;
+    made->root_id = root_id;
+    made->request = request;
+    PyObject_GC_Track(made);
+    if (is_open)
+        Py_XSETREF(frame->published, Py_NewRef((PyObject *)made));
+    Py_XDECREF(holder);
+    return (PyObject *)made;
+}
+
+/* Make a span, or without one what the context was copied under, known to contexts that are copied from now on. Errors
+ * are cleared: parentage only. */
+static void
+publish(Core *core, Current *current, frame_t *frame)
+{
+    uint64_t wanted_id = frame != NULL ? frame->span_id : 0;
+    if (current->published_id == wanted_id)
+        return;
+    PyObject *value = frame == NULL ? (PyObject *)current : frame->published;
+    if (value != NULL && (frame == NULL || ((Published *)value)->owner == (PyObject *)current)) {
+        Py_INCREF(value);
+    } else {
+        frame_t *top = current->top;
+        value = new_published(current, frame);
+        if (value == NULL)
+            return;
+        if (current->top != top) {
+            Py_DECREF(value);
+            publish_rest(core, current);
+            return;
+        }
+    }
+    if (set_variable(core, value) == 0)
+        current->published_id = wanted_id;
+    else
+        PyErr_Clear();
+    Py_DECREF(value);
+}
+
+/* The span of a frame has ended: take what it was published as, or NULL. */
+static inline PyObject *
+take_published(frame_t *frame)
+{
+    PyObject *published = frame->published;
+    frame->published = NULL;
+    if (published != NULL)
+        first_of(published)->frame = NULL;
+    return published;
+}
+
+/* Contexts that were copied under a span that has ended, and is out of its chain, find the nearest open one instead:
+ * from `above` on, or what the context of its chain was copied under. Takes the reference. */
+static void
+pass_on(Core *core, Current *current, PyObject *published, frame_t *above)
+{
+    Published *ended = first_of(published);
+    if (!current->eager && current->published_id == ended->span_id)
+        publish(core, current, NULL);
+    while (above != NULL && above->state == CLOSED)
+        above = above->above;
+    Current *owner = (Current *)ended->owner;
+    if (ended == (Published *)published && Py_REFCNT(published) == 1) {
+        /* no other context knows it */
+    } else if (above == NULL && owner != NULL) {
+        Py_INCREF(owner);
+        leave_ended_base(core, owner); /* or tasks that start one another would hold all that ever were */
+        Py_XSETREF(ended->above, (Published *)Py_XNewRef((PyObject *)owner->base));
+        Py_DECREF(owner);
+    } else if (above != NULL && above->published != NULL) {
+        Py_XSETREF(ended->above, (Published *)Py_NewRef((PyObject *)first_of(above->published)));
+    } else if (above != NULL && owner == current) {
+        /* Not of the chain of another thread, whose functions may return meanwhile. */
+        PyObject *made = new_published(owner, above);
+        Py_XSETREF(ended->above, (Published *)made);
+    }
+    Py_DECREF(published);
+}
+
+static inline int
+tells_of_tasks(const Core *core)
+{
+    return core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None;
+}
+
+/* A span has begun that stays open during a call, or a step of the loop, alone. */
+static inline void
+publish_begun(Core *core, Current *current)
+{
+    if (current->eager && !(current->is_told && tells_of_tasks(core)))
+        publish(core, current, current->top);
+}
+
+/* A span has ended, or stands still. */
+static void
+publish_rest(Core *core, Current *current)
+{
+    frame_t *frame = current->top;
+    if (!current->eager)
+        return;
+    int only_lasting = current->is_told && tells_of_tasks(core);
+    while (frame != NULL && (frame->state == CLOSED || (only_lasting && frame->self == NULL)))
+        frame = frame->above;
+    publish(core, current, frame);
+}
+
+/* The chain that the context that runs now has, a new reference; NULL without one, maybe with an exception. */
+static Current *
+known_here(Core *core)
+{
+    PyThreadState *state = UNCHECKED_THREAD_STATE();
+    PyObject *value = NULL;
+    if (state->context == NULL || PyContextVar_Get(core->variable, NULL, &value) < 0)
+        return NULL;
+    Current *current = NULL;
+    if (value != NULL && Py_TYPE(value) == &CurrentType)
+        current = (Current *)Py_NewRef(value);
+    else if (value != NULL && Py_TYPE(value) == &PublishedType)
+        current = (Current *)Py_NewRef(((Published *)value)->owner);
+    Py_XDECREF(value);
+    if (current != NULL && !(current->core == core && is_here(current, state)))
+        Py_CLEAR(current);
+    return current;
+}
+
+/* The same for the context that runs now. One without a span of its own passes on what it was copied with. */
+static int
+publish_here(Core *core)
+{
+    Current *current = known_here(core);
+    if (current == NULL)
+        return forgive();
+    frame_t *frame = current->top;
+    while (frame != NULL && frame->state == CLOSED)
+        frame = frame->above;
+    publish(core, current, frame);
+    Py_DECREF(current);
+    return 0;
+}
+
+static inline int
+is_open_request(PyObject *request)
+{
+    return request != NULL && ((Frame *)request)->frame.state != CLOSED;
+}
+
+static PyObject *
+Core_publish(Core *self, PyObject *Py_UNUSED(none))
+{
+    if (publish_here(self) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* share(context, again): a task is about to be given a context, for the first time or again. Where another runs there,
+ * too, each span asks which one it is in. */
+static PyObject *
+Core_share(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyContext_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "share(context, again)");
+        return NULL;
+    }
+    int elsewhere = args[0] != UNCHECKED_THREAD_STATE()->context;
+    if (!self->on)
+        Py_RETURN_NONE;
+    if (elsewhere && PyContext_Enter(args[0]) < 0) { /* it runs: on another thread, or around this one's */
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    Ring *ring;
+    Current *current = known_here(self);
+    if (current == NULL && !PyErr_Occurred() && args[1] == Py_True)
+        current = (Current *)Py_XNewRef((PyObject *)current_of(self, &ring));
+    if (current != NULL)
+        current->is_shared = 1;
+    int failed = current == NULL && forgive() < 0;
+    Py_XDECREF(current);
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    if (elsewhere && PyContext_Exit(args[0]) < 0)
+        PyErr_Clear();
+    PyErr_Restore(type, raised, traceback);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+Core_copy_context(Core *self, PyObject *Py_UNUSED(none))
+{
+    return publish_here(self) < 0 ? NULL : PyContext_CopyCurrent();
+}
+
+/* Forget what is open in this context. Makes no ring: that would be a thread's first span. */
+static PyObject *
+Core_forget_current(Core *self, PyObject *Py_UNUSED(none))
+{
+    if (set_variable(self, Py_None) < 0)
+        return NULL;
+    Mark *mark = find_mark(self);
+    if (mark == NULL)
+        return NULL;
+    if (mark->ring != NULL)
+        Py_CLEAR(mark->ring->current);
+    Py_RETURN_NONE;
+}

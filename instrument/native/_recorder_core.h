@@ -1,0 +1,344 @@
+/* Cold: the recorder as Python sees it. A part of `_recorder.c`. */
+
+static PyObject *
+Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+{
+    Core *self = (Core *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->uid = ++last_uid;
+    self->next_id = 2;
+    self->node_limit = NODE_LIMIT;
+    self->rings = PyList_New(0);
+    self->counts = PyDict_New();
+    self->user_sites = PyDict_New();
+    self->passes = PyDict_New();
+    self->variable = PyContextVar_New("instrument_current", NULL);
+    self->ended = empty_ring();
+    if (self->rings == NULL || self->counts == NULL || self->user_sites == NULL || self->passes == NULL ||
+        self->variable == NULL || self->ended == NULL)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static int
+Core_init(Core *self, PyObject *args, PyObject *kwargs)
+{
+    static char *words[] = {"ring_bytes", "overflow", "remote_key", "link_of", "task_readers", "thread_name", NULL};
+    unsigned long long ring_bytes;
+    PyObject *overflow, *remote_key, *link_of, *task_readers, *thread_name;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KOOOOO:Core", words, &ring_bytes, &overflow, &remote_key, &link_of,
+                                     &task_readers, &thread_name))
+        return -1;
+    if (self->overflow != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "a recorder is initialised once");
+        return -1;
+    }
+    self->row_budget = ring_bytes / sizeof(row_t);
+    Py_XSETREF(self->remote_key, Py_NewRef(remote_key));
+    Py_XSETREF(self->link_of, Py_NewRef(link_of));
+    Py_XSETREF(self->task_readers, Py_NewRef(task_readers));
+    Py_XSETREF(self->thread_name, Py_NewRef(thread_name));
+    self->overflow = new_node(self, &self->root, overflow);
+    return self->overflow == NULL ? -1 : 0;
+}
+
+static int
+Core_traverse(Core *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->remote_parent);
+    Py_VISIT(self->begin_device);
+    Py_VISIT(self->remote_key);
+    Py_VISIT(self->link_of);
+    Py_VISIT(self->answers);
+    Py_VISIT(self->task_readers);
+    Py_VISIT(self->running_loop);
+    Py_VISIT(self->task_of_loop);
+    Py_VISIT(self->tells_of_tasks);
+    Py_VISIT(self->thread_name);
+    Py_VISIT(self->counts);
+    Py_VISIT(self->user_sites);
+    Py_VISIT(self->scope_type);
+    Py_VISIT(self->passes);
+    return 0;
+}
+
+static int
+Core_clear(Core *self)
+{
+    Py_CLEAR(self->remote_parent);
+    Py_CLEAR(self->begin_device);
+    Py_CLEAR(self->tells_of_tasks);
+    return 0;
+}
+
+static void
+Core_dealloc(Core *self)
+{
+    PyObject_GC_UnTrack(self);
+    while (self->currents != NULL)
+        leave_list(self->currents);
+    free_rings(self->rings);
+    Py_XDECREF(self->ended);
+    Py_XDECREF(self->variable);
+    Py_XDECREF(self->remote_parent);
+    Py_XDECREF(self->begin_device);
+    Py_XDECREF(self->remote_key);
+    Py_XDECREF(self->link_of);
+    Py_XDECREF(self->answers);
+    Py_XDECREF(self->task_readers);
+    Py_XDECREF(self->running_loop);
+    Py_XDECREF(self->task_of_loop);
+    Py_XDECREF(self->tells_of_tasks);
+    Py_XDECREF(self->thread_name);
+    Py_XDECREF(self->counts);
+    Py_XDECREF(self->user_sites);
+    Py_XDECREF(self->scope_type);
+    Py_XDECREF(self->passes);
+    Py_XDECREF(self->no_scope);
+    for (uint32_t i = 0; i < self->node_count; i++) {
+        PyMem_Free(self->nodes[i]->table);
+        Py_DECREF(self->nodes[i]->site);
+        free_lines(self->nodes[i]);
+    }
+    while (self->spare != NULL) {
+        node_t *spare = self->spare;
+        self->spare = spare->parent;
+        free_lines(spare);
+    }
+    PyMem_Free(self->nodes);
+    PyMem_Free(self->root.table);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *
+Core_annotate(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs == 2 && args[0] == Py_None) /* its begin could not be recorded */
+        Py_RETURN_NONE;
+    if (nargs != 2 || Py_TYPE(args[0]) != &FrameType || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "annotate(frame, attributes)");
+        return NULL;
+    }
+    if (set_attributes(self, GIVEN, (Frame *)args[0], args[1], NULL, NULL) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Core_annotate_innermost(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    return annotate_by(self, INNERMOST, NULL, args, nargs, names);
+}
+
+static PyObject *
+Core_annotate_request(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    return annotate_by(self, REQUEST, NULL, args, nargs, names);
+}
+
+PyDoc_STRVAR(annotate_doc,
+             "annotate_innermost($self, attributes=None, /, **more)\n--\n\n"
+             "Set attributes of the innermost open span; see instrument.recorder.scopes.annotate.");
+
+PyDoc_STRVAR(annotate_request_doc,
+             "annotate_request($self, attributes=None, /, **more)\n--\n\n"
+             "Set attributes of the open request; see instrument.recorder.scopes.annotate_request.");
+
+/* The innermost open frame of this context that was opened as manual, by the name of its site where one is given. */
+static PyObject *
+Core_innermost_manual(Core *self, PyObject *name)
+{
+    Ring *ring;
+    Current *current = current_of(self, &ring);
+    if (current == NULL) {
+        if (forgive() < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    frame_t *frame = current->top;
+    if (frame == NULL && current->base != NULL)
+        frame = current->base->frame;
+    for (; frame != NULL; frame = frame->above) {
+        if (frame->state != MANUAL || frame->self == NULL)
+            continue;
+        if (name == Py_None)
+            return Py_NewRef(frame->self);
+        PyObject *own = PyObject_GetAttrString(frame->node->site, "name");
+        if (own == NULL)
+            return NULL;
+        /* Not by `==`, which may be code of the host's. */
+        int same = PyUnicode_Check(own) && PyUnicode_Check(name) && PyUnicode_Compare(own, name) == 0;
+        Py_DECREF(own);
+        if (same)
+            return Py_NewRef(frame->self);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Core_current_id(Core *self, PyObject *Py_UNUSED(none))
+{
+    Ring *ring;
+    Current *current = current_of(self, &ring);
+    if (current == NULL)
+        return forgive() < 0 ? NULL : PyLong_FromLong(0);
+    if (current->top != NULL)
+        return PyLong_FromUnsignedLongLong(current->top->span_id);
+    return PyLong_FromUnsignedLongLong(current->base != NULL ? current->base->span_id : 0);
+}
+
+static PyObject *
+Core_current_trace(Core *self, PyObject *Py_UNUSED(none))
+{
+    const frame_t *frame = open_span(self, INNERMOST, NULL);
+    if (frame == NULL) {
+        if (PyErr_Occurred() && forgive() < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    PyObject *remote = remote_in(self, frame->request);
+    return Py_BuildValue("KKO", (unsigned long long)frame->span_id, (unsigned long long)frame->root_id,
+                         remote != NULL ? remote : Py_None);
+}
+
+static PyObject *
+Core_count(Core *self, PyObject *what)
+{
+    PyObject *before = PyDict_GetItemWithError(self->counts, what); /* borrowed */
+    if (before == NULL && PyErr_Occurred())
+        return NULL;
+    PyObject *after = PyLong_FromLongLong(before == NULL ? 1 : PyLong_AsLongLong(before) + 1);
+    if (after == NULL || PyDict_SetItem(self->counts, what, after) < 0) {
+        Py_XDECREF(after);
+        return NULL;
+    }
+    Py_DECREF(after);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef Core_methods[] = {
+    {"open", (PyCFunction)(void (*)(void))Core_open, METH_FASTCALL, "Begin a span and make it current."},
+    {"close", (PyCFunction)(void (*)(void))Core_close, METH_FASTCALL, "End a span."},
+    {"open_request", (PyCFunction)(void (*)(void))Core_open_request, METH_FASTCALL, "Begin the span of a request."},
+    {"close_request", (PyCFunction)(void (*)(void))Core_close_request, METH_FASTCALL, "End the span of a request."},
+    {"open_requests", (PyCFunction)Core_open_requests, METH_O,
+     "How many requests are open that tasks have begun on a thread."},
+    {"begun_ns", (PyCFunction)Core_begun_ns, METH_O, "When a span began."},
+    {"annotate", (PyCFunction)(void (*)(void))Core_annotate, METH_FASTCALL, "Set attributes of an open span."},
+    {"annotate_innermost", (PyCFunction)(void (*)(void))Core_annotate_innermost, METH_FASTCALL | METH_KEYWORDS,
+     annotate_doc},
+    {"annotate_request", (PyCFunction)(void (*)(void))Core_annotate_request, METH_FASTCALL | METH_KEYWORDS,
+     annotate_request_doc},
+    {"rename_innermost", (PyCFunction)Core_rename_innermost, METH_O, "Rename the innermost open span of this context."},
+    {"site_of_open", (PyCFunction)Core_site_of_open, METH_O,
+     "The site of an open span, or with None of the innermost one; None where there is none."},
+    {"rename", (PyCFunction)(void (*)(void))Core_rename, METH_FASTCALL,
+     "Let an open span be one of another site of its kind from now on."},
+    {"record", (PyCFunction)(void (*)(void))Core_record, METH_FASTCALL, "Store a span that has just ended."},
+    {"new_span", (PyCFunction)Core_new_span, METH_O, "A scope of a site: a span around a block."},
+    {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},
+    {"rings", (PyCFunction)Core_rings, METH_NOARGS, "The rings in the order in which their threads first recorded."},
+    {"calls_by", (PyCFunction)Core_calls_by, METH_VARARGS, "Calls by group of nodes, on all threads together."},
+    {"lines_by_place", (PyCFunction)Core_lines_by_place, METH_VARARGS, "The lines of each thread, or of all as one, by place."},
+    {"histogram_of", (PyCFunction)Core_histogram_of, METH_VARARGS, "The histogram of nodes on a thread, or on all, packed."},
+    {"ended_totals", (PyCFunction)Core_ended_totals, METH_NOARGS, "Totals of threads whose rings were given up."},
+    {"ended_firsts", (PyCFunction)Core_ended_firsts, METH_NOARGS, "Their first calls, as `Ring.firsts` has them."},
+    {"nodes_from", (PyCFunction)Core_nodes_from, METH_VARARGS, "Sites and parents of the nodes from a number on."},
+    {"open_rows", (PyCFunction)Core_open_rows, METH_NOARGS, "(thread id, row) of each span that is open now."},
+    {"innermost_manual", (PyCFunction)Core_innermost_manual, METH_O, "The innermost manual frame, by name or None."},
+    {"current_trace", (PyCFunction)Core_current_trace, METH_NOARGS,
+     "Identities of the innermost open span and of its tree's root, and what the request noted of another tracer."},
+    {"current_id", (PyCFunction)Core_current_id, METH_NOARGS, "Identity of the current span, 0 if there is none."},
+    {"publish", (PyCFunction)Core_publish, METH_NOARGS, "Make the current span known to a context about to be copied."},
+    {"share", (PyCFunction)(void (*)(void))Core_share, METH_FASTCALL,
+     "A task is about to be given a context, again if that is True: two may run there by turns."},
+    {"copy_context", (PyCFunction)Core_copy_context, METH_NOARGS,
+     "copy_context($self)\n--\n\nAs contextvars.copy_context; the copy knows the current span."},
+    {"forget_current", (PyCFunction)Core_forget_current, METH_NOARGS, "Forget what is open in this context."},
+    {"_forget_all", (PyCFunction)Core_forget_all, METH_NOARGS, "Forget what is open in every context."},
+    {"_reset", (PyCFunction)Core_reset, METH_O, "Forget every row and total; a new limit in bytes, or None."},
+    {"_preset", (PyCFunction)Core_preset, METH_VARARGS, "For tests: the next identity and this thread's head."},
+    {"start_ticks", (PyCFunction)Core_start_ticks, METH_NOARGS, "Begin to read the time stamp counter."},
+    {"check_ticks", (PyCFunction)Core_check_ticks, METH_O, "Compare the counter with the monotonic clock."},
+    {"stop_ticks", (PyCFunction)Core_stop_ticks, METH_NOARGS, "Read the monotonic clock again."},
+    {"now_ns", (PyCFunction)Core_now_ns, METH_NOARGS, "The clock that spans are timed with."},
+    {"count_device", (PyCFunction)Core_count_device, METH_VARARGS,
+     "Add a call's device time: ring, node index, host, device and elapsed ns. False where no such call was counted."},
+    {"count", (PyCFunction)Core_count, METH_O, "Count an irregular event."},
+    {NULL},
+};
+
+static PyMemberDef Core_members[] = {
+    {"on", T_BOOL, offsetof(Core, on), 0, "whether spans begin"},
+    {"node_limit", T_UINT, offsetof(Core, node_limit), 0, "call paths that the tally keeps"},
+    {"node_count", T_UINT, offsetof(Core, node_count), READONLY, "call paths known"},
+    {"ended_rows", T_ULONGLONG, offsetof(Core, ended_rows), READONLY, "rows of rings that were given up"},
+    {"ended_too_short", T_ULONGLONG, offsetof(Core, ended_too_short), READONLY, "the same of `too_short`"},
+    {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
+    {"passes", T_OBJECT, offsetof(Core, passes), READONLY, "what counts the calls of each muted site"},
+    {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
+    {"answers", T_OBJECT, offsetof(Core, answers), 0, "exceptions that answer a request, as http_status.ANSWERS has them"},
+    {"tells_of_tasks", T_OBJECT, offsetof(Core, tells_of_tasks), 0, "says whether a loop calls publish for a task, or None"},
+    {"begin_device", T_OBJECT, offsetof(Core, begin_device), 0, "begins to time a span on a device, or None"},
+    {"watches_all", T_BOOL, offsetof(Core, watches_all), 0, "whether begin_device is asked for every span"},
+    {NULL},
+};
+
+static PyObject *
+Core_irregular(Core *self, void *Py_UNUSED(closure))
+{
+    PyObject *all = PyDict_Copy(self->counts);
+    for (int i = 0; all != NULL && i < REASON_COUNT; i++) {
+        if (self->reasons[i] == 0)
+            continue;
+        PyObject *times = PyLong_FromUnsignedLongLong(self->reasons[i]);
+        if (times == NULL || PyDict_SetItemString(all, REASONS[i], times) < 0)
+            Py_CLEAR(all);
+        Py_XDECREF(times);
+    }
+    return all;
+}
+
+static PyObject *
+Core_scope_type(Core *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->scope_type != NULL ? self->scope_type : Py_None);
+}
+
+static int
+Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    if (value == NULL || !PyType_Check(value) || !PyType_IsSubtype((PyTypeObject *)value, &ScopeType)) {
+        PyErr_SetString(PyExc_TypeError, "scope_type is a kind of Scope");
+        return -1;
+    }
+    Scope *scope = (Scope *)((PyTypeObject *)value)->tp_alloc((PyTypeObject *)value, 0);
+    if (scope == NULL)
+        return -1;
+    Py_XSETREF(self->no_scope, scope);
+    Py_XSETREF(self->scope_type, Py_NewRef(value));
+    return 0;
+}
+
+static PyGetSetDef Core_getset[] = {
+    {"irregular", (getter)Core_irregular, NULL, "irregular events by what happened", NULL},
+    {"scope_type", (getter)Core_scope_type, (setter)Core_set_scope_type, "what scope makes", NULL},
+    {NULL},
+};
+
+static PyTypeObject CoreType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.Core",
+    .tp_basicsize = sizeof(Core),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .tp_doc = "Rows, totals and open spans of one process.",
+    .tp_new = Core_new,
+    .tp_init = (initproc)Core_init,
+    .tp_dealloc = (destructor)Core_dealloc,
+    .tp_traverse = (traverseproc)Core_traverse,
+    .tp_clear = (inquiry)Core_clear,
+    .tp_methods = Core_methods,
+    .tp_members = Core_members,
+    .tp_getset = Core_getset,
+};

@@ -1,0 +1,368 @@
+/* What the sources of the recorder share: structures, and what there is once in a process. A part of `_recorder.c`. */
+
+#define CLOSED 0
+#define OPEN 1
+#define MANUAL 2
+
+#define NODE_LIMIT 16384
+#define OVERFLOW_SITES 4096 /* that have a line of their own below that of what came after the node limit */
+#define EDGE_LIMIT (8 * NODE_LIMIT) /* steps to nodes that are not below; those beyond are looked for each time */
+#define SMALLEST_RING 64
+#define ENDED_RINGS_KEPT 1000
+#define FREE_FRAMES_KEPT 1024
+#define KNOWN_AT_FIRST 16
+#define KNOWN_LIMIT 4096 /* instances of a method's class */
+#define DEEPEST_CHAIN 64 /* of contexts that were copied one from another */
+#define ERROR_NAME_LIMIT 200 /* as in errors.py */
+#define TRIES 4 /* where finalisers of the host's undo what we do */
+#define VALUE_LIMIT 256      /* characters of an attribute, as in spans.py */
+#define ATTRIBUTE_LIMIT 128  /* of a span, as in spans.py */
+#define FIRST_OF_SERVER 500 /* statuses of HTTP from here on are errors */
+#define STACK_MARGIN (64 << 10)
+#define LINE 64 /* bytes that the processor fetches at once */
+#define BUCKETS_WAITING 7
+/* What is counted beside the spans. In C, because what is lost for want of memory cannot wait for some. */
+typedef enum {
+    CROSSED,
+    FOREIGN,
+    ENDED_TWICE,
+    TICKS_STRAYED,
+    NO_MEMORY,
+    NOT_TALLIED,
+    NO_DETAILS,
+    FAULT,
+    THREAD_ENDING,
+    SATURATED,
+    RENAMED_LATE,
+    RENAMED_KIND,
+    ANNOTATED_LATE,
+    TOO_MANY_ATTRIBUTES,
+    REASON_COUNT,
+} reason_t;
+
+static const char *const REASONS[REASON_COUNT] = {
+    [CROSSED] = "scope closed before a scope inside it",
+    [FOREIGN] = "span ended outside the context that began it",
+    [ENDED_TWICE] = "scope ended twice",
+    [TICKS_STRAYED] = "time stamp counter given up because it strayed from the monotonic clock",
+    [NO_MEMORY] = "calls not recorded for want of memory",
+    [NOT_TALLIED] = "calls not tallied for want of memory",
+    [NO_DETAILS] = "errors, attributes or percentiles not kept for want of memory",
+    [FAULT] = "calls not recorded for a fault of instrument",
+    [THREAD_ENDING] = "calls not recorded because their thread was ending",
+    [SATURATED] = "additions to totals that are as large as they can be",
+    [RENAMED_LATE] = "span renamed that is not open",
+    [RENAMED_KIND] = "span not renamed to a site of another kind",
+    [ANNOTATED_LATE] = "span annotated that is not open",
+    [TOO_MANY_ATTRIBUTES] = "attributes beyond the limit of a span",
+};
+
+/* Set in the id of a request that is a root, and in no other: a root id says whether it is a request's. */
+#define REQUEST_BIT 1
+
+#define CHUNKS 60 /* of 64 histogram buckets: up to 2^63 ns, see tally.bucket */
+#define FIRST_BUCKET(chunks) ((uint32_t)__builtin_ctzll(chunks) << 6) /* that of the lowest of chunks, bit by bit */
+
+#if PY_VERSION_HEX < 0x030D0000
+#define UNCHECKED_THREAD_STATE() _PyThreadState_UncheckedGet()
+#else
+#define UNCHECKED_THREAD_STATE() PyThreadState_GetUnchecked()
+#endif
+
+static inline int64_t
+read_monotonic(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* ------------------------------------------------------------------ data */
+
+typedef struct node {
+    PyObject *site;
+    struct node *parent;
+    uint32_t index;
+    uint32_t children;
+    uint32_t slots; /* a power of two, or 0 */
+    unsigned char is_request : 1, is_copy : 1;
+    char is_device; /* whether its site asks for device time */
+    char may_recur;  /* whether a call of it may run inside another one */
+    struct node **table; /* by the site's address, linear probing; an edge to a node that is not below has its mark */
+    int64_t min_ns; /* what is shorter, and has neither children nor an error, gets no row */
+    uint64_t ring_number; /* of the ring that `totals` are of: that of the thread that was here last, or 0 */
+    struct totals *totals;
+} node_t;
+
+_Static_assert(sizeof(node_t) == LINE, "a node is one cache line");
+
+/* Counts are 64 bits wide and more. Of most the upper part is 0: it exists once a lower one has wrapped. */
+typedef struct {
+    uint16_t low[64];
+    uint64_t *high;
+} chunk_t;
+
+#define LOW_BITS 16
+
+/* What each call changes lies in the first cache line. In a service that computes between two spans, nearly every line
+ * that a span touches comes from memory, at 100 ns, against 50 ns for all the rest: so the buckets of the last calls
+ * wait there, too, until there are enough of them to fetch their counters at once. */
+typedef struct totals {
+    uint64_t calls;
+    int64_t total_ns, self_ns, min_ns, max_ns, first_ns;
+    uint16_t waiting[BUCKETS_WAITING], waiting_count;
+    uint64_t errors, moved_bytes;
+    int64_t device_ns, beyond_ns; /* beyond: by what the elapsed time exceeds the total */
+    int64_t first_total_ns;       /* of the call that began first */
+    uint64_t steps;               /* of generators, also of those that go on */
+    chunk_t *chunks[CHUNKS];
+} totals_t;
+
+/* One cache line. What few spans have lies in a tuple of its own, (active ns or -1, name of the error, attributes), or is
+ * the dict of the attributes where there is nothing else. */
+typedef struct {
+    uint64_t span_id, parent_id, root_id;
+    int64_t start_ns, end_ns, children_ns;
+    PyObject *rare;
+    uint32_t node;
+    uint32_t task; /* the task's address, without its four low bits */
+} row_t;
+
+_Static_assert(sizeof(row_t) == LINE, "a row is one cache line");
+_Static_assert(offsetof(totals_t, errors) == LINE, "what a call adds to totals is one cache line");
+
+/* Totals by node index, in pages: a thread pays for the call paths that it uses. */
+typedef struct {
+    totals_t ***pages;
+    uint32_t slots;
+} book_t;
+
+#define PAGE 64
+
+struct ring;
+
+typedef struct frame {
+    struct frame *above;
+    node_t *node;
+    uint64_t span_id, parent_id, root_id, task;
+    int64_t start_ns, counted_from_ns, children_ns;
+    struct ring *ring;
+    PyObject *request; /* the Frame of the request that this is in, or NULL */
+    PyObject *attributes;
+    PyObject *pair; /* what times the span on a device, or NULL */
+    PyObject *self; /* the Frame object that holds this frame; NULL for a function's */
+    PyObject *published; /* what contexts that were copied under it know it by, or NULL */
+    char state;
+    char has_rows; /* whether what counts no time against it may name it as its parent */
+    char below_fold; /* whether a step to a node that is not below led here, on this chain or one that it continues */
+    char is_inner;   /* whether a call of its node is open around it on this thread: the time of that holds its time */
+    uint32_t place;  /* while spans are renamed: its number among those that are open, from 1 on, or 0 */
+} frame_t;
+
+_Static_assert(sizeof(frame_t) == 2 * LINE, "a frame is two cache lines");
+
+typedef struct {
+    PyObject_HEAD
+    frame_t frame;
+    struct stretch *stretch; /* whose span it is, or NULL */
+} Frame;
+
+struct core;
+struct published;
+
+typedef struct current {
+    PyObject_HEAD
+    frame_t *top;
+    /* What the context was copied under; once that has ended the nearest span above that is open, or NULL. See
+     * `is_outdated`. */
+    struct published *base;
+    uint64_t link_id; /* the span that the context came from, once it has ended, or 0 */
+    PyObject *linked; /* attributes that say so, which the roots here have */
+    uint64_t task;
+    char is_shared; /* whether tasks run here by turns: which one does must be asked for anew */
+    char eager;   /* whether contexts may be copied behind our back */
+    char is_told; /* whether the loop tells of its tasks, so that only what stays open is published all the same */
+    PyObject *context; /* weak reference to the context that this belongs to */
+    struct core *core; /* NULL once the core is gone */
+    struct current *previous, *next; /* all of a core's */
+    uint64_t published_id; /* the span that a copy of the context would find now, 0 for `base` */
+    uint64_t link_root;
+    PyObject *link_remote; /* what its request noted of another tracer, or NULL */
+} Current;
+
+/* A span as other contexts know it. One that two contexts publish (a generator's) has two, of which the second has
+ * nothing but its owner and `of`, the first. */
+typedef struct published {
+    PyObject_HEAD
+    PyObject *owner; /* the Current that published */
+    struct published *of;
+    frame_t *frame; /* NULL once the span has ended */
+    struct published *above; /* then the nearest span above it that had not, or NULL */
+    uint64_t span_id, root_id;
+    PyObject *request;
+} Published;
+
+typedef struct ring {
+    PyObject_HEAD
+    row_t *rows;
+    uint64_t mask, head;
+    uint64_t number; /* never given twice */
+    Current *current;
+    /* The context that `current` belongs to, for comparison only: holding it would keep the host's objects alive. The
+     * version tells it from a later one at the same address. */
+    PyObject *context;
+    uint64_t context_version;
+    uintptr_t stack_end, stack_margin;
+    char has_rare; /* whether a row has something to give up */
+    uint64_t capacity;
+    uint64_t too_short; /* spans that were counted and got no row */
+    long thread_id;
+    PyObject *name;
+    char ended;
+    book_t totals;
+} Ring;
+
+typedef struct {
+    PyObject_HEAD
+    Ring *ring;
+} Mark;
+
+struct stretch;
+typedef struct scope Scope;
+
+/* The processor's time stamp counter as nanoseconds of the monotonic clock. */
+typedef struct {
+    char in_use;
+    int64_t base_ticks, base_ns;
+    uint64_t rate; /* ns a tick, times 2^32 */
+    int64_t first_ticks, first_ns; /* the pair that the calibration began with */
+} ticks_t;
+
+typedef struct core {
+    PyObject_HEAD
+    char on;
+    char watches_all; /* whether `begin_device` is asked for every span, and not for those whose sites ask for it */
+    uint64_t uid;
+    uint64_t next_id;
+    PyObject *begin_device; /* begins to time a span on a device: (site, attributes, span id) -> pair or None */
+    ticks_t ticks;
+    Current *currents;
+    struct stretch *stretches;
+    PyObject *variable;
+    PyObject *remote_parent;
+    PyObject *remote_key;
+    PyObject *answers; /* exceptions that are a status of HTTP: by module and class the status, or its attribute */
+    PyObject *task_readers; /* what gives the two below, or None as long as nothing has imported asyncio */
+    PyObject *running_loop, *task_of_loop; /* what gives the loop that runs, and the task that runs on one; or NULL */
+    PyObject *link_of; /* attributes of a root that came from an ended span: (span id, root id, its remote parent) */
+    PyObject *tells_of_tasks; /* whether the loop that runs now does */
+    PyObject *thread_name;
+    node_t root;
+    node_t **nodes;
+    uint32_t node_count, node_slots, node_limit;
+    node_t *overflow;
+    node_t *spare; /* given up by a reset, each by its `parent`; kept, for what nobody finds may still point there */
+    uint32_t edges; /* marked entries in the tables of nodes */
+    PyObject *rings; /* list of Ring */
+    uint64_t ended_rows, ended_too_short, row_budget;
+    Ring *ended; /* its totals are those of the rings that were given up */
+    uint64_t reasons[REASON_COUNT];
+    PyObject *counts; /* what Python code counts, by its text */
+    Scope *no_scope; /* what `scope` gives where there is no memory for one */
+    PyObject *user_sites; /* sites of scopes of kind user, by name; of a muted one a scope that is handed out again */
+    PyObject *scope_type;
+    PyObject *passes; /* what counts the calls of each muted site */
+} Core;
+
+/* Counts the calls of a muted site. */
+typedef struct {
+    PyObject_HEAD
+    Core *core;
+    uint64_t calls;
+    uint64_t cut; /* spans of generators that were ended early */
+} Pass;
+
+/* Where a site was met last: the steps to its nodes from two parents. */
+typedef struct {
+    PyObject *site; /* borrowed */
+    node_t *parents[2], *steps[2];
+} path_t;
+
+/* What a method knows of an instance as long as `version` is that of its `sites`: one cache line instead of a dozen. */
+typedef struct known {
+    PyObject *instance; /* borrowed */
+    uint64_t version;
+    path_t path; /* without a site: the instance passes */
+    union {
+        struct known *before; /* after the last: the smaller table before this one */
+        uint64_t unused;
+    };
+} known_t;
+
+_Static_assert(sizeof(known_t) == LINE, "what is known of an instance is one cache line");
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    Core *core;
+    PyObject *wrapped;
+    /* Of a method whose instances have sites of their own: {identity: site or None}, what tells that of an instance
+     * which is not there yet. `evaluate` sets what evaluates Python's frames and returns what did: a compiler of the
+     * host's must not take `decide` for its own. */
+    PyObject *sites;
+    known_t *known; /* by the instance's address, or NULL */
+    uint32_t known_slots; /* a power of two */
+    char is_followed; /* whether `sites` tells when it changes */
+    char muted; /* whether calls pass without a span */
+    path_t path; /* of its site */
+    uint64_t uid; /* of the core when its paths were met: a reset gives the nodes up */
+    Pass *pass; /* what counts them, or NULL */
+    PyObject *site, *decide, *evaluate;
+    PyObject *works; /* tells the device timer by a call's arguments what the call works on, or NULL */
+    PyObject *dict;
+    PyObject *weak_references;
+} Function;
+
+struct scope {
+    PyObject_HEAD
+    Core *core;
+    PyObject *site; /* NULL, as is core: begins nothing */
+    PyObject *attributes;
+    Frame *frame;
+};
+
+typedef struct stretch {
+    PyObject_HEAD
+    Core *core;
+    struct stretch *previous, *next; /* all of the core's */
+    char listed;
+    PyObject *site, *attributes;
+    Frame *frame;
+    frame_t *inner; /* innermost frame of the body while it is suspended; the chain from here to `frame` owns itself */
+    Published *parent; /* of the first step: whoever resumes it later may be another; NULL without one */
+    char has_parent; /* whether that is known */
+    char lost; /* its begin could not be recorded */
+    int64_t active_ns, resumed_ns, suspended_ns;
+    int64_t items, first_item_ns, last_item_ns, longest_gap_ns; /* what it has yielded, and when */
+} Stretch;
+
+static PyTypeObject FrameType, CurrentType, PublishedType, RingType, MarkType, CoreType, FunctionType_, ScopeType,
+    StretchType;
+
+static uint64_t last_uid, last_ring;
+#if defined(__GLIBC__)
+#define THREAD_LOCAL _Thread_local __attribute__((tls_model("initial-exec"))) /* a call less, and three lines */
+#else
+#define THREAD_LOCAL _Thread_local
+#endif
+static THREAD_LOCAL uint64_t cached_uid;
+static THREAD_LOCAL Ring *cached_ring;
+static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mark: what it keeps now is never freed */
+static frame_t *free_frames;
+static uint32_t free_frame_count;
+static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status, *str_request_size,
+    *str_answer_size,
+    *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,
+    *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_ag_frame, *str_anext, *str_asend, *str_athrow,
+    *str_aclose, *str_throw, *str_close, *str_items, *str_first_item, *str_last_item, *str_longest_gap;
+static PyObject *name_of_type; /* the descriptor of `type.__name__` */

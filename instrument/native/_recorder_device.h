@@ -1,0 +1,242 @@
+/* Cold: device times of spans, and the calls of a device's driver that give them. A part of `_recorder.c`. */
+
+static inline int
+is_timed_on_device(const Core *core, const frame_t *frame)
+{
+    return core->begin_device != NULL && core->begin_device != Py_None && (frame->node->is_device || core->watches_all);
+}
+
+/* What runs in Python here is ours and may be interrupted by a signal handler: -1 with the host's exception. `told` is
+ * what the timer is to know in place of the span's attributes, or NULL. */
+static int
+begin_on_device(Core *core, frame_t *frame, PyObject *told)
+{
+    PyObject *begin = Py_NewRef(core->begin_device);
+    PyObject *attributes = told != NULL ? told : frame->attributes;
+    PyObject *args[] = {frame->node->site, attributes != NULL ? attributes : Py_None,
+                        PyLong_FromUnsignedLongLong(frame->span_id)};
+    PyObject *pair = args[2] == NULL ? NULL : PyObject_Vectorcall(begin, args, 3, NULL);
+    Py_XDECREF(args[2]);
+    Py_DECREF(begin);
+    if (pair == Py_None)
+        Py_CLEAR(pair);
+    frame->pair = pair;
+    if (!PyErr_Occurred())
+        return 0;
+    if (is_hosts())
+        return -1;
+    note_fault("device timer");
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Call a method of a pair; an exception that was raised before stays. -1 with one of the host's that came in here. */
+static int
+tell_pair(PyObject *method, PyObject *const *args, size_t count)
+{
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    PyObject *none = PyObject_VectorcallMethod(method, args, count, NULL);
+    Py_XDECREF(none);
+    if (none == NULL && !is_hosts())
+        note_fault("device timer");
+    if (PyErr_Occurred()) {
+        Py_XDECREF(type);
+        Py_XDECREF(raised);
+        Py_XDECREF(traceback);
+        return -1;
+    }
+    PyErr_Restore(type, raised, traceback);
+    return 0;
+}
+
+/* The span has been stored: its pair learns which it was. Takes the frame's reference. */
+static int
+end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
+{
+    PyObject *pair = frame->pair;
+    frame->pair = NULL;
+    /* The device time of an inner call is part of what is around it. */
+    PyObject *args[] = {pair, (PyObject *)ring, PyLong_FromLongLong(frame->is_inner ? -1 : (int64_t)frame->node->index),
+                        PyLong_FromUnsignedLongLong(frame->span_id), PyLong_FromLongLong(frame->start_ns),
+                        PyLong_FromLongLong(end_ns < frame->start_ns ? frame->start_ns : end_ns)};
+    int failed = 0;
+    if (args[2] != NULL && args[3] != NULL && args[4] != NULL && args[5] != NULL)
+        failed = tell_pair(str_end, args, 6);
+    else
+        PyErr_Clear(); /* for want of memory */
+    if (failed) { /* perhaps before anything was done: told again, or the pair would never end */
+        PyObject *type, *raised, *traceback;
+        PyErr_Fetch(&type, &raised, &traceback);
+        if (tell_pair(str_end, args, 6) < 0)
+            PyErr_Clear(); /* of two that handlers raised, the first */
+        PyErr_Restore(type, raised, traceback);
+    }
+    for (int i = 2; i < 6; i++)
+        Py_XDECREF(args[i]);
+    Py_DECREF(pair);
+    return failed;
+}
+
+/* The lowest value of a bucket. */
+static inline int64_t
+bucket_start(uint32_t bucket)
+{
+    if (bucket < 128)
+        return bucket;
+    uint32_t exponent = (bucket >> 6) - 1;
+    return (int64_t)(bucket - (exponent << 6)) << exponent;
+}
+
+/* A call that was counted as long as its host time turns out to have taken longer, for the device went on. The least
+ * elapsed time is exact as long as it was another call's; else it is where the lowest bucket begins. */
+static PyObject *
+Core_count_device(Core *self, PyObject *args)
+{
+    Ring *ring;
+    unsigned int index;
+    long long host_ns, device_ns, elapsed_ns;
+    if (!PyArg_ParseTuple(args, "O!ILLL:count_device", &RingType, &ring, &index, &host_ns, &device_ns, &elapsed_ns))
+        return NULL;
+    totals_t *totals = known_totals(&ring->totals, index);
+    uint32_t from = bucket_of((uint64_t)host_ns);
+    if (totals != NULL)
+        count_waiting(self, totals);
+    if (totals == NULL || host_ns < 0 || device_ns < 0 || elapsed_ns < host_ns || times_of(totals, from) == 0)
+        Py_RETURN_FALSE;
+    add_time(self, &totals->device_ns, device_ns);
+    if (elapsed_ns == host_ns)
+        Py_RETURN_TRUE;
+    add_time(self, &totals->beyond_ns, elapsed_ns - host_ns);
+    count_bucket(self, totals, bucket_of((uint64_t)elapsed_ns), 1);
+    chunk_t *chunk = totals->chunks[from >> 6];
+    if (chunk->low[from & 63]-- == 0)
+        chunk->high[from & 63]--;
+    if (elapsed_ns > totals->max_ns)
+        totals->max_ns = elapsed_ns;
+    if (bucket_of((uint64_t)totals->min_ns) == from) {
+        uint32_t lowest = from;
+        while (times_of(totals, lowest) == 0)
+            lowest++;
+        int64_t start_ns = bucket_start(lowest);
+        if (start_ns > totals->min_ns)
+            totals->min_ns = start_ns;
+    }
+    Py_RETURN_TRUE;
+}
+
+#define CAPTURED 1000000 /* no code of the driver's */
+
+typedef int (*record_call)(void *event, void *stream);
+typedef int (*capturing_call)(void *stream, int *status);
+typedef int (*number_call)(void *stream, unsigned long long *number);
+
+typedef struct {
+    record_call record;
+    capturing_call is_capturing;
+    number_call number_of; /* or NULL: nobody asks for the stream's number */
+    void *event, *stream;
+    unsigned long long number;
+} mark_t;
+
+/* Stream 0 is the default one, which nobody has to ask about: its number is 0, and 1 is another handle of it. */
+static int
+record_unless_captured(mark_t *mark)
+{
+    int status = 0;
+    int error = mark->is_capturing(mark->stream, &status);
+    if (error == 0 && status != 0)
+        return CAPTURED;
+    if (error == 0 && mark->number_of != NULL && (uintptr_t)mark->stream > 1)
+        error = mark->number_of(mark->stream, &mark->number);
+    return error == 0 ? mark->record(mark->event, mark->stream) : error;
+}
+
+/* Record an event on a stream through the driver's own functions, unless the stream is being captured into a graph.
+ * Returns the number of the stream where it is asked for, else 0; the driver's error, or CAPTURED, below 0.
+ *
+ * The driver may wait here, for room in a full queue or for a lock that the thread of a host function holds, and a host
+ * function may wait for the interpreter's lock: a caller who keeps it (`releases` is 0) has to know that there are
+ * none. To let go of it costs the wait for whoever takes it meanwhile, so it is let go of once for all three calls. */
+static PyObject *
+mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    void *value[6];
+    if (nargs != 6) {
+        PyErr_SetString(PyExc_TypeError,
+                        "mark(cuEventRecord, cuStreamIsCapturing, cuStreamGetId or 0, releases, event, stream)");
+        return NULL;
+    }
+    for (int i = 0; i < 6; i++) {
+        value[i] = PyLong_AsVoidPtr(args[i]);
+        if (value[i] == NULL && PyErr_Occurred())
+            return NULL;
+    }
+    mark_t mark = {(record_call)value[0], (capturing_call)value[1], (number_call)value[2], value[4], value[5], 0};
+    int error;
+    if (value[3] != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        error = record_unless_captured(&mark);
+        Py_END_ALLOW_THREADS
+    }
+    else
+        error = record_unless_captured(&mark);
+    return error != 0 ? PyLong_FromLong(-error) : PyLong_FromUnsignedLongLong(mark.number);
+}
+
+typedef struct {
+    void *begin, *end;
+    float device_ms, offset_ms;
+    int error;
+} measured_t;
+
+#define NOT_READY 600
+
+/* Ask for pairs of events in the order of their ends, up to the first that has not happened: how long each took, and
+ * how long after the anchor it began. The interpreter's lock is let go of once for all of them, for a thread that has
+ * to win it back after each question gets few answers from a busy service. */
+static PyObject *
+measure(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_ssize_t query_address, elapsed_address, anchor_address;
+    PyObject *events;
+    if (!PyArg_ParseTuple(args, "nnnO!:measure", &query_address, &elapsed_address, &anchor_address, &PyList_Type,
+                          &events))
+        return NULL;
+    int (*query)(void *) = (int (*)(void *))query_address;
+    int (*elapsed)(float *, void *, void *) = (int (*)(float *, void *, void *))elapsed_address;
+    void *anchor = (void *)anchor_address;
+    Py_ssize_t pairs = PyList_GET_SIZE(events) / 2, done = 0;
+    measured_t *found = PyMem_Calloc((size_t)pairs + 1, sizeof(measured_t));
+    if (found == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < pairs; i++) {
+        found[i].begin = PyLong_AsVoidPtr(PyList_GET_ITEM(events, 2 * i));
+        found[i].end = PyLong_AsVoidPtr(PyList_GET_ITEM(events, 2 * i + 1));
+    }
+    if (PyErr_Occurred()) {
+        PyMem_Free(found);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (; done < pairs; done++) {
+        measured_t *pair = &found[done];
+        pair->error = query(pair->end);
+        if (pair->error == NOT_READY)
+            break;
+        if (pair->error == 0)
+            pair->error = elapsed(&pair->device_ms, pair->begin, pair->end);
+        if (pair->error == 0 && anchor != NULL)
+            pair->error = elapsed(&pair->offset_ms, anchor, pair->begin);
+    }
+    Py_END_ALLOW_THREADS
+    PyObject *answers = PyList_New(done);
+    for (Py_ssize_t i = 0; answers != NULL && i < done; i++) {
+        PyObject *answer = Py_BuildValue("(iff)", found[i].error, found[i].device_ms, found[i].offset_ms);
+        if (answer == NULL)
+            Py_CLEAR(answers);
+        else
+            PyList_SET_ITEM(answers, i, answer);
+    }
+    PyMem_Free(found);
+    return answers;
+}

@@ -1,0 +1,343 @@
+/* Hot: spans of generators and coroutines, which are current only while the body runs. A part of `_recorder.c`. */
+
+static PyObject *
+Stretch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *words[] = {"recorder", "site", "attributes", NULL};
+    PyObject *core, *site, *attributes = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|O:Stretch", words, &CoreType, &core, &site, &attributes))
+        return NULL;
+    Stretch *self = (Stretch *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->core = (Core *)Py_NewRef(core);
+    self->site = Py_NewRef(site);
+    self->attributes = attributes == Py_None ? NULL : Py_NewRef(attributes);
+    self->next = self->core->stretches;
+    if (self->next != NULL)
+        self->next->previous = self;
+    self->core->stretches = self;
+    self->listed = 1;
+    return (PyObject *)self;
+}
+
+/* The scopes that the body left open while it is suspended belong to nobody's chain: give them up. */
+static void
+drop_inner(Stretch *self)
+{
+    frame_t *own = self->frame != NULL ? &self->frame->frame : NULL;
+    frame_t *frame = self->inner;
+    self->inner = NULL;
+    while (frame != NULL) {
+        frame_t *above = frame->above;
+        int last = frame == own;
+        frame->above = NULL;
+        Py_XDECREF(frame->self);
+        if (last)
+            break;
+        frame = above;
+    }
+}
+
+static void
+Stretch_dealloc(Stretch *self)
+{
+    PyObject_GC_UnTrack(self);
+    if (self->listed) {
+        if (self->previous != NULL)
+            self->previous->next = self->next;
+        else
+            self->core->stretches = self->next;
+        if (self->next != NULL)
+            self->next->previous = self->previous;
+    }
+    drop_inner(self);
+    if (self->frame != NULL)
+        self->frame->stretch = NULL;
+    Py_XDECREF(self->frame);
+    Py_XDECREF(self->parent);
+    Py_XDECREF(self->core);
+    Py_XDECREF(self->site);
+    Py_XDECREF(self->attributes);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static int
+Stretch_traverse(Stretch *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->core);
+    Py_VISIT(self->site);
+    Py_VISIT(self->attributes);
+    Py_VISIT(self->frame);
+    Py_VISIT(self->parent);
+    return 0;
+}
+
+/* The span goes on in this thread and task. */
+static void
+move_frame(frame_t *frame, Ring *ring, uint64_t task)
+{
+    frame->task = task;
+    if (frame->ring != ring && frame->self != NULL) {
+        Py_INCREF(ring);
+        Py_XSETREF(frame->ring, ring);
+    }
+}
+
+static PyObject *Stretch_finish(Stretch *, PyObject *);
+static int told(PyObject *);
+
+/* True where its site is muted: it has begun no span then, or has ended the one that it had, and the generator goes on
+ * without. One that has scopes open inside waits until they are closed. */
+static PyObject *
+Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
+{
+    Core *core = self->core;
+    if (self->lost)
+        Py_RETURN_NONE;
+    Pass *pass = pass_of(core, self->site);
+    if (pass != NULL && (self->frame == NULL || self->inner == &self->frame->frame)) {
+        if (self->frame == NULL) {
+            self->lost = 1;
+            count_passed(pass);
+        } else {
+            pass->cut++;
+            if (told(Stretch_finish(self, Py_None)) < 0)
+                return NULL;
+        }
+        Py_RETURN_TRUE;
+    }
+    if (self->frame == NULL) {
+        self->frame = open_frame(core, self->site, self->attributes, OPEN);
+        if (self->frame == NULL) {
+            self->lost = 1;
+            if (lose(core) < 0)
+                return NULL;
+            Py_RETURN_NONE;
+        }
+        self->frame->stretch = self;
+        self->resumed_ns = self->frame->frame.start_ns;
+        Py_RETURN_NONE;
+    }
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    if (current == NULL) { /* the span goes on, but is not current during this step */
+        if (forgive() < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    frame_t *own = &self->frame->frame;
+    int64_t now_ns = read_clock(core);
+    int64_t gap_ns = now_ns - self->suspended_ns;
+    frame_t *frame = self->inner;
+    if (frame == NULL) /* finished already */
+        Py_RETURN_NONE;
+    totals_t *totals = totals_here(ring, own->node);
+    if (totals != NULL)
+        totals->steps++;
+    Py_INCREF(ring);
+    Py_INCREF(current);
+    for (; frame != own; frame = frame->above) {
+        /* A scope left open across a yield did not work meanwhile. */
+        frame->children_ns += gap_ns;
+        frame->counted_from_ns += gap_ns;
+        move_frame(frame, ring, current->task);
+    }
+    move_frame(own, ring, current->task);
+    own->above = current->top; /* the references of the inner chain move with it */
+    current->top = self->inner;
+    self->inner = NULL;
+    publish_begun(core, current);
+    self->resumed_ns = now_ns;
+    Py_DECREF(current);
+    Py_DECREF(ring);
+    if (own->pair != NULL && tell_pair(str_resume, &own->pair, 1) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* The span that is current here, as other contexts know it; a new reference, NULL without one. */
+static Published *
+parent_here(Current *current)
+{
+    frame_t *frame = current->top;
+    while (frame != NULL && frame->state == CLOSED)
+        frame = frame->above;
+    if (frame == NULL)
+        return (Published *)Py_XNewRef((PyObject *)current->base);
+    PyObject *published = frame->published != NULL ? Py_NewRef(frame->published) : new_published(current, frame);
+    if (published == NULL)
+        return NULL;
+    Published *first = (Published *)Py_NewRef((PyObject *)first_of(published));
+    Py_DECREF(published);
+    return first;
+}
+
+static PyObject *
+Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
+{
+    Core *core = self->core;
+    if (self->frame == NULL || self->inner != NULL)
+        Py_RETURN_NONE;
+    frame_t *own = &self->frame->frame;
+    int64_t now_ns = read_clock(core);
+    int64_t step_ns = now_ns - self->resumed_ns;
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    if (current == NULL) {
+        if (forgive() < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    self->active_ns += step_ns;
+    self->suspended_ns = now_ns;
+    frame_t *frame = current->top;
+    while (frame != NULL && frame != own)
+        frame = frame->above;
+    if (frame == NULL)
+        Py_RETURN_NONE; /* ended elsewhere */
+    self->inner = current->top;
+    current->top = own->above;
+    frame_t *caller = own->above;
+    own->above = NULL;
+    if (caller == NULL && current->base != NULL)
+        caller = current->base->frame;
+    if (caller != NULL)
+        caller->has_rows = 1; /* as soon as this has ended */
+    if (caller != NULL && caller->ring == ring && caller->task == own->task)
+        caller->children_ns += step_ns;
+    Py_INCREF(current);
+    publish_rest(core, current);
+    if (!self->has_parent) {
+        self->has_parent = 1;
+        self->parent = parent_here(current);
+    }
+    Py_DECREF(current);
+    if (own->pair != NULL && tell_pair(str_pause, &own->pair, 1) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* The body stands still, for it has yielded an item. */
+static PyObject *
+Stretch_yielded(Stretch *self, PyObject *Py_UNUSED(none))
+{
+    PyObject *none = Stretch_suspend(self, NULL);
+    if (none == NULL || self->inner == NULL)
+        return none;
+    int64_t gap_ns = self->suspended_ns - self->last_item_ns;
+    self->last_item_ns = self->suspended_ns;
+    if (gap_ns > self->longest_gap_ns) { /* always for the first item, since `last_item_ns` is 0 then */
+        if (self->items == 0)
+            self->first_item_ns = self->suspended_ns;
+        else
+            self->longest_gap_ns = gap_ns;
+    }
+    self->items++;
+    return none;
+}
+
+/* Tell of its items, but for what the service has set by the same names. -1 with an exception of the host's. */
+static int
+tell_items(Stretch *self)
+{
+    frame_t *frame = &self->frame->frame;
+    struct {
+        PyObject *name;
+        int64_t value;
+    } facts[] = {{str_items, self->items},
+                 {str_first_item, self->first_item_ns - frame->start_ns},
+                 {str_last_item, self->last_item_ns - frame->start_ns},
+                 {str_longest_gap, self->longest_gap_ns}};
+    PyObject *known = frame->attributes != NULL && PyDict_Check(frame->attributes) ? frame->attributes : NULL;
+    PyObject *made = PyDict_New();
+    for (int i = 0; made != NULL && i < (self->items > 1 ? 4 : 3); i++) {
+        if (known != NULL && PyDict_Contains(known, facts[i].name) != 0)
+            continue;
+        PyObject *value = PyLong_FromLongLong(facts[i].value);
+        if (value == NULL || PyDict_SetItem(made, facts[i].name, value) < 0)
+            Py_CLEAR(made);
+        Py_XDECREF(value);
+    }
+    if (made == NULL) {
+        count(self->core, NO_DETAILS);
+        return forgive();
+    }
+    int failed = set_attributes(self->core, GIVEN, self->frame, made, NULL, NULL);
+    Py_DECREF(made);
+    return failed;
+}
+
+static PyObject *
+Stretch_finish(Stretch *self, PyObject *error)
+{
+    if (self->frame == NULL || self->frame->frame.state == CLOSED)
+        Py_RETURN_NONE;
+    frame_t *frame = &self->frame->frame;
+    if (self->inner == NULL) { /* a signal handler has ended it in the middle of a step */
+        PyObject *pair = frame->pair;
+        frame->pair = NULL;
+        PyObject *none = Stretch_suspend(self, NULL);
+        frame->pair = pair;
+        if (none == NULL)
+            return NULL;
+        Py_DECREF(none);
+        if (frame->state == CLOSED)
+            Py_RETURN_NONE;
+    }
+    int64_t end_ns = read_clock(self->core);
+    if (self->items > 0 && tell_items(self) < 0)
+        return NULL;
+    frame->state = CLOSED;
+    PyObject *published = take_published(frame);
+    if (published != NULL) {
+        Py_XSETREF(first_of(published)->above, (Published *)Py_XNewRef((PyObject *)nearest_open(self->parent)));
+        Py_DECREF(published);
+    }
+    Py_CLEAR(self->parent);
+    drop_inner(self);
+    Ring *ring = ring_of(self->core);
+    if (ring == NULL) {
+        if (lose(self->core) < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    Py_INCREF(ring);
+    PyObject *name = error == Py_None || is_answer(self->core, self->frame, error)
+                         ? NULL
+                         : error_name((PyObject *)Py_TYPE(error));
+    store(self->core, ring, frame, end_ns, self->active_ns, name);
+    Py_XDECREF(name);
+    int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
+    Py_DECREF(ring);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef Stretch_methods[] = {
+    {"resume", (PyCFunction)Stretch_resume, METH_NOARGS,
+     "The body goes on. True where the site is muted, and the span has ended or never begins."},
+    {"suspend", (PyCFunction)Stretch_suspend, METH_NOARGS, "The body stands still, or has ended."},
+    {"yielded", (PyCFunction)Stretch_yielded, METH_NOARGS, "The body stands still, for it has yielded an item."},
+    {"finish", (PyCFunction)Stretch_finish, METH_O, "The generator has ended, with this exception or None."},
+    {NULL},
+};
+
+static PyMemberDef Stretch_members[] = {
+    {"frame", T_OBJECT, offsetof(Stretch, frame), READONLY, "its span's frame, None before the first step"},
+    {NULL},
+};
+
+static PyTypeObject StretchType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.Stretch",
+    .tp_basicsize = sizeof(Stretch),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "A generator's span: current only while the body runs, its active time against whoever resumed it.",
+    .tp_new = Stretch_new,
+    .tp_dealloc = (destructor)Stretch_dealloc,
+    .tp_traverse = (traverseproc)Stretch_traverse,
+    .tp_methods = Stretch_methods,
+    .tp_members = Stretch_members,
+};

@@ -1,0 +1,206 @@
+/* Cold: resets and forks, after which a recorder begins anew, and the clock that it reads. A part of `_recorder.c`. */
+
+/* Give up the rows of rings that no thread writes to any more, for the threads that hold them live on. */
+static void
+free_rings(PyObject *rings)
+{
+    for (Py_ssize_t i = 0; rings != NULL && i < PyList_GET_SIZE(rings); i++)
+        free_rows_of((Ring *)PyList_GET_ITEM(rings, i));
+    Py_XDECREF(rings);
+}
+
+/* Forget what is open in every context: in a forked child, where the other threads are gone. */
+static PyObject *
+Core_forget_all(Core *self, PyObject *none)
+{
+    while (self->currents != NULL)
+        leave_list(self->currents);
+    for (Stretch *stretch = self->stretches; stretch != NULL;) {
+        Stretch *next = stretch->next;
+        stretch->previous = stretch->next = NULL;
+        stretch->listed = 0;
+        stretch = next;
+    }
+    self->stretches = NULL;
+    return Core_forget_current(self, none);
+}
+
+/* The node of the same path in a tree that has just been begun. */
+static node_t *
+made_again(Core *core, const node_t *old)
+{
+    uint32_t depth = 0;
+    for (const node_t *node = old; node != &core->root; node = node->parent)
+        depth++;
+    PyObject **path = PyMem_Malloc((depth + 1) * sizeof *path);
+    if (path == NULL)
+        return core->overflow;
+    uint32_t at = depth;
+    for (const node_t *node = old; node != &core->root; node = node->parent)
+        path[--at] = node->site;
+    node_t *node = &core->root;
+    for (; at < depth; at++)
+        node = end_of(node_of(core, node, path[at]));
+    PyMem_Free(path);
+    return node;
+}
+
+/* Begin a new call tree, which has the paths of what is open now and no other. Gives the sites of the old one, which
+ * are to be let go of where that may run code of the host's, NULL at the end; NULL for want of memory, and nothing is
+ * changed then. */
+static PyObject **
+give_up_nodes(Core *core)
+{
+    node_t **old = core->nodes, *overflow = core->overflow, root = core->root;
+    uint32_t count = core->node_count, slots = core->node_slots;
+    PyObject **sites = PyMem_Calloc((size_t)count + 1, sizeof *sites);
+    if (sites == NULL)
+        return NULL;
+    core->nodes = NULL;
+    core->node_count = core->node_slots = core->root.children = core->root.slots = 0;
+    core->root.table = NULL;
+    core->overflow = new_node(core, &core->root, overflow->site);
+    if (core->overflow == NULL) {
+        PyMem_Free(core->nodes);
+        PyMem_Free(core->root.table);
+        core->nodes = old;
+        core->node_count = count;
+        core->node_slots = slots;
+        core->overflow = overflow;
+        core->root = root;
+        PyMem_Free(sites);
+        return NULL;
+    }
+    core->edges = 0;
+    for (Current *current = core->currents; current != NULL; current = current->next)
+        for (frame_t *frame = current->top; frame != NULL; frame = frame->above)
+            frame->node = made_again(core, frame->node);
+    for (Stretch *stretch = core->stretches; stretch != NULL; stretch = stretch->next)
+        for (frame_t *frame = stretch->inner; frame != NULL; frame = frame->above)
+            frame->node = made_again(core, frame->node);
+    for (uint32_t i = 0; i < count; i++) {
+        PyMem_Free(old[i]->table);
+        sites[i] = old[i]->site; /* and its reference */
+        memset(old[i], 0, sizeof *old[i]);
+        /* Until it is taken again it counts as the overflow, for an open span that no chain holds any more. */
+        old[i]->site = overflow->site;
+        old[i]->parent = core->spare;
+        core->spare = old[i];
+    }
+    PyMem_Free(old);
+    PyMem_Free(root.table);
+    return sites;
+}
+
+static PyObject *
+Core_reset(Core *self, PyObject *argument)
+{
+    if (argument != Py_None) {
+        unsigned long long ring_bytes = PyLong_AsUnsignedLongLong(argument);
+        if (ring_bytes == (unsigned long long)-1 && PyErr_Occurred())
+            return NULL;
+        self->row_budget = ring_bytes / sizeof(row_t);
+    }
+    PyObject *rings = PyList_New(0), **old_sites = NULL;
+    Ring *ended = rings == NULL ? NULL : empty_ring();
+    if (ended == NULL || (self->overflow != NULL && (old_sites = give_up_nodes(self)) == NULL)) {
+        Py_XDECREF(rings);
+        Py_XDECREF((PyObject *)ended);
+        return PyErr_NoMemory();
+    }
+    PyObject *old_rings = self->rings;
+    Ring *old_ended = self->ended;
+    self->uid = ++last_uid;
+    self->rings = rings;
+    self->ended = ended;
+    self->ended_rows = self->ended_too_short = 0;
+    memset(self->reasons, 0, sizeof(self->reasons));
+    PyDict_Clear(self->counts);
+    Py_DECREF(old_ended);
+    free_rings(old_rings); /* last: it may run code of the host's */
+    PyDict_Clear(self->user_sites);
+    for (uint32_t i = 0; old_sites != NULL && old_sites[i] != NULL; i++)
+        Py_DECREF(old_sites[i]);
+    PyMem_Free(old_sites);
+    Py_RETURN_NONE;
+}
+
+/* For tests: put counters near their ends, the next span's identity and the calling thread's head. */
+static PyObject *
+Core_preset(Core *self, PyObject *args)
+{
+    unsigned long long next_id, head;
+    if (!PyArg_ParseTuple(args, "KK:_preset", &next_id, &head))
+        return NULL;
+    Ring *ring = ring_of(self);
+    if (ring == NULL)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    for (uint64_t i = 0; i < ring->capacity; i++)
+        Py_CLEAR(ring->rows[i].rare);
+    self->next_id = next_id;
+    ring->head = head;
+    Py_RETURN_NONE;
+}
+
+/* Begin to read the time stamp counter. False where the processor has none. Calibrated over about two milliseconds,
+ * refined by each check_ticks. */
+static PyObject *
+Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
+{
+    if (!HAS_TICKS)
+        Py_RETURN_FALSE;
+    ticks_t ticks = {0};
+    int64_t now_ticks = 0, now_ns = 0;
+    read_both(&ticks.first_ticks, &ticks.first_ns);
+    do {
+        read_both(&now_ticks, &now_ns);
+    } while (now_ns - ticks.first_ns < 2000000);
+    if (now_ticks <= ticks.first_ticks)
+        Py_RETURN_FALSE;
+    ticks.rate = (uint64_t)(((unsigned __int128)(now_ns - ticks.first_ns) << 32) / (uint64_t)(now_ticks - ticks.first_ticks));
+    ticks.base_ticks = now_ticks;
+    ticks.base_ns = now_ns;
+    ticks.in_use = 1;
+    self->ticks = ticks;
+    Py_RETURN_TRUE;
+}
+
+/* Compare with the monotonic clock; the counter catches up over the next second instead of jumping. Returns by how
+ * many ns it was off, or None after giving the counter up because that was more than `limit_ns`, or it is not in use. */
+static PyObject *
+Core_check_ticks(Core *self, PyObject *argument)
+{
+    long long limit_ns = PyLong_AsLongLong(argument);
+    if (limit_ns == -1 && PyErr_Occurred())
+        return NULL;
+    ticks_t *ticks = &self->ticks;
+    if (!ticks->in_use)
+        Py_RETURN_NONE;
+    int64_t now_ticks = 0, now_ns = 0;
+    read_both(&now_ticks, &now_ns);
+    int64_t shown_ns = ticks_as_ns(ticks, now_ticks);
+    int64_t off_ns = shown_ns - now_ns;
+    if (off_ns > limit_ns || off_ns < -limit_ns || now_ticks <= ticks->first_ticks) {
+        ticks->in_use = 0;
+        count(self, TICKS_STRAYED);
+        Py_RETURN_NONE;
+    }
+    uint64_t rate = (uint64_t)(((unsigned __int128)(now_ns - ticks->first_ns) << 32) / (uint64_t)(now_ticks - ticks->first_ticks));
+    ticks->base_ticks = now_ticks;
+    ticks->base_ns = shown_ns;
+    ticks->rate = rate - (uint64_t)((__int128)rate * off_ns / 1000000000);
+    return PyLong_FromLongLong(off_ns);
+}
+
+static PyObject *
+Core_stop_ticks(Core *self, PyObject *Py_UNUSED(none))
+{
+    self->ticks.in_use = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Core_now_ns(Core *self, PyObject *Py_UNUSED(none))
+{
+    return PyLong_FromLongLong(read_clock(self));
+}

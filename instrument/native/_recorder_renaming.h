@@ -1,0 +1,243 @@
+/* Cold: spans that are given another name while they are open. A part of `_recorder.c`. */
+
+/* Nothing in this section runs code of the host's: what is open stays as it is from its begin to its end. */
+
+/* An open span, and the nearest above it that is open. */
+typedef struct {
+    frame_t *frame, *above;
+    Current *owner; /* whose chain the one above is in */
+    node_t *node;   /* where the span was counted */
+    uint32_t from;  /* while its place is looked for: the one below that asked, or 0 */
+    char is_settled, is_below;
+} open_t;
+
+typedef struct {
+    open_t *spans;
+    uint32_t count, room;
+    const frame_t *renamed;
+} open_spans_t;
+
+/* The nearest open span from a frame of a chain on, or from what the chain's context was copied under. */
+static frame_t *
+nearest_above(frame_t *frame, Current **owner, Published *base)
+{
+    while (frame != NULL && frame->state == CLOSED)
+        frame = frame->above;
+    if (frame != NULL)
+        return frame;
+    base = nearest_open(base);
+    *owner = base == NULL ? NULL : (Current *)base->owner;
+    return base == NULL ? NULL : base->frame;
+}
+
+/* Note the open spans of a chain, whose outermost hangs below `base`. -1 without memory. */
+static int
+note_chain(open_spans_t *open, frame_t *top, Current *owner, Published *base)
+{
+    const frame_t *renamed = open->renamed;
+    int is_in_request = is_open_request(renamed->request);
+    if (is_in_request && top != NULL && top->root_id != renamed->root_id && top->state != CLOSED)
+        return 0;
+    for (frame_t *frame = top; frame != NULL; frame = frame->above) {
+        /* A request that is open is the root of all that is below it. */
+        if (frame->state == CLOSED || (is_in_request && frame->root_id != renamed->root_id))
+            continue;
+        if (open->count == open->room) {
+            uint32_t room = open->room == 0 ? 64 : open->room * 2;
+            open_t *grown = PyMem_Realloc(open->spans, room * sizeof *grown);
+            if (grown == NULL)
+                return -1;
+            open->spans = grown;
+            open->room = room;
+        }
+        const Stretch *stretch = frame->self == NULL ? NULL : ((Frame *)frame->self)->stretch;
+        open_t *span = &open->spans[open->count++];
+        *span = (open_t){.frame = frame, .node = frame->node, .owner = owner};
+        /* A generator's span stays below the one that it began in, whoever resumes it. */
+        span->above = stretch != NULL && stretch->has_parent ? nearest_above(NULL, &span->owner, stretch->parent)
+                                                             : nearest_above(frame->above, &span->owner, base);
+        frame->place = open->count;
+    }
+    return 0;
+}
+
+static int
+note_open(Core *core, open_spans_t *open)
+{
+    for (Current *current = core->currents; current != NULL; current = current->next)
+        if (note_chain(open, current->top, current, current->base) < 0)
+            return -1;
+    for (Stretch *stretch = core->stretches; stretch != NULL; stretch = stretch->next)
+        if (note_chain(open, stretch->inner, NULL, NULL) < 0)
+            return -1;
+    return 0;
+}
+
+/* Count a span, of a site, below the one above it, at the path that led from there to where it was counted. `from` is
+ * where the one above was counted then. */
+static void
+move_below(Core *core, const open_t *span, PyObject *site, const node_t *from)
+{
+    frame_t *frame = span->frame;
+    const frame_t *above = span->above;
+    const node_t *full = core->overflow;
+    node_t *old = frame->node, *node = above != NULL ? above->node : &core->root;
+    uint32_t steps = 0;
+    if (above == NULL && old != full && old->parent != full)
+        node = old->parent; /* all above it have ended */
+    for (const node_t *at = old; above != NULL && at != from; at = at->parent, steps++)
+        if (at == NULL) { /* it is not below: its calls fold into one around it, or the tally is full */
+            steps = 0;
+            break;
+        }
+    frame->below_fold = above != NULL && above->below_fold;
+    for (; steps > 1; steps--) { /* spans between the two that have ended */
+        const node_t *at = old;
+        for (uint32_t i = 1; i < steps; i++)
+            at = at->parent;
+        node_t *step = node_of(core, node, at->site);
+        frame->below_fold |= (char)is_edge(step);
+        node = end_of(step);
+    }
+    node_t *step = node_of(core, node, site);
+    frame->below_fold |= (char)is_edge(step);
+    frame->node = end_of(step);
+}
+
+/* Move the open spans below the one that has been renamed, each after that above it. */
+static void
+move_all_below(Core *core, open_spans_t *open)
+{
+    for (uint32_t i = 1; i <= open->count; i++) {
+        uint32_t at = i, from = 0;
+        int is_below = 0;
+        for (;;) {
+            open_t *span = &open->spans[at - 1];
+            if (span->is_settled) {
+                is_below = span->is_below;
+                break;
+            }
+            span->from = from;
+            span->is_settled = 1; /* or will be, in the second loop */
+            from = at;
+            if (span->above == NULL || span->above->place == 0)
+                break;
+            at = span->above->place;
+        }
+        while (from != 0) {
+            open_t *span = &open->spans[from - 1];
+            span->is_below = (char)is_below;
+            if (is_below)
+                move_below(core, span, span->node->site, open->spans[span->above->place - 1].node);
+            from = span->from;
+        }
+    }
+}
+
+/* Whether a call of a span's node is open around it, by the spans above it. */
+static int
+is_inner_now(const open_spans_t *open, const open_t *span)
+{
+    const frame_t *frame = span->frame;
+    for (; span->above != NULL && span->above->place != 0; span = &open->spans[span->above->place - 1])
+        if (span->above->node == frame->node && span->above->ring->thread_id == frame->ring->thread_id)
+            return 1;
+    return span->above != NULL && is_open_around(span->owner, span->above, frame->ring, frame->node);
+}
+
+/* The same for the innermost span of this context, below which nothing has begun elsewhere: the way of nearly every
+ * request, whatever else is open. 0 where it is another one. */
+static int
+rename_alone(Core *core, frame_t *frame, PyObject *site)
+{
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    const Stretch *stretch = frame->self == NULL ? NULL : ((Frame *)frame->self)->stretch;
+    if (current == NULL || current->top != frame || frame->has_rows || frame->state == CLOSED || stretch != NULL)
+        return 0;
+    open_t span = {.frame = frame, .owner = current};
+    span.above = nearest_above(frame->above, &span.owner, current->base);
+    move_below(core, &span, site, span.above == NULL ? NULL : span.above->node);
+    frame->is_inner = frame->below_fold && frame->node->may_recur && span.above != NULL &&
+                      is_open_around(span.owner, span.above, frame->ring, frame->node);
+    return 1;
+}
+
+/* Let an open span be one of another site from now on; what is open below it moves with it. */
+static void
+rename_frame(Core *core, frame_t *frame, PyObject *site)
+{
+    if (rename_alone(core, frame, site))
+        return;
+    open_spans_t open = {.renamed = frame};
+    int failed = note_open(core, &open) < 0;
+    if (failed || frame->place == 0) {
+        count(core, failed ? NO_DETAILS : RENAMED_LATE);
+    } else {
+        open_t *renamed = &open.spans[frame->place - 1];
+        renamed->is_settled = renamed->is_below = 1;
+        move_below(core, renamed, site, renamed->above == NULL ? NULL : renamed->above->node);
+        move_all_below(core, &open);
+        for (uint32_t i = 0; i < open.count; i++) {
+            const open_t *span = &open.spans[i];
+            if (span->is_below)
+                span->frame->is_inner = span->frame->below_fold && span->frame->node->may_recur &&
+                                        is_inner_now(&open, span);
+        }
+    }
+    for (uint32_t i = 0; i < open.count; i++)
+        open.spans[i].frame->place = 0;
+    PyMem_Free(open.spans);
+}
+
+static void
+rename_to(Core *core, frame_t *frame, PyObject *site)
+{
+    PyObject *kind = frame->state == CLOSED ? NULL : PyObject_GetAttr(frame->node->site, str_kind);
+    if (frame->state == CLOSED)
+        count(core, RENAMED_LATE);
+    else if (kind == NULL || !PyUnicode_Check(kind) || !kind_is(site, kind))
+        count(core, RENAMED_KIND);
+    else if (frame->node->site != site)
+        rename_frame(core, frame, site);
+    PyErr_Clear();
+    Py_XDECREF(kind);
+}
+
+static PyObject *
+Core_rename(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs == 2 && args[0] == Py_None) /* its begin could not be recorded */
+        Py_RETURN_NONE;
+    if (nargs != 2 || Py_TYPE(args[0]) != &FrameType) {
+        PyErr_SetString(PyExc_TypeError, "rename(frame, site)");
+        return NULL;
+    }
+    rename_to(self, &((Frame *)args[0])->frame, args[1]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Core_rename_innermost(Core *self, PyObject *site)
+{
+    frame_t *frame = open_span(self, INNERMOST, NULL);
+    if (frame != NULL)
+        rename_to(self, frame, site);
+    if (forgive() < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* The site of an open span, by its frame, or of the innermost one of this context. */
+static PyObject *
+Core_site_of_open(Core *self, PyObject *frame)
+{
+    if (frame != Py_None && Py_TYPE(frame) != &FrameType) {
+        PyErr_SetString(PyExc_TypeError, "site_of_open(frame)");
+        return NULL;
+    }
+    frame_t *found = open_span(self, frame == Py_None ? INNERMOST : GIVEN, (Frame *)frame);
+    if (found == NULL && forgive() < 0)
+        return NULL;
+    return Py_NewRef(found == NULL ? Py_None : found->node->site);
+}

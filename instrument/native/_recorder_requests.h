@@ -1,0 +1,199 @@
+/* Hot: spans that are begun and ended by hand, as those of requests are. A part of `_recorder.c`. */
+
+static PyObject *
+Core_open(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs < 1 || nargs > 3) {
+        PyErr_SetString(PyExc_TypeError, "open(site, attributes=None, state=1)");
+        return NULL;
+    }
+    long state = nargs > 2 ? PyLong_AsLong(args[2]) : OPEN;
+    if (state == -1 && PyErr_Occurred())
+        return NULL;
+    PyObject *attributes = nargs > 1 && args[1] != Py_None ? args[1] : NULL;
+    Frame *frame = args[0] == Py_None ? NULL : open_frame(self, args[0], attributes, (char)state);
+    if (frame != NULL)
+        return (PyObject *)frame;
+    if (lose(self) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Let a dict that its caller gives away be the attributes of an open span, with what that has of other names, and with
+ * the span of another tracer that the recorder has noted itself. -1 with an exception of the host's. */
+static int
+take_attributes(Core *core, Frame *self, PyObject *given)
+{
+    if (self->frame.state == CLOSED)
+        return 0;
+    PyObject *before = self->frame.attributes, *name, *value;
+    if (before == given)
+        return 0;
+    self->frame.attributes = Py_NewRef(given);
+    int failed = 0;
+    for (Py_ssize_t at = 0; !failed && before != NULL && PyDict_Check(before) &&
+                            PyDict_Next(before, &at, &name, &value);) {
+        int known = name == core->remote_key ? 0 : PyDict_Contains(given, name);
+        failed = known < 0 || (known == 0 && put_attribute(core, given, name, value) < 0);
+    }
+    Py_XDECREF(before);
+    if (failed)
+        count(core, NO_DETAILS);
+    return failed ? forgive() : 0;
+}
+
+static PyObject *
+Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs > 0 && args[0] == Py_None) /* its begin could not be recorded */
+        Py_RETURN_NONE;
+    if (nargs < 1 || nargs > 4 || Py_TYPE(args[0]) != &FrameType) {
+        PyErr_SetString(PyExc_TypeError, "close(frame, error=None, anywhere=False, attributes=None)");
+        return NULL;
+    }
+    if (nargs > 3 && PyDict_Check(args[3]) && take_attributes(self, (Frame *)args[0], args[3]) < 0)
+        return NULL;
+    if (close_frame(self, (Frame *)args[0], nargs > 1 ? args[1] : NULL, nargs > 2 && args[2] == Py_True) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+#define LENGTH_DIGITS 18 /* what fits into 63 bits, however large */
+
+/* Note the length that a request's header tells, in bytes or text: digits alone, or it tells none. */
+static int
+put_length(PyObject *facts, PyObject *header)
+{
+    const char *digits = NULL;
+    Py_ssize_t count = 0;
+    if (PyBytes_Check(header)) {
+        digits = PyBytes_AS_STRING(header);
+        count = PyBytes_GET_SIZE(header);
+    } else if (PyUnicode_Check(header) && PyUnicode_IS_ASCII(header)) {
+        digits = (const char *)PyUnicode_1BYTE_DATA(header);
+        count = PyUnicode_GET_LENGTH(header);
+    }
+    long long length = 0;
+    for (Py_ssize_t i = 0; i < count && count <= LENGTH_DIGITS; i++) {
+        if (digits[i] < '0' || digits[i] > '9')
+            return 0;
+        length = 10 * length + (digits[i] - '0');
+    }
+    if (count == 0 || count > LENGTH_DIGITS)
+        return 0;
+    PyObject *number = PyLong_FromLongLong(length);
+    int failed = number == NULL || PyDict_SetItem(facts, str_request_size, number) < 0;
+    Py_XDECREF(number);
+    return failed ? -1 : 0;
+}
+
+static PyObject *
+Core_open_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 4 || !PyDict_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "open_request(site, attributes, caller, length)");
+        return NULL;
+    }
+    if ((args[2] != Py_None && PyDict_SetItem(args[1], self->remote_key, args[2]) < 0) ||
+        (args[3] != Py_None && put_length(args[1], args[3]) < 0))
+        return NULL;
+    return Core_open(self, args, 2);
+}
+
+static PyObject *
+Core_close_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs > 0 && args[0] == Py_None) /* its begin could not be recorded */
+        Py_RETURN_NONE;
+    if (nargs != 5 || Py_TYPE(args[0]) != &FrameType || !PyDict_Check(args[1]) || !PyLong_Check(args[2]) ||
+        !PyLong_Check(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "close_request(frame, attributes, status, answer_bytes, error)");
+        return NULL;
+    }
+    PyObject *given = args[1], *status = args[2], *size = args[3];
+    int overflow;
+    long number = PyLong_AsLongAndOverflow(status, &overflow);
+    if ((number != 0 && PyDict_SetItem(given, str_status, status) < 0) ||
+        (PyObject_IsTrue(size) == 1 && PyDict_SetItem(given, str_answer_size, size) < 0)) {
+        count(self, NO_DETAILS);
+        PyErr_Clear();
+    }
+    PyObject *error = args[4] == Py_None && number >= FIRST_OF_SERVER ? PyObject_Str(status) : Py_NewRef(args[4]);
+    PyErr_Clear(); /* for want of memory: then it is none */
+    int failed = take_attributes(self, (Frame *)args[0], given) < 0 || close_frame(self, (Frame *)args[0], error, 1) < 0;
+    Py_XDECREF(error);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+Core_begun_ns(Core *Py_UNUSED(self), PyObject *given)
+{
+    if (Py_TYPE(given) != &FrameType) {
+        PyErr_SetString(PyExc_TypeError, "begun_ns(frame)");
+        return NULL;
+    }
+    const frame_t *frame = &((Frame *)given)->frame;
+    return PyLong_FromLongLong(frame->start_ns);
+}
+
+static int
+is_open_request_of_task(const frame_t *frame, long thread_id)
+{
+    return frame->state != CLOSED && frame->task != 0 && frame->span_id == frame->root_id &&
+           frame->root_id & REQUEST_BIT && frame->ring->thread_id == thread_id;
+}
+
+static PyObject *
+Core_open_requests(Core *self, PyObject *given)
+{
+    long thread_id = PyLong_AsLong(given), found = 0;
+    if (thread_id == -1 && PyErr_Occurred())
+        return NULL;
+    for (const Current *current = self->currents; current != NULL; current = current->next)
+        for (const frame_t *frame = current->top; frame != NULL; frame = frame->above)
+            found += is_open_request_of_task(frame, thread_id);
+    for (const Stretch *stretch = self->stretches; stretch != NULL; stretch = stretch->next)
+        for (const frame_t *frame = stretch->inner; frame != NULL; frame = frame->above)
+            found += is_open_request_of_task(frame, thread_id);
+    return PyLong_FromLong(found);
+}
+
+/* The values of headers by their names, of pairs of both: of several by one name the last, None where there is none. Of a
+ * request some ten headers come, and to make a dict of them takes five times as long. Twin: `pure.header_values`. */
+static PyObject *
+header_values(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "header_values(headers, names)");
+        return NULL;
+    }
+    PyObject *names = args[1], *headers = PySequence_Fast(args[0], "headers are pairs");
+    Py_ssize_t count = PyTuple_GET_SIZE(names);
+    PyObject *values = headers == NULL ? NULL : PyTuple_New(count);
+    for (Py_ssize_t i = 0; values != NULL && i < count; i++)
+        PyTuple_SET_ITEM(values, i, Py_NewRef(Py_None));
+    for (Py_ssize_t at = 0; values != NULL && at < PySequence_Fast_GET_SIZE(headers); at++) {
+        PyObject *pair = PySequence_Fast(PySequence_Fast_GET_ITEM(headers, at), "a header is a pair");
+        PyObject *name = pair != NULL && PySequence_Fast_GET_SIZE(pair) == 2 ? PySequence_Fast_GET_ITEM(pair, 0) : NULL;
+        for (Py_ssize_t i = 0; name != NULL && PyBytes_Check(name) && i < count; i++) {
+            PyObject *wanted = PyTuple_GET_ITEM(names, i);
+            Py_ssize_t size = PyBytes_GET_SIZE(name);
+            if (PyBytes_Check(wanted) && PyBytes_GET_SIZE(wanted) == size &&
+                memcmp(PyBytes_AS_STRING(wanted), PyBytes_AS_STRING(name), (size_t)size) == 0) {
+                PyObject *old = PyTuple_GET_ITEM(values, i);
+                PyTuple_SET_ITEM(values, i, Py_NewRef(PySequence_Fast_GET_ITEM(pair, 1)));
+                Py_DECREF(old);
+            }
+        }
+        if (name == NULL) {
+            if (pair != NULL)
+                PyErr_SetString(PyExc_ValueError, "a header is a pair");
+            Py_CLEAR(values);
+        }
+        Py_XDECREF(pair);
+    }
+    Py_XDECREF(headers);
+    return values;
+}

@@ -1,0 +1,365 @@
+/* Hot: spans around blocks. Cold: attributes of open spans. A part of `_recorder.c`. */
+
+enum { GIVEN, INNERMOST, REQUEST };
+
+/* The innermost open span of this context, the open request that it is in, or the one that is given: NULL without one.
+ * Valid until code of the host's may run. */
+static frame_t *
+open_span(Core *core, int which, Frame *given)
+{
+    if (which == GIVEN)
+        return given->frame.state == CLOSED ? NULL : &given->frame;
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    if (current == NULL)
+        return NULL;
+    frame_t *frame = current->top;
+    if (frame == NULL && current->base != NULL)
+        frame = current->base->frame;
+    if (frame == NULL || which == INNERMOST)
+        return frame;
+    return is_open_request(frame->request) ? &((Frame *)frame->request)->frame : NULL;
+}
+
+/* An attribute that is kept as it is: one that runs no code and takes little memory. */
+static int
+is_plain_attribute(PyObject *name, PyObject *value)
+{
+    if (!PyUnicode_CheckExact(name) || PyUnicode_GET_LENGTH(name) > VALUE_LIMIT || PyUnicode_GET_LENGTH(name) == 0)
+        return 0;
+    if (PyUnicode_CheckExact(value))
+        return PyUnicode_GET_LENGTH(value) <= VALUE_LIMIT;
+    if (PyLong_CheckExact(value)) {
+        int overflow;
+        PyLong_AsLongLongAndOverflow(value, &overflow);
+        return !overflow;
+    }
+    return PyFloat_CheckExact(value) || PyBool_Check(value);
+}
+
+static int
+put_attribute(Core *core, PyObject *made, PyObject *name, PyObject *value)
+{
+    if (PyDict_GET_SIZE(made) >= ATTRIBUTE_LIMIT && PyDict_Contains(made, name) == 0) {
+        count(core, TOO_MANY_ATTRIBUTES);
+        return 0;
+    }
+    return PyDict_SetItem(made, name, value);
+}
+
+/* Set attributes of an open span: those of a dict, or by their names. What may have been handed on stays as it is: they
+ * are copied each time. -1 with an exception of the host's. */
+static int
+set_attributes(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
+{
+    frame_t *frame = open_span(core, which, given);
+    for (int tries = 0; frame != NULL && tries < TRIES; tries++) {
+        uint64_t span_id = frame->span_id;
+        PyObject *before = Py_XNewRef(frame->attributes), *name, *value;
+        PyObject *made = before != NULL && PyDict_Check(before) ? PyDict_Copy(before) : PyDict_New();
+        int failed = made == NULL;
+        for (Py_ssize_t i = 0; !failed && names != NULL && i < PyTuple_GET_SIZE(names); i++)
+            failed = put_attribute(core, made, PyTuple_GET_ITEM(names, i), values[i]) < 0;
+        for (Py_ssize_t at = 0; !failed && more != NULL && PyDict_Next(more, &at, &name, &value);)
+            failed = put_attribute(core, made, name, value) < 0;
+        /* To make a dict may have run code of the host's. */
+        frame = failed ? NULL : open_span(core, which, given);
+        if (frame != NULL && frame->span_id == span_id && frame->attributes == before) {
+            frame->attributes = made;
+            Py_XDECREF(before); /* the frame's */
+            Py_XDECREF(before);
+            return 0;
+        }
+        Py_XDECREF(before);
+        Py_XDECREF(made);
+    }
+    if (frame == NULL && !PyErr_Occurred()) {
+        if (which == GIVEN)
+            count(core, ANNOTATED_LATE);
+        return 0;
+    }
+    if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_MemoryError))
+        count(core, NO_DETAILS);
+    return forgive();
+}
+
+/* Set attributes that a service gives by their names. Those that have to be looked at go the long way in Python. */
+static PyObject *
+annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    if (!core->on && which != GIVEN)
+        Py_RETURN_NONE;
+    int plain = nargs == 0;
+    for (Py_ssize_t i = 0; plain && names != NULL && i < PyTuple_GET_SIZE(names); i++)
+        plain = is_plain_attribute(PyTuple_GET_ITEM(names, i), args[i]);
+    if (plain) {
+        if (set_attributes(core, which, given, NULL, names, args) < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    if (which != GIVEN && open_span(core, which, given) == NULL) {
+        if (forgive() < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    PyObject *more = PyDict_New(), *first = nargs > 0 ? args[0] : Py_None, *checked = NULL;
+    for (Py_ssize_t i = 0; more != NULL && i < named; i++)
+        if (PyDict_SetItem(more, PyTuple_GET_ITEM(names, i), args[nargs + i]) < 0)
+            Py_CLEAR(more);
+    if (nargs > 1)
+        PyErr_SetString(PyExc_TypeError, "annotate(attributes=None, /, **more)");
+    else if (more != NULL)
+        checked = PyObject_CallMethodObjArgs((PyObject *)core, str_annotate_checked, first, more, NULL);
+    int failed = nargs > 1;
+    if (!failed && checked != NULL && PyDict_Check(checked))
+        failed = set_attributes(core, which, given, checked, NULL, NULL) < 0;
+    else if (!failed)
+        failed = lose(core) < 0;
+    Py_XDECREF(checked);
+    Py_XDECREF(more);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* ------------------------------------------------------------------ scopes */
+
+static PyObject *
+Scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *words[] = {"recorder", "site", "attributes", NULL};
+    PyObject *core, *site, *attributes = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|O:Scope", words, &CoreType, &core, &site, &attributes))
+        return NULL;
+    Scope *self = (Scope *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->core = (Core *)Py_NewRef(core);
+    self->site = Py_NewRef(site);
+    self->attributes = attributes == Py_None ? NULL : Py_NewRef(attributes);
+    return (PyObject *)self;
+}
+
+static int
+Scope_traverse(Scope *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->core);
+    Py_VISIT(self->site);
+    Py_VISIT(self->attributes);
+    Py_VISIT(self->frame);
+    return 0;
+}
+
+/* Nobody is left who could end it: its `with` lost it (from 3.14 on a signal's handler may raise after `__enter__`
+ * and before the block), or it was entered by hand. */
+static void
+end_dropped(Scope *self)
+{
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    if (close_frame(self->core, self->frame, NULL, 0) < 0)
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(type, raised, traceback);
+}
+
+static void
+Scope_dealloc(Scope *self)
+{
+    PyObject_GC_UnTrack(self);
+    if (self->frame != NULL && self->frame->frame.state == OPEN)
+        end_dropped(self);
+    Py_XDECREF(self->core);
+    Py_XDECREF(self->site);
+    Py_XDECREF(self->attributes);
+    Py_XDECREF(self->frame);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *
+Scope_enter(Scope *self, PyObject *Py_UNUSED(none))
+{
+    if (self->site != NULL && self->core->on && self->frame == NULL) {
+        Pass *pass = pass_of(self->core, self->site);
+        if (pass != NULL) {
+            count_passed(pass);
+            return Py_NewRef((PyObject *)self);
+        }
+        self->frame = open_frame(self->core, self->site, self->attributes, OPEN);
+        if (self->frame == NULL && lose(self->core) < 0)
+            return NULL;
+    }
+    return Py_NewRef((PyObject *)self);
+}
+
+static PyObject *
+Scope_exit(Scope *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Frame *frame = self->frame;
+    self->frame = NULL;
+    int closed = frame == NULL ? 0 : close_frame(self->core, frame, nargs > 1 ? args[1] : NULL, 0);
+    Py_XDECREF(frame);
+    if (closed < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *annotate_by(Core *, int, Frame *, PyObject *const *, Py_ssize_t, PyObject *);
+
+static PyObject *
+Scope_annotate(Scope *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    if (self->frame == NULL)
+        Py_RETURN_NONE;
+    return annotate_by(self->core, 0, self->frame, args, nargs, names);
+}
+
+static PyMethodDef Scope_methods[] = {
+    {"annotate", (PyCFunction)(void (*)(void))Scope_annotate, METH_FASTCALL | METH_KEYWORDS,
+     "annotate($self, attributes=None, /, **more)\n--\n\nSet attributes of the span; see instrument.annotate."},
+    {"__enter__", (PyCFunction)Scope_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))Scope_exit, METH_FASTCALL, NULL},
+    {NULL},
+};
+
+static PyMemberDef Scope_members[] = {
+    {"_recorder", T_OBJECT, offsetof(Scope, core), READONLY, NULL},
+    {"_site", T_OBJECT, offsetof(Scope, site), READONLY, NULL},
+    {"_attributes", T_OBJECT, offsetof(Scope, attributes), READONLY, NULL},
+    {NULL},
+};
+
+static PyObject *
+Scope_frame(Scope *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->frame != NULL ? (PyObject *)self->frame : Py_None);
+}
+
+static int
+Scope_set_frame(Scope *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    if (value != NULL && value != Py_None && Py_TYPE(value) != &FrameType) {
+        PyErr_SetString(PyExc_TypeError, "a scope's frame is a Frame or None");
+        return -1;
+    }
+    Frame *frame = value == NULL || value == Py_None ? NULL : (Frame *)Py_NewRef(value);
+    Py_XSETREF(self->frame, frame);
+    return 0;
+}
+
+static PyGetSetDef Scope_getset[] = {
+    {"_frame", (getter)Scope_frame, (setter)Scope_set_frame, NULL, NULL},
+    {NULL},
+};
+
+static PyTypeObject ScopeType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.Scope",
+    .tp_basicsize = sizeof(Scope),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .tp_doc = "A span around a block: Scope(recorder, site, attributes=None).",
+    .tp_new = Scope_new,
+    .tp_dealloc = (destructor)Scope_dealloc,
+    .tp_traverse = (traverseproc)Scope_traverse,
+    .tp_methods = Scope_methods,
+    .tp_members = Scope_members,
+    .tp_getset = Scope_getset,
+};
+
+static PyObject *
+Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs < 3 || nargs > 4) {
+        PyErr_SetString(PyExc_TypeError, "record(site, start_ns, attributes, pair=None)");
+        return NULL;
+    }
+    int64_t end_ns = read_clock(self);
+    int64_t start_ns = PyLong_AsLongLong(args[1]);
+    if (start_ns == -1 && PyErr_Occurred())
+        return NULL;
+    Ring *ring;
+    Current *current = current_of(self, &ring);
+    if (current == NULL) {
+        if (lose(self) < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    frame_t frame;
+    frame.attributes = with_link(current, args[2] == Py_None ? NULL : args[2]);
+    if (frame.attributes != NULL && (current = current_of(self, &ring)) == NULL) {
+        Py_DECREF(frame.attributes);
+        if (lose(self) < 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    identify(self, ring, current, &frame, args[0], NULL);
+    frame.pair = nargs > 3 && args[3] != Py_None ? Py_NewRef(args[3]) : NULL;
+    frame.start_ns = frame.counted_from_ns = start_ns;
+    Py_INCREF(ring);
+    count_against_above(current, &frame, ring, end_ns);
+    store(self, ring, &frame, end_ns, -1, NULL);
+    int failed = frame.pair != NULL ? end_on_device(ring, &frame, end_ns) : 0;
+    Py_DECREF(ring);
+    Py_XDECREF(frame.request);
+    Py_XDECREF(frame.attributes);
+    if (failed)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+no_scope(Core *self)
+{
+    if (self->no_scope == NULL || lose(self) < 0)
+        return NULL;
+    return Py_NewRef((PyObject *)self->no_scope);
+}
+
+static PyObject *
+Core_new_span(Core *self, PyObject *site)
+{
+    Scope *scope = (Scope *)ScopeType.tp_alloc(&ScopeType, 0);
+    if (scope == NULL)
+        return no_scope(self);
+    scope->core = (Core *)Py_NewRef(self);
+    scope->site = Py_NewRef(site);
+    return (PyObject *)scope;
+}
+
+/* scope(name): a scope whose name is known costs a dict lookup; everything else goes the long way in Python. */
+static PyObject *
+Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    if (nargs == 1 && names == NULL && PyUnicode_CheckExact(args[0]) && self->scope_type != NULL) {
+        PyObject *site = PyDict_GetItemWithError(self->user_sites, args[0]); /* borrowed */
+        if (site != NULL) {
+            PyTypeObject *type = (PyTypeObject *)self->scope_type;
+            if (Py_TYPE(site) == type) { /* of a muted one: handed out again as long as nobody has it */
+                if (Py_REFCNT(site) == 1 && ((Scope *)site)->frame == NULL)
+                    return Py_NewRef(site);
+                site = ((Scope *)site)->site;
+            }
+            Py_INCREF(site);
+            Scope *scope = (Scope *)type->tp_alloc(type, 0);
+            if (scope == NULL) {
+                Py_DECREF(site);
+                return no_scope(self);
+            }
+            scope->core = (Core *)Py_NewRef(self);
+            scope->site = site;
+            return (PyObject *)scope;
+        }
+        if (PyErr_Occurred())
+            return NULL;
+    }
+    PyObject *method = PyObject_GetAttr((PyObject *)self, str_make_scope);
+    PyObject *scope = method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)nargs, names);
+    Py_XDECREF(method);
+    if (scope == NULL && PyErr_ExceptionMatches(PyExc_MemoryError))
+        return no_scope(self);
+    return scope;
+}
+
+PyDoc_STRVAR(scope_doc,
+             "scope($self, name, *, kind=None, device=False, attributes=None, phase=None, stream=None)\n--\n\n"
+             "A span around a block; see instrument.recorder.scopes.scope.");

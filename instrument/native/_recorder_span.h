@@ -1,0 +1,535 @@
+/* Hot: a span from its begin to its row. A part of `_recorder.c`. */
+
+static void
+Frame_dealloc(Frame *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->frame.ring);
+    if (self->frame.request != (PyObject *)self)
+        Py_XDECREF(self->frame.request);
+    Py_XDECREF(self->frame.attributes);
+    Py_XDECREF(self->frame.pair);
+    Py_XDECREF(take_published(&self->frame));
+    PyObject_GC_Del(self);
+}
+
+static int
+Frame_traverse(Frame *self, visitproc visit, void *arg)
+{
+    if (self->frame.request != (PyObject *)self)
+        Py_VISIT(self->frame.request);
+    Py_VISIT(self->frame.attributes);
+    Py_VISIT(self->frame.published);
+    return 0;
+}
+
+static int
+Frame_clear(Frame *self)
+{
+    Py_XDECREF(take_published(&self->frame));
+    return 0;
+}
+
+static PyMemberDef Frame_members[] = {
+    {"span_id", T_ULONGLONG, offsetof(Frame, frame.span_id), READONLY, "identity of the span"},
+    {"root_id", T_ULONGLONG, offsetof(Frame, frame.root_id), READONLY, "identity of the tree's root"},
+    {"task", T_ULONGLONG, offsetof(Frame, frame.task), READONLY, "identity of the task, 0 outside of one"},
+    {NULL},
+};
+
+static PyTypeObject FrameType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.Frame",
+    .tp_basicsize = sizeof(Frame),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "A span that is open.",
+    .tp_dealloc = (destructor)Frame_dealloc,
+    .tp_traverse = (traverseproc)Frame_traverse,
+    .tp_clear = (inquiry)Frame_clear,
+    .tp_members = Frame_members,
+};
+
+/* Whether a call of a node is open on a thread, from a frame upwards, also in what its context was copied under. */
+static int
+is_open_around(Current *current, const frame_t *frame, const Ring *ring, const node_t *node)
+{
+    int found = 0;
+    Py_XINCREF(current);
+    for (int chains = 0; chains < DEEPEST_CHAIN && current != NULL && !found; chains++) {
+        for (; frame != NULL && !found; frame = frame->above)
+            found = frame->node == node && frame->ring != NULL && frame->ring->thread_id == ring->thread_id &&
+                    frame->state != CLOSED;
+        Published *base = nearest_open(current->base);
+        frame = base != NULL ? base->frame : NULL;
+        Current *owner = base != NULL ? (Current *)Py_XNewRef(base->owner) : NULL;
+        Py_DECREF(current);
+        current = owner;
+    }
+    Py_XDECREF(current);
+    return found;
+}
+
+/* Fill in who the span is and where it belongs; the clock is read by the caller, last. */
+static inline void
+identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *site, path_t *path)
+{
+    frame_t *above = current->top;
+    node_t *parent, *step;
+    frame->above = above;
+    frame->below_fold = frame->is_inner = 0;
+    frame->span_id = core->next_id;
+    core->next_id = core->next_id >= INT64_MAX - 1 ? 2 : core->next_id + 2; /* 0 means none; readers have 63 bits */
+    frame->ring = ring;
+    frame->task = current->task;
+    frame->children_ns = 0;
+    frame->has_rows = 0;
+    if (above != NULL) {
+        parent = above->node;
+        frame->below_fold = above->below_fold;
+        frame->parent_id = above->span_id;
+        frame->root_id = above->root_id;
+        frame->request = Py_XNewRef(above->request);
+    } else if (current->base != NULL) {
+        const frame_t *base = current->base->frame;
+        parent = base != NULL ? base->node : &core->root;
+        frame->below_fold = base != NULL && base->below_fold;
+        frame->parent_id = current->base->span_id;
+        frame->root_id = current->base->root_id;
+        frame->request = Py_XNewRef(current->base->request);
+    } else {
+        parent = &core->root;
+        frame->parent_id = 0;
+        frame->root_id = frame->span_id;
+        frame->request = NULL;
+        if (current->linked != NULL && frame->attributes == NULL)
+            frame->attributes = Py_NewRef(current->linked);
+    }
+    /* What runs between may have given the place to another instance. */
+    if (path != NULL && path->site == site && path->parents[0] == parent) {
+        step = path->steps[0];
+    } else if (path != NULL && path->site == site && path->parents[1] == parent) {
+        step = path->steps[1];
+    } else {
+        step = node_of(core, parent, site);
+        if (path != NULL && path->site == site) {
+            path->parents[1] = path->parents[0];
+            path->steps[1] = path->steps[0];
+            path->parents[0] = parent;
+            path->steps[0] = step;
+        }
+    }
+    frame->node = end_of(step);
+    if (is_edge(step))
+        frame->below_fold = 1;
+    if (frame->below_fold && frame->node->may_recur)
+        frame->is_inner = (char)is_open_around(current, current->top, ring, frame->node);
+}
+
+static int
+note_remote(Core *core, Frame *frame)
+{
+    PyObject *ask = Py_NewRef(core->remote_parent);
+    PyObject *remote = PyObject_CallNoArgs(ask);
+    Py_DECREF(ask);
+    if (remote != NULL && remote != Py_None) {
+        PyObject *attributes = frame->frame.attributes ? PyDict_Copy(frame->frame.attributes) : PyDict_New();
+        if (attributes != NULL && PyDict_SetItem(attributes, core->remote_key, remote) == 0)
+            Py_XSETREF(frame->frame.attributes, attributes);
+        else
+            Py_XDECREF(attributes);
+    }
+    Py_XDECREF(remote);
+    if (PyErr_Occurred())
+        note_fault("current OpenTelemetry span");
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* What a root has to say besides its own attributes of where its context came from; a new reference or NULL, without
+ * an exception. Making a dict may run code of the host's. */
+static PyObject *
+with_link(const Current *current, PyObject *attributes)
+{
+    if (current->top != NULL || current->base != NULL || current->linked == NULL || attributes == NULL)
+        return Py_XNewRef(attributes); /* a root without any takes those of its context */
+    PyObject *linked = Py_NewRef(current->linked);
+    PyObject *both = PyDict_Check(attributes) ? PyDict_Copy(attributes) : NULL;
+    if (both != NULL && PyDict_Update(both, linked) < 0)
+        Py_CLEAR(both);
+    PyErr_Clear(); /* for want of memory */
+    Py_DECREF(linked);
+    return both != NULL ? both : Py_NewRef(attributes);
+}
+
+static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere);
+
+/* NULL with an exception, or without one where the reason has been counted: see `lose`. */
+static Frame *
+open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
+{
+    Frame *self = PyObject_GC_New(Frame, &FrameType);
+    if (self == NULL)
+        return NULL;
+    memset((char *)self + sizeof(PyObject), 0, sizeof(Frame) - sizeof(PyObject));
+    frame_t *frame = &self->frame;
+    frame->self = (PyObject *)self;
+    frame->state = state;
+    PyObject_GC_Track(self);
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    if (current != NULL && attributes != NULL) {
+        frame->attributes = with_link(current, attributes);
+        if (frame->attributes != attributes)
+            current = current_of(core, &ring);
+    }
+    if (current == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    identify(core, ring, current, frame, site, NULL);
+    Py_INCREF(ring);
+    int is_request = frame->node == core->overflow ? kind_is(site, str_request) : frame->node->is_request;
+    if (is_request && !is_open_request(frame->request)) {
+        frame->root_id = frame->span_id |= REQUEST_BIT;
+        Py_XSETREF(frame->request, (PyObject *)self); /* borrowed: of itself */
+        if (core->remote_parent != NULL && core->remote_parent != Py_None) {
+            uint64_t uid = core->uid;
+            int failed = note_remote(core, self) < 0;
+            if (core->uid != uid) /* reset meanwhile, and nobody knew of the frame */
+                frame->node = core->overflow;
+            if (failed) {
+                Py_DECREF(self);
+                return NULL;
+            }
+            current = current_of(core, &ring);
+            if (current == NULL) {
+                Py_DECREF(self);
+                return NULL;
+            }
+            frame->above = current->top; /* it may have ended scopes */
+        }
+    }
+    Py_INCREF(self); /* the chain's */
+    Py_INCREF(current);
+    current->top = frame;
+    if (current->eager)
+        publish(core, current, frame);
+    Py_DECREF(current);
+    frame->start_ns = frame->counted_from_ns = read_clock(core);
+    if (is_timed_on_device(core, frame) && begin_on_device(core, frame, NULL) < 0) {
+        PyObject *type, *raised, *traceback;
+        PyErr_Fetch(&type, &raised, &traceback);
+        if (close_frame(core, self, Py_None, 0) < 0)
+            PyErr_Clear(); /* of two that handlers raised, the first */
+        PyErr_Restore(type, raised, traceback);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return self;
+}
+
+static uint64_t
+bytes_in(PyObject *attributes)
+{
+    PyObject *moved = PyDict_Check(attributes) ? PyDict_GetItemWithError(attributes, str_bytes) : NULL; /* borrowed */
+    uint64_t bytes = moved != NULL && PyLong_Check(moved) ? PyLong_AsUnsignedLongLong(moved) : 0;
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        return 0;
+    }
+    return bytes;
+}
+
+static inline int
+is_too_short(const frame_t *frame, int64_t end_ns)
+{
+    return end_ns - frame->start_ns < frame->node->min_ns && frame->children_ns == 0 && !frame->has_rows;
+}
+
+/* The totals of a call path on the ring's thread; NULL without memory. */
+static inline totals_t *
+totals_here(Ring *ring, node_t *node)
+{
+    if (node->ring_number == ring->number)
+        return node->totals;
+    totals_t *totals = totals_of(&ring->totals, node->index);
+    if (totals != NULL) {
+        node->totals = totals;
+        node->ring_number = ring->number;
+    }
+    return totals;
+}
+
+/* The error of a span that has ended: what its status says, where somebody has set one, else what it was. Borrowed. */
+static PyObject *
+error_told(PyObject *attributes, PyObject *error)
+{
+    PyObject *status = PyDict_Check(attributes) ? PyDict_GetItemWithError(attributes, str_status_code) : NULL;
+    if (status == NULL) {
+        if (PyErr_Occurred())
+            PyErr_Clear();
+        return error;
+    }
+    PyObject *type = PyDict_GetItemWithError(attributes, str_error_type);
+    PyErr_Clear();
+    if (!PyUnicode_Check(status))
+        return error;
+    if (PyUnicode_Compare(status, str_ok) == 0)
+        return NULL;
+    if (PyUnicode_Compare(status, str_error) != 0)
+        return error;
+    if (type != NULL && PyUnicode_Check(type) && PyUnicode_GET_LENGTH(type) > 0)
+        return type;
+    return error != NULL ? error : str_other;
+}
+
+/* What a row has beside its numbers: attributes alone as they are, which most have that have anything. */
+static PyObject *
+rare_of(int64_t active_ns, PyObject *error, PyObject *attributes)
+{
+    if (error == NULL && active_ns < 0 && PyDict_Check(attributes))
+        return Py_NewRef(attributes);
+    return Py_BuildValue("(LOO)", active_ns, error != NULL ? error : Py_None,
+                         attributes != NULL ? attributes : Py_None);
+}
+
+/* All that may run code of the host's comes first and last: in between, the ring is between two rows. */
+static void
+store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error)
+{
+    PyObject *rare = NULL;
+    uint64_t moved_bytes = 0;
+    if (frame->attributes != NULL)
+        error = error_told(frame->attributes, error);
+    if (error != NULL || frame->attributes != NULL || active_ns >= 0) {
+        rare = rare_of(active_ns, error, frame->attributes);
+        if (rare == NULL) {
+            PyErr_Clear();
+            count(core, NO_DETAILS);
+        }
+        if (frame->node->is_copy && frame->attributes != NULL)
+            moved_bytes = bytes_in(frame->attributes);
+    }
+    if (ring->rows == NULL) { /* reset meanwhile, and no memory for a new one */
+        Py_XDECREF(rare);
+        return;
+    }
+    if (end_ns < frame->start_ns) /* the time stamp counters of two processors may differ by a little */
+        end_ns = frame->start_ns;
+    int64_t total_ns = end_ns - frame->start_ns;
+    int64_t own_ns = (active_ns < 0 ? total_ns : active_ns) - frame->children_ns;
+    PyObject *old = rare;
+    if (error == NULL && is_too_short(frame, end_ns)) {
+        ring->too_short++;
+    } else {
+        row_t *row = &ring->rows[ring->head & ring->mask];
+        /* Reading a row that is not at hand costs more than writing it. */
+        old = ring->has_rare ? row->rare : NULL;
+        if (rare != NULL)
+            ring->has_rare = 1;
+        row->span_id = frame->span_id;
+        row->parent_id = frame->parent_id;
+        row->root_id = frame->root_id;
+        row->start_ns = frame->start_ns;
+        row->end_ns = end_ns;
+        row->children_ns = frame->children_ns;
+        row->rare = rare;
+        row->node = frame->node->index;
+        row->task = (uint32_t)(frame->task >> 4);
+        ring->head++;
+        __builtin_prefetch(&ring->rows[ring->head & ring->mask], 1);
+    }
+    totals_t *totals = totals_here(ring, frame->node);
+    if (totals != NULL) {
+        if (totals->calls == 0) {
+            totals->min_ns = totals->max_ns = total_ns;
+            totals->first_ns = frame->start_ns;
+            totals->first_total_ns = total_ns;
+        } else {
+            if (total_ns < totals->min_ns)
+                totals->min_ns = total_ns;
+            if (total_ns > totals->max_ns)
+                totals->max_ns = total_ns;
+            if (frame->start_ns < totals->first_ns) {
+                totals->first_ns = frame->start_ns;
+                totals->first_total_ns = total_ns;
+            }
+        }
+        totals->calls++;
+        if (error != NULL)
+            totals->errors++;
+        if (moved_bytes != 0)
+            totals->moved_bytes += moved_bytes;
+        if (!frame->is_inner)
+            add_time(core, &totals->total_ns, total_ns);
+        add_time(core, &totals->self_ns, own_ns > 0 ? own_ns : 0);
+        totals->waiting[totals->waiting_count++] = (uint16_t)bucket_of((uint64_t)total_ns);
+        if (totals->waiting_count == BUCKETS_WAITING)
+            count_waiting(core, totals);
+    } else {
+        count(core, NOT_TALLIED);
+    }
+    Py_XDECREF(old); /* last: it may run code of the host's */
+}
+
+/* Count a span's time against the span above it, where both ran on one thread and task. */
+static inline void
+count_against_above(Current *current, frame_t *frame, Ring *ring, int64_t end_ns)
+{
+    frame_t *above = frame->above;
+    if (above == NULL && current->base != NULL && frame->parent_id == current->base->span_id)
+        above = current->base->frame;
+    if (above != NULL && above->ring == ring && above->task == frame->task)
+        above->children_ns += end_ns - frame->counted_from_ns;
+}
+
+/* Take a frame out of the chain and give the chain's reference up. */
+static void
+unlink_frame(Current *current, frame_t *below, frame_t *frame)
+{
+    if (below == NULL)
+        current->top = frame->above;
+    else
+        below->above = frame->above;
+    frame->above = NULL;
+    Py_XDECREF(frame->self);
+}
+
+/* End a frame while others, begun inside it, go on: what follows counts against the frame above. -1 where it is not in
+ * the chain. */
+static int
+cross(Current *current, frame_t *frame, int64_t end_ns)
+{
+    frame_t *below = current->top;
+    while (below != NULL && below->above != frame)
+        below = below->above;
+    if (below == NULL)
+        return -1;
+    if (below->ring == frame->ring && below->task == frame->task)
+        frame->children_ns += end_ns - below->counted_from_ns;
+    below->counted_from_ns = end_ns;
+    unlink_frame(current, below, frame);
+    return 0;
+}
+
+/* The name of an exception's class, cut where it is long. No code of the class is run: a metaclass may have a `__name__`
+ * of its own. */
+static PyObject * /* new reference or NULL; no exception */
+error_name(PyObject *type)
+{
+    PyObject *whole = Py_TYPE(name_of_type)->tp_descr_get(name_of_type, type, (PyObject *)Py_TYPE(type));
+    PyObject *name = whole == NULL ? NULL : PyUnicode_Substring(whole, 0, ERROR_NAME_LIMIT);
+    Py_XDECREF(whole);
+    if (name == NULL)
+        PyErr_Clear();
+    return name;
+}
+
+/* What a class of a web framework's own says of its status, borrowed; NULL for any other class. */
+static PyObject *
+answer_of(Core *core, PyTypeObject *type)
+{
+    if (!PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE))
+        return NULL;
+    PyObject *module = PyDict_GetItem(type->tp_dict, str_module_dunder);
+    PyObject *known = module != NULL && PyUnicode_CheckExact(module) ? PyDict_GetItem(core->answers, module) : NULL;
+    return known == NULL ? NULL : PyDict_GetItem(known, ((PyHeapTypeObject *)type)->ht_qualname);
+}
+
+/* The status of HTTP by which an exception answers a request, -1 where it is not of a web framework. No exception is
+ * set. Twin of `status_of` in http_status.py. */
+static long
+status_of(Core *core, PyObject *error)
+{
+    PyObject *classes = Py_TYPE(error)->tp_mro, *answer = NULL;
+    for (Py_ssize_t i = 0; answer == NULL && i < PyTuple_GET_SIZE(classes); i++)
+        answer = answer_of(core, (PyTypeObject *)PyTuple_GET_ITEM(classes, i));
+    if (answer == NULL)
+        return -1;
+    PyObject *found = PyLong_Check(answer) ? Py_NewRef(answer) : PyObject_GetAttr(error, answer);
+    if (found != NULL && PyUnicode_Check(found)) {
+        PyObject *digits = PyUnicode_Substring(found, 0, 3);
+        Py_SETREF(found, digits == NULL ? NULL : PyLong_FromUnicodeObject(digits, 10));
+        Py_XDECREF(digits);
+    }
+    long status = found != NULL && PyLong_Check(found) ? PyLong_AsLong(found) : -1;
+    Py_XDECREF(found);
+    if (PyErr_Occurred()) /* a class of the host's makes something else of it */
+        PyErr_Clear();
+    return 100 <= status && status < 1000 ? status : -1;
+}
+
+/* Whether what a span ended with is an answer below 500 and no error; a request bears the answer's status. */
+static int
+is_answer(Core *core, Frame *ended, PyObject *error)
+{
+    if (core->answers == NULL || !PyDict_CheckExact(core->answers) || !PyExceptionInstance_Check(error))
+        return 0;
+    long status = status_of(core, error);
+    if (status >= 0 && ended != NULL && ended->frame.node->is_request) {
+        PyObject *number = PyLong_FromLong(status);
+        PyObject *attributes = ended->frame.attributes ? PyDict_Copy(ended->frame.attributes) : PyDict_New();
+        if (number != NULL && attributes != NULL && PyDict_SetItem(attributes, str_status, number) == 0)
+            Py_XSETREF(ended->frame.attributes, Py_NewRef(attributes));
+        else
+            count(core, NO_DETAILS);
+        PyErr_Clear();
+        Py_XDECREF(attributes);
+        Py_XDECREF(number);
+    }
+    return status >= 0 && status < FIRST_OF_SERVER;
+}
+
+/* End a span with an exception, or the name of an error, or None. `anywhere`: it is no mistake that it ends before what
+ * is inside it, or in another context. -1 with an exception of the host's, else 0: what could not be recorded has been
+ * counted. */
+static int
+close_frame(Core *core, Frame *self, PyObject *error, int anywhere)
+{
+    int64_t end_ns = read_clock(core);
+    frame_t *frame = &self->frame;
+    if (frame->state == CLOSED) {
+        count(core, ENDED_TWICE);
+        return 0;
+    }
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    if (frame->state == CLOSED) { /* by code that ran meanwhile */
+        count(core, ENDED_TWICE);
+        return 0;
+    }
+    if (current == NULL) {
+        frame->state = CLOSED;
+        return lose(core);
+    }
+    Py_INCREF(self);
+    Py_INCREF(ring);
+    Py_INCREF(current);
+    frame->state = CLOSED;
+    if (current->top != frame)
+        frame->has_rows = 1; /* what was begun inside it goes on */
+    count_against_above(current, frame, ring, end_ns);
+    PyObject *published = take_published(frame);
+    frame_t *above = frame->above;
+    if (current->top == frame) {
+        unlink_frame(current, NULL, frame);
+        publish_rest(core, current);
+        above = current->top;
+    } else if (current->top != NULL || current->base != NULL || current->link_id != 0) {
+        reason_t reason = cross(current, frame, end_ns) < 0 ? FOREIGN : CROSSED;
+        if (!anywhere)
+            count(core, reason);
+    }
+    if (published != NULL)
+        pass_on(core, current, published, above);
+    PyObject *name = error != NULL && PyUnicode_CheckExact(error) ? Py_NewRef(error)
+                     : error == NULL || error == Py_None || is_answer(core, self, error)
+                         ? NULL
+                         : error_name((PyObject *)Py_TYPE(error));
+    store(core, ring, frame, end_ns, -1, name);
+    Py_XDECREF(name);
+    int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
+    Py_DECREF(current);
+    Py_DECREF(ring);
+    Py_DECREF(self);
+    return failed;
+}

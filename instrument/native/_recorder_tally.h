@@ -1,0 +1,265 @@
+/* Hot: totals of a call path on a thread. Cold: adding them up, and giving them to Python. A part of `_recorder.c`. */
+
+static inline totals_t *
+known_totals(const book_t *book, uint32_t index)
+{
+    totals_t **page = index / PAGE < book->slots ? book->pages[index / PAGE] : NULL;
+    return page == NULL ? NULL : page[index % PAGE];
+}
+
+static totals_t *
+totals_of(book_t *book, uint32_t index)
+{
+    uint32_t number = index / PAGE;
+    if (number >= book->slots) {
+        uint32_t wanted = book->slots ? book->slots : 8;
+        while (wanted <= number)
+            wanted *= 2;
+        totals_t ***grown = PyMem_Realloc(book->pages, wanted * sizeof(totals_t **));
+        if (grown == NULL)
+            return NULL;
+        memset(grown + book->slots, 0, (wanted - book->slots) * sizeof(totals_t **));
+        book->pages = grown;
+        book->slots = wanted;
+    }
+    if (book->pages[number] == NULL && (book->pages[number] = PyMem_Calloc(PAGE, sizeof(totals_t *))) == NULL)
+        return NULL;
+    totals_t **totals = &book->pages[number][index % PAGE];
+    if (*totals == NULL)
+        *totals = new_lines(sizeof(totals_t));
+    return *totals;
+}
+
+/* The index that tally.bucket computes. */
+static inline uint32_t
+bucket_of(uint64_t value)
+{
+    if (value < 128)
+        return (uint32_t)value;
+    uint32_t exponent = 64 - (uint32_t)__builtin_clzll(value) - 7;
+    return (exponent << 6) + (uint32_t)(value >> exponent);
+}
+
+static int
+carry(chunk_t *chunk, uint32_t at, uint64_t times)
+{
+    if (chunk->high == NULL && (chunk->high = PyMem_Calloc(64, sizeof *chunk->high)) == NULL)
+        return -1;
+    chunk->high[at] += times;
+    return 0;
+}
+
+static inline chunk_t *
+chunk_of(totals_t *totals, uint32_t bucket)
+{
+    chunk_t **chunk = &totals->chunks[bucket >> 6];
+    if (*chunk == NULL)
+        *chunk = PyMem_Calloc(1, sizeof(chunk_t));
+    return *chunk;
+}
+
+static void
+count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t times)
+{
+    chunk_t *chunk = chunk_of(totals, bucket);
+    if (chunk == NULL) {
+        core->reasons[NO_DETAILS] += times;
+        return;
+    }
+    uint16_t *low = &chunk->low[bucket & 63];
+    if (times > (uint64_t)(UINT16_MAX - *low)) {
+        uint64_t sum = *low + (times & UINT16_MAX);
+        if (carry(chunk, bucket & 63, (times >> LOW_BITS) + (sum >> LOW_BITS)) < 0) {
+            core->reasons[NO_DETAILS] += times - (uint64_t)(UINT16_MAX - *low);
+            *low = UINT16_MAX; /* no memory to count on in */
+        } else {
+            *low = (uint16_t)sum;
+        }
+    } else {
+        *low += (uint16_t)times;
+    }
+}
+
+/* Count the buckets that wait; those for which there is no memory wait on, if that can be. */
+static void
+count_waiting(Core *core, totals_t *totals)
+{
+    for (int i = 0; i < totals->waiting_count; i++) {
+        chunk_t *chunk = totals->chunks[totals->waiting[i] >> 6];
+        if (chunk != NULL)
+            __builtin_prefetch(&chunk->low[totals->waiting[i] & 63], 1);
+    }
+    while (totals->waiting_count > 0) {
+        uint32_t bucket = totals->waiting[totals->waiting_count - 1];
+        chunk_t *chunk = chunk_of(totals, bucket);
+        if (core == NULL && (chunk == NULL || (chunk->low[bucket & 63] == UINT16_MAX && carry(chunk, bucket & 63, 0) < 0)))
+            return;
+        totals->waiting_count--;
+        count_bucket(core, totals, bucket, 1);
+    }
+}
+
+/* Add to a sum of times, which stays at its largest value instead of turning negative. Without a core nobody is told. */
+static inline void
+add_time(Core *core, int64_t *sum, int64_t more)
+{
+    if (__builtin_add_overflow(*sum, more, sum)) {
+        *sum = INT64_MAX;
+        if (core != NULL)
+            count(core, SATURATED);
+    }
+}
+
+static inline uint64_t
+times_of(const totals_t *totals, uint32_t bucket)
+{
+    const chunk_t *chunk = totals->chunks[bucket >> 6];
+    if (chunk == NULL)
+        return 0;
+    return (chunk->high == NULL ? 0 : chunk->high[bucket & 63] << LOW_BITS) + chunk->low[bucket & 63];
+}
+
+/* Add all but the histogram. */
+static void
+add_totals(Core *core, totals_t *into, const totals_t *from)
+{
+    if (into->calls == 0 || from->min_ns < into->min_ns)
+        into->min_ns = from->min_ns;
+    if (into->calls == 0 || from->first_ns < into->first_ns) {
+        into->first_ns = from->first_ns;
+        into->first_total_ns = from->first_total_ns;
+    }
+    if (from->max_ns > into->max_ns)
+        into->max_ns = from->max_ns;
+    into->calls += from->calls;
+    into->errors += from->errors;
+    into->moved_bytes += from->moved_bytes;
+    add_time(core, &into->total_ns, from->total_ns);
+    add_time(core, &into->self_ns, from->self_ns);
+    add_time(core, &into->device_ns, from->device_ns);
+    add_time(core, &into->beyond_ns, from->beyond_ns);
+}
+
+static void
+merge_totals(Core *core, totals_t *into, totals_t *from)
+{
+    if (from->calls == 0)
+        return;
+    count_waiting(core, from);
+    add_totals(core, into, from);
+    for (uint32_t c = 0; c < CHUNKS; c++)
+        for (uint32_t i = c << 6; from->chunks[c] != NULL && i < (c + 1) << 6; i++)
+            if (times_of(from, i))
+                count_bucket(core, into, i, times_of(from, i));
+}
+
+static void
+free_book(book_t *book)
+{
+    for (uint32_t p = 0; p < book->slots; p++) {
+        for (uint32_t i = 0; book->pages[p] != NULL && i < PAGE; i++) {
+            totals_t *totals = book->pages[p][i];
+            for (uint32_t c = 0; totals != NULL && c < CHUNKS; c++) {
+                if (totals->chunks[c] != NULL)
+                    PyMem_Free(totals->chunks[c]->high);
+                PyMem_Free(totals->chunks[c]);
+            }
+            free_lines(totals);
+        }
+        PyMem_Free(book->pages[p]);
+    }
+    PyMem_Free(book->pages);
+    book->pages = NULL;
+    book->slots = 0;
+}
+
+static int64_t
+elapsed_of(const totals_t *totals)
+{
+    return totals->total_ns > INT64_MAX - totals->beyond_ns ? INT64_MAX : totals->total_ns + totals->beyond_ns;
+}
+
+/* A bucket of a packed histogram, and the calls in it: `tally.PACKED`. */
+#define PACKED_BYTES (sizeof(uint32_t) + sizeof(uint64_t))
+
+static size_t
+packed_size(const totals_t *totals)
+{
+    size_t used = 0;
+    for (uint32_t c = 0; c < CHUNKS; c++)
+        for (uint32_t i = c << 6; totals->chunks[c] != NULL && i < (c + 1) << 6; i++)
+            used += times_of(totals, i) != 0;
+    return used * PACKED_BYTES;
+}
+
+static char *
+pack_bucket(char *at, uint32_t bucket, uint64_t times)
+{
+    memcpy(at, &bucket, sizeof bucket);
+    memcpy(at + sizeof bucket, &times, sizeof times);
+    return at + PACKED_BYTES;
+}
+
+/* Where the packed histogram ends. */
+static char *
+pack(char *at, const totals_t *totals)
+{
+    for (uint32_t c = 0; c < CHUNKS; c++)
+        for (uint32_t i = c << 6; totals->chunks[c] != NULL && i < (c + 1) << 6; i++) {
+            uint64_t times = times_of(totals, i);
+            if (times != 0)
+                at = pack_bucket(at, i, times);
+        }
+    return at;
+}
+
+/* The fields of `Totals` up to `first_ns`, in their order, and the histogram, packed. It is handed over. */
+static PyObject *
+totals_as_tuple(const totals_t *t, PyObject *packed)
+{
+    return packed == NULL ? NULL
+                          : Py_BuildValue("(KKLLLLLLKLN)", t->calls, t->errors, t->total_ns, t->self_ns, t->device_ns,
+                                          elapsed_of(t), t->min_ns, t->max_ns, t->moved_bytes, t->first_ns, packed);
+}
+
+/* {node index: totals} */
+static PyObject *
+book_as_dict(const book_t *book)
+{
+    PyObject *all = PyDict_New();
+    for (uint32_t n = 0; all != NULL && n < book->slots * PAGE; n++) {
+        totals_t *t = known_totals(book, n);
+        if (t == NULL || t->calls == 0)
+            continue;
+        count_waiting(NULL, t);
+        PyObject *packed = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)packed_size(t));
+        if (packed != NULL)
+            pack(PyBytes_AS_STRING(packed), t);
+        PyObject *key = PyLong_FromUnsignedLong(n);
+        PyObject *value = totals_as_tuple(t, packed);
+        if (key == NULL || value == NULL || PyDict_SetItem(all, key, value) < 0)
+            Py_CLEAR(all);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return all;
+}
+
+/* {node index: (when its first call began, how long that took)} */
+static PyObject *
+firsts_as_dict(const book_t *book)
+{
+    PyObject *all = PyDict_New();
+    for (uint32_t n = 0; all != NULL && n < book->slots * PAGE; n++) {
+        totals_t *t = known_totals(book, n);
+        if (t == NULL || t->calls == 0)
+            continue;
+        PyObject *key = PyLong_FromUnsignedLong(n);
+        PyObject *value = Py_BuildValue("(LL)", t->first_ns, t->first_total_ns);
+        if (key == NULL || value == NULL || PyDict_SetItem(all, key, value) < 0)
+            Py_CLEAR(all);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return all;
+}
