@@ -81,6 +81,65 @@ def test_what_a_task_starts_between_its_spans_hangs_below_what_the_task_came_fro
     assert sum(span.parent_id == root.span_id for span in spans) == 6
 
 
+@pytest.mark.parametrize("loop_of", ["asyncio", "uvloop"])
+def test_a_task_hangs_below_what_made_it_under_any_loop_that_tells(recorder: Any, loop_of: str) -> None:
+    loops = pytest.importorskip(loop_of)
+    call = wrapped(recorder, "call")(lambda job: asyncio.get_running_loop().create_task(job))
+
+    async def job() -> None:
+        with recorder.make_scope("job"):
+            await asyncio.sleep(0)
+
+    @wrapped(recorder, "request", "request")
+    async def request() -> None:
+        with recorder.make_scope("part"):
+            made = asyncio.create_task(job())
+            await asyncio.gather(made, job())
+            await call(job())
+
+    loop = loops.new_event_loop()
+    try:
+        loop.run_until_complete(request())
+    finally:
+        loop.close()
+    below = "request > part"
+    assert tallied(recorder) == {"request": 1, below: 1, f"{below} > job": 3, f"{below} > call": 1}
+    assert recorder.counts() == {}
+
+
+def test_a_task_made_past_its_loop_is_of_the_request_that_made_it(recorder: Any) -> None:
+    leaf = wrapped(recorder, "leaf")(lambda: None)
+
+    async def job() -> None:
+        leaf()
+
+    async def items() -> AsyncIterator[Any]:
+        for _ in range(2):
+            yield asyncio.Task(job(), loop=asyncio.get_running_loop())
+
+    stream = wrapped(recorder, "stream", "request")(items)
+
+    @wrapped(recorder, "request", "request")
+    async def request() -> None:
+        with recorder.make_scope("part"):
+            made = asyncio.Task(job(), loop=asyncio.get_running_loop())
+            await asyncio.create_task(job())
+        with recorder.make_scope("part"):
+            again = asyncio.Task(job(), loop=asyncio.get_running_loop())
+        await asyncio.wait([made, again])
+
+    async def main() -> None:
+        await asyncio.wait([asyncio.Task(request(), loop=asyncio.get_running_loop())])
+        async for made in stream():
+            await made
+
+    asyncio.run(main())
+    spans = {span.span_id: span for span in recorder.spans()}
+    roots = [spans[span.root_id].site.name for span in spans.values() if span.site.name == "leaf"]
+    assert sorted(roots) == ["request"] * 3 + ["stream"] * 2
+    assert recorder.counts() == {}
+
+
 def test_what_a_suspended_async_generator_has_started_hangs_below_it(recorder: Any) -> None:
     leaf = wrapped(recorder, "leaf")(lambda: None)
     started: list[asyncio.Task[None]] = []

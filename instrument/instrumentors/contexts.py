@@ -1,11 +1,11 @@
 """Copied contexts: the recorder is told when one is copied, so that what runs in the copy finds its parent.
 
-To know the current span of each context at any time, the recorder would have to write a context variable twice a call,
-which costs more than the rest of the call. Contexts are copied by `contextvars.copy_context`, and by asyncio in C where
+To know the current span of each context at any time, the recorder would have to write a context variable twice a span,
+which costs more than the rest of the span. Contexts are copied by `contextvars.copy_context`, and by asyncio in C where
 it makes a task: by `loop.create_task`, which all of asyncio's own ways to a task and those of its users go through. So
-both tell the recorder. A loop that is not asyncio's, such as uvloop's, does not: there each call is written down as it
-begins and ends. What makes a task past its loop, by `asyncio.Task` itself, finds the nearest scope, coroutine or
-request, for those are written down wherever a loop runs.
+both tell the recorder, of asyncio's loops and of uvloop's. A loop of another kind does not: there each span is written
+down as it begins and ends. What copies a context past these, as `asyncio.Task` itself and uvloop's `call_soon` do, has
+the copy find the nearest request, for those are written down wherever a loop runs.
 
 A context that is given to two tasks is one to its variables as well: a span of one task may hang below one of the
 other. Which task it ran in is asked for at each step there, for self times go by that.
@@ -56,28 +56,39 @@ def watch(recorder: Recorder = RECORDER) -> Undo:
     return undo
 
 
+LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
+"""The kinds of loop that are made to tell, each by the module that has it."""
+
+
 class _Tasks:
-    """Has asyncio's loops tell of the tasks that they make, from the first span under one on."""
+    """Has loops tell of the tasks that they make, from the first span under one of their kind on."""
 
     def __init__(self, recorder: Recorder, undos: list[Undo]) -> None:
         self._publish, self._share = recorder.publish, recorder.share
         self._given: WeakValueDictionary[int, Context] = WeakValueDictionary()
         self._undos = undos
-        self._create_task: Any = None
-        if "asyncio.base_events" in sys.modules:
-            self._attach()
+        self._telling: dict[Any, Any] = {}  # by kind of loop: what makes its tasks, and tells
+        self._attach()
 
     def are_told(self) -> bool:
         """Whether the loop that runs now tells of its tasks."""
-        if self._create_task is None:
-            self._attach()
-        # Of a class that makes its tasks in another way, or of an instance, nothing is known.
         loop = sys.modules["asyncio.events"]._get_running_loop()
-        return type(loop).create_task is self._create_task and "create_task" not in vars(loop)
+        # Of a class that makes its tasks in another way, or of an instance, nothing is known.
+        return self._tells(type(loop)) and "create_task" not in vars(loop)
+
+    def _tells(self, kind: Any) -> bool:
+        if kind.create_task not in self._telling.values():
+            self._attach()
+        return kind.create_task in self._telling.values()
 
     def _attach(self) -> None:
-        base = sys.modules["asyncio.base_events"].BaseEventLoop
-        original, publish, share, given = base.create_task, self._publish, self._share, self._given
+        for module, name in LOOPS:
+            kind = getattr(sys.modules.get(module), name, None)
+            if kind is not None and kind not in self._telling:
+                self._telling[kind] = self._make_tell(kind)
+
+    def _make_tell(self, kind: Any) -> Any:
+        original, publish, share, given = kind.create_task, self._publish, self._share, self._given
 
         @functools.wraps(original)
         def create_task(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,5 +99,5 @@ class _Tasks:
                 given[id(context)] = context
             return original(self, *args, **kwargs)
 
-        self._undos.append(replace(base, "create_task", create_task))
-        self._create_task = create_task
+        self._undos.append(replace(kind, "create_task", create_task))
+        return create_task

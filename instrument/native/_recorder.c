@@ -13,10 +13,10 @@
  * Which chain is current follows PyThreadState.context: every task, callback and copied context has a Context of its
  * own, and a Current object in one context variable. A new context finds there what its maker published: a Published
  * object, the identity of the span that was innermost when the context was copied, which says whether that is still
- * open, and if not, which of those above it was the nearest. Publishing costs a context variable
- * write, which is more than the rest of a call, so `publish` is called by what copies a context. Under an event loop
- * contexts are also copied behind our back: there a span that stays open from one step of the loop to the next is
- * published as it begins and ends, and each span is where the loop does not tell of the tasks that it makes.
+ * open, and if not, which of those above it was the nearest. Publishing costs a context variable write, which is more
+ * than the rest of a call, and sends the next span the long way to its chain: so `publish` is called by what copies a
+ * context. Under an event loop contexts are also copied behind our back: there requests are published as they begin and
+ * end, and each span is where the loop does not tell of the tasks that it makes.
  *
  * A service computes between two spans, and that leaves nothing of ours in the processor's caches: a span of 60 ns costs
  * 600 then, all of it waiting for memory. So what a span touches is counted in cache lines, and has few: what a call

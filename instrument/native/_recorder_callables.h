@@ -142,7 +142,7 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
     frame_t *above = frame->above;
     if (current->top == frame) {
         current->top = above;
-        publish_rest(core, current);
+        publish_rest(core, current, frame->span_id);
         above = current->top;
     } else {
         found = cross(current, frame, end_ns) == 0;
@@ -246,7 +246,7 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     Py_INCREF(ring);
     Py_INCREF(current);
     current->top = frame;
-    publish_begun(core, current);
+    publish_begun(core, current, frame);
     frame->start_ns = frame->counted_from_ns = read_clock(core);
     PyObject *result = NULL;
     node_t *node = frame->node;

@@ -411,7 +411,7 @@ current_of(Core *core, Ring **found)
     return *found == NULL ? NULL : settle(core, found);
 }
 
-static void publish_rest(Core *core, Current *current);
+static void publish_rest(Core *core, Current *current, uint64_t ended_id);
 
 /* Tell who the span of an open frame is, for contexts that a Current's is copied to. NULL without memory, and no
  * exception. Making it may run a finaliser of the host's that ends or begins scopes. */
@@ -460,7 +460,7 @@ publish(Core *core, Current *current, frame_t *frame)
             return;
         if (current->top != top) {
             Py_DECREF(value);
-            publish_rest(core, current);
+            publish_rest(core, current, current->published_id);
             return;
         }
     }
@@ -516,23 +516,38 @@ tells_of_tasks(const Core *core)
     return core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None;
 }
 
-/* A span has begun that stays open during a call, or a step of the loop, alone. */
-static inline void
-publish_begun(Core *core, Current *current)
+/* Whether of the copies that are made under a loop the rare ones alone are made behind our back: those find requests. */
+static inline int
+publishes_requests_alone(const Core *core, const Current *current)
 {
-    if (current->eager && !(current->is_told && tells_of_tasks(core)))
-        publish(core, current, current->top);
+    return current->is_told && tells_of_tasks(core);
+}
+
+static inline int
+is_request_itself(const frame_t *frame)
+{
+    return frame->self != NULL && frame->request == frame->self;
+}
+
+/* A span has begun, or goes on. */
+static inline void
+publish_begun(Core *core, Current *current, frame_t *frame)
+{
+    if (current->eager && (is_request_itself(frame) || !publishes_requests_alone(core, current)))
+        publish(core, current, frame);
 }
 
 /* A span has ended, or stands still. */
 static void
-publish_rest(Core *core, Current *current)
+publish_rest(Core *core, Current *current, uint64_t ended_id)
 {
-    frame_t *frame = current->top;
     if (!current->eager)
         return;
-    int only_lasting = current->is_told && tells_of_tasks(core);
-    while (frame != NULL && (frame->state == CLOSED || (only_lasting && frame->self == NULL)))
+    int requests_alone = publishes_requests_alone(core, current);
+    if (requests_alone && current->published_id != ended_id)
+        return;
+    frame_t *frame = current->top;
+    while (frame != NULL && (frame->state == CLOSED || (requests_alone && !is_request_itself(frame))))
         frame = frame->above;
     publish(core, current, frame);
 }

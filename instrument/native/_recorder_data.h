@@ -181,7 +181,7 @@ typedef struct current {
     uint64_t task;
     char is_shared; /* whether tasks run here by turns: which one does must be asked for anew */
     char eager;   /* whether contexts may be copied behind our back */
-    char is_told; /* whether the loop tells of its tasks, so that only what stays open is published all the same */
+    char is_told; /* whether the loop tells of its tasks, so that only requests are published all the same */
     PyObject *context; /* weak reference to the context that this belongs to */
     struct core *core; /* NULL once the core is gone */
     struct current *previous, *next; /* all of a core's */

@@ -147,7 +147,11 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
     own->above = current->top; /* the references of the inner chain move with it */
     current->top = self->inner;
     self->inner = NULL;
-    publish_begun(core, current);
+    frame = current->top;
+    if (publishes_requests_alone(core, current))
+        while (frame != own && !is_request_itself(frame))
+            frame = frame->above;
+    publish_begun(core, current, frame);
     self->resumed_ns = now_ns;
     Py_DECREF(current);
     Py_DECREF(ring);
@@ -207,7 +211,11 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     if (caller != NULL && caller->ring == ring && caller->task == own->task)
         caller->children_ns += step_ns;
     Py_INCREF(current);
-    publish_rest(core, current);
+    uint64_t published_id = current->published_id;
+    frame = self->inner;
+    while (frame != own && frame->span_id != published_id)
+        frame = frame->above;
+    publish_rest(core, current, frame->span_id);
     if (!self->has_parent) {
         self->has_parent = 1;
         self->parent = parent_here(current);

@@ -211,8 +211,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     Py_INCREF(self); /* the chain's */
     Py_INCREF(current);
     current->top = frame;
-    if (current->eager)
-        publish(core, current, frame);
+    publish_begun(core, current, frame);
     Py_DECREF(current);
     frame->start_ns = frame->counted_from_ns = read_clock(core);
     if (is_timed_on_device(core, frame) && begin_on_device(core, frame, NULL) < 0) {
@@ -512,7 +511,7 @@ close_frame(Core *core, Frame *self, PyObject *error, int anywhere)
     frame_t *above = frame->above;
     if (current->top == frame) {
         unlink_frame(current, NULL, frame);
-        publish_rest(core, current);
+        publish_rest(core, current, frame->span_id);
         above = current->top;
     } else if (current->top != NULL || current->base != NULL || current->link_id != 0) {
         reason_t reason = cross(current, frame, end_ns) < 0 ? FOREIGN : CROSSED;
