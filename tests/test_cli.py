@@ -120,6 +120,16 @@ def test_files_go_below_the_folder_in_which_the_host_was_started(folder: Path) -
     assert not list((folder / "elsewhere").iterdir())
 
 
+def test_an_interrupted_host_ends_by_the_signal_whatever_its_summary_is_made_with(folder: Path) -> None:
+    profile = 'functions: [{match: "work:*"}]\nexport: {summary: {to: stderr, views: [overview, operators]}}'
+    write(folder / "views.yaml", profile)
+    write(
+        folder / "main.py", "from work import step\nstep(1)\nimport os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = run("run", "--profile", "views.yaml", "--", "main.py")
+    assert (done.returncode, "Overview Report" in done.stderr) == (-2, True)
+
+
 def test_a_parent_that_does_not_read_our_summary_does_not_make_the_host_hang(folder: Path) -> None:
     calls = "; ".join(f"work.step{i}(1)" for i in range(60))
     write(folder / "work.py", "\n".join(f"def step{i}(x): return x" for i in range(60)))

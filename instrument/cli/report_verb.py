@@ -81,8 +81,11 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
     files = [options.trace, *filter(None, [options.beside])]
     # Nothing here multiplies matrices, and each thread that OpenBLAS keeps for it takes memory that is bounded.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    import numpy  # noqa: F401 - before the limit: OpenBLAS ends the process where it gets none
+    # Before memory is bounded: the system would not load all of a library, and OpenBLAS would end the process.
+    from instrument.report.summary import ON_COLUMNS, prepare
+    from instrument.trace import file  # noqa: F401
 
+    prepare(ON_COLUMNS)
     with within_memory(files, options.memory):
         return _reported(options)
 

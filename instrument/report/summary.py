@@ -8,29 +8,54 @@ from typing import Any
 
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
+from instrument.report.benchmark_view import benchmark
+from instrument.report.brief_view import brief
+from instrument.report.cost_view import cost
+from instrument.report.device_view import device
+from instrument.report.events_view import events
 from instrument.report.instrumentation import instrumentation
+from instrument.report.kernels_view import kernels
+from instrument.report.memory_view import memory
+from instrument.report.phases_view import phases
+from instrument.report.requests_view import requests
+from instrument.report.self_times_view import classes, instances, ops
+from instrument.report.startup_view import startup
 from instrument.report.view import Options, Recording, View, document
 
-ROOMS: Mapping[str, str] = {"classes": "self_times", "ops": "self_times", "instances": "self_times"}
-"""The modules of views that are not called as theirs."""
+ON_COLUMNS = ("overview", "operators", "copies", "distribution", "user")
+"""Views that are made with numpy, which a service imports when it is to make one of them, and else not."""
 
 
-def _made_by(name: str) -> Callable[[Recording, Options], View]:
-    """What makes a view. Its room is imported when it is first made, for most of them import numpy."""
-
+def _made_on_columns(name: str) -> Callable[[Recording, Options], View]:
     def make(recording: Recording, options: Options) -> View:
-        room = import_module(f"instrument.report.{ROOMS.get(name, name)}_view")
-        view: View = getattr(room, name)(recording, options)
+        view: View = getattr(import_module(f"instrument.report.{name}_view"), name)(recording, options)
         return view
 
     return make
 
 
-VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _made_by(name) for name in VIEWS}
+_MADE: Mapping[str, Callable[[Recording, Options], View]] = {
+    "benchmark": benchmark, "brief": brief, "classes": classes, "cost": cost, "device": device, "events": events,
+    "instances": instances, "kernels": kernels, "memory": memory, "ops": ops, "phases": phases, "requests": requests,
+    "startup": startup, **{name: _made_on_columns(name) for name in ON_COLUMNS},
+}  # fmt: skip
+
+VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _MADE[name] for name in VIEWS}
 """What makes each view of `VIEWS`."""
 
 OF_TABLES = ("tracer_option", "threads")
 """Options that mean nothing to the view `brief`."""
+
+
+def prepare(views: Sequence[str]) -> None:
+    """Import what makes these views, so that nothing is left to import when a process ends.
+
+    Modules run code as they are imported, after which Python has forgotten that a `KeyboardInterrupt` ended the
+    program: it would exit with 1 and not by the signal.
+    """
+    for name in ON_COLUMNS:
+        if name in views:
+            import_module(f"instrument.report.{name}")
 
 
 def views_for(asked: Mapping[str, Any]) -> tuple[str, ...]:

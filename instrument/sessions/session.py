@@ -39,7 +39,7 @@ from instrument.recording import board
 from instrument.recording.distributions import Snapshot
 from instrument.recording.spans import Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup, Trace, remote_of
 from instrument.recording.tally import Tally
-from instrument.report.summary import made, summary, views_for
+from instrument.report.summary import made, prepare, summary, views_for
 from instrument.report.view import HeldSpans, Options, Recording, View
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
@@ -162,6 +162,8 @@ class Session:
 
     def _start(self) -> None:
         RECORDER.reset(self.profile.limits.ring_bytes)
+        if self.profile.export.summary is not None:
+            prepare(self.profile.export.summary.views)
         self._begin()
         try:
             if self.profile.startup == "auto":
