@@ -55,7 +55,7 @@ def prepare(views: Sequence[str]) -> None:
     """
     for name in ON_COLUMNS:
         if name in views:
-            import_module(f"instrument.report.{name}")
+            import_module(f"instrument.report.{name}_view")
 
 
 def views_for(asked: Mapping[str, Any]) -> tuple[str, ...]:
