@@ -797,7 +797,8 @@ def test_every_route_of_fastapi_is_a_request_with_its_parts_by_our_profile_for_i
     ours = serve_both(host, use, signal.SIGINT)
     assert [status for status, _ in ours.answers] == [200, 200, 200, 200, 404, 404]
     (trace,) = traces()
-    kinds = {span.site.name: span.site.kind for span in trace.spans}
+    # On a busy machine a loop is blocked now and then.
+    kinds = {span.site.name: span.site.kind for span in trace.spans if span.site.name != "loop blocked"}
     routes = [f"GET {prefix}/{way}/{{item}}" for prefix in ("", "/included") for way in ("price", "thread")]
     parts = {"prepare": "phase", "endpoint": "phase", "post": "phase"}
     assert kinds == {**dict.fromkeys([*routes, "GET"], "request"), **parts}

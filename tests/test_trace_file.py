@@ -118,6 +118,7 @@ def test_spans_that_are_no_sound_trace_are_refused(spans: list[Span], why: str, 
         file.dump(tmp_path / "recording.npz", Trace(Origin(1, "shop", 0, 0), 0, 9, spans))
 
 
+@pytest.mark.slow
 def test_a_chain_of_twenty_thousand_levels_is_no_circle() -> None:
     assert trace_of([span(number, number - 1) for number in range(1, 20_001)]).level[-1] == 19_999
 
