@@ -86,10 +86,14 @@ execute(PyObject *made)
 #endif
     PyTypeObject *types[] = {&RingType,    &MarkType,  &CurrentType,        &PublishedType, &FrameType, &FunctionType_,
                              &ScopeType,   &StretchType, &AsyncGeneratorType, &AsyncStepType, &ShelfType, &PassType,
-                             &CoreType};
+                             &CoreType,    &ScopeMethodType, &BoundMethodType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyType_Ready(types[i]) < 0)
             return -1;
+    if (add_scope_method("__enter__", (vectorcallfunc)enter_unbound, (vectorcallfunc)enter_bound) < 0 ||
+        add_scope_method("__exit__", (vectorcallfunc)exit_unbound, (vectorcallfunc)exit_bound) < 0)
+        return -1;
+    PyType_Modified(&ScopeType);
     struct {
         PyObject **kept;
         const char *text;

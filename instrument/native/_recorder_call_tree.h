@@ -32,7 +32,7 @@ end_of(node_t *step)
     return (node_t *)((uintptr_t)step & ~(uintptr_t)1);
 }
 
-static node_t *
+static inline node_t *
 known_child(node_t *parent, PyObject *site)
 {
     if (parent->slots == 0)
@@ -156,15 +156,12 @@ overflow_of(Core *core, PyObject *site)
     return node != NULL ? node : core->overflow;
 }
 
-/* The step from a node to that of a site called there. On first sight: to that of its path which is of the site, where
- * there is one, so that recursion makes no nodes; else to a new one, as long as the tally has room. Never fails. */
-static node_t *
-node_of(Core *core, node_t *parent, PyObject *site)
+/* The first step from a node to that of a site: to that of its path which is of the site, where there is one, so that
+ * recursion makes no nodes; else to a new one, as long as the tally has room. Never fails. */
+static SELDOM node_t *
+first_step(Core *core, node_t *parent, PyObject *site)
 {
-    node_t *step = known_child(parent, site);
-    if (step != NULL)
-        return step;
-    node_t *again = parent;
+    node_t *step, *again = parent;
     while (again != NULL && again->site != site)
         again = again->parent;
     if (again != NULL) {
@@ -181,4 +178,12 @@ node_of(Core *core, node_t *parent, PyObject *site)
     if (core->edges < EDGE_LIMIT && add_child(parent, step) == 0)
         core->edges++;
     return step;
+}
+
+/* The step from a node to that of a site called there. Never fails. */
+static inline node_t *
+node_of(Core *core, node_t *parent, PyObject *site)
+{
+    node_t *step = known_child(parent, site);
+    return __builtin_expect(step != NULL, 1) ? step : first_step(core, parent, site);
 }

@@ -126,7 +126,7 @@ release_frame(frame_t *frame)
 
 /* End a call that raised, was crossed, reset, linked, or is known to other contexts. The raised exception stays as it
  * is. Returns whether the frame is out of every chain: one that is not found in its own must not be used again. */
-static int
+static SELDOM int
 end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_ns)
 {
     PyObject *type, *raised, *traceback, *error = NULL;
@@ -179,9 +179,9 @@ end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_n
     return found;
 }
 
-static void forget_paths(Function *);
+static SELDOM void forget_paths(Function *);
 
-static PyObject *settle_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
+static SELDOM PyObject *settle_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
 
 /* What a call works on, by its arguments: a new reference in `told`, NULL where nobody can tell. -1 with an exception of
  * the host's. */
@@ -208,7 +208,7 @@ tell_work(Function *self, PyObject *const *args, size_t nargsf, PyObject *names,
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static int
+static SELDOM int
 begin_call_on_device(Function *self, frame_t *frame, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *told = NULL;
@@ -219,8 +219,18 @@ begin_call_on_device(Function *self, frame_t *frame, PyObject *const *args, size
     return failed;
 }
 
-/* Call what is wrapped inside a span. `path` remembers where the site was met, which is borrowed. */
+/* Call what is wrapped, without a look at its result, which what called us checks: a function of Python's is jumped to. */
 static inline PyObject *
+call_wrapped(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    PyObject *wrapped = self->wrapped;
+    if (__builtin_expect(PyFunction_Check(wrapped), 1))
+        return ((PyFunctionObject *)wrapped)->vectorcall(wrapped, args, nargsf, names);
+    return PyObject_Vectorcall(wrapped, args, nargsf, names);
+}
+
+/* Call what is wrapped inside a span. `path` remembers where the site was met, which is borrowed. */
+static inline __attribute__((always_inline)) PyObject *
 call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Core *core = self->core;
@@ -253,7 +263,7 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     totals_t *totals = node->totals;
     __builtin_prefetch(totals, 1);
     if (!is_timed_on_device(core, frame) || begin_call_on_device(self, frame, args, nargsf, names) == 0)
-        result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+        result = call_wrapped(self, args, nargsf, names);
     /* What the end needs comes from memory while the clock is read. */
     __builtin_prefetch(frame, 1);
     __builtin_prefetch((char *)frame + LINE, 1);
@@ -269,7 +279,7 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     if (plain) {
         count_against_above(current, frame, ring, end_ns);
         current->top = frame->above;
-        store(core, ring, frame, end_ns, -1, NULL);
+        store_plain(core, ring, frame, end_ns);
         if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0)
             Py_CLEAR(result);
     } else {
@@ -287,7 +297,7 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
 }
 
 /* Finding the chain of another context may run code, which may let go of the site. */
-static PyObject *
+static SELDOM PyObject *
 settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Ring *ring;
@@ -299,17 +309,6 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
         result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     Py_DECREF(site);
     return result;
-}
-
-/* Call what is wrapped without a span, as the last thing of a call: a function of Python's is jumped to, and what called
- * us checks its result. */
-static inline PyObject *
-call_wrapped(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
-{
-    PyObject *wrapped = self->wrapped;
-    if (__builtin_expect(PyFunction_Check(wrapped), 1))
-        return ((PyFunctionObject *)wrapped)->vectorcall(wrapped, args, nargsf, names);
-    return PyObject_Vectorcall(wrapped, args, nargsf, names);
 }
 
 static PyObject *
@@ -407,7 +406,7 @@ remember(Function *self, PyObject *instance, PyObject *site)
 }
 
 /* The nodes that its paths lead to were given up. */
-static void
+static SELDOM void
 forget_paths(Function *self)
 {
     self->uid = self->core->uid;

@@ -204,10 +204,10 @@ static inline int
 is_outdated(const Current *current)
 {
     if (current->top != NULL)
-        return current->top->state == CLOSED;
+        return __builtin_expect(current->top->state == CLOSED, 0);
     if (current->base != NULL)
-        return current->base->frame == NULL;
-    return current->link_id != 0 && current->linked == NULL;
+        return __builtin_expect(current->base->frame == NULL, 0);
+    return __builtin_expect(current->link_id != 0, 0) && current->linked == NULL;
 }
 
 static void unlink_frame(Current *, frame_t *, frame_t *);
@@ -365,14 +365,14 @@ follow(Core *core, Ring *ring, PyThreadState *state)
     return current;
 }
 
-static Current *
+static __attribute__((noinline)) Current *
 settle(Core *core, Ring **found)
 {
     for (int tries = 0; tries < TRIES; tries++) {
         Ring *ring = *found;
         Py_INCREF(ring);
         Current *current = follow(core, ring, UNCHECKED_THREAD_STATE());
-        int settled = current != NULL && cached_uid == core->uid && cached_ring == ring && ring->current == current &&
+        int settled = current != NULL && at_hand.uid == core->uid && at_hand.ring == ring && ring->current == current &&
                       !is_outdated(current);
         Py_DECREF(ring);
         if (current == NULL || settled)
@@ -390,9 +390,9 @@ settle(Core *core, Ring **found)
 static inline Current *
 current_at_hand(Core *core, Ring **found)
 {
-    if (cached_uid != core->uid)
+    if (at_hand.uid != core->uid)
         return NULL;
-    Ring *ring = *found = cached_ring;
+    Ring *ring = *found = at_hand.ring;
     PyThreadState *state = UNCHECKED_THREAD_STATE();
     if (ring->context != state->context || ring->context_version != state->context_ver || ring->current == NULL)
         return NULL;
@@ -444,7 +444,7 @@ new_published(Current *current, frame_t *frame)
 
 /* Make a span, or without one what the context was copied under, known to contexts that are copied from now on. Errors
  * are cleared: parentage only. */
-static void
+static __attribute__((noinline)) void
 publish(Core *core, Current *current, frame_t *frame)
 {
     uint64_t wanted_id = frame != NULL ? frame->span_id : 0;

@@ -94,6 +94,9 @@ Core_dealloc(Core *self)
     Py_XDECREF(self->counts);
     Py_XDECREF(self->user_sites);
     Py_XDECREF(self->scope_type);
+    for (int i = 0; self->named != NULL && i < NAMES_AT_HAND; i++)
+        Py_XDECREF(self->named[i].name);
+    PyMem_Free(self->named);
     Py_XDECREF(self->passes);
     Py_XDECREF(self->no_scope);
     for (uint32_t i = 0; i < self->node_count; i++) {
@@ -316,6 +319,7 @@ Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(closure))
     Scope *scope = (Scope *)((PyTypeObject *)value)->tp_alloc((PyTypeObject *)value, 0);
     if (scope == NULL)
         return -1;
+    keep_scopes_of((PyTypeObject *)value);
     Py_XSETREF(self->no_scope, scope);
     Py_XSETREF(self->scope_type, Py_NewRef(value));
     return 0;

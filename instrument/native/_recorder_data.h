@@ -10,6 +10,8 @@
 #define SMALLEST_RING 64
 #define ENDED_RINGS_KEPT 1000
 #define FREE_FRAMES_KEPT 1024
+#define OBJECTS_KEPT 256 /* Frame objects that are free, and scopes */
+#define NAMES_AT_HAND 64 /* of scopes; a power of two */
 #define KNOWN_AT_FIRST 16
 #define KNOWN_LIMIT 4096 /* instances of a method's class */
 #define DEEPEST_CHAIN 64 /* of contexts that were copied one from another */
@@ -238,6 +240,13 @@ typedef struct {
     int64_t first_ticks, first_ns; /* the pair that the calibration began with */
 } ticks_t;
 
+/* A scope's name, and its site, as long as `version` is that of the sites by name. */
+typedef struct {
+    PyObject *name;
+    PyObject *site; /* borrowed */
+    uint64_t version;
+} named_t;
+
 typedef struct core {
     PyObject_HEAD
     char on;
@@ -271,6 +280,7 @@ typedef struct core {
     Scope *no_scope; /* what `scope` gives where there is no memory for one */
     PyObject *user_sites; /* sites of scopes of kind user, by name; of a muted one a scope that is handed out again */
     PyObject *scope_type;
+    named_t *named; /* by the address of the name, or NULL */
     PyObject *passes; /* what counts the calls of each muted site */
 } Core;
 
@@ -349,17 +359,27 @@ typedef struct stretch {
 static PyTypeObject FrameType, CurrentType, PublishedType, RingType, MarkType, CoreType, FunctionType_, ScopeType,
     StretchType;
 
+#define SELDOM __attribute__((noinline, cold)) /* kept out of what each call runs */
+
 static uint64_t last_uid, last_ring;
 #if defined(__GLIBC__)
 #define THREAD_LOCAL _Thread_local __attribute__((tls_model("initial-exec"))) /* a call less, and three lines */
 #else
 #define THREAD_LOCAL _Thread_local
 #endif
-static THREAD_LOCAL uint64_t cached_uid;
-static THREAD_LOCAL Ring *cached_ring;
+/* The ring of this thread, and the uid of the recorder that it is of. */
+static THREAD_LOCAL struct {
+    uint64_t uid;
+    Ring *ring;
+} at_hand;
 static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mark: what it keeps now is never freed */
 static frame_t *free_frames;
 static uint32_t free_frame_count;
+/* Objects that are free. Each holds nothing, but is known to the collector, with the reference that is here. */
+static Frame *free_frame_objects[OBJECTS_KEPT];
+static Scope *free_scopes[OBJECTS_KEPT];
+static uint32_t free_frame_object_count, free_scope_count;
+static PyTypeObject *free_scope_type; /* that they are of */
 static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status, *str_request_size,
     *str_answer_size,
     *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,

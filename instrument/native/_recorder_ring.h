@@ -237,8 +237,8 @@ static void
 part_with(Ring *ring)
 {
     ring->ended = 1;
-    if (cached_ring == ring)
-        cached_uid = 0;
+    if (at_hand.ring == ring)
+        at_hand.uid = 0;
     Py_CLEAR(ring->current);
     Py_DECREF(ring);
 }
@@ -460,13 +460,13 @@ find_ring(Core *core)
         if (before != NULL)
             part_with(before);
     }
-    cached_uid = core->uid;
-    cached_ring = mark->ring;
-    return cached_ring;
+    at_hand.uid = core->uid;
+    at_hand.ring = mark->ring;
+    return at_hand.ring;
 }
 
 static inline Ring *
 ring_of(Core *core)
 {
-    return cached_uid == core->uid ? cached_ring : find_ring(core);
+    return at_hand.uid == core->uid ? at_hand.ring : find_ring(core);
 }

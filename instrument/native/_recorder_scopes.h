@@ -163,17 +163,53 @@ end_dropped(Scope *self)
     PyErr_Restore(type, raised, traceback);
 }
 
+/* As a frame that is given up. */
 static void
 Scope_dealloc(Scope *self)
 {
-    PyObject_GC_UnTrack(self);
+    PyTypeObject *type = Py_TYPE(self);
+    Py_SET_REFCNT(self, 1);
     if (self->frame != NULL && self->frame->frame.state == OPEN)
         end_dropped(self);
-    Py_XDECREF(self->core);
-    Py_XDECREF(self->site);
-    Py_XDECREF(self->attributes);
-    Py_XDECREF(self->frame);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    Py_CLEAR(self->core);
+    Py_CLEAR(self->site);
+    Py_CLEAR(self->attributes);
+    Py_CLEAR(self->frame);
+    if (type == free_scope_type && free_scope_count < OBJECTS_KEPT) {
+        free_scopes[free_scope_count++] = self;
+        return;
+    }
+    PyObject_GC_UnTrack(self);
+    type->tp_free((PyObject *)self);
+    if (free_scope_type != NULL && PyType_IsSubtype(type, free_scope_type))
+        Py_DECREF(type); /* made in Python: each object of it holds it */
+}
+
+/* Scopes of a kind that Python code has made of ours are given up as ours are, for it has added methods alone. */
+static void
+keep_scopes_of(PyTypeObject *type)
+{
+    if (free_scope_type != NULL || type->tp_basicsize != ScopeType.tp_basicsize)
+        return;
+    free_scope_type = (PyTypeObject *)Py_NewRef((PyObject *)type);
+    type->tp_dealloc = (destructor)Scope_dealloc;
+}
+
+/* A scope of a site, of which it takes the reference; NULL without memory, with an exception. */
+static inline Scope *
+new_scope(Core *core, PyObject *site)
+{
+    PyTypeObject *type = core->scope_type != NULL ? (PyTypeObject *)core->scope_type : &ScopeType;
+    Scope *scope;
+    if (type == free_scope_type && free_scope_count > 0) {
+        scope = free_scopes[--free_scope_count];
+    } else if ((scope = (Scope *)type->tp_alloc(type, 0)) == NULL) {
+        Py_DECREF(site);
+        return NULL;
+    }
+    scope->core = (Core *)Py_NewRef(core);
+    scope->site = site;
+    return scope;
 }
 
 static PyObject *
@@ -217,10 +253,149 @@ Scope_annotate(Scope *self, PyObject *const *args, Py_ssize_t nargs, PyObject *n
 static PyMethodDef Scope_methods[] = {
     {"annotate", (PyCFunction)(void (*)(void))Scope_annotate, METH_FASTCALL | METH_KEYWORDS,
      "annotate($self, attributes=None, /, **more)\n--\n\nSet attributes of the span; see instrument.annotate."},
-    {"__enter__", (PyCFunction)Scope_enter, METH_NOARGS, NULL},
-    {"__exit__", (PyCFunction)(void (*)(void))Scope_exit, METH_FASTCALL, NULL},
     {NULL},
 };
+
+/* `__enter__` and `__exit__`, as a class has them and bound to a scope. A `with` binds both, and up to Python 3.13 the
+ * bound methods of C functions that it makes and gives up cost more than the span: of these, the last ones are kept. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall, bound;
+    const char *name;
+} ScopeMethod;
+
+typedef struct bound {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    Scope *scope;
+    const char *name;
+    struct bound *next; /* while it is free */
+} BoundMethod;
+
+static BoundMethod *free_bound;
+static uint32_t free_bound_count;
+static PyTypeObject BoundMethodType;
+
+static PyObject *
+ScopeMethod_get(ScopeMethod *self, PyObject *scope, PyObject *Py_UNUSED(owner))
+{
+    if (scope == NULL || scope == Py_None)
+        return Py_NewRef((PyObject *)self);
+    if (Py_TYPE(scope) != free_scope_type && !PyObject_TypeCheck(scope, &ScopeType))
+        return PyErr_Format(PyExc_TypeError, "%s() of a scope asked of %R", self->name, Py_TYPE(scope));
+    BoundMethod *bound = free_bound;
+    if (bound != NULL) {
+        free_bound = bound->next;
+        free_bound_count--;
+        (void)PyObject_Init((PyObject *)bound, &BoundMethodType);
+    } else if ((bound = PyObject_New(BoundMethod, &BoundMethodType)) == NULL) {
+        return NULL;
+    }
+    bound->vectorcall = self->bound;
+    bound->name = self->name;
+    bound->scope = (Scope *)Py_NewRef(scope);
+    return (PyObject *)bound;
+}
+
+static void
+BoundMethod_dealloc(BoundMethod *self)
+{
+    Scope *scope = self->scope;
+    if (free_bound_count < OBJECTS_KEPT) {
+        self->next = free_bound;
+        free_bound = self;
+        free_bound_count++;
+    } else {
+        PyObject_Free(self);
+    }
+    Py_DECREF(scope); /* last: it may run code of the host's */
+}
+
+/* The scope that a method is called on in its class; NULL with an exception. */
+static Scope *
+scope_of_call(ScopeMethod *self, PyObject *const *args, size_t nargsf)
+{
+    if (PyVectorcall_NARGS(nargsf) > 0 && PyObject_TypeCheck(args[0], &ScopeType))
+        return (Scope *)args[0];
+    PyErr_Format(PyExc_TypeError, "%s() needs a scope", self->name);
+    return NULL;
+}
+
+static PyObject *
+enter_unbound(ScopeMethod *self, PyObject *const *args, size_t nargsf, PyObject *Py_UNUSED(names))
+{
+    Scope *scope = scope_of_call(self, args, nargsf);
+    return scope == NULL ? NULL : Scope_enter(scope, NULL);
+}
+
+static PyObject *
+exit_unbound(ScopeMethod *self, PyObject *const *args, size_t nargsf, PyObject *Py_UNUSED(names))
+{
+    Scope *scope = scope_of_call(self, args, nargsf);
+    return scope == NULL ? NULL : Scope_exit(scope, args + 1, PyVectorcall_NARGS(nargsf) - 1);
+}
+
+static PyObject *
+enter_bound(BoundMethod *self, PyObject *const *Py_UNUSED(args), size_t Py_UNUSED(nargsf), PyObject *Py_UNUSED(names))
+{
+    return Scope_enter(self->scope, NULL);
+}
+
+static PyObject *
+exit_bound(BoundMethod *self, PyObject *const *args, size_t nargsf, PyObject *Py_UNUSED(names))
+{
+    return Scope_exit(self->scope, args, PyVectorcall_NARGS(nargsf));
+}
+
+static PyMemberDef ScopeMethod_members[] = {
+    {"__name__", T_STRING, offsetof(ScopeMethod, name), READONLY, NULL},
+    {NULL},
+};
+
+static PyTypeObject ScopeMethodType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.ScopeMethod",
+    .tp_basicsize = sizeof(ScopeMethod),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_doc = "A method of scopes that a `with` calls.",
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(ScopeMethod, vectorcall),
+    .tp_descr_get = (descrgetfunc)ScopeMethod_get,
+    .tp_members = ScopeMethod_members,
+};
+
+static PyMemberDef BoundMethod_members[] = {
+    {"__name__", T_STRING, offsetof(BoundMethod, name), READONLY, NULL},
+    {"__self__", T_OBJECT, offsetof(BoundMethod, scope), READONLY, NULL},
+    {NULL},
+};
+
+static PyTypeObject BoundMethodType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.BoundMethod",
+    .tp_basicsize = sizeof(BoundMethod),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_doc = "Such a method, bound to a scope.",
+    .tp_dealloc = (destructor)BoundMethod_dealloc,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(BoundMethod, vectorcall),
+    .tp_members = BoundMethod_members,
+};
+
+/* Give the class of scopes a method. */
+static int
+add_scope_method(const char *name, vectorcallfunc unbound, vectorcallfunc bound)
+{
+    ScopeMethod *method = PyObject_New(ScopeMethod, &ScopeMethodType);
+    if (method == NULL)
+        return -1;
+    method->vectorcall = unbound;
+    method->bound = bound;
+    method->name = name;
+    int failed = PyDict_SetItemString(ScopeType.tp_dict, name, (PyObject *)method);
+    Py_DECREF(method);
+    return failed;
+}
 
 static PyMemberDef Scope_members[] = {
     {"_recorder", T_OBJECT, offsetof(Scope, core), READONLY, NULL},
@@ -318,18 +493,42 @@ no_scope(Core *self)
 static PyObject *
 Core_new_span(Core *self, PyObject *site)
 {
-    Scope *scope = (Scope *)ScopeType.tp_alloc(&ScopeType, 0);
-    if (scope == NULL)
-        return no_scope(self);
-    scope->core = (Core *)Py_NewRef(self);
-    scope->site = Py_NewRef(site);
-    return (PyObject *)scope;
+    Scope *scope = new_scope(self, Py_NewRef(site));
+    return scope != NULL ? (PyObject *)scope : no_scope(self);
+}
+
+/* Where a name is kept that is at hand. */
+static inline named_t *
+place_of_name(const Core *core, PyObject *name)
+{
+    return &core->named[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
+}
+
+/* Keep a name, and its site. The address of a text tells it as long as it is held. */
+static void
+keep_name(Core *core, PyObject *name, PyObject *site)
+{
+    if (core->named == NULL) /* not where nobody tells that the sites by name have changed */
+        core->named = follow_changes(core->user_sites) ? PyMem_Calloc(NAMES_AT_HAND, sizeof(named_t)) : NULL;
+    if (core->named == NULL)
+        return;
+    named_t *place = place_of_name(core, name);
+    place->site = site;
+    place->version = version_of(core->user_sites);
+    Py_XSETREF(place->name, Py_NewRef(name));
 }
 
 /* scope(name): a scope whose name is known costs a dict lookup; everything else goes the long way in Python. */
 static PyObject *
 Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
+    if (nargs == 1 && names == NULL && self->named != NULL) {
+        const named_t *place = place_of_name(self, args[0]);
+        if (place->name == args[0] && place->version == version_of(self->user_sites)) {
+            Scope *scope = new_scope(self, Py_NewRef(place->site));
+            return scope != NULL ? (PyObject *)scope : no_scope(self);
+        }
+    }
     if (nargs == 1 && names == NULL && PyUnicode_CheckExact(args[0]) && self->scope_type != NULL) {
         PyObject *site = PyDict_GetItemWithError(self->user_sites, args[0]); /* borrowed */
         if (site != NULL) {
@@ -338,16 +537,11 @@ Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
                 if (Py_REFCNT(site) == 1 && ((Scope *)site)->frame == NULL)
                     return Py_NewRef(site);
                 site = ((Scope *)site)->site;
+            } else {
+                keep_name(self, args[0], site);
             }
-            Py_INCREF(site);
-            Scope *scope = (Scope *)type->tp_alloc(type, 0);
-            if (scope == NULL) {
-                Py_DECREF(site);
-                return no_scope(self);
-            }
-            scope->core = (Core *)Py_NewRef(self);
-            scope->site = site;
-            return (PyObject *)scope;
+            Scope *scope = new_scope(self, Py_NewRef(site));
+            return scope != NULL ? (PyObject *)scope : no_scope(self);
         }
         if (PyErr_Occurred())
             return NULL;

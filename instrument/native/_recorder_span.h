@@ -1,16 +1,43 @@
 /* Hot: a span from its begin to its row. A part of `_recorder.c`. */
 
+/* A frame that is given up is kept for the next span. What it holds is let go of while it is whole and held: code of the
+ * host's may run, and the collector look at it. */
 static void
 Frame_dealloc(Frame *self)
 {
+    frame_t *frame = &self->frame;
+    Py_SET_REFCNT(self, 1);
+    if (frame->request == (PyObject *)self)
+        frame->request = NULL; /* borrowed */
+    Py_CLEAR(frame->ring);
+    Py_CLEAR(frame->request);
+    Py_CLEAR(frame->attributes);
+    Py_CLEAR(frame->pair);
+    if (frame->published != NULL)
+        Py_DECREF(take_published(frame));
+    if (free_frame_object_count < OBJECTS_KEPT) {
+        free_frame_objects[free_frame_object_count++] = self;
+        return;
+    }
     PyObject_GC_UnTrack(self);
-    Py_XDECREF(self->frame.ring);
-    if (self->frame.request != (PyObject *)self)
-        Py_XDECREF(self->frame.request);
-    Py_XDECREF(self->frame.attributes);
-    Py_XDECREF(self->frame.pair);
-    Py_XDECREF(take_published(&self->frame));
     PyObject_GC_Del(self);
+}
+
+static inline Frame *
+new_frame_object(void)
+{
+    if (free_frame_object_count > 0) {
+        Frame *kept = free_frame_objects[--free_frame_object_count];
+        kept->frame.start_ns = 0;
+        return kept;
+    }
+    Frame *made = PyObject_GC_New(Frame, &FrameType);
+    if (made != NULL) {
+        memset((char *)made + sizeof(PyObject), 0, sizeof(Frame) - sizeof(PyObject));
+        made->frame.self = (PyObject *)made;
+        PyObject_GC_Track(made);
+    }
+    return made;
 }
 
 static int
@@ -50,7 +77,7 @@ static PyTypeObject FrameType = {
 };
 
 /* Whether a call of a node is open on a thread, from a frame upwards, also in what its context was copied under. */
-static int
+static SELDOM int
 is_open_around(Current *current, const frame_t *frame, const Ring *ring, const node_t *node)
 {
     int found = 0;
@@ -166,14 +193,11 @@ static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere);
 static Frame *
 open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
 {
-    Frame *self = PyObject_GC_New(Frame, &FrameType);
+    Frame *self = new_frame_object();
     if (self == NULL)
         return NULL;
-    memset((char *)self + sizeof(PyObject), 0, sizeof(Frame) - sizeof(PyObject));
     frame_t *frame = &self->frame;
-    frame->self = (PyObject *)self;
     frame->state = state;
-    PyObject_GC_Track(self);
     Ring *ring;
     Current *current = current_of(core, &ring);
     if (current != NULL && attributes != NULL) {
@@ -238,12 +262,6 @@ bytes_in(PyObject *attributes)
     return bytes;
 }
 
-static inline int
-is_too_short(const frame_t *frame, int64_t end_ns)
-{
-    return end_ns - frame->start_ns < frame->node->min_ns && frame->children_ns == 0 && !frame->has_rows;
-}
-
 /* The totals of a call path on the ring's thread; NULL without memory. */
 static inline totals_t *
 totals_here(Ring *ring, node_t *node)
@@ -291,6 +309,81 @@ rare_of(int64_t active_ns, PyObject *error, PyObject *attributes)
                          attributes != NULL ? attributes : Py_None);
 }
 
+/* Write the row of a span, which takes the reference of what is rare, and count it. Gives what the row held before, to be
+ * let go of last: that may run code of the host's. */
+static inline __attribute__((always_inline)) PyObject *
+write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error, PyObject *rare,
+          uint64_t moved_bytes)
+{
+    const node_t *node = frame->node;
+    int64_t start_ns = frame->start_ns;
+    if (end_ns < start_ns) /* the time stamp counters of two processors may differ by a little */
+        end_ns = start_ns;
+    int64_t total_ns = end_ns - start_ns, children_ns = frame->children_ns;
+    int64_t own_ns = (active_ns < 0 ? total_ns : active_ns) - children_ns;
+    PyObject *old = rare;
+    if (error == NULL && __builtin_expect(total_ns < node->min_ns, 0) && children_ns == 0 && !frame->has_rows) {
+        ring->too_short++;
+    } else {
+        row_t *row = &ring->rows[ring->head & ring->mask];
+        /* Reading a row that is not at hand costs more than writing it. */
+        old = ring->has_rare ? row->rare : NULL;
+        if (rare != NULL)
+            ring->has_rare = 1;
+        row->span_id = frame->span_id;
+        row->parent_id = frame->parent_id;
+        row->root_id = frame->root_id;
+        row->start_ns = start_ns;
+        row->end_ns = end_ns;
+        row->children_ns = children_ns;
+        row->rare = rare;
+        row->node = node->index;
+        row->task = (uint32_t)(frame->task >> 4);
+        ring->head++;
+        __builtin_prefetch(&ring->rows[ring->head & ring->mask], 1);
+    }
+    totals_t *totals = totals_here(ring, frame->node);
+    if (__builtin_expect(totals == NULL, 0)) {
+        count(core, NOT_TALLIED);
+        return old;
+    }
+    if (__builtin_expect(totals->calls == 0, 0)) {
+        totals->min_ns = totals->max_ns = total_ns;
+        totals->first_ns = start_ns;
+        totals->first_total_ns = total_ns;
+    } else {
+        if (total_ns < totals->min_ns)
+            totals->min_ns = total_ns;
+        if (total_ns > totals->max_ns)
+            totals->max_ns = total_ns;
+        if (__builtin_expect(start_ns < totals->first_ns, 0)) {
+            totals->first_ns = start_ns;
+            totals->first_total_ns = total_ns;
+        }
+    }
+    totals->calls++;
+    if (error != NULL)
+        totals->errors++;
+    if (moved_bytes != 0)
+        totals->moved_bytes += moved_bytes;
+    if (!frame->is_inner)
+        add_time(core, &totals->total_ns, total_ns);
+    add_time(core, &totals->self_ns, own_ns > 0 ? own_ns : 0);
+    totals->waiting[totals->waiting_count++] = (uint16_t)bucket_of((uint64_t)total_ns);
+    if (totals->waiting_count == BUCKETS_WAITING)
+        count_waiting(core, totals);
+    return old;
+}
+
+/* Store a span that has neither an error nor attributes: what most are. */
+static inline __attribute__((always_inline)) void
+store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
+{
+    if (__builtin_expect(ring->rows == NULL, 0)) /* reset meanwhile, and no memory for a new one */
+        return;
+    Py_XDECREF(write_row(core, ring, frame, end_ns, -1, NULL, NULL, 0));
+}
+
 /* All that may run code of the host's comes first and last: in between, the ring is between two rows. */
 static void
 store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, PyObject *error)
@@ -312,62 +405,7 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
         Py_XDECREF(rare);
         return;
     }
-    if (end_ns < frame->start_ns) /* the time stamp counters of two processors may differ by a little */
-        end_ns = frame->start_ns;
-    int64_t total_ns = end_ns - frame->start_ns;
-    int64_t own_ns = (active_ns < 0 ? total_ns : active_ns) - frame->children_ns;
-    PyObject *old = rare;
-    if (error == NULL && is_too_short(frame, end_ns)) {
-        ring->too_short++;
-    } else {
-        row_t *row = &ring->rows[ring->head & ring->mask];
-        /* Reading a row that is not at hand costs more than writing it. */
-        old = ring->has_rare ? row->rare : NULL;
-        if (rare != NULL)
-            ring->has_rare = 1;
-        row->span_id = frame->span_id;
-        row->parent_id = frame->parent_id;
-        row->root_id = frame->root_id;
-        row->start_ns = frame->start_ns;
-        row->end_ns = end_ns;
-        row->children_ns = frame->children_ns;
-        row->rare = rare;
-        row->node = frame->node->index;
-        row->task = (uint32_t)(frame->task >> 4);
-        ring->head++;
-        __builtin_prefetch(&ring->rows[ring->head & ring->mask], 1);
-    }
-    totals_t *totals = totals_here(ring, frame->node);
-    if (totals != NULL) {
-        if (totals->calls == 0) {
-            totals->min_ns = totals->max_ns = total_ns;
-            totals->first_ns = frame->start_ns;
-            totals->first_total_ns = total_ns;
-        } else {
-            if (total_ns < totals->min_ns)
-                totals->min_ns = total_ns;
-            if (total_ns > totals->max_ns)
-                totals->max_ns = total_ns;
-            if (frame->start_ns < totals->first_ns) {
-                totals->first_ns = frame->start_ns;
-                totals->first_total_ns = total_ns;
-            }
-        }
-        totals->calls++;
-        if (error != NULL)
-            totals->errors++;
-        if (moved_bytes != 0)
-            totals->moved_bytes += moved_bytes;
-        if (!frame->is_inner)
-            add_time(core, &totals->total_ns, total_ns);
-        add_time(core, &totals->self_ns, own_ns > 0 ? own_ns : 0);
-        totals->waiting[totals->waiting_count++] = (uint16_t)bucket_of((uint64_t)total_ns);
-        if (totals->waiting_count == BUCKETS_WAITING)
-            count_waiting(core, totals);
-    } else {
-        count(core, NOT_TALLIED);
-    }
-    Py_XDECREF(old); /* last: it may run code of the host's */
+    Py_XDECREF(write_row(core, ring, frame, end_ns, active_ns, error, rare, moved_bytes));
 }
 
 /* Count a span's time against the span above it, where both ran on one thread and task. */
@@ -520,12 +558,16 @@ close_frame(Core *core, Frame *self, PyObject *error, int anywhere)
     }
     if (published != NULL)
         pass_on(core, current, published, above);
-    PyObject *name = error != NULL && PyUnicode_CheckExact(error) ? Py_NewRef(error)
-                     : error == NULL || error == Py_None || is_answer(core, self, error)
-                         ? NULL
-                         : error_name((PyObject *)Py_TYPE(error));
-    store(core, ring, frame, end_ns, -1, name);
-    Py_XDECREF(name);
+    if (frame->attributes == NULL && (error == NULL || error == Py_None)) {
+        store_plain(core, ring, frame, end_ns);
+    } else {
+        PyObject *name = error != NULL && PyUnicode_CheckExact(error) ? Py_NewRef(error)
+                         : error == NULL || error == Py_None || is_answer(core, self, error)
+                             ? NULL
+                             : error_name((PyObject *)Py_TYPE(error));
+        store(core, ring, frame, end_ns, -1, name);
+        Py_XDECREF(name);
+    }
     int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
     Py_DECREF(current);
     Py_DECREF(ring);

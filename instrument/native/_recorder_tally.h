@@ -80,15 +80,21 @@ count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t times)
     }
 }
 
-/* Count the buckets that wait; those for which there is no memory wait on, if that can be. */
+/* Count the buckets that wait; those for which there is no memory wait on, if that can be. The counters are asked of
+ * memory one right after the other, for the processor to wait for them together. */
 static void
 count_waiting(Core *core, totals_t *totals)
 {
-    for (int i = 0; i < totals->waiting_count; i++) {
-        chunk_t *chunk = totals->chunks[totals->waiting[i] >> 6];
-        if (chunk != NULL)
-            __builtin_prefetch(&chunk->low[totals->waiting[i] & 63], 1);
+    uint32_t left = totals->waiting_count;
+    for (; left > 0; left--) {
+        uint32_t bucket = totals->waiting[left - 1];
+        chunk_t *chunk = totals->chunks[bucket >> 6];
+        uint16_t *low = chunk == NULL ? NULL : &chunk->low[bucket & 63];
+        if (__builtin_expect(chunk == NULL || *low == UINT16_MAX, 0))
+            break;
+        ++*low;
     }
+    totals->waiting_count = (uint16_t)left;
     while (totals->waiting_count > 0) {
         uint32_t bucket = totals->waiting[totals->waiting_count - 1];
         chunk_t *chunk = chunk_of(totals, bucket);
