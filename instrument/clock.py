@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from functools import cache
 from pathlib import Path
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 STAT = Path("/proc/self/stat")
 START_FIELD = 19
 """Which word after the name of the program in `/proc/self/stat` is the time of its start (man 5 proc, starttime)."""
@@ -19,6 +21,15 @@ def pair() -> tuple[int, int]:
         pairs.append((after - before, (before + after) // 2, wall))
     _, monotonic_ns, realtime_ns = min(pairs)
     return monotonic_ns, realtime_ns
+
+
+@cache
+def boot_id() -> str:
+    """What the system calls the time since it was started; "" where it does not tell."""
+    try:
+        return BOOT.read_text("ascii", "replace").strip()[:64]
+    except OSError:
+        return ""
 
 
 def process_start_ns() -> int | None:

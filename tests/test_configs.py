@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 import instrument.profile.keys
 from instrument.profile.keys import KEYS, load, loads
-from instrument.profile.model import Chrome, Export, Otlp, Profile, Summary
+from instrument.profile.model import Chrome, Export, Otlp, Profile, Recordings, Summary
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 EVERYTHING = CONFIGS / "everything.yaml"
@@ -50,7 +50,7 @@ class TestEveryConfig:
 
 
 def test_everything_holds_the_default_of_every_key() -> None:
-    default = Profile(export=Export(chrome=Chrome(), otlp=Otlp(), summary=Summary()))
+    default = Profile(export=Export(recording=Recordings(), chrome=Chrome(), otlp=Otlp(), summary=Summary()))
     loaded = load(EVERYTHING, environ={})
     assert dataclasses.replace(loaded, functions=(), layers=(), copies=(), frameworks=()) == default
 

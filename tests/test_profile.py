@@ -618,6 +618,7 @@ export:
             ("capture: {before: 1.5}", "1.5s"),
             ("capture: {limit: 30}", "30/min"),
             ("export: {chrome: {path: '{servise}.json'}}", "{service}.json"),
+            ("export: {recording: {path: '{service}-{rum}.json.gz'}}", "{service}-{run}.npz"),
             ("export: {otlp: {endpoint: 'localhost:4318'}}", "http://localhost:4318"),
             ("export: {otlp: {compression: gzipp}}", "gzip"),
             ("export: {summary: {to: stdrr}}", "stderr"),
@@ -969,7 +970,7 @@ class TestSchema:
             return found
 
         asked = defaults(SCHEMA)
-        exports = read("export: {chrome: , otlp: , summary: }").export
+        exports = read("export: {recording: , chrome: , otlp: , summary: }").export
         assert asked.keys() >= {"service", "tracer_option", "state", "capture", "limits", "device", "export"}
         assert read(json.dumps(asked)) == Profile(export=exports)
         rules = {section: [{**extra, **defaults(section_schema(section))}] for section, extra in RULES.items()}

@@ -53,18 +53,19 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
     return target
 
 
-def file_name(template: str, *, service: str, pid: int, window: int) -> str:
-    """Fill `{service}`, `{pid}` and `{window}` of a path; the service becomes one safe part of a file name.
+def file_name(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:
+    """Fill `{service}`, `{run}`, `{pid}` and `{window}` of a path; the service becomes one safe part of a file name.
 
     Raises `TraceError` for any other name in braces.
     """
     safe_service = re.sub(r"[^\w.-]+", "_", clean(service)).encode()[:96].decode(errors="ignore").lstrip(".")
-    values = {"service": safe_service or "service", "pid": str(pid), "window": str(window)}
+    values = {"service": safe_service or "service", "run": run, "pid": str(pid), "window": str(window)}
 
     def value(found: re.Match[str]) -> str:
         name = found[1]
         if name not in values:
-            raise TraceError(f"the path {template!r} asks for {{{name}}}; known are {{service}}, {{pid}}, {{window}}")
+            known = ", ".join(f"{{{each}}}" for each in values)
+            raise TraceError(f"the path {template!r} asks for {{{name}}}; known are {known}")
         return values[name]
 
     return re.sub(r"\{(.*?)\}", value, template)

@@ -20,7 +20,7 @@ from instrument.profile.presets import PRESETS
 from instrument.recorder.scopes import OFF
 from instrument.recording import board
 from instrument.runtime import environment
-from instrument.sessions import autostart, hello
+from instrument.sessions import autostart, files, hello
 
 
 def add(verbs: Verbs) -> None:
@@ -50,6 +50,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
+    environ[files.RUN_VARIABLE] = files.new_run()
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)

@@ -66,6 +66,7 @@ from instrument.profile.model import (
     Otlp,
     Profile,
     Rate,
+    Recordings,
     RequestsRule,
     Schedule,
     Summary,
@@ -236,7 +237,7 @@ def _with_colon(text: str) -> str:
 
 
 def _with_fields(text: str) -> str:
-    return re.sub(r"\{(\w+)\}", lambda part: "{" + nearest(part[1], ("service", "pid", "window")) + "}", text)
+    return re.sub(r"\{(\w+)\}", lambda part: "{" + nearest(part[1], ("service", "run", "pid", "window")) + "}", text)
 
 
 _SEGMENT = r"(?:\*\*?|\*?\w+(?:\*\w+)*\*?)"
@@ -246,7 +247,8 @@ FUNCTION_SYNTAX = rf"!?{_SEGMENT}(?:\.{_SEGMENT})*:{_SEGMENT}(?:\.{_SEGMENT})*|{
 LAYER_SYNTAX = rf"!?{_LAYER_SEGMENT}(?:\.{_LAYER_SEGMENT})*"
 ARGUMENT_SYNTAX = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 CLASS_SYNTAX = r"[^\W\d]\w*"
-CHROME_SYNTAX = r"(?:[^{}]|\{(?:service|pid|window)\})+"
+CHROME_SYNTAX = r"(?:[^{}]|\{(?:service|run|pid|window)\})+"
+RECORDING_SYNTAX = rf"{CHROME_SYNTAX}\.npz"
 SUMMARY_SYNTAX = rf"stderr|stdout|(?=[\s\S]*[./\\]){CHROME_SYNTAX}"
 PATH_SYNTAX = r"/[^\s*?#]*\*?"
 REQUEST_NAME_SYNTAX = r"(?=.*\{(?:method|route)\})(?:[^{}]|\{(?:method|route)\})+"
@@ -275,7 +277,12 @@ _class_name = spelled(
     CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
 )
 _argument_path = spelled(ARGUMENT_SYNTAX, "a parameter's name, or a dotted path below it such as request.prompt")
-_chrome_path = spelled(CHROME_SYNTAX, "a path, in braces only {service}, {pid} and {window}", _with_fields)
+_chrome_path = spelled(CHROME_SYNTAX, "a path, in braces only {service}, {run}, {pid} and {window}", _with_fields)
+_recording_path = spelled(
+    RECORDING_SYNTAX,
+    "a path that ends in .npz, in braces only {service}, {run}, {pid} and {window}",
+    lambda text: f"{re.sub(r'(?:[.](?:json|gz|npz))*$', '', _with_fields(text))}.npz",
+)
 _path_pattern = spelled(
     PATH_SYNTAX, "a path such as /health, or /internal/* for all that begin so", lambda text: f"/{text}"
 )
@@ -725,9 +732,15 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "socket": Key("socket", _folder_or_off),
     },
     "export": {
+        "recording": Key(
+            "recording", _unless_off(_part("export.recording", Recordings), "export.recording"), blank=True
+        ),
         "chrome": Key("chrome", _unless_off(_part("export.chrome", Chrome), "export.chrome"), blank=True),
         "otlp": Key("otlp", _unless_off(_otlp, "export.otlp"), blank=True),
         "summary": Key("summary", _unless_off(_part("export.summary", Summary), "export.summary"), blank=True),
+    },
+    "export.recording": {
+        "path": Key("path", _recording_path),
     },
     "export.chrome": {
         "path": Key("path", _chrome_path),

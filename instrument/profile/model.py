@@ -282,9 +282,16 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Chrome:
-    """Chrome traces, one file a window; `path` may hold the fields `{service}`, `{pid}` and `{window}`."""
+    """Chrome traces, one file a window; `path` may hold `{service}`, `{run}`, `{pid}` and `{window}`."""
 
     path: str = "traces/{service}-{pid}-{window}.json.gz"
+
+
+@dataclass(frozen=True, slots=True)
+class Recordings:
+    """Recordings, one file a window; `path` ends in `.npz` and may hold what that of `Chrome` may."""
+
+    path: str = "traces/{service}-{run}-{window}.npz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +334,7 @@ class Summary:
 class Export:
     """The ways out; one that is None is off."""
 
+    recording: Recordings | None = None
     chrome: Chrome | None = None
     otlp: Otlp | None = None
     summary: Summary | None = None
@@ -334,7 +342,7 @@ class Export:
     @property
     def is_empty(self) -> bool:
         """Whether there is none, so that nothing is written by itself."""
-        return self.chrome is None and self.otlp is None and self.summary is None
+        return all(getattr(self, way.name) is None for way in fields(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,7 +263,7 @@ class Origin:
     """Which process the spans come from, and how its monotonic clock reads in wall time.
 
     `profile` is where the profile came from, `digest` what it asked for, and `generation` counts the profiles that the
-    process has had, from 1 (0: not known).
+    process has had, from 1 (0: not known). `boot` is that of the machine: processes of one have one monotonic clock.
     """
 
     pid: int
@@ -275,6 +275,7 @@ class Origin:
     host: str = ""
     generation: int = 0
     digest: str = ""
+    boot: str = ""
 
     def realtime_of(self, monotonic_ns: int) -> int:
         """Wall-clock nanoseconds since 1970 of a monotonic reading."""

@@ -24,7 +24,9 @@ from instrument.recording.tally import Tally
 from instrument.runtime import atomic
 from instrument.runtime.unpatched import poll
 
-_NUMBERED = re.compile(r"(\{(?:pid|window)\})")
+_NUMBERED = re.compile(r"(\{(?:run|pid|window)\})")
+RUN_VARIABLE = "INSTRUMENT_RUN"
+_RUN = re.compile(r"\d{8}T\d{6}-\d+")
 STREAMS = ("stderr", "stdout")
 """Where a report may go that is no file."""
 
@@ -38,9 +40,20 @@ def own(template: str, *, is_first: bool) -> str:
     return os.path.join(folder, f"{stem}-{{pid}}{dot}{suffix}")  # noqa: PTH118 - keeps an empty folder empty
 
 
-def path_of(template: str, folder: Path, service: str, window: int) -> Path:
+def new_run() -> str:
+    """What a run that begins now is called: when, in UTC, and by which process. Two of a container may be of one."""
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
+
+
+def run_of_process() -> str:
+    """The run that this process is of: that of `instrument run`, or its own."""
+    told = os.environ.get(RUN_VARIABLE, "")
+    return told if _RUN.fullmatch(told) else new_run()
+
+
+def path_of(template: str, folder: Path, service: str, run: str, window: int) -> Path:
     """The file that a template means, below the folder in which the session began."""
-    name = chrome.file_name(template, service=service, pid=os.getpid(), window=window)
+    name = chrome.file_name(template, service=service, run=run, pid=os.getpid(), window=window)
     return Path(name) if folder == working_folder() else folder / name
 
 
@@ -90,16 +103,19 @@ def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
             if _NUMBERED.fullmatch(part):
                 pattern += "*"
                 of_process = r"(?P=pid)" if "(?P<pid>" in numbered else r"(?P<pid>\d+)"
-                numbered += of_process if part == "{pid}" else r"\d+"
+                of_run = r"(?P=run)" if "(?P<run>" in numbered else r"(?P<run>\d{8}T\d{6}-\d+)"
+                numbered += {"{pid}": of_process, "{run}": of_run}.get(part, r"\d+")
                 continue
-            text = chrome.file_name(part, service=service, pid=0, window=0)
+            text = chrome.file_name(part, service=service, run="", pid=0, window=0)
             text = text if pattern else os.path.join(folder, text)  # noqa: PTH118 - keeps the slash where nothing follows
             pattern += glob.escape(text)
             numbered += re.escape(text)
         for name in glob.glob(pattern):  # noqa: PTH207 - absolute
             match = re.fullmatch(numbered, name)
             if match is not None:
-                found.setdefault(name, int(match.groupdict().get("pid", 0)))
+                # Where no number of a process is in it, it is that of the run's first one.
+                of = {"run": "0", **match.groupdict()}
+                found.setdefault(name, int(of.get("pid", of["run"].rpartition("-")[2])))
     return found
 
 
@@ -148,11 +164,12 @@ class Destination:
 
     folder: Path
     service: str
+    run: str
     is_first: bool
 
     def path(self, template: str, window: int = 0) -> Path:
         """The file that a template means here."""
-        return path_of(own(template, is_first=self.is_first), self.folder, self.service, window)
+        return path_of(own(template, is_first=self.is_first), self.folder, self.service, self.run, window)
 
     def make_room(self, templates: Iterable[str], kept: Collection[Path], disk_bytes: int) -> int:
         """Remove the oldest files of templates, `kept` ones excepted, until all keep within `disk_bytes`: how many."""

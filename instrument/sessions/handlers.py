@@ -174,7 +174,7 @@ def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> H
         service, index = worker or window.session.profile.service, window.index
         into.mkdir(parents=True, exist_ok=True)
         while True:
-            path = files.path_of(_FILE, into, service, index)
+            path = files.path_of(_FILE, into, service, "", index)
             try:
                 path.touch(0o600, exist_ok=False)  # the name is ours from here on, whoever else looks for one
                 break

@@ -38,7 +38,7 @@ FORK_WAIT_S = 1.0
 
 SWITCHED_OFF = "instrument is off (INSTRUMENT=off)"
 
-NO_EXPORT = "the profile has no `export:` (chrome, otlp or summary), so nothing will be written or sent"
+NO_EXPORT = "the profile has no `export:` (recording, chrome, otlp or summary), so nothing will be written or sent"
 
 _session: Session | None = None
 _session_lock = RLock()

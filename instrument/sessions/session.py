@@ -23,7 +23,7 @@ from instrument.device.cuda import CudaDriver
 from instrument.device.gauges import Gauges
 from instrument.device.nvtx import Ranges
 from instrument.device.timer import Timing
-from instrument.errors import InstrumentError, ProfileError, StateError, TraceError
+from instrument.errors import InstrumentError, ProfileError, StateError
 from instrument.instrumentors import contexts, graphs
 from instrument.instrumentors.import_times import ImportTimes
 from instrument.instrumentors.probe_cost import Costs
@@ -44,7 +44,7 @@ from instrument.report.view import HeldSpans, Options, Recording, View
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Event, RLock, start_new_thread
-from instrument.sessions import files, generation
+from instrument.sessions import files, generation, saving
 from instrument.sessions.account import Account
 from instrument.sessions.control import Control, Request, folder_of
 from instrument.sessions.first_request import taken_for_first
@@ -104,7 +104,8 @@ class Session:
         self._has_threads = False
         self._is_of_run = "INSTRUMENT_RUN_PID" in os.environ
         self._folder = files.working_folder()
-        self._newest_file: Path | None = None
+        self._run = files.run_of_process()
+        self._newest_files: tuple[Path, ...] = ()
         self._summary_file: Path | None = None
         self._ticks = Ticks(RECORDER)
         self._reloading = RLock()
@@ -180,6 +181,7 @@ class Session:
             self._undos.append(self._ranges.install())  # may import numpy, which a rule may name
             self._undos.append(self._gauges.stop)
             self._gauges.prepare()
+            self._prepare_recordings()
             self._choose_clock()
             self._costs.measure(with_ticks=self._ticks.are_used)
             self._undos.append(self._budget.release)
@@ -196,6 +198,17 @@ class Session:
             self.make_board()
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
+
+    def _prepare_recordings(self) -> None:
+        """What windows take, which are written while the service runs, is imported before; the end imports it then."""
+        if self.profile.export.recording is None:
+            return
+        problem = saving.why_no_recordings()
+        if problem:
+            instead = "" if self.profile.export.chrome is not None else "; Chrome traces are written in their place"
+            self.account.complain(f"export.recording: {problem}{instead}")
+        elif self.profile.schedule is not None:
+            saving.prepare()
 
     def make_board(self) -> None:
         """Have this process hold what the processes below it tell one another. At its start, or before it forks."""
@@ -481,6 +494,8 @@ class Session:
             self._budget.change(profile.budget)
         self.profile = profile
         self._watch_generations()
+        if profile.export != before.export or profile.schedule != before.schedule:
+            self._prepare_recordings()
         self.generation += 1
         self._digest = profile.digest
         if self._exporter is not None:
@@ -523,6 +538,7 @@ class Session:
             host=socket.gethostname(),
             generation=self.generation,
             digest=self._digest,
+            boot=clock.boot_id(),
         )
 
     def cost(self) -> Cost:
@@ -783,8 +799,8 @@ class Session:
         _attempt("exit", self.stop)
 
     def _write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
-        wanted, place = self.profile.export.chrome, self._place()
-        if wanted is None:
+        export, place = self.profile.export, self._place()
+        if export.chrome is None and export.recording is None:
             return
         self.selection.finish_nodes()
         trace = self.trace(start_ns, end_ns, index, origin)
@@ -792,33 +808,32 @@ class Session:
             trace, tally = replace(trace, cost=self.cost()), self.tally()
         else:
             tally = self._charged(Tally.of_spans(trace.spans, trace.threads))
-        try:
-            path = chrome.dump(place.path(wanted.path, index), trace, tally)
-        except TraceError as error:
-            self.account.complain(str(error))
-            return
-        self._newest_file = path
-        self._make_room()
+        written = saving.write(export, lambda template: place.path(template, index), trace, tally)
+        for problem in written.problems:
+            self.account.complain(problem)
+        if written.paths:
+            self._newest_files = written.paths
+            self._make_room()
 
     def _make_room(self) -> None:
         """Keep all that sessions of this service have left in files within `limits.disk`."""
         export = self.profile.export
-        written = [export.chrome.path] if export.chrome is not None else []
+        written = [*saving.templates(export)]
         written += [export.summary.to] if export.summary is not None and export.summary.to not in files.STREAMS else []
-        kept = [path for path in (self._newest_file, self._summary_file) if path is not None]
+        kept = [path for path in (*self._newest_files, self._summary_file) if path is not None]
         removed = self._place().make_room(
             written, [self._folder / path for path in kept], self.profile.limits.disk_bytes
         )
         self.account.lose("files removed to stay within limits.disk", removed)
 
     def _place(self) -> files.Destination:
-        return files.Destination(self._folder, self.profile.service, is_first=is_main() and not self._forked)
+        return files.Destination(self._folder, self.profile.service, self._run, is_first=is_main() and not self._forked)
 
     def _print_summary(self, wanted: Summary) -> None:
         # Workers of one service write to one stream: which of them this is stands in each.
         text = self.summary() + f"\nProcess: {os.getpid()}\n"
-        if self._newest_file is not None:
-            text += f"Chrome trace: {self._newest_file}\n"
+        for path in self._newest_files:
+            text += f"{'Recording' if path.suffix == saving.RECORDING else 'Chrome trace'}: {path}\n"
         try:
             self._summary_file = self._place().tell(wanted.to, text, EXIT_LIMIT_NS)
         except (OSError, ValueError) as error:
@@ -844,7 +859,7 @@ class Session:
         self._begun = None
         self._has_threads = False
         self._thread = None
-        self._newest_file = self._summary_file = None
+        self._newest_files, self._summary_file = (), None
         self._ids = None
         self.account.after_fork_in_child()
         self._ranges.after_fork_in_child()

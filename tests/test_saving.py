@@ -1,0 +1,247 @@
+"""Recordings that a session leaves behind as its profile asks: beside Chrome traces or instead, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import instrument
+from instrument import chrome, scope
+from instrument.profile.keys import loads
+from instrument.sessions import files, saving
+from instrument.sessions.session import Session
+from instrument.trace import file
+
+BOTH = (
+    "service: shop\nexport: {recording: {path: 'traces/{service}-{run}-{window}.npz'}, "
+    "chrome: {path: 'traces/{service}-{run}-{window}.json'}}"
+)
+ALONE = "service: shop\nexport: {recording: {path: 'traces/{window}.npz'}}"
+
+HIDES_NUMPY = """
+import sys
+class Hidden:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "numpy":
+            raise ModuleNotFoundError("No module named 'numpy'", name=name)
+sys.meta_path.insert(0, Hidden)
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    instrument.stop()
+
+
+def begin(text: str) -> Session:
+    session = instrument.start(loads(text, environ={}))
+    assert session is not None
+    return session
+
+
+def request(count: int = 1) -> None:
+    for _ in range(count):
+        with scope("request", kind="request"), scope("work"):
+            pass
+
+
+def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False
+    )  # fmt: skip
+
+
+def test_the_end_of_a_session_is_written_both_ways_and_both_say_the_same() -> None:
+    begin(BOTH)
+    request(3)
+    instrument.stop()
+    recording, trace = (next(Path("traces").glob(f"shop-*-0.{suffix}")) for suffix in ("npz", "json"))
+    assert recording.stem == trace.stem
+    assert stat.S_IMODE(recording.stat().st_mode) == 0o600
+    saved, (expected, tally) = file.load(recording), chrome.load(trace)
+    told = [(span.site.name, span.span_id, span.parent_id, span.start_ns, span.self_ns) for span in expected.spans]
+    assert len(told) == 6
+    assert [(s.site.name, s.span_id, s.parent_id, s.start_ns, s.self_ns) for s in saved.trace().spans] == told
+    assert saved.counted().calls == tally.calls == 6
+    assert saved.facts.origin == expected.origin
+    assert len(saved.facts.origin.boot) == 36, "by which files of one machine are put on one clock"
+
+
+def test_each_window_of_a_schedule_is_a_recording_while_the_service_runs() -> None:
+    begin("schedule: {skip_first: 1, record: 2}\n" + ALONE)
+    request(6)
+    instrument.flush()
+    assert {path.name for path in Path("traces").iterdir()} == {"0.npz", "1.npz"}
+    names = [span.site.name for span in file.load("traces/1.npz").trace().spans if not span.clipped]
+    assert names.count("request") == 2
+    instrument.stop()
+
+
+def test_the_summary_names_the_recording() -> None:
+    begin("export: {recording: {path: a.npz}, summary: {to: ./said.txt}}")
+    request()
+    instrument.stop()
+    assert f"Recording: {Path('a.npz')}" in Path("said.txt").read_text()
+
+
+def test_recordings_count_for_the_disk_limit_with_what_is_written_beside_them() -> None:
+    Path("traces").mkdir()
+    for age, name in enumerate(["20260101T000000-71-0.npz", "20260101T000000-72-3.json", "x-0.npz"]):
+        Path("traces", f"shop-{name}").write_text("x" * 10_000)
+        os.utime(Path("traces", f"shop-{name}"), (1_000_000 - age, 1_000_000 - age))
+    begin("limits: {disk: 28kB}\n" + BOTH)
+    request()
+    instrument.stop()
+    names = {path.name for path in Path("traces").iterdir()}
+    assert "shop-x-0.npz" in names, "which is none of ours"
+    assert "shop-20260101T000000-72-3.json" not in names
+    assert len([name for name in names if name.endswith("-0.npz")]) == 3
+
+
+def test_files_of_a_run_that_goes_on_are_known_by_the_process_that_began_it() -> None:
+    path = Path(f"shop-20260101T000000-{os.getpid()}-0.npz")
+    assert files._files_of("{service}-{run}-{window}.npz", Path.cwd(), "shop") == {}
+    path.touch()
+    Path("shop-20260101T000000-1-0-77.npz").touch()
+    found = files._files_of("{service}-{run}-{window}.npz", Path.cwd(), "shop")
+    assert found == {str(Path.cwd() / path): os.getpid(), str(Path.cwd() / "shop-20260101T000000-1-0-77.npz"): 77}
+
+
+@pytest.mark.parametrize("why", ["the disk is full", "the folder may not be written to"])
+def test_a_recording_that_cannot_be_written_is_told_and_leaves_no_half_file_and_chrome_goes_on(why: str) -> None:
+    session = begin("export: {recording: {path: /proc/nowhere/a.npz}, chrome: {path: ok/trace.json}}")
+    if why == "the disk is full":
+        instrument.stop()
+        session = begin("export: {recording: {path: out/a.npz}}")
+    request()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        if why == "the disk is full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+        instrument.stop()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert any("cannot write the recording" in note for note in session.notes())
+    if why == "the disk is full":
+        assert list(Path("out").iterdir()) == []
+    else:
+        assert len(chrome.load("ok/trace.json")[0].spans) == 2
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_no_half_recording() -> None:
+    program = (
+        "import os, signal\n"
+        "import instrument\nfrom instrument.profile.keys import loads\nfrom instrument.trace import archive\n"
+        "kept = archive._END.pack\n"
+        "class Killed:\n"
+        "    size = archive._END.size\n"
+        "    def pack(self, *values): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "archive._END = Killed()\n"
+        "instrument.start(loads('export: {recording: {path: out/a.npz}}', environ={}))\n"
+        "with instrument.scope('x'): pass\n"
+        "instrument.stop()\n"
+    )
+    assert python(program).returncode == -signal.SIGKILL
+    assert not Path("out/a.npz").exists()
+    assert [path.suffix for path in Path("out").iterdir()] == [".part"]
+    begin("export: {recording: {path: out/a.npz}}")
+    request()
+    instrument.stop()
+    assert [path.name for path in Path("out").iterdir()] == ["a.npz"], "what the killed one left is removed"
+
+
+PROGRAM = """
+import sys
+import instrument
+from instrument.profile.keys import loads
+session = instrument.start(loads(sys.argv[1], environ={}))
+with instrument.scope("request", kind="request"): pass
+assert "numpy" not in sys.modules, "the service pays for it at the end alone"
+instrument.stop()
+print(*session.notes(), sep="\\n")
+"""
+
+
+def test_a_service_is_given_numpy_only_when_a_recording_is_written() -> None:
+    done = python(PROGRAM, ALONE)
+    assert (done.stdout.strip(), done.stderr) == ("", "")
+    with np.load("traces/0.npz") as arrays:
+        assert len(arrays["span_id_steps"]) == 1
+
+
+@pytest.mark.parametrize(("text", "written"), [(ALONE, ["0.json.gz"]), (BOTH, ["json"])])
+def test_without_numpy_nothing_is_lost_and_the_notes_say_so(text: str, written: list[str]) -> None:
+    done = python(HIDES_NUMPY + PROGRAM, text)
+    assert done.stdout.count(saving.WITHOUT_NUMPY) == 1, done.stderr
+    names = [path.name for path in Path("traces").iterdir()]
+    assert [name.endswith(end) for name, end in zip(names, written, strict=True)] == [True]
+    trace, tally = chrome.load(Path("traces", names[0]))
+    assert (len(trace.spans), tally.calls) == (1, 1)
+    assert any(saving.WITHOUT_NUMPY in note for note in trace.notes), "also in the file"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_check_says_that_no_recording_can_be_written(as_json: bool, tmp_path: Path) -> None:
+    Path("profile.yaml").write_text(ALONE)
+    words = ["check", "profile.yaml", *["--json"] * as_json]
+    code = f"from instrument.cli import main\nsys.exit(main({words}))"
+    with_numpy, without = python("import sys\n" + code), python(HIDES_NUMPY + code)
+    assert (with_numpy.returncode, without.returncode) == (0, 0), without.stderr
+    if as_json:
+        facts: list[Any] = [json.loads(done.stdout)["recording"] for done in (with_numpy, without)]
+        assert facts == [{"why_not_written": ""}, {"why_not_written": saving.WITHOUT_NUMPY}]
+    else:
+        assert saving.WITHOUT_NUMPY not in with_numpy.stdout
+        assert f"export.recording: {saving.WITHOUT_NUMPY}" in without.stdout
+
+
+RUN = """
+import os, instrument
+for _ in range(3):
+    with instrument.scope("request", kind="request"): pass
+children = []
+for _ in range(2):
+    child = os.fork()
+    if not child:
+        with instrument.scope("request", kind="request"): pass
+        instrument.stop()
+        os._exit(0)
+    children.append(child)
+for child in children: os.waitpid(child, 0)
+"""
+
+
+def test_all_processes_of_a_run_write_beside_one_another_under_its_name() -> None:
+    Path("service.py").write_text(RUN)
+    Path("profile.yaml").write_text("service: shop\nexport: {recording: }")
+    began = time.strftime("%Y%m%d", time.gmtime())
+    subprocess.run(
+        [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "service.py"],
+        check=True, timeout=60,
+    )  # fmt: skip
+    paths = sorted(Path("traces").iterdir(), key=lambda path: len(path.name))
+    assert len(paths) == 3
+    assert len({path.name.split("-0")[0] for path in paths}) == 1
+    assert paths[0].name.startswith(f"shop-{began[:6]}")
+    saved = [file.load(path) for path in paths]
+    assert [len(one.columns) for one in saved] == [3, 1, 1]
+    assert [path.name.endswith(f"-{one.facts.origin.pid}.npz") for path, one in zip(paths, saved, strict=True)] == [
+        False, True, True,
+    ]  # fmt: skip
