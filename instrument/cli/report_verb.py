@@ -9,24 +9,32 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+from instrument.cli.inputs import CLOCK, CLOCKS, FILES, WALL, expanded, saved_in
 from instrument.cli.option_values import Verbs, count, size_bytes, time_ns, view_names, whole
+from instrument.errors import InstrumentError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.report.view import THREADS, UNITS
-from instrument.runtime.memory_limit import within_memory
+from instrument.runtime.memory_limit import bound_bytes, within_memory
+
+if TYPE_CHECKING:
+    from instrument.report.view import Recording
 
 
 def add(verbs: Verbs) -> None:
     """The verb `report` and its options."""
     parser = verbs.add_parser(
         "report",
-        help="print the summary of a saved recording or Chrome trace",
+        help="print the summary of saved recordings or Chrome traces",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="views:\n" + "\n".join(f"  {view:<12}  {shows}" for view, shows in VIEWS.items()),
     )
+    parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
     parser.add_argument(
-        "trace", metavar="FILE", help="a recording (.npz), or .json or .json.gz, ours or another profiler's"
+        "--by", choices=("process",), help="of several files, a report of each process instead of one of all"
     )
+    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--with",
         dest="beside",
@@ -60,7 +68,7 @@ def add(verbs: Verbs) -> None:
         help="the most to use, such as 2GiB (default: 500MB, and more for files that are large themselves)",
     )
     parser.add_argument("--corrected", action="store_true", help="self times, less what the probes below them cost")
-    parser.set_defaults(verb=report, takes_host=False)
+    parser.set_defaults(verb=report_files, takes_host=False)
 
 
 @contextmanager
@@ -73,6 +81,17 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def report_files(options: argparse.Namespace, host: list[str]) -> int:
+    """Print the views of saved traces, one or several. Returns the exit code."""
+    options.traces = expanded(options.traces)
+    options.trace = options.traces[0]
+    if len(options.traces) > 1 or options.by:
+        if options.beside:
+            raise InstrumentError("report: --with is for one file; found several, so give that of the same process")
+        options.memory = options.memory or bound_bytes([*options.traces, *options.traces])  # as they are, and as one
+    return report(options, host)
 
 
 @_without_collector()
@@ -91,20 +110,9 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _reported(options: argparse.Namespace) -> int:
-    from instrument import chrome
     from instrument.report.summary import summary, summary_document, views_for
-    from instrument.report.view import Options, Recording
-    from instrument.trace import file
+    from instrument.report.view import Options
 
-    if file.is_recording(options.trace):
-        saved = file.load(options.trace)
-        recording, make_tally = Recording.of_saved(saved), saved.counted
-    else:
-        trace, make_tally = chrome.read(options.trace)
-        recording = Recording.of_trace(trace, make_tally)
-    if options.beside:
-        joined = chrome.join(recording.trace, chrome.read(options.beside)[0])
-        recording = Recording.of_trace(joined, make_tally)
     given = {
         "tracer_option": options.tracer_option,
         "state": options.state,
@@ -117,9 +125,52 @@ def _reported(options: argparse.Namespace) -> int:
         "unit": options.unit,
     }
     views, asked = options.view or views_for(given), Options.of(given)
+    documents = []
+    for place, (header, facts, recording) in enumerate(_recordings(options)):
+        if options.json:
+            documents.append({**facts, **summary_document(views, recording, asked)})
+        else:
+            if header:
+                sys.stdout.write("\n" * (place > 0) + f"{header}\n\n")
+            sys.stdout.write(summary(views, recording, asked))
     if options.json:
-        json.dump(summary_document(views, recording, asked), sys.stdout, indent=2)
+        json.dump({"processes": documents} if options.by else documents[0], sys.stdout, indent=2)
         sys.stdout.write("\n")
-    else:
-        sys.stdout.write(summary(views, recording, asked))
     return 0
+
+
+def _recordings(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], Recording]]:
+    """What is reported on: all files as one, or those of each process, with what stands before it in text and JSON."""
+    if len(options.traces) == 1 and not options.by:
+        yield "", {}, _recording(options.traces[0], options.beside)
+        return
+    from instrument.report.view import Recording
+    from instrument.trace.merge import merge, processes_of
+    from instrument.trace.merged_facts import called
+
+    files = list(map(saved_in, options.traces))
+    if options.by:
+        for its in processes_of(files):
+            origin = its[0].facts.origin
+            of = {"pid": origin.pid, "service": origin.service, "host": origin.host, "files": len(its)}
+            yield f"Process: {called(its[0])}", {"process": of}, Recording.of_saved(merge(its).saved)
+        return
+    merged = merge(files, by_wall_clock=options.clock == WALL)
+    facts = {"files": merged.files, "processes": merged.processes, "clock": merged.clock}
+    yield merged.header, {"merged": facts}, Recording.of_saved(merged.saved)
+
+
+def _recording(path: str, beside: str | None) -> Recording:
+    from instrument import chrome
+    from instrument.report.view import Recording
+    from instrument.trace import file
+
+    if file.is_recording(path):
+        saved = file.load(path)
+        recording, make_tally = Recording.of_saved(saved), saved.counted
+    else:
+        trace, make_tally = chrome.read(path)
+        recording = Recording.of_trace(trace, make_tally)
+    if beside:
+        recording = Recording.of_trace(chrome.join(recording.trace, chrome.read(beside)[0]), make_tally)
+    return recording

@@ -20,13 +20,18 @@ PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 20, 3, 150
 recording, and 400 while views are made of it."""
 
 
+def bound_bytes(files: Sequence[str]) -> int:
+    """What trace files may take, by their sizes."""
+    return max(LEAST_BYTES, sum(map(_need_bytes, map(Path, files))))
+
+
 @contextmanager
 def within_memory(files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
     """Bound what the process may use in all: to what is asked for, or else by the sizes of the trace files.
 
     Raises `InstrumentError` where they take more: they are made to do so, or very large.
     """
-    bound = asked_bytes or max(LEAST_BYTES, sum(map(_need_bytes, map(Path, files))))
+    bound = asked_bytes or bound_bytes(files)
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
     known = [limit for limit in (before, most) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([int(bound * SHARE_OF_DATA), *known]), most))

@@ -1,0 +1,66 @@
+"""The files that a verb reads: recordings and Chrome traces, one by one or all of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from instrument.errors import TraceError
+
+if TYPE_CHECKING:
+    from instrument.trace.file import Saved
+
+FILES = "recordings (.npz), .json or .json.gz, ours or other profilers', or a folder of them; several become one"
+WALL = "wall"
+CLOCKS = ("monotonic", WALL)
+CLOCK = "wall = put files of several machines together by their time of day (default: refuse them)"
+
+SUFFIXES = (".npz", ".json", ".json.gz")
+"""How the names of files in a folder end that are read; of two that differ in the suffix alone the first of these."""
+
+
+def expanded(paths: Sequence[str]) -> list[str]:
+    """The files, those of a folder by name. Raises `TraceError` for a folder that has none."""
+    found: list[str] = []
+    for path in paths:
+        if not Path(path).is_dir():
+            found.append(path)
+            continue
+        known: dict[str, str] = {}
+        names = sorted(entry.name for entry in Path(path).iterdir() if not entry.name.startswith("."))
+        for suffix in SUFFIXES:
+            for name in names:
+                if name.endswith(suffix):
+                    known.setdefault(name.removesuffix(suffix), str(Path(path, name)))
+        if not known:
+            raise TraceError(f"the folder {path} has no recording and no trace ({', '.join(SUFFIXES)}) in it")
+        found += [known[stem] for stem in sorted(known)]
+    return list(dict.fromkeys(found))
+
+
+def saved_in(path: str) -> Saved:
+    """A file of whichever form as a recording. Raises `TraceError`."""
+    from instrument import chrome
+    from instrument.trace import file
+    from instrument.trace.of_spans import trace_of
+
+    if file.is_recording(path):
+        return file.load(path)
+    trace, make_tally = chrome.read(path)
+    try:
+        columns = trace_of(trace.spans)
+    except ValueError as problem:
+        raise TraceError(f"cannot take the trace {path} as columns: {problem}") from problem
+    return file.Saved(columns, replace(trace, spans=[]), make_tally())
+
+
+def merged_of(paths: Sequence[str], clock: str) -> Saved:
+    """All files as one, or the only one as it is. Raises `TraceError`."""
+    files = list(map(saved_in, expanded(paths)))
+    if len(files) == 1:
+        return files[0]
+    from instrument.trace.merge import merge
+
+    return merge(files, by_wall_clock=clock == WALL).saved

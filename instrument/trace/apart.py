@@ -1,0 +1,145 @@
+"""What the numbers of several processes become together: threads, streams and devices stay apart, sites are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.spans import HOST, Site
+from instrument.trace.columns import Int64s
+from instrument.trace.file import Saved
+
+
+class Apart:
+    """Numbers that each process has of its own: the same where nobody else has it, else the next that is free."""
+
+    def __init__(self) -> None:
+        self._given: dict[Hashable, int] = {}
+        self._taken: set[int] = set()
+        self._next = 0
+
+    def number(self, own: int, owner: Hashable) -> int:
+        """What a number of an owner is now."""
+        found = self._given.get((owner, own))
+        if found is None:
+            found = self._next if own in self._taken else own
+            self._given[owner, own] = found
+            self._taken.add(found)
+            self._next = max(self._next, found + 1)
+        return found
+
+    def column(self, its: NDArray[Any], owner: Hashable) -> Int64s:
+        """What many of one owner are now."""
+        known, places = np.unique(its, return_inverse=True)
+        numbers = np.array([self.number(int(own), owner) for own in known.tolist()], dtype=np.int64)
+        return numbers[places] if len(its) else np.zeros(0, dtype=np.int64)
+
+
+class JoinedSites:
+    """Sites by what they mean; of attributes, what all of one place agree on."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[object, ...], int] = {}
+        self._found: list[list[Site]] = []
+
+    def place(self, site: Site) -> int:
+        """The place of what a site has become."""
+        place = self._places.setdefault(site.key, len(self._found))
+        if place == len(self._found):
+            self._found.append([])
+        if not any(site is one or site.attributes == one.attributes for one in self._found[place]):
+            self._found[place].append(site)
+        return place
+
+    @cached_property
+    def joined(self) -> tuple[Site, ...]:
+        """All of them, when the last one has been given."""
+        return tuple(map(_joined, self._found))
+
+
+def _joined(same: Sequence[Site]) -> Site:
+    first = same[0]
+    shared = [one for one in first.attributes if all(one in other.attributes for other in same)]
+    suspends, device = any(site.suspends for site in same), any(site.device for site in same)
+    return replace(first, attributes=tuple(shared), suspends=suspends, device=device)
+
+
+class Part:
+    """One file among those that are merged: what becomes of its numbers."""
+
+    def __init__(self, saved: Saved, process: int, first: int, moved_ns: int) -> None:
+        self.saved, self.process, self.first, self.moved_ns = saved, process, first, moved_ns
+        self.trace = saved.columns
+        self.row = np.zeros(0, dtype=np.int64)
+        """Of each of its rows which one that is now, also where another file's was taken for it."""
+        self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
+
+    def sites(self) -> list[Site]:
+        """All that it names: those of its spans, of its totals and of its start-up."""
+        found = [*self.trace.sites]
+        if self.saved.tally is not None:
+            found += dict.fromkeys(site for row in self.saved.tally.rows() for site in row.path)
+        startup = self.saved.facts.startup
+        if startup is not None:
+            found += [call.site for call in (*startup.firsts, *filter(None, [startup.request]))]
+        return found
+
+    @property
+    def of_all(self) -> slice:
+        """Its rows among those of all files."""
+        return slice(self.first, self.first + len(self.trace))
+
+
+class Numbers:
+    """What the numbers of all files become."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._threads, self._streams, self._devices = Apart(), Apart(), Apart()
+        self._sites = JoinedSites()
+        for part in parts:
+            for site in part.sites():
+                self._sites.place(site)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """All sites, each once."""
+        return self._sites.joined
+
+    def site(self, site: Site) -> Site:
+        """What a site is now."""
+        return self.sites[self._sites.place(site)]
+
+    def sites_of(self, part: Part) -> Int64s:
+        """The place of the site of each row."""
+        places = [self._sites.place(site) for site in part.trace.sites]
+        return np.array(places, dtype=np.int64)[part.trace.site]
+
+    def thread(self, own: int, part: Part) -> int:
+        """What a thread is called now; 0 stays what it is, the threads that have ended."""
+        return own and self._threads.number(own, part.process)
+
+    def threads_of(self, part: Part) -> Int64s:
+        """The thread of each row."""
+        return self._threads.column(part.trace.thread_id, part.process)
+
+    def streams(self, its: NDArray[Any], part: Part) -> Int64s:
+        """What streams are called now."""
+        return self._streams.column(its, part.process)
+
+    def devices(self, its: NDArray[Any], part: Part) -> Int64s:
+        """What devices are called now."""
+        known, places = np.unique(its, return_inverse=True)
+        numbers = np.array([self.device(int(own), part) for own in known.tolist()], dtype=np.int64)
+        return numbers[places] if len(its) else np.zeros(0, dtype=np.int64)
+
+    def device(self, own: int, part: Part) -> int:
+        """The number of a device: one GPU has one, whichever processes use it, where its UUID is known."""
+        if own == HOST:
+            return own
+        uuid = next((gpu.uuid for gpu in part.saved.facts.gpus if gpu.device == own), "")
+        return self._devices.number(own, uuid or part.process)

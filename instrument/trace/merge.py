@@ -1,0 +1,270 @@
+"""Saved recordings of several processes, or several of one, as one: on one clock, each span once, and ids unique.
+
+Spans are numbered anew, in the order of their begins. Sites that mean the same place become one. Threads stay apart by
+process, and so do streams and devices that nobody says are the same. A span that several files of a process have, as
+where a dump was followed by the file of the end, is taken from the one that has most of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.errors import TraceError
+from instrument.recording.spans import LINK, AttributeValue
+from instrument.trace.apart import Numbers, Part
+from instrument.trace.columns import DeviceIntervals, Int64s, Trace
+from instrument.trace.file import Saved
+from instrument.trace.forest import NONE, rows_of
+from instrument.trace.merged_facts import called, merged_facts, merged_tally
+
+MONOTONIC, WALL = "monotonic", "wall"
+"""The clocks on which files may be put: the one that all processes of a machine have until it is started anew, and the
+time of day, which two machines never have alike."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What several files are together, of how many processes, and by which of `MONOTONIC` and `WALL`."""
+
+    saved: Saved
+    files: int
+    processes: int
+    clock: str
+
+    @property
+    def header(self) -> str:
+        """What a reader has to know before the numbers."""
+        of = f"{self.files} files of {self.processes} process{'es' * (self.processes != 1)}"
+        if self.clock == MONOTONIC:
+            return f"{of}, on the monotonic clock of one machine"
+        return f"{of}, by their wall clocks: how far these are apart is not known, nor what lies between processes"
+
+
+_AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped")
+
+
+def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
+    """The files of each process, by which came first."""
+    found: dict[Hashable, list[Saved]] = {}
+    for saved in files:
+        origin = saved.facts.origin
+        is_known = origin.pid > 0 and origin.recorder != "other"
+        own = (origin.host, origin.boot, origin.pid, origin.service) if is_known else id(saved)
+        found.setdefault(own, []).append(saved)
+    return list(found.values())
+
+
+def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
+    """The files as one. Raises `TraceError` for files that cannot be put on one clock, or are no sound trace together.
+
+    Files of different machines, or of one that was started anew in between, are put together by their wall clocks
+    where `by_wall_clock` says so.
+    """
+    groups = processes_of(files)
+    boots = {saved.facts.origin.boot for saved in files}
+    clock = MONOTONIC if len(groups) == 1 or (len(boots) == 1 and "" not in boots) else WALL
+    if clock == WALL and not by_wall_clock:
+        raise TraceError(
+            f"asked to put {len(files)} files of {len(groups)} processes on one clock, found that they are not of one "
+            "machine, or do not tell; take their wall clocks with --clock wall, which may be seconds apart, or see "
+            "each with --by process"
+        )
+    if clock == WALL and (untold := [one for one in files if not one.facts.origin.realtime_ns]):
+        raise TraceError(f"the file of {called(untold[0])} does not tell the time of day; see each with --by process")
+    try:
+        return Merged(_Merge(groups, clock).saved, len(files), len(groups), clock)
+    except ValueError as problem:
+        raise TraceError(f"cannot merge the files: {problem}") from problem
+
+
+class JoinedAttributes:
+    """The attributes of spans of several files by their row, decoded when they are asked for."""
+
+    def __init__(self, parts: Sequence[Part], count: int) -> None:
+        self._parts = parts
+        self._part, self._own = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
+        for number, part in enumerate(parts):
+            own = np.flatnonzero(part.is_kept)
+            self._part[part.row[own]], self._own[part.row[own]] = number, own
+
+    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
+        part = self._parts[self._part[row]]
+        its = part.trace.attributes[int(self._own[row])]
+        return {**its, **_moved_link(its[LINK], part)} if LINK in its else its
+
+    def rows(self) -> Int64s:
+        """The rows that have any, in order."""
+        return self._now([part.trace.attributes.rows() for part in self._parts])
+
+    def having(self, name: str) -> Int64s:
+        """The rows that have one of that name, in order."""
+        return self._now([part.trace.attributes.having(name) for part in self._parts])
+
+    def _now(self, rows: Iterable[Int64s]) -> Int64s:
+        pairs = zip(self._parts, rows, strict=True)
+        found = [part.row[its[part.is_kept[its]]] for part, its in pairs]
+        return np.sort(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
+
+
+def _moved_link(link: Any, part: Part) -> dict[str, AttributeValue]:
+    """The link of a root to a span, by that one's new id; to none where that was not kept."""
+    if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
+        return {}
+    if not all(-1 << 63 <= one < 1 << 63 for one in link):
+        return {}
+    rows = rows_of(part.trace.span_id, np.array(link, dtype=np.int64))
+    return {LINK: tuple(0 if row == NONE else int(part.row[row]) + 1 for row in rows.tolist())}
+
+
+class _Merge:
+    """The work of `merge`, file after file and column after column."""
+
+    def __init__(self, groups: Sequence[Sequence[Saved]], clock: str) -> None:
+        self._groups = groups
+        base_ns = groups[0][0].facts.origin.realtime_of(0)
+        self._parts: list[Part] = []
+        first = 0
+        for process, group in enumerate(groups):
+            for saved in group:
+                moved_ns = 0 if clock == MONOTONIC else saved.facts.origin.realtime_of(0) - base_ns
+                self._parts.append(Part(saved, process, first, moved_ns))
+                first += len(saved.columns)
+        self._numbers = Numbers(self._parts)
+        columns = self._merged_columns(first)
+        facts = merged_facts(self._parts, self._numbers)
+        self.saved = Saved(columns, facts, merged_tally(self._parts, self._numbers, columns, facts.threads))
+
+    # ------------------------------------------------------------ spans
+
+    def _merged_columns(self, count: int) -> Trace:
+        parts = self._parts
+        site = _joined_columns(self._numbers.sites_of(part) for part in parts)
+        start_ns = _joined_columns(part.trace.start_ns + part.moved_ns for part in parts)
+        end_ns = _joined_columns(part.trace.end_ns + part.moved_ns for part in parts)
+        thread_id = _joined_columns(self._numbers.threads_of(part) for part in parts)
+        span_id = _joined_columns(part.trace.span_id for part in parts)
+        taken = self._taken_for(span_id, site, thread_id, start_ns, end_ns)
+        kept = np.flatnonzero(taken == np.arange(count))
+        order = kept[np.lexsort((kept, -end_ns[kept], start_ns[kept]))]
+        row_of = np.full(count, NONE, dtype=np.int64)
+        row_of[order] = np.arange(len(order))
+        row_of = row_of[taken] if count else row_of
+        for part in parts:
+            part.row = row_of[part.of_all]
+            part.is_kept = taken[part.of_all] == np.arange(part.first, part.first + len(part.trace))
+        errors, error = _tables([(part.trace.errors, part.trace.error) for part in parts])
+        parent_id, root_id = self._ids_above()
+        columns = {name: np.concatenate([getattr(part.trace, name) for part in parts])[order] for name in _AS_THEY_ARE}
+        return Trace(
+            sites=self._numbers.sites,
+            errors=errors,
+            span_id=np.arange(1, len(order) + 1),
+            parent_id=parent_id[order],
+            root_id=root_id[order],
+            thread_id=thread_id[order],
+            start_ns=start_ns[order],
+            end_ns=end_ns[order],
+            site=site[order].astype(np.int32),
+            error=error[order].astype(np.int32),
+            **columns,
+            device=self._intervals(),
+            attributes=JoinedAttributes(parts, len(order)),
+            remote={
+                int(part.row[row]): remote
+                for part in parts
+                for row, remote in part.trace.remote.items()
+                if part.is_kept[row]
+            },
+        )
+
+    def _taken_for(self, span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s) -> Int64s:
+        """Of each row of all files which one is taken for it: itself, or what another file has of the same span."""
+        taken = np.arange(len(span_id))
+        process = np.repeat([part.process for part in self._parts], [len(part.trace) for part in self._parts])
+        many = {process for process, group in enumerate(self._groups) if len(group) > 1}
+        rows = np.flatnonzero(np.isin(process, list(many)))
+        rows = rows[
+            np.lexsort((-end_ns[rows], start_ns[rows], site[rows], thread_id[rows], span_id[rows], process[rows]))
+        ]
+        while len(rows):  # as often as one span lies in several parts that do not overlap
+            is_first = np.ones(len(rows), dtype=np.bool_)
+            is_first[1:] = False
+            for column in (process, span_id, thread_id, site):
+                is_first[1:] |= column[rows[1:]] != column[rows[:-1]]
+            leader = rows[is_first][np.cumsum(is_first) - 1]
+            same = (start_ns[rows] < end_ns[leader]) | (start_ns[rows] == start_ns[leader])
+            taken[rows[same]] = leader[same]
+            rows = rows[~same]
+        return taken
+
+    def _ids_above(self) -> tuple[Int64s, Int64s]:
+        """The ids of the parents and of the roots; of those that no file has, ids that nobody else has."""
+        lost: dict[tuple[int, int], int] = {}
+        above = 1 + sum(len(part.trace) for part in self._parts)
+        found: dict[str, list[Int64s]] = {"parent_id": [], "root_id": []}
+        for part in self._parts:
+            others = [one for one in self._parts if one.process == part.process and one is not part]
+            for name, columns in found.items():
+                asked = getattr(part.trace, name)
+                ids = _ids_in(part, asked)
+                for other in others:
+                    unknown = ids == NONE
+                    ids[unknown] = _ids_in(other, asked[unknown])
+                ids[asked == 0] = 0
+                for row in np.flatnonzero(ids == NONE).tolist():
+                    ids[row] = lost.setdefault((part.process, int(asked[row])), above + len(lost))
+                columns.append(ids)
+        return _joined_columns(found["parent_id"]), _joined_columns(found["root_id"])
+
+    def _intervals(self) -> DeviceIntervals:
+        parts = self._parts
+        kept = [part.is_kept[part.trace.device.row] for part in parts]
+        row = _joined_columns(part.row[part.trace.device.row[its]] for part, its in zip(parts, kept, strict=True))
+        order = np.argsort(row, kind="stable")
+        labels, label = _tables(
+            [(part.trace.device.labels, part.trace.device.label[its]) for part, its in zip(parts, kept, strict=True)]
+        )
+        columns: dict[str, Int64s] = {}
+        for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns"):
+            its_columns = []
+            for part, its in zip(parts, kept, strict=True):
+                column = getattr(part.trace.device, name)[its]
+                if name == "device":
+                    column = self._numbers.devices(column, part)
+                elif name == "stream":
+                    column = self._numbers.streams(column, part)
+                elif name != "uncertainty_ns":
+                    column = column + part.moved_ns
+                its_columns.append(column)
+            columns[name] = _joined_columns(its_columns)[order]
+        return DeviceIntervals(
+            row=row[order].astype(np.int32), label=label[order].astype(np.int32), labels=labels, **columns
+        )
+
+
+def _joined_columns(columns: Iterable[NDArray[Any]]) -> Int64s:
+    found = [column.astype(np.int64) for column in columns]
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+
+def _tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[str, ...], Int64s]:
+    """Tables of names and places in them as one."""
+    known: dict[str, int] = {}
+    columns = []
+    for names, places in pairs:
+        numbers = np.array([*(known.setdefault(name, len(known)) for name in names), NONE], dtype=np.int64)
+        columns.append(numbers[places])
+    return tuple(known), _joined_columns(columns)
+
+
+def _ids_in(part: Part, ids: NDArray[np.int64]) -> Int64s:
+    """What ids of a process are now, as far as the file knows them, else `NONE`."""
+    rows = rows_of(part.trace.span_id, ids)
+    if not len(part.row):
+        return np.full(len(ids), NONE, dtype=np.int64)
+    return np.where(rows == NONE, NONE, part.row[rows] + 1)

@@ -1,0 +1,196 @@
+"""What several saved recordings know beside their spans, as one: totals, losses, notes, costs, gauges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from instrument.recording import spans
+from instrument.recording.spans import HOST, Cost, FirstCall, Sample, Startup
+from instrument.recording.tally import Tally
+from instrument.trace.apart import Numbers, Part
+from instrument.trace.columns import Trace
+from instrument.trace.file import Saved
+from instrument.trace.metadata import LIMIT_LINKS
+from instrument.trace.of_spans import spans_of
+
+OF_ALL = ("system_cpu",)
+"""Gauges of the host that are no process's own."""
+
+
+def called(saved: Saved) -> str:
+    """What a process is called among others."""
+    origin = saved.facts.origin
+    return f"{origin.service or 'process'} {origin.pid}"
+
+
+def _processes(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    for _, its in groupby(parts, attrgetter("process")):
+        yield list(its)
+
+
+def _counting(parts: Sequence[Part]) -> list[Part]:
+    """Those of a process's files whose totals together count every call once; none where they overlap in part."""
+    within = sorted(parts, key=lambda part: (part.saved.facts.start_ns, -part.saved.facts.end_ns))
+    first = within[0]
+    if all(part.saved.facts.end_ns <= first.saved.facts.end_ns for part in within):
+        return [first]
+    edges = [(part.saved.facts.start_ns, part.saved.facts.end_ns) for part in within]
+    is_apart = all(end_ns <= start_ns for (_, end_ns), (start_ns, _) in pairwise(edges))
+    return within if is_apart else []
+
+
+def merged_tally(parts: Sequence[Part], numbers: Numbers, columns: Trace, threads: Mapping[int, str]) -> Tally:
+    """What all calls came to: by the totals that were saved; where there are none, or they overlap, by the spans."""
+    merged = Tally(threads)
+    for its in _processes(parts):
+        counting = _counting(its)
+        if not counting or any(part.saved.tally is None for part in counting):
+            mine = np.zeros(len(columns), dtype=np.bool_)
+            for part in its:
+                mine[part.row[part.is_kept]] = True
+            merged.merge(Tally.of_spans(spans_of(columns.only(mine)), threads, limit_links=LIMIT_LINKS))
+            continue
+        for part in counting:
+            for row in part.saved.counted().rows():
+                totals = row.totals.copy()
+                totals.first_ns += part.moved_ns
+                path = tuple(map(numbers.site, row.path))
+                merged.totals(path, numbers.thread(row.thread_id, part)).merge(totals)
+    return merged
+
+
+def merged_facts(parts: Sequence[Part], numbers: Numbers) -> spans.Trace:
+    """A trace without spans that knows what all of them know.
+
+    Gauges of processes, and what torch.profiler saw in more than one, are left out; a note says so.
+    """
+    processes = list(_processes(parts))
+    newest = [max(its, key=lambda part: part.saved.facts.end_ns) for its in processes]
+    watched = [part for part in parts if part.saved.facts.watched is not None or part.saved.facts.flops]
+    seen = _seen(watched[0], numbers) if len(watched) == 1 else {}
+    losses: dict[str, int] = {}
+    for part in newest:
+        for reason, count in part.saved.facts.losses.items():
+            losses[reason] = losses.get(reason, 0) + count
+    services = dict.fromkeys(part.saved.facts.origin.service for part in parts)
+    held = [part.saved.facts.held_from_ns + part.moved_ns for part in parts if part.saved.facts.held_from_ns]
+    samples, left_out = _samples(parts, numbers, is_one=len(processes) == 1)
+    notes = _notes(processes)
+    if left_out or len(watched) > 1:
+        notes.append("gauges of single processes, and what torch.profiler saw in several, are shown with --by process")
+    start_ns = min(part.saved.facts.start_ns + part.moved_ns for part in parts)
+    end_ns = max(part.saved.facts.end_ns + part.moved_ns for part in parts)
+    gpus = {numbers.device(gpu.device, part): gpu for part in parts for gpu in part.saved.facts.gpus}
+    return spans.Trace(
+        origin=replace(parts[0].saved.facts.origin, service=", ".join(services)),
+        start_ns=start_ns,
+        end_ns=end_ns,
+        spans=[],
+        threads=_threads(processes, numbers),
+        losses=losses,
+        notes=notes,
+        window=parts[0].saved.facts.window,
+        cost=_cost(processes, end_ns - start_ns),
+        held_from_ns=max(held, default=0),
+        samples=samples,
+        gpus=[replace(gpu, device=device) for device, gpu in gpus.items()],
+        startup=_startup(newest[0], numbers) if len(processes) == 1 else None,
+        **seen,
+    )
+
+
+def _threads(processes: Sequence[Sequence[Part]], numbers: Numbers) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for its in processes:
+        before = f"{called(its[0].saved)} " if len(processes) > 1 else ""
+        for part in its:
+            named = part.saved.facts.threads
+            for own in dict.fromkeys([*named, *np.unique(part.trace.thread_id).tolist()]):
+                names.setdefault(numbers.thread(own, part), before + (named.get(own) or f"thread {own}"))
+    return names
+
+
+def _notes(processes: Sequence[Sequence[Part]]) -> list[str]:
+    """All notes, each once; with the process before it where not all say so."""
+    of_each = [dict.fromkeys(note for part in its for note in part.saved.facts.notes) for its in processes]
+    found: dict[str, None] = {}
+    for its, notes in zip(processes, of_each, strict=True):
+        for note in notes:
+            is_shared = all(note in others for others in of_each)
+            found.setdefault(note if is_shared else f"{called(its[0].saved)}: {note}")
+    return list(found)
+
+
+def _cost(processes: Sequence[Sequence[Part]], window_ns: int) -> Cost | None:
+    """What all of it cost, of the time on the clock: the mean cost of a call, by how many there were."""
+    costs: list[Cost] = []
+    for its in processes:
+        counting = _counting(its) or [max(its, key=lambda part: len(part.trace))]
+        costs += [part.saved.facts.cost for part in counting if part.saved.facts.cost is not None]
+    if not costs:
+        return None
+    calls = sum(cost.calls for cost in costs)
+    return Cost(
+        calls=calls,
+        per_call_ns=sum(cost.calls * cost.per_call_ns for cost in costs) / max(calls, 1),
+        window_ns=window_ns,
+        thread_ns=sum(cost.thread_ns for cost in costs),
+        cold_call_ns=sum(cost.calls * cost.cold_call_ns for cost in costs) / max(calls, 1),
+    )
+
+
+def _samples(parts: Sequence[Part], numbers: Numbers, *, is_one: bool) -> tuple[list[Sample], bool]:
+    """Readings by time, each once, and whether some were left out."""
+    found: dict[tuple[str, int, int], Sample] = {}
+    left_out = False
+    for part in parts:
+        for sample in part.saved.facts.samples:
+            if sample.device == HOST and not is_one and sample.name not in OF_ALL:
+                left_out = True
+                continue
+            device = numbers.device(sample.device, part)
+            moved = replace(sample, device=device, at_ns=sample.at_ns + part.moved_ns)
+            found.setdefault((moved.name, moved.device, moved.at_ns), moved)
+    return sorted(found.values(), key=lambda one: (one.at_ns, one.device, one.name)), left_out
+
+
+def _seen(part: Part, numbers: Numbers) -> dict[str, Any]:
+    """What torch.profiler saw in one of the files. Devices and threads of the kernels are as this calls them."""
+    facts, moved_ns = part.saved.facts, part.moved_ns
+    return {
+        "kernels": [
+            one._replace(
+                device=numbers.device(one.device, part),
+                start_ns=one.start_ns + moved_ns,
+                end_ns=one.end_ns + moved_ns,
+                thread_id=numbers.thread(one.thread_id, part),
+                launched_ns=one.launched_ns + moved_ns if one.thread_id else 0,
+            )
+            for one in facts.kernels
+        ],
+        "allocations": spans.Allocations.of(facts.allocations).moved(moved_ns),
+        "watched": facts.watched and (facts.watched[0] + moved_ns, facts.watched[1] + moved_ns),
+        "flops": [
+            one._replace(thread_id=numbers.thread(one.thread_id, part), at_ns=one.at_ns + moved_ns)
+            for one in facts.flops
+        ],
+    }
+
+
+def _startup(part: Part, numbers: Numbers) -> Startup | None:
+    found = part.saved.facts.startup
+    if found is None:
+        return None
+
+    def moved(call: FirstCall) -> FirstCall:
+        return replace(call, site=numbers.site(call.site))
+
+    return replace(
+        found, firsts=tuple(map(moved, found.firsts)), request=None if found.request is None else moved(found.request)
+    )

@@ -1,0 +1,245 @@
+"""Several recordings as one: every span once, trees kept, ids unique, processes apart, on one clock or refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle.recordings import program
+from raw_spans import traces
+
+from instrument import chrome
+from instrument.cli import main
+from instrument.errors import TraceError
+from instrument.recording.spans import LINK, DeviceInterval, Gpu, Origin, Site, Span, Trace
+from instrument.recording.tally import Tally
+from instrument.trace import file
+from instrument.trace.file import Saved
+from instrument.trace.merge import merge
+from instrument.trace.of_spans import trace_of
+
+
+def saved(trace: Trace, *, pid: int = 1, boot: str = "b", **more: Any) -> Saved:
+    """A trace as the file of a process."""
+    facts = replace(trace, spans=[], origin=replace(trace.origin, pid=pid, boot=boot, **more))
+    return Saved(trace_of(trace.spans), facts, Tally.of_spans(trace.spans, trace.threads))
+
+
+def told(spans: list[Span]) -> Counter[Any]:
+    """Spans by what they are and what they lie in, however they are numbered."""
+    by_id = {span.span_id: span for span in spans}
+
+    def facts(span: Span | None) -> Any:
+        return span and (span.site.key, span.start_ns, span.end_ns, span.self_ns, span.error)
+
+    return Counter(
+        (facts(one), facts(by_id.get(one.parent_id)), facts(by_id.get(one.root_id)), one.device) for one in spans
+    )
+
+
+@given(one=traces(), other=traces())
+def test_of_two_processes_every_span_is_there_with_what_it_lies_in(one: Trace, other: Trace) -> None:
+    found = merge([saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]).saved
+    spans = found.trace().spans
+    without_devices = [
+        [replace_device(span) for span in its] for its in (spans, one.spans, other.spans)
+    ]  # fmt: skip
+    assert told(without_devices[0]) == told(without_devices[1]) + told(without_devices[2])
+    assert len({span.span_id for span in spans}) == len(one.spans) + len(other.spans)
+    assert found.counted().calls == len(one.spans) + len(other.spans)
+    assert sum(len(span.device) for span in spans) == sum(len(span.device) for span in one.spans + other.spans)
+    starts = found.columns.start_ns
+    assert (starts[1:] >= starts[:-1]).all()
+
+
+def replace_device(span: Span) -> Span:
+    return Span(
+        span.site, span.span_id, span.parent_id, span.root_id, span.thread_id, span.task_id, span.start_ns,
+        span.end_ns, span.active_ns, span.self_ns, span.error,
+    )  # fmt: skip
+
+
+@given(trace=traces(), cut=st.integers(0, 30))
+def test_what_two_files_of_a_process_have_both_is_there_once(trace: Trace, cut: int) -> None:
+    part = saved(replace(trace, spans=trace.spans[:cut]))
+    for files in ([saved(trace), part], [part, saved(trace)]):
+        assert told(list(map(replace_device, merge(files).saved.trace().spans))) == told(
+            list(map(replace_device, trace.spans))
+        )
+
+
+def span(span_id: int, start_ns: int, end_ns: int, **more: Any) -> Span:
+    facts = {"parent_id": 0, "root_id": span_id, "thread_id": 7, "task_id": 0, **more}
+    length = end_ns - start_ns
+    return Span(facts.pop("site", Site("f")), span_id, facts.pop("parent_id"), facts.pop("root_id"),
+        facts.pop("thread_id"), facts.pop("task_id"), start_ns, end_ns, length, length, **facts)  # fmt: skip
+
+
+def trace_with(*spans: Span, **more: Any) -> Trace:
+    origin = Origin(1, "shop", 0, 10**18, recorder="native", host="node")
+    return Trace(origin, 0, 1_000, list(spans), {7: "MainThread"}, **more)
+
+
+def test_a_span_that_was_open_at_a_dump_is_taken_from_the_file_that_saw_its_end() -> None:
+    begun, ended = span(3, 10, 50, clipped=True), span(3, 10, 90)
+    child = span(4, 20, 30, parent_id=3, root_id=3)
+    found = merge([saved(trace_with(begun, child)), saved(trace_with(ended))]).saved.trace().spans
+    assert [(one.start_ns, one.end_ns, one.parent_id == 0, one.clipped) for one in found] == [
+        (10, 90, True, False), (20, 30, False, False),
+    ]  # fmt: skip
+    assert found[1].parent_id == found[0].span_id
+
+
+def test_threads_of_one_number_stay_apart_by_process_and_bear_its_name() -> None:
+    found = merge([saved(trace_with(span(1, 0, 5)), pid=pid) for pid in (1, 2)]).saved
+    assert len(set(found.columns.thread_id.tolist())) == 2
+    assert set(found.facts.threads.values()) == {"shop 1 MainThread", "shop 2 MainThread"}
+    assert {row.thread_id for row in found.counted().rows()} == set(found.columns.thread_id.tolist())
+
+
+def test_sites_that_mean_one_place_are_one_with_the_attributes_that_they_share() -> None:
+    sites = [Site("all_reduce", "comm", attributes=(("rank", rank), ("op", "sum"))) for rank in (0, 1)]
+    found = merge([saved(trace_with(span(1, 0, 5, site=site)), pid=1 + at) for at, site in enumerate(sites)]).saved
+    assert [(site.name, site.attributes) for site in found.columns.sites] == [("all_reduce", (("op", "sum"),))]
+    assert {row.path for row in found.counted().rows()} == {(found.columns.sites[0],)}
+
+
+@pytest.mark.parametrize(("uuids", "devices"), [(("GPU-a", "GPU-a"), 1), (("GPU-a", "GPU-b"), 2), ((None, None), 2)])
+def test_one_gpu_is_one_where_its_uuid_says_so(uuids: tuple[str | None, ...], devices: int) -> None:
+    files = []
+    for pid, uuid in enumerate(uuids, 1):
+        device = (DeviceInterval(0, 7, 1, 4),)
+        gpus = () if uuid is None else (Gpu(0, "H200", uuid),)
+        files.append(saved(trace_with(span(1, 0, 5, device=device), gpus=gpus), pid=pid))
+    found = merge(files).saved
+    assert len(set(found.columns.device.device.tolist())) == devices
+    assert len(set(found.columns.device.stream.tolist())) == 2
+
+
+def test_a_link_to_a_span_follows_its_number_and_a_link_to_nothing_goes_nowhere() -> None:
+    spans = [span(1, 0, 5), span(2, 6, 9, attributes={LINK: (1, 1)}), span(3, 10, 12, attributes={LINK: (99, 99)})]
+    found = merge([saved(trace_with(span(1, 0, 5)), pid=1), saved(trace_with(*spans), pid=2)]).saved.trace().spans
+    linked = [one for one in found if LINK in one.attributes]
+    target = next(one for one in found if one.span_id == linked[0].attributes[LINK][0])
+    assert found.index(target) in (0, 1)
+    assert linked[0].attributes[LINK] == (target.span_id, target.span_id)
+    assert linked[1].attributes[LINK] == (0, 0)
+
+
+def test_totals_of_overlapping_files_of_a_process_count_a_call_once() -> None:
+    early, late = trace_with(span(1, 0, 5), span(2, 6, 9)), trace_with(span(2, 6, 9), span(3, 10, 12))
+    files = [saved(replace(early, end_ns=9)), saved(replace(late, start_ns=6))]
+    assert merge(files).saved.counted().calls == 3
+
+
+def test_machines_are_refused_unless_their_wall_clocks_are_asked_for() -> None:
+    near, far = trace_with(span(1, 0, 5)), trace_with(span(1, 1_000, 1_005))
+    files = [saved(near, pid=1, boot="b"), saved(far, pid=2, boot="c", monotonic_ns=1_000)]
+    with pytest.raises(TraceError, match="--clock wall"):
+        merge(files)
+    merged = merge(files, by_wall_clock=True)
+    assert merged.saved.columns.start_ns.tolist() == [0, 0]
+    assert "how far these are apart is not known" in merged.header
+    with pytest.raises(TraceError, match="time of day"):
+        merge([files[0], saved(far, pid=2, boot="c", realtime_ns=0)], by_wall_clock=True)
+
+
+def test_parents_that_two_files_put_in_a_circle_are_refused() -> None:
+    one = trace_with(span(1, 0, 9, parent_id=2), span(2, 1, 5, parent_id=0))
+    other = trace_with(span(1, 0, 8, parent_id=0), span(2, 1, 9, parent_id=1))
+    with pytest.raises(TraceError, match="circle"):
+        merge([saved(one), saved(other)])
+
+
+SERVICE = """
+import os
+from instrument import scope, stop
+children = []
+for count in (2, 3, 4, 5):
+    child = os.fork()
+    if not child:
+        for _ in range(count):
+            with scope("request", kind="request"), scope("work"): pass
+        stop()
+        os._exit(0)
+    children.append(child)
+for child in children: os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a service with four workers leaves behind, as recordings and beside them as Chrome traces."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "service.py").write_text(SERVICE)
+    (folder / "profile.yaml").write_text(
+        "service: shop\nexport: {recording: , chrome: {path: 'chrome/{service}-{pid}.json.gz'}}"
+    )
+    words = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "service.py"]
+    subprocess.run(words, cwd=folder, check=True, timeout=60)
+    return folder
+
+
+def test_the_folder_of_a_run_with_four_workers_is_one_report(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(list((run / "traces").iterdir())) == 4
+    assert main(["report", str(run / "traces"), "--view", "events"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("4 files of 4 processes, on the monotonic clock of one machine\n")
+    assert next(line.split()[:2] for line in said.splitlines() if line.startswith("request")) == ["request", "14"]
+
+
+def test_recordings_and_chrome_traces_of_the_same_processes_count_once(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(run / "traces"), str(run / "chrome"), "--view", "events", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["merged"] == {"files": 8, "processes": 4, "clock": "monotonic"}
+    assert document["cost"]["calls"] == 28
+
+
+def test_by_process_each_has_a_report_of_its_own(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run / "traces"), str(run / "chrome"), "--by", "process", "--json"]) == 0
+    documents = json.loads(capsys.readouterr().out)["processes"]
+    assert sorted(one["cost"]["calls"] for one in documents) == [4, 6, 8, 10]
+    assert len({one["process"]["pid"] for one in documents}) == 4
+    assert main(["report", str(run / "traces"), "--by", "process"]) == 0
+    assert capsys.readouterr().out.count("\nProcess: shop ") == 3
+
+
+def test_what_cannot_be_reported_on_together_is_told_in_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = tmp_path / "foreign.json"
+    foreign.write_text('[{"ph":"X","name":"f","ts":1,"dur":2,"pid":1,"tid":1}]')
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for words, why in (
+        ([str(run / "traces"), str(foreign)], "--clock wall"),
+        ([str(run / "traces"), str(foreign), "--clock", "wall"], "does not tell the time of day"),
+        ([str(empty)], "has no recording"),
+        ([str(run / "traces"), "--with", str(foreign)], "--with is for one file"),
+    ):
+        assert main(["report", *words]) == 2
+        told = capsys.readouterr().err
+        assert why in told
+        assert told.count("\n") == 1
+    assert main(["report", str(run / "traces"), str(foreign), "--by", "process"]) == 0
+
+
+def test_a_merged_trace_is_saved_and_read_back_in_both_forms(tmp_path: Path) -> None:
+    files = [saved(program(seed, 120), pid=seed) for seed in (1, 2)]
+    merged = merge(files).saved
+    again = file.load(file.write(tmp_path / "m.npz", merged.columns, merged.facts, merged.tally))
+    assert np.array_equal(again.columns.start_ns, merged.columns.start_ns)
+    assert told(again.trace().spans) == told(merged.trace().spans)
+    trace, _ = chrome.load(chrome.dump(tmp_path / "m.json", merged.trace(), merged.tally))
+    assert told(trace.spans) == told(merged.trace().spans)
