@@ -61,6 +61,16 @@ def test_of_two_processes_every_span_is_there_with_what_it_lies_in(one: Trace, o
     assert (starts[1:] >= starts[:-1]).all()
 
 
+@given(one=traces(), other=traces())
+def test_of_two_processes_each_attribute_is_told_of_the_row_that_has_it(one: Trace, other: Trace) -> None:
+    columns = merge([saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]).saved.columns
+    rows = np.arange(len(columns.start_ns))
+    for name in {name for its in (one, other) for span in its.spans for name in span.attributes}:
+        wanted = [columns.attributes[row].get(name) for row in rows.tolist()]
+        assert columns.attributes.values(name, rows) == wanted
+        assert columns.attributes.values(name, rows[::-2]) == wanted[::-2]
+
+
 def replace_device(span: Span) -> Span:
     return Span(
         span.site, span.span_id, span.parent_id, span.root_id, span.thread_id, span.task_id, span.start_ns,

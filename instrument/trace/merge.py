@@ -105,6 +105,17 @@ class JoinedAttributes:
         """The rows that have one of that name, in order."""
         return self._now([part.trace.attributes.having(name) for part in self._parts])
 
+    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
+        """What those of some rows say under a name, None where they say nothing."""
+        if name == LINK:
+            return [self[row].get(name) for row in rows.tolist()]
+        found: list[AttributeValue | None] = [None] * len(rows)
+        for number, part in enumerate(self._parts):
+            at = np.flatnonzero(self._part[rows] == number)
+            for place, value in zip(at.tolist(), part.trace.attributes.values(name, self._own[rows[at]]), strict=True):
+                found[place] = value
+        return found
+
     def _now(self, rows: Iterable[Int64s]) -> Int64s:
         pairs = zip(self._parts, rows, strict=True)
         found = [part.row[its[part.is_kept[its]]] for part, its in pairs]
