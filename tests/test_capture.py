@@ -14,7 +14,7 @@ from trees import outline, tree_of
 
 import instrument.sessions.capture as capture_module
 from instrument.profile.model import Capture, Rate, Usual, Where
-from instrument.recorder import pure
+from instrument.recorder import call_nodes, pure
 from instrument.recorder.recorder import PureRecorder, Recorder
 from instrument.recording.spans import RemoteParent, Site, Span
 from instrument.sessions.capture import LEAST_CALLS, Trees
@@ -300,7 +300,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pure, "_clock", clock)
+    for module in (pure, call_nodes):
+        monkeypatch.setattr(module, "_clock", clock)
     return clock
 
 

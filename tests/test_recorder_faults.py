@@ -1049,7 +1049,7 @@ def test_a_handlers_exception_is_never_swallowed_while_we_look_at_a_new_thread_o
     printed = run(
         kind,
         """
-        from instrument.recorder import pure
+        from instrument.recorder import chains
         function = wrapped("f")(lambda: None)
         def raises(*_):
             raise KeyboardInterrupt
@@ -1059,13 +1059,13 @@ def test_a_handlers_exception_is_never_swallowed_while_we_look_at_a_new_thread_o
                 signal.raise_signal(signal.SIGUSR1)  # as if it had come in right here
                 return False
         seen = 0
-        before, pure._modules = pure._modules, Modules()
+        before, chains.modules = chains.modules, Modules()
         for _ in range(5):
             try:
                 contextvars.Context().run(function)
             except KeyboardInterrupt:
                 seen += 1
-        pure._modules = before
+        chains.modules = before
         contextvars.Context().run(function)
         print(seen, calls(), recorder.current_id())
         """,
@@ -1602,7 +1602,7 @@ def _raise_at(line: int, work: Any) -> bool:
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.endswith("pure.py") or frame.f_code.co_name not in BEGIN:
+        if not frame.f_code.co_filename.endswith(TWIN) or frame.f_code.co_name not in BEGIN:
             return None
         if event == "line":
             left -= 1
@@ -1621,6 +1621,7 @@ def _raise_at(line: int, work: Any) -> bool:
     return False
 
 
+TWIN = ("recorder/pure.py", "recorder/callables.py", "recorder/call_nodes.py")
 BEGIN = ("open", "wrapper", "_chain", "_node", "_new_node", "_note_remote")
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
     ERROR_TYPE,
+    OTHER_ERROR,
     STATUS_CODE,
     STATUS_DESCRIPTION,
     VALUE_LIMIT,
@@ -120,3 +121,14 @@ def _cut(text: str) -> str:
 
 def _kind(value: object) -> str:
     return type(value).__name__
+
+
+def error_told(attributes: Mapping[Any, Any], error: str | None) -> str | None:
+    """The error of a span that has ended: what its status says, where somebody has set one, else what it was."""
+    status = attributes.get(STATUS_CODE)
+    if status == "OK":
+        return None
+    if status != "ERROR":
+        return error
+    told = attributes.get(ERROR_TYPE)
+    return told if isinstance(told, str) and told else error or OTHER_ERROR

@@ -1,7 +1,8 @@
 """The recorder of a process: wraps functions, opens scopes by name, and reads rows back as spans and tally.
 
 The hot path lies below it, in C (`_recorder.c`) or, where that is not built or `INSTRUMENT_PURE=1` says so, in its twin
-in Python (`pure.py`). Both have the same classes and behave the same; `Recorder.native` tells which one it is.
+in Python (`pure.py` and what that imports). Both have the same classes and behave the same; `Recorder.native` tells
+which one it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from instrument import native
 from instrument.errors import TargetError
 from instrument.profile.kinds import KINDS
-from instrument.recorder import annotation, pure, wrapping
+from instrument.recorder import annotation, callables, chains, pure, wrapping
+from instrument.recorder.generator_span import Stretch
 from instrument.recorder.http_status import ANSWERS
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
 from instrument.recording.lines import CALLS, Lines, Numbers, unpacked
@@ -300,7 +302,7 @@ class _Recording:
         if self._manual_open >= self.open_scope_limit:
             self.count("scopes not begun because too many are open")
             return None
-        frame = self.open(site, attributes, pure.MANUAL)
+        frame = self.open(site, attributes, chains.MANUAL)
         if frame is not None:  # None for want of memory, counted
             self._manual_open += 1
         return frame
@@ -660,11 +662,11 @@ class PureRecorder(_Recording, pure.Core):
     """
 
     def __init__(self, ring_bytes: int = 64 << 20) -> None:
-        pure.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, pure.task_readers, _thread_name)
+        pure.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, chains.task_readers, _thread_name)
         self._begin()
 
     def make_function(self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None) -> Any:
-        return pure.make_function(self, function, site, works)
+        return callables.make_function(self, function, site, works)
 
     def make_async_generator(
         self, function: Callable[..., Any], site: Site, works: wrapping.Attributes | None = None
@@ -679,13 +681,13 @@ class PureRecorder(_Recording, pure.Core):
         is_traced: Callable[[], bool],
         evaluate: Callable[[Any], Any] | None,
     ) -> Any:
-        return pure.make_method(self, function, sites, decide, is_traced)
+        return callables.make_method(self, function, sites, decide, is_traced)
 
     def new_pass(self) -> Any:
-        return pure.Pass(self)
+        return callables.Pass(self)
 
     def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any:
-        return pure.Stretch(self, site, attributes)
+        return Stretch(self, site, attributes)
 
     def shelf(self, sample: float, spans_per_request: int) -> Any:
         return Shelf(sample, spans_per_request, HELD_ROWS, DECIDED_ROOTS)
@@ -695,7 +697,7 @@ class PureRecorder(_Recording, pure.Core):
 
     def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
         """Makes a context manager around each span of the site."""
-        return functools.partial(pure.Scope, self, site, attributes)
+        return functools.partial(callables.Scope, self, site, attributes)
 
     scope = _Recording.make_scope
 
@@ -752,7 +754,7 @@ class Scope:
             self._recorder.end_manual(frame, error)
 
 
-class PureScope(Scope, pure.Scope):
+class PureScope(Scope, callables.Scope):
     __slots__ = ()
 
 
@@ -766,7 +768,7 @@ else:
         native = True
 
         def __init__(self, ring_bytes: int = 64 << 20) -> None:
-            _native.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, pure.task_readers, _thread_name)
+            _native.Core.__init__(self, ring_bytes, OVERFLOW, REMOTE, link_of, chains.task_readers, _thread_name)
             self.answers = ANSWERS
             self._begin()
             self.scope_type = NativeScope

@@ -1,0 +1,171 @@
+"""The spans of generators, as the recorder in Python times them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from instrument.recorder.chains import CLOSED, Chain, Frame, nearest_open, task_probe, top_of, upwards
+from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, Site
+
+if TYPE_CHECKING:
+    from instrument.recorder.pure import Core
+
+_clock = time.monotonic_ns
+
+
+class Stretch:
+    """A generator's span: current only while the body runs, its active time against whoever resumed it."""
+
+    __slots__ = (
+        "_active_ns", "_attributes", "_caller", "_chain", "_core", "_first_item_ns", "_inner", "_items",
+        "_last_item_ns", "_longest_gap_ns", "_parent", "_place", "_resumed_ns", "_site", "_suspended_ns", "frame",
+    )  # fmt: skip
+
+    def __init__(self, core: Core, site: Site, attributes: dict[Any, Any] | None = None) -> None:
+        self._core = core
+        self._site = site
+        self._attributes = attributes
+        self.frame: Frame | None = None
+        self._caller: Frame | None = None
+        self._chain: Chain | None = None
+        self._place: Chain | Frame | None = None
+        self._inner: Frame | None = None
+        self._parent: Frame | None = None
+        self._active_ns = 0
+        self._resumed_ns = 0
+        self._suspended_ns = 0
+        self._items = self._first_item_ns = self._last_item_ns = self._longest_gap_ns = 0
+
+    def resume(self) -> bool | None:
+        """The body goes on. True where its site is muted: it has begun no span then, or has ended the one that it had.
+
+        One that has scopes open inside waits until they are closed.
+        """
+        core, frame = self._core, self.frame
+        if core.passes and (frame is None or self._inner is frame):
+            passing = core.passes.get(self._site)
+            if passing is not None:
+                if frame is None:
+                    passing.count()
+                else:
+                    passing.cut += 1
+                self.finish(None)
+                return True
+        if frame is None:
+            self._place = core._current.get()
+            frame = self.frame = core.open(self._site, self._attributes)
+            self._parent = frame[6]
+            self._caller = frame[15] or frame[6]
+            frame[15] = None
+            place = core._current.get()
+            self._chain = place if isinstance(place, Chain) else None
+            core._apart[frame[1]] = frame
+            core._begun_in[frame[1]] = frame[6]
+            self._resumed_ns = frame[7]
+            return None
+        inner = self._inner
+        if inner is None:
+            return None
+        now = _clock()
+        gap_ns = now - self._suspended_ns
+        ring, task = core._ring(), task_probe()
+        self._place = place = core._current.get()
+        self._inner = None
+        if task < 0:
+            chain = self._chain = core._chain(place, ring)
+            self._caller = chain.top
+            chain.top = inner
+            task = 0
+        else:
+            self._chain = None
+            self._caller = top_of(place)
+            core._current.set(inner)
+        frame[6] = nearest_open(self._caller)
+        ring.top = inner
+        for own in () if inner is frame else upwards(inner):
+            if own is frame:
+                break
+            # A scope left open across a yield did not work meanwhile.
+            core._renew(own)
+            own[4] += gap_ns
+            own[9] += gap_ns
+            own[5], own[8], own[12] = ring, task, None
+        frame[5], frame[8], frame[12] = ring, task, None
+        ring.steps[frame[16]] = ring.steps.get(frame[16], 0) + 1
+        self._resumed_ns = now
+        if frame[13] is not None:
+            frame[13].resume()
+        return None
+
+    def suspend(self) -> None:
+        """The body stands still, or has ended."""
+        core, frame = self._core, self.frame
+        if frame is None or self._inner is not None:
+            return
+        now = _clock()
+        step_ns = now - self._resumed_ns
+        self._active_ns += step_ns
+        self._suspended_ns = now
+        top = inner = top_of(core._current.get())
+        if inner is not frame and all(above is not frame for above in upwards(inner)):
+            return  # ended elsewhere
+        self._inner = core._apart[frame[1]] = top  # type: ignore[assignment]
+        caller, self._caller = self._caller, None
+        above, frame[6] = frame[6], None
+        place, self._place = self._place, None
+        chain, self._chain = self._chain, None
+        if chain is not None:
+            chain.top = caller
+            place = chain
+        if core._current.get() is not place:
+            core._current.set(place)
+        frame[5].top = caller
+        if above is not None and above[5] is frame[5] and above[8] == frame[8]:
+            above[4] += step_ns
+        if frame[13] is not None:
+            frame[13].pause()
+
+    def yielded(self) -> None:
+        """The body stands still, for it has yielded an item."""
+        self.suspend()
+        if self._inner is None:
+            return
+        now = self._suspended_ns
+        if not self._items:
+            self._first_item_ns = now
+        else:
+            self._longest_gap_ns = max(self._longest_gap_ns, now - self._last_item_ns)
+        self._last_item_ns = now
+        self._items += 1
+
+    def _tell_items(self, frame: Frame) -> None:
+        """Tell of its items, but for what the service has set by the same names."""
+        begun = frame[7]
+        facts = {ITEMS: self._items, FIRST_ITEM: self._first_item_ns - begun, LAST_ITEM: self._last_item_ns - begun}
+        if self._items > 1:
+            facts[LONGEST_GAP] = self._longest_gap_ns
+        self._core.annotate(frame, {**facts, **(frame[10] or {})})
+
+    def finish(self, error: BaseException | None) -> None:
+        """The generator has ended, with this exception or None."""
+        frame = self.frame
+        if frame is None or frame[11] == CLOSED:
+            return
+        core = self._core
+        if self._inner is None:  # a signal handler has ended it in the middle of a step
+            pair, frame[13] = frame[13], None
+            self.suspend()
+            frame[13] = pair
+        end = _clock()
+        if self._items:
+            self._tell_items(frame)
+        core._apart.pop(frame[1], None)
+        core._begun_in.pop(frame[1], None)
+        frame[11] = CLOSED
+        frame[6], self._parent = nearest_open(self._parent), None
+        self._inner = None
+        ring = core._ring()
+        core._store(ring, frame, end, self._active_ns, None if error is None else core._error_of(frame, error))
+        if frame[13] is not None:
+            core._end_on_device(ring, frame, end)
