@@ -11,11 +11,9 @@ import functools
 import os
 import sys
 import threading
-import time
 import weakref
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextvars import Context
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,13 +24,13 @@ from instrument.profile.kinds import KINDS
 from instrument.recorder import annotation, callables, chains, pure, wrapping
 from instrument.recorder.generator_span import Stretch
 from instrument.recorder.http_status import ANSWERS
+from instrument.recorder.muting import Muting
+from instrument.recorder.readback import Readback
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
-from instrument.recording.lines import CALLS, Lines, Numbers, unpacked
-from instrument.recording.paths import NOT_BELOW, CallTree, shaped
-from instrument.recording.ring import Cursor, Row
-from instrument.recording.rows import STREAM, Held, Taken, span_of
-from instrument.recording.spans import PHASES, REMOTE, AttributeValue, RemoteParent, Site, Span, link_of
-from instrument.recording.tally import OVERFLOW, Tally, Totals
+from instrument.recording.paths import CallTree
+from instrument.recording.rows import STREAM
+from instrument.recording.spans import PHASES, REMOTE, AttributeValue, Site, link_of
+from instrument.recording.tally import OVERFLOW
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import current_name
 from instrument.runtime.unpatched import RLock
@@ -62,91 +60,13 @@ NAMES_OF_PLACE = 256
 STEP = "step"
 """The shape of what is no probe: a step of a generator after its first."""
 
-KNOWN_SITES = 65_536
-"""A service that decorates a function at each request makes a site each time: the first so many are known singly."""
 
-
-class _Recording:
-    """What both recorders share. The core's methods are those of `instrument.recorder.pure.Core`."""
-
-    native = False
+class _Recording(Muting, Readback):
+    """What both recorders share."""
 
     if TYPE_CHECKING:
-        on: bool
-        node_limit: int
-        node_count: int
-        ended_rows: int
-        ended_too_short: int
-        irregular: Any
-        remote_parent: Callable[[], RemoteParent | None] | None
-        begin_device: Callable[[Site | None, Any, int], Any] | None
-        watches_all: bool
-        passes: dict[Site, Any]
 
-        def open(self, site: Site, attributes: Any = None, state: int = 1, /) -> Any: ...
-        def close(
-            self,
-            frame: Any,
-            error: BaseException | str | None = None,
-            anywhere: bool = False,
-            attributes: dict[Any, Any] | None = None,
-            /,
-        ) -> None: ...
-        def open_request(self, site: Site, facts: Any, caller: Any, length: bytes | str | None, /) -> Any: ...
-        def close_request(
-            self, frame: Any, facts: Any, status: int, answer_bytes: int, error: BaseException | str | None, /
-        ) -> None: ...
-        def open_requests(self, thread_id: int, /) -> int: ...
-        def begun_ns(self, frame: Any, /) -> int: ...
-        def rename(self, frame: Any, site: Site, /) -> None: ...
-        def rename_innermost(self, site: Site, /) -> None: ...
-        def site_of_open(self, frame: Any, /) -> Site | None: ...
-        def annotate(self, frame: Any, attributes: Mapping[Any, Any], /) -> None: ...
-        def annotate_innermost(self, attributes: Any = None, /, **more: Any) -> None: ...
-        def annotate_request(self, attributes: Any = None, /, **more: Any) -> None: ...
-        def record(self, site: Site, start_ns: int, attributes: Any, pair: Any = None, /) -> None: ...
-        def count(self, what: str, /) -> None: ...
-        def count_device(self, ring: Any, index: int, host_ns: int, device_ns: int, elapsed_ns: int, /) -> bool: ...
-        def rings(self) -> list[Any]: ...
-        def nodes_from(self, first: int, sites: list[Site], /) -> tuple[bytes, bytes]: ...
-        def open_rows(self) -> list[tuple[int, Row]]: ...
-        def current_id(self) -> int: ...
-        def current_trace(self) -> tuple[int, int, Any] | None: ...
-
-        tells_of_tasks: Callable[[], bool] | None
-
-        def publish(self) -> None: ...
-        def share(self, context: Context, again: bool, /) -> None: ...
-        def copy_context(self) -> Context: ...
-        def publish_to(self, context: Context, /) -> None: ...
-        def forget_current(self) -> None: ...
-        def start_ticks(self) -> bool: ...
-        def check_ticks(self, limit_ns: int, /) -> int | None: ...
-        def stop_ticks(self) -> None: ...
-        def now_ns(self) -> int: ...
-        def innermost_manual(self, name: str | None, /) -> Any: ...
-        def calls_by(self, groups: Any, count: int, /) -> list[int]: ...
-        def lines_by_place(self, places: Any, merged: bool, /) -> list[tuple[int, str, bytes]]: ...
-        def histogram_of(self, nodes: Any, thread_id: int | None, /) -> bytes: ...
-        def ended_totals(self) -> dict[int, Any]: ...
-        def ended_firsts(self) -> dict[int, tuple[int, int]]: ...
-        def make_function(self, function: Callable[..., Any], site: Site) -> Any: ...
-        def make_async_generator(self, function: Callable[..., Any], site: Site) -> Any: ...
-        def make_method(
-            self,
-            function: Callable[..., Any],
-            sites: dict[int, Site | None],
-            decide: Callable[[Any], Site | None],
-            is_traced: Callable[[], bool],
-            evaluate: Callable[[Any], Any] | None,
-        ) -> Any: ...
-        def new_pass(self) -> Any: ...
-        def stretch(self, site: Site, attributes: dict[Any, Any] | None = None) -> Any: ...
-        def shelf(self, sample: float, spans_per_request: int) -> Any: ...
         def new_scope(self, site: Site, attributes: dict[Any, Any] | None) -> Scope: ...
-        def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]: ...
-        def _reset(self, ring_bytes: int | None, /) -> None: ...
-        def _forget_all(self) -> None: ...
 
     def _begin(self) -> None:
         self.scope_name_limit = SCOPE_NAME_LIMIT
@@ -315,14 +235,6 @@ class _Recording:
         self._manual_open -= 1
         self.close(frame, error)
 
-    def note_shape(self, site: Site, shape: str) -> bool:
-        """Note how the probe of a site is made; False where there are too many sites to know each."""
-        if len(self.shapes) >= KNOWN_SITES and site not in self.shapes:
-            return False
-        self.shapes[site] = shape
-        self._shapes_noted += 1  # after it, so that whoever sees the same number twice has seen the shape
-        return True
-
     def wrap_method(
         self,
         function: Function,
@@ -342,292 +254,6 @@ class _Recording:
         made = self.make_method(function, sites, decide, is_traced, evaluate)
         functools.update_wrapper(made, function)
         return made  # type: ignore[no-any-return]
-
-    # ---------------------------------------------------------------- muting
-
-    def may_mute(self, site: Site, function: Any = None, shape: str = "") -> None:
-        """Let the site be muted: that of a function that `wrap` has made, or of a probe that asks `passes` itself."""
-        if not self.note_shape(site, shape or ("method" if function is None else "call")):
-            return
-        functions = self._mutable.setdefault(site, None)
-        if function is None:
-            return
-        if functions is None:
-            functions = self._mutable[site] = weakref.WeakSet()
-        functions.add(function)
-        if site in self.passes:
-            wrapping.turn(function, self.passes[site])
-
-    @property
-    def muted(self) -> set[Site]:
-        """The sites that are muted now."""
-        return set(self.passes)
-
-    def can_mute(self, site: Site) -> bool:
-        """Whether `mute` would do anything, or has."""
-        return site in self._mutable
-
-    def mute(self, site: Site) -> bool:
-        """Let the calls of a site that begin from now on pass without a span, counted. False where it cannot be muted.
-
-        Calls that are open end as they began; the span of a generator ends when it next goes on.
-        """
-        if site not in self._mutable or site in self.passes:
-            return False
-        if site not in self._counters:
-            self._counters[site] = self.new_pass()
-        self.passes[site] = self._counters[site]
-        self._turn(site, self._counters[site])
-        return True
-
-    def unmute(self, site: Site) -> None:
-        """Record the site's calls again."""
-        self.passes.pop(site, None)
-        self._turn(site, None)
-
-    def _turn(self, site: Site, passing: Any) -> None:
-        """Tell the functions of a site that their calls pass, or that they are recorded again."""
-        for function in list(self._mutable.get(site) or ()):
-            wrapping.turn(function, passing or self)
-
-    def pass_muted(self, site: Site) -> bool:
-        """Whether a site is muted, whose call is counted then: for probes that ask at each call."""
-        passing = self.passes.get(site)
-        if passing is None:
-            return False
-        passing.count()
-        return True
-
-    def muted_calls(self) -> dict[Site, int]:
-        """How many calls of each site passed without a span."""
-        return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
-
-    def cut_spans(self) -> dict[Site, int]:
-        """How many spans of generators ended early, because their site was muted while they stood still."""
-        return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
-
-    def usage(self) -> Iterator[tuple[int, Site, int, int, int]]:
-        """Thread id, site, calls, total ns and steps of every call path that was recorded: for a look at the load.
-
-        The steps are those of generators after their first, also of such as go on.
-        """
-        for ring in self.rings():
-            cells = ring.usage()
-            site = self.paths().site
-            for index, calls, total_ns, steps in cells:
-                yield ring.thread_id, site(index), calls, total_ns, steps
-
-    def site_calls(self) -> dict[Site, int]:
-        """How often each site was called, on all threads together: what a report of the tally needs beside it."""
-        tree = self.paths()
-        site_of, count = tree.site_of, len(tree.sites)
-        return {site: calls for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False) if calls}
-
-    def shape_calls(self, lines: Lines | None = None) -> dict[str, int]:
-        """How often probes of each shape were called, as `measure_costs` names them; of some lines of this recorder, if
-        they are given, which takes a tenth of the time."""
-        of_nodes, names = self._shapes_by_node()
-        # A line may be of several nodes, whose probes need not have one shape; then the nodes are asked.
-        if lines is None or lines.tree is not self._paths or lines.tree.located().shared:
-            return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
-        return dict(zip(names, lines.sums(of_nodes, len(names)).column(CALLS), strict=False))
-
-    def _shapes_by_node(self) -> tuple[array[int], tuple[str, ...]]:
-        """Of each call path the number of its probe's shape, and the shapes."""
-        tree, noted = self.paths(), self._shapes_noted
-        if self._shapes_of_nodes[:2] != (noted, len(tree)):
-            site_of = tree.site_of
-            numbers, names = shaped(tree.sites, self.shapes, "scope", site_of)
-            self._shapes_of_nodes = noted, len(site_of), numbers, names
-        return self._shapes_of_nodes[2:]
-
-    # ---------------------------------------------------------------- reading
-
-    def paths(self) -> CallTree:
-        """The call paths as columns, kept up with the core's."""
-        with self._reading:
-            paths = self._paths
-            first = len(paths)
-            paths.extend(first, *self.nodes_from(first, paths.sites))
-            return paths
-
-    def learn_paths(self) -> None:
-        """Ask ahead what every report needs to know of new call paths, so that the first one need not: 0.3 us each.
-
-        That is done where they are an eighth more than those asked for, which are copied each time that any come.
-        """
-        _, asked, *_ = self._shapes_of_nodes
-        if self.node_count - asked > asked // 8:
-            tree = self.paths()
-            tree.located()
-            tree.facts()
-            self._shapes_by_node()
-
-    def _paths_with(self, row: Row) -> CallTree:
-        return self._paths if row[0] < len(self._paths) else self.paths()
-
-    def asks_for_device_time(self) -> bool:
-        """Whether a site that was called asks for device time."""
-        return any(self.paths().by_site(_asks_for_device_time))
-
-    def lines(self, *, merged: bool = False) -> Lines:
-        """All totals up to now as columns, by call path and thread, or of all threads `merged` into thread 0.
-
-        With the native core some 0.2 us for each call path, and for each thread that it ran on.
-        """
-        if _native is None or not self.native:
-            lines = Lines.of_tally(self.tally())
-            return lines.of_all_threads() if merged else lines
-        tree = self.paths()
-        threads: dict[int, str] = {}
-        books: dict[int, list[Numbers]] = {}
-        for thread_id, name, packed in self.lines_by_place(tree.located().places, merged):
-            if packed:
-                threads.setdefault(thread_id, name)
-                books.setdefault(thread_id, []).append(memoryview(packed).cast("q"))
-        return Lines(tree, threads, books, self._histogram)
-
-    def _histogram(self, nodes: Iterable[int], thread_id: int | None) -> dict[int, int]:
-        """The histogram of places on a thread of theirs, or of all."""
-        return unpacked(self.histogram_of(self._paths.nodes(nodes), thread_id))
-
-    def tally(self) -> Tally:
-        """A copy of all totals up to now, by call path and thread: 3 us for each pair of both."""
-        tally = Tally()
-        books = [(ring.thread_id, ring.name, ring.copied_totals()) for ring in self.rings()]
-        books.append((0, "(ended threads)", self.ended_totals()))
-        tree = self.paths()
-        site_of, parents, places, _ = tree.located()
-        paths: dict[int, tuple[Site, ...]] = {NOT_BELOW: ()}
-        lines: dict[int, dict[int, Totals]] = {}
-        for thread_id, name, book in books:
-            if not book:
-                continue
-            tally.threads.setdefault(thread_id, name)
-            of_thread = lines.setdefault(thread_id, {})
-            for _, index, totals in sorted((totals.first_ns, index, totals) for index, totals in _as_totals(book)):
-                place = places[index]
-                known = of_thread.get(place)
-                if known is not None:
-                    known.merge(totals)
-                    continue
-                of_thread[place] = totals
-                missing, above = [], place
-                while above not in paths:
-                    missing.append(above)
-                    above = parents[above]
-                path = paths[above]
-                for node in reversed(missing):
-                    path = paths[node] = (*path, tree.sites[site_of[node]])
-                tally.append(path, thread_id, totals)
-        return tally
-
-    def firsts(self) -> dict[Site, tuple[int, int]]:
-        """When the first call of each site began that has ended, and how long it took on the host, in ns."""
-        site_of = self.paths().site
-        found: dict[Site, tuple[int, int]] = {}
-        for index, first in self.firsts_by_node().items():
-            site = site_of(index)
-            found[site] = min(first, found.get(site, first))
-        return found
-
-    def firsts_by_node(self) -> dict[int, tuple[int, int]]:
-        """The same of each call node of `paths`."""
-        found: dict[int, tuple[int, int]] = {}
-        for book in [*(ring.firsts() for ring in self.rings()), self.ended_firsts()]:
-            for index, first in book.items():
-                found[index] = min(first, found.get(index, first))
-        return found
-
-    def span(self, row: Row, thread_id: int) -> Span:
-        """The span that a row stands for."""
-        return span_of(row, self.site_of(row), thread_id)
-
-    def site_of(self, row: Row) -> Site:
-        """The site of a row."""
-        return self._paths_with(row).site(row[0])
-
-    def spans(self, start_ns: int = 0, end_ns: int | None = None) -> list[Span]:
-        """The spans that the rings still hold and that lie in or reach into the window, open ones clipped at its end.
-
-        Unordered. Spans that began before the window are clipped at its start.
-        """
-        taken = self.take(start_ns)
-        return self.spans_of(taken, start_ns, time.monotonic_ns() if end_ns is None else end_ns)
-
-    def take(self, start_ns: int = 0) -> Taken:
-        """The rows that spans from that time on are made of: 0.3 us a row, where the spans are made later.
-
-        They stay what they are when newer ones overwrite them in the rings.
-        """
-        open_rows = self.open_rows()
-        rings = [(ring.thread_id, ring.newest(ring.first_after(start_ns))[0]) for ring in self.rings()]
-        return Taken(rings, open_rows, self.paths())
-
-    def spans_of(self, taken: Taken, start_ns: int, end_ns: int) -> list[Span]:
-        """As `spans`, of rows that were taken from that start on; on any thread, at any later time."""
-        tree = taken.tree
-        return taken.spans(list(map(tree.sites.__getitem__, tree.site_of)), start_ns, end_ns)
-
-    def held(self, start_ns: int, leave_out: Collection[int]) -> Held:
-        """What spans the rings hold that ended after a time, and those that are open now, without making them.
-
-        Those of the threads to `leave_out` are not told of, but open ones. With the native core as much as it takes to
-        look at each row of a site that asks for device time, 5 ns; other rows are not looked at.
-        """
-        tree, marks = self.paths(), b""
-        if self.asks_for_device_time():
-            marks = bytes(map(tree.by_site(_asks_for_device_time).__getitem__, tree.site_of))
-        now_ns, open_rows = self.now_ns(), self.open_rows()
-        spans, oldest, asking = 0, dict[int, int](), array("Q")
-        still_open = {row[1]: (thread_id, row[0]) for thread_id, row in open_rows}
-        for ring in self.rings():
-            if ring.thread_id in leave_out:
-                continue
-            count, first_end_ns, ids = ring.held(start_ns, marks)
-            for row in ring.newest(ring.first_after(now_ns))[0] if still_open else ():
-                still_open.pop(row[1], None)  # one that has ended since is there already
-            if count:
-                oldest[ring.thread_id] = min(first_end_ns, oldest.get(ring.thread_id, first_end_ns))
-            spans += count
-            asking.frombytes(ids)
-        for span_id, (thread_id, node) in still_open.items():
-            oldest.setdefault(thread_id, now_ns)
-            if self.paths().site(node).device:
-                asking.append(span_id)
-        return Held(spans + len(still_open), oldest, asking)
-
-    def cursor(self, read_on: Callable[[Any, int], tuple[list[Row], int, int]] | None = None) -> Cursor:
-        """A reader that sees every row from now on once, as long as it comes before the ring wraps.
-
-        `read_on` reads a ring from a row number on: all of its rows where it is left out.
-        """
-        return Cursor(self.rings, lambda: self.ended_rows, read_on or (lambda ring, since: ring.newest(since)))
-
-    def threads(self) -> dict[int, str]:
-        """Native thread ids and names of the threads that recorded and whose rows are still held."""
-        return {ring.thread_id: ring.name for ring in self.rings()}
-
-    def losses(self) -> Mapping[str, int]:
-        """What timelines cannot show, by reason. The tally has counted all of it."""
-        overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
-        losses = {"spans overwritten by newer ones": overwritten, "spans shorter than their rule asks": self._too_short}
-        return {reason: count for reason, count in losses.items() if count}
-
-    def counts(self) -> Mapping[str, int]:
-        """Irregular events, by what happened."""
-        return dict(self.irregular)
-
-    @property
-    def calls(self) -> int:
-        """Spans finished since the start, cheap to read."""
-        total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
-        return total + self._too_short if self.native else total
-
-    @property
-    def _too_short(self) -> int:
-        total: int = sum(ring.too_short for ring in self.rings()) + self.ended_too_short
-        return total
 
     # ---------------------------------------------------------------- life
 
@@ -876,16 +502,6 @@ def _thread_name() -> str:
     if thread is None and native_id == os.getpid():
         thread = threading.main_thread()  # a greenlet of it
     return thread.name if thread is not None else f"thread {native_id}"
-
-
-def _asks_for_device_time(site: Site) -> bool:
-    return site.device
-
-
-def _as_totals(book: dict[int, Any]) -> Iterator[tuple[int, Totals]]:
-    """A book's totals by the number of their node. The native core gives tuples."""
-    for index, cell in book.items():
-        yield index, cell if isinstance(cell, Totals) else Totals.of_core(cell)
 
 
 def _caller() -> tuple[str, str, str, int]:
