@@ -1,4 +1,5 @@
-"""The `instrument` command: run a service under a profile, check or reload a profile, report on a saved trace.
+"""The `instrument` command: run a service under a profile, check or reload a profile, report on saved traces,
+convert, merge and query them.
 
 The only place that turns errors into exit codes: 0, 2 for errors of ours (bad profile, bad trace, a rule that matches
 nothing), 1 where a gate said no, else the host's own. Each verb has a module of its own, which says what it takes
@@ -12,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from instrument.cli import check_verb, reload_verb, report_verb, run_verb
+from instrument.cli import check_verb, convert_verb, merge_verb, query_verb, reload_verb, report_verb, run_verb
 from instrument.cli.output import flush
 from instrument.errors import InstrumentError, ProfileError
 
@@ -45,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Always-on instrumentation of inference services, selected by one profile.yaml.",
     )
     parser.add_argument("--version", action=_Version)
-    verbs = parser.add_subparsers(required=True, metavar="run | check | reload | report")
-    for verb in (run_verb, check_verb, reload_verb, report_verb):
+    verbs = parser.add_subparsers(required=True, metavar="run | check | reload | report | convert | merge | query")
+    for verb in (run_verb, check_verb, reload_verb, report_verb, convert_verb, merge_verb, query_verb):
         verb.add(verbs)
     return parser
 

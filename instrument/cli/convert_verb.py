@@ -1,0 +1,112 @@
+"""`instrument convert`: saved traces in another form."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from instrument.cli.inputs import CLOCK, CLOCKS, FILES, expanded, merged_of, saved_in
+from instrument.cli.option_values import Verbs
+from instrument.errors import InstrumentError, TraceError
+
+if TYPE_CHECKING:
+    from instrument.trace.file import Saved
+
+FORMS = {
+    "recording": (".npz", "what report, query and numpy.load read"),
+    "chrome": (".json.gz", "Chrome JSON, which https://ui.perfetto.dev and chrome://tracing open"),
+    "parquet": (".parquet", "spans with their device intervals and attributes; wants instrument-sdk[query]"),
+    "otlp": (".otlp.jsonl", "OTLP in JSON, a line for each request, as a collector's otlpjsonfile receiver reads it"),
+}
+"""What traces are turned into: how the names of such files end, and what they are for."""
+
+
+def add(verbs: Verbs) -> None:
+    """The verb `convert` and its options."""
+    parser = verbs.add_parser(
+        "convert",
+        help="write saved traces as a recording, Chrome JSON, Parquet or OTLP",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="forms:\n" + "\n".join(f"  {form:<10} {suffix:<12} {about}" for form, (suffix, about) in FORMS.items()),
+    )
+    parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
+    parser.add_argument("--to", required=True, choices=tuple(FORMS), help="the form, as below")
+    parser.add_argument(
+        "-o", "--output", metavar="OUT", help="the file to write (default: the input's name, other end)"
+    )
+    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
+    parser.set_defaults(verb=convert, takes_host=False)
+
+
+def convert(options: argparse.Namespace, host: list[str]) -> int:
+    """Write the file, and say which one it is. Returns the exit code."""
+    paths = expanded(options.traces)
+    if options.output is None and len(paths) > 1:
+        raise InstrumentError(f"convert: found {len(paths)} files; give the one to write with -o OUT")
+    target = Path(options.output or _beside(paths[0], FORMS[options.to][0]))
+    refuse_to_replace_input(target, paths)
+    if options.to == "otlp":
+        _write_otlp(target, list(map(saved_in, paths)))
+    else:
+        write(target, options.to, merged_of(paths, options.clock))
+    sys.stdout.write(f"{target}\n")
+    return 0
+
+
+def refuse_to_replace_input(target: Path, paths: Sequence[str]) -> None:
+    """Raise `InstrumentError` where what is to be written is one of the files that are read."""
+    if any(target.exists() and target.samefile(path) for path in paths if os.path.exists(path)):  # noqa: PTH110
+        raise InstrumentError(f"asked to write {target}, which is one of the files to read; give another name with -o")
+
+
+def write(target: Path, form: str, saved: Saved) -> None:
+    """Write a recording, Chrome JSON or Parquet. Raises `TraceError`."""
+    from instrument import chrome
+    from instrument.trace import file, tables
+
+    ways: dict[str, Callable[[], object]] = {
+        "recording": lambda: file.write(target, saved.columns, saved.facts, saved.counted()),
+        "chrome": lambda: chrome.dump(target, saved.trace(), saved.counted()),
+        "parquet": lambda: tables.write_parquet(target, saved.columns, saved.facts),
+    }
+    with_refusals(target, ways[form])
+
+
+def with_refusals(target: Path, action: Callable[[], object]) -> None:
+    """Do something that writes a file; what the system refuses becomes a `TraceError`."""
+    try:
+        action()
+    except OSError as problem:
+        raise TraceError(f"cannot write {target}: {problem.strerror or problem}") from problem
+
+
+def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
+    """Each process is a resource of its own, with its own clock: nothing has to be put on one."""
+    from instrument.otlp.json_lines import json_lines
+    from instrument.runtime import atomic
+    from instrument.trace.merge import merge, processes_of
+
+    lines = []
+    for its in processes_of(files):
+        saved = its[0] if len(its) == 1 else merge(its).saved
+        if not saved.facts.origin.realtime_ns:
+            raise TraceError("a file does not tell the time of day, which OTLP wants; convert it to something else")
+        lines.append(json_lines(saved.trace().spans, saved.facts.origin, saved.facts.threads))
+
+    def write_lines() -> None:
+        with atomic.replacing(target) as file:
+            file.writelines(line.encode(errors="replace") for line in chain.from_iterable(lines))
+
+    with_refusals(target, write_lines)
+
+
+def _beside(path: str, suffix: str) -> str:
+    for end in (".json.gz", ".npz", ".json"):
+        if path.endswith(end):
+            return path.removesuffix(end) + suffix
+    return path + suffix

@@ -1,0 +1,36 @@
+"""`instrument merge`: several saved traces as one file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from instrument.cli.convert_verb import refuse_to_replace_input, write
+from instrument.cli.inputs import CLOCK, CLOCKS, FILES, expanded, merged_of
+from instrument.cli.option_values import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    """The verb `merge` and its options."""
+    parser = verbs.add_parser("merge", help="write several saved traces as one file, every span once")
+    parser.add_argument("traces", nargs="+", metavar="FILE", help=FILES)
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="OUT",
+        help="the file to write: .json or .json.gz is Chrome JSON, .parquet Parquet, all else a recording",
+    )
+    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0], help=CLOCK)
+    parser.set_defaults(verb=merge, takes_host=False)
+
+
+def merge(options: argparse.Namespace, host: list[str]) -> int:
+    """Write the file, and say which one it is. Returns the exit code."""
+    paths, target = expanded(options.traces), Path(options.output)
+    refuse_to_replace_input(target, paths)
+    forms = {".json": "chrome", ".gz": "chrome", ".parquet": "parquet"}
+    write(target, forms.get(target.suffix, "recording"), merged_of(paths, options.clock))
+    sys.stdout.write(f"{target}\n")
+    return 0

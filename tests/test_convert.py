@@ -1,0 +1,266 @@
+"""Saved traces in other forms, as one file, and asked by SQL: on what a service of several processes leaves."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import itertools
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import chrome_rules
+import pytest
+from google.protobuf.json_format import ParseDict
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from instrument import chrome
+from instrument.cli import main
+from instrument.errors import InstrumentError
+from instrument.otlp.json_lines import json_lines
+from instrument.otlp.packing import Ids, pack, pack_resource, request_of
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.trace import file, tables
+
+SERVICE = """
+import os
+from instrument import annotate, scope, stop
+children = []
+for count in (2, 3, 4):
+    child = os.fork()
+    if not child:
+        for number in range(count):
+            with scope("request", kind="request"), scope("work"):
+                annotate(number=number, of="it's; drop table spans --")
+        try:
+            with scope("fails"): raise KeyError(count)
+        except KeyError: pass
+        stop()
+        os._exit(0)
+    children.append(child)
+for child in children: os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recordings of three workers."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "service.py").write_text(SERVICE)
+    (folder / "profile.yaml").write_text("service: shop\nexport: {recording: }")
+    words = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "service.py"]
+    subprocess.run(words, cwd=folder, check=True, timeout=60)
+    return folder / "traces"
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(list(map(str, words))) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(list(map(str, words))) == 2
+    return capsys.readouterr().err
+
+
+def names_in(spans: list[Span]) -> dict[str, int]:
+    names = [span.site.name for span in spans]
+    return {name: names.count(name) for name in names}
+
+
+EXPECTED = {"request": 9, "work": 9, "fails": 3}
+
+
+@pytest.mark.parametrize(
+    "words", [["merge", "-o", "out.npz"], ["convert", "--to", "recording", "-o", "out.npz"]]
+)  # fmt: skip
+def test_several_recordings_become_one(
+    words: list[str], traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / words[-1]
+    assert outcome(capsys, *words[:-1], target, traces) == f"{target}\n"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    saved = file.load(target)
+    assert names_in(saved.trace().spans) == EXPECTED
+    assert saved.counted().calls == 21
+
+
+@pytest.mark.parametrize("form", ["recording", "chrome"])
+def test_there_and_back_says_the_same(
+    form: str, traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = tmp_path / "one.npz"
+    one.write_bytes(next(traces.iterdir()).read_bytes())
+    there = Path(outcome(capsys, "convert", one, "--to", "chrome").strip())
+    assert there == tmp_path / "one.json.gz"
+    back = tmp_path / f"back.{'npz' if form == 'recording' else 'json'}"
+    outcome(capsys, "convert", there, "--to", form, "-o", back)
+    if form == "chrome":
+        assert chrome_rules.problems(json.loads(back.read_text())) == []
+    spans = file.load(back).trace().spans if form == "recording" else chrome.load(back)[0].spans
+    assert [(s.span_id, s.parent_id, s.start_ns, s.self_ns, dict(s.attributes)) for s in spans] == [
+        (s.span_id, s.parent_id, s.start_ns, s.self_ns, dict(s.attributes)) for s in file.load(one).trace().spans
+    ]
+
+
+def test_parquet_has_the_spans_with_their_attributes(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "it's; drop.parquet"
+    outcome(capsys, "convert", traces, "--to", "parquet", "-o", target)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [target]
+    read = tables.duckdb().connect().read_parquet(str(target))
+    rows = read.aggregate("name, count(*), count(distinct thread)", "name").order("name").fetchall()
+    assert rows == [("fails", 3, 3), ("request", 9, 3), ("work", 9, 3)]
+    [(attributes,)] = read.filter("name = 'work'").project("attributes").order("attributes.number").limit(1).fetchall()
+    assert attributes == {"number": "0", "of": "it's; drop table spans --"}
+
+
+def hostile() -> Trace:
+    site = Site("'; drop table spans; --\n\x1b[31m\"\ud800", "request", instance='"x', attributes=(("rank", 1),))
+    device = (DeviceInterval(0, 7, 12, 18),)
+    spans = [
+        Span(site, 1, 0, 1, 7, 0, 10, 20, 10, 6, "Kéy\x00Error", {"a'b": (1, 2), "f": float("nan")}, device),
+        Span(Site("child"), 2, 1, 1, 7, 0, 12, 16, 4, 4),
+    ]
+    return Trace(Origin(1, "shop", 0, 10**18, host="node"), 0, 100, spans, {7: "it's"})
+
+
+def test_what_is_in_names_is_never_part_of_a_statement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file.dump(tmp_path / "hostile.npz", hostile())
+    asked = "select name, error, thread, total_ns from spans order by start_ns"
+    rows = json.loads(outcome(capsys, "query", path, asked, "--json"))
+    assert [row["name"] for row in rows] == ["'; drop table spans; --\n\x1b[31m\"\ufffd", "child"]
+    assert (rows[0]["error"], rows[0]["thread"], rows[0]["total_ns"]) == ("Kéy\x00Error", "it's", 10)
+    said = outcome(capsys, "query", path, asked)
+    assert "\x1b" not in said
+    assert len(said.splitlines()) == 3
+    outcome(capsys, "convert", path, "--to", "parquet")
+    assert len(tables.duckdb().connect().read_parquet(str(tmp_path / "hostile.parquet")).fetchall()) == 2
+
+
+def test_every_table_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file.dump(tmp_path / "hostile.npz", hostile())
+
+    def ask(statement: str) -> Any:
+        return list(csv.reader(io.StringIO(outcome(capsys, "query", path, statement, "--csv"))))[1:]
+
+    assert ask("select span_id, device, stream, end_ns - start_ns, label from intervals") == [
+        ["1", "0", "7", "6", "exclusive"]
+    ]
+    assert ask("select name, attributes from sites order by site desc")[0] == ["child", "{}"]
+    assert ask("select * from threads") == [["7", "it's"]]
+    assert ask("select span_id, name, value from attributes order by name") == [
+        ["1", "a'b", "[1,2]"], ["1", "f", "nan"],
+    ]  # fmt: skip
+    assert ask("select count(*) from samples") == [["0"]]
+    assert ask("select unix_ns from spans where parent_id = 0") == [[str(10**18 + 10)]]
+
+
+def test_sql_is_asked_over_all_files_of_a_folder(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = outcome(capsys, "query", traces, "select name, count(*) as calls from spans group by name order by name")
+    assert [line.split() for line in said.splitlines()] == [
+        ["name", "calls"], ["fails", "3"], ["request", "9"], ["work", "9"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "select * from '/etc/passwd'", "select * from read_text('/etc/passwd')", "copy spans to 'stolen.csv'",
+        "set enable_external_access = true", "install httpfs", "attach 'x.db'", "selekt", "select nothing from spans",
+    ],
+)  # fmt: skip
+def test_a_statement_that_is_wrong_or_reaches_further_is_refused(
+    statement: str, traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, "query", traces, statement).startswith("instrument: query: ")
+    assert not Path("stolen.csv").exists()
+
+
+def test_without_duckdb_the_extra_is_named(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    for words in (["query", traces, "select 1"], ["convert", traces, "--to", "parquet", "-o", tmp_path / "x.parquet"]):
+        assert "pip install 'instrument-sdk[query]'" in refusal(capsys, *words)
+    with pytest.raises(InstrumentError, match="instrument-sdk\\[query\\]"):
+        file.load(next(traces.iterdir())).columns.to_pandas()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["arrow", "polars", "pandas"])
+def test_spans_are_a_data_frame_of_whichever_kind(kind: str, tmp_path: Path) -> None:
+    for name in {"arrow": ["pyarrow"], "polars": ["polars", "pyarrow"], "pandas": ["pandas"]}[kind]:
+        pytest.importorskip(name)
+    columns = file.load(file.dump(tmp_path / "a.npz", hostile())).columns
+    frame = getattr(columns, f"to_{kind}")()
+    assert list(frame["total_ns"].to_pylist() if kind == "arrow" else frame["total_ns"]) == [10, 4]
+
+
+def requests_in(lines: list[str]) -> list[Any]:
+    """The lines as messages; OTLP has ids in hexadecimal where protobuf's own JSON has base64."""
+
+    def translated(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(translated, value))
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: base64.b64encode(bytes.fromhex(it)).decode()
+            if key in ("traceId", "spanId", "parentSpanId")
+            else translated(it)
+            for key, it in value.items()
+        }
+
+    return [ParseDict(translated(json.loads(line)), ExportTraceServiceRequest()) for line in lines]
+
+
+def test_otlp_in_json_says_what_a_collector_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = hostile()
+    trace.spans[0].attributes = {"a'b": (1, 2), "f": 0.5, "yes": True}
+    trace.spans[1].error = "ValueError"
+    ids = Ids()
+    monkeypatch.setattr("instrument.otlp.json_lines.Ids", lambda: ids)
+    [made] = requests_in(list(json_lines(trace.spans, trace.origin, trace.threads)))
+    ids._device_numbers = itertools.count(1 << 63)
+    resource = pack_resource({"service.name": "shop", "service.instance.id": ids.instance, "process.pid": 1,
+        "host.name": "node"})  # fmt: skip
+    sent = ExportTraceServiceRequest.FromString(
+        request_of(resource, pack(trace.spans, ids, trace.origin, trace.threads))
+    )
+    assert made == sent
+
+
+def test_each_process_is_a_resource_of_otlp(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.otlp.jsonl"
+    outcome(capsys, "convert", traces, "--to", "otlp", "-o", target)
+    found = requests_in(target.read_text().splitlines())
+    pids = {
+        attribute.value.int_value
+        for one in found
+        for attribute in one.resource_spans[0].resource.attributes
+        if attribute.key == "process.pid"
+    }
+    assert len(pids) == 3
+    spans = [span for one in found for scope in one.resource_spans[0].scope_spans for span in scope.spans]
+    assert len(spans) == 21
+    assert {span.status.code for span in spans if span.name == "fails"} == {2}
+    assert len({span.span_id for span in spans}) == 21
+
+
+def test_no_input_is_written_over_and_several_want_a_name(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = next(traces.iterdir())
+    before = one.read_bytes()
+    assert "one of the files to read" in refusal(capsys, "merge", traces, "-o", one)
+    assert "-o OUT" in refusal(capsys, "convert", traces, "--to", "chrome")
+    for form in ("recording", "chrome", "otlp", "parquet"):
+        assert "/proc/nowhere" in refusal(capsys, "convert", traces, "--to", form, "-o", "/proc/nowhere/x")
+    assert one.read_bytes() == before
