@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from instrument import chrome
-from instrument.chrome import foreign as foreign_traces
-from instrument.chrome import reading
 from instrument.errors import ProfileError, TraceError
 from instrument.profile import keys
 from instrument.profile.model import SORT_KEYS, STATES, VIEWS
@@ -51,16 +49,12 @@ from instrument.report import places as report_places
 from instrument.report.summary import summary, summary_document
 from instrument.report.view import Options, Recording
 from instrument.sessions.window import Windows
-from instrument.trace import allocation_lists
 
 TWINS = (
-    (reading, "_native"),
-    (foreign_traces, "_native"),
-    (allocation_lists, "_native_reader"),
     (report_allocations, "_native"),
     (report_places, "_native"),
 )
-"""What is read and counted in C, and in Python where these are None."""
+"""What is counted in C, and in Python where these are None."""
 
 MOST_BYTES = 500 << 20
 SLOWEST_S = 20.0
@@ -359,7 +353,7 @@ def main() -> None:
     peak_bytes = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) << 10
     for what, found in (("traces", traces), ("profiles", profiles)):
         print(f"{what}: {found.total()} inputs, {found['loaded']} loaded, {found['refused']} refused")
-    print(f"reader: {'pure Python' if reading._native is None else 'native and its twin'}; peak {peak_bytes >> 20} MiB")
+    print(f"peak {peak_bytes >> 20} MiB")
     assert peak_bytes < MOST_BYTES, "more memory than a damaged file may ask for"
 
 

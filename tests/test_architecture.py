@@ -250,8 +250,14 @@ print(*sorted({{name.partition(".")[0] for name in new}}))
 @pytest.mark.parametrize(
     ("statement", "forbidden"),
     [
-        ("import instrument", {"torch", "numpy", "cuda", "pynvml", "opentelemetry", "yaml", "asyncio", "ssl", "http"}),
-        ("import instrument.sessions.process", {"torch", "numpy", "cuda", "pynvml", "opentelemetry", "grpc", "google"}),
+        (
+            "import instrument",
+            {"torch", "numpy", "msgspec", "cuda", "pynvml", "opentelemetry", "yaml", "asyncio", "ssl", "http"},
+        ),
+        (
+            "import instrument.sessions.process",
+            {"torch", "numpy", "msgspec", "cuda", "pynvml", "opentelemetry", "grpc", "google"},
+        ),
     ],
 )
 def test_importing_starts_nothing_and_pulls_in_nothing_heavy(statement: str, forbidden: set[str]) -> None:
@@ -261,12 +267,13 @@ def test_importing_starts_nothing_and_pulls_in_nothing_heavy(statement: str, for
     assert set(done.stdout.split()) & forbidden == set()
 
 
-def test_the_package_depends_on_four_distributions_at_run_time() -> None:
+def test_the_package_depends_on_five_distributions_at_run_time() -> None:
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     assert [need.partition(">")[0] for need in project["dependencies"]] == [
         "pyyaml",
         "opentelemetry-sdk",
         "numpy",
+        "msgspec",
         "isal",
     ]
     assert project["version"] == instrument.__version__

@@ -322,19 +322,15 @@ def test_a_place_whose_work_is_a_function_of_the_process_comes_back_without_it(t
     assert (found.site.key, found.site.work) == (site.key, None)
 
 
-def test_intervals_that_claim_one_place_come_back_as_they_stand_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first of them is left to the twin, for the escape in its label."""
+def test_intervals_that_claim_one_place_come_back_as_they_stand_in_the_file(tmp_path: Path) -> None:
+    """The first of them has an escape in its label."""
     one = span(1, 0, 90)
     one.device = (on_device(10, 20), on_device(30, 40))
     path = chrome.dump(tmp_path / "trace.json", trace(one))
     text = path.read_text().replace('"overlapped"', '"overl\\u0061pped"', 1).replace(',"place":1', "")
     assert text.count("overlapped") == 1
     path.write_text(text)
-    for native in (reading._native, None):
-        monkeypatch.setattr(reading, "_native", native)
-        assert chrome.load(path)[0].spans[0].device == one.device
+    assert chrome.load(path)[0].spans[0].device == one.device
 
 
 def test_a_file_without_a_tally_has_it_counted_from_its_spans(tmp_path: Path) -> None:
@@ -352,13 +348,11 @@ def test_such_a_tally_may_be_asked_for_later_but_a_file_that_nests_too_deep_is_r
     again, make_tally = chrome.read(path)
     assert [span.span_id for span in again.spans] == [span.span_id for span in loaded.spans] == list(range(1, 41))
     assert rows_of(make_tally()) == rows_of(tally)
-    for native_spans in (reading._native_spans, None):
-        monkeypatch.setattr(reading, "_native_spans", native_spans)
-        monkeypatch.setattr(reading, "LIMIT_LINKS", 820)
+    monkeypatch.setattr(reading, "LIMIT_LINKS", 820)
+    chrome.read(path)
+    monkeypatch.setattr(reading, "LIMIT_LINKS", 819)
+    with pytest.raises(TraceError, match="deeper than any program's"):
         chrome.read(path)
-        monkeypatch.setattr(reading, "LIMIT_LINKS", 819)
-        with pytest.raises(TraceError, match="deeper than any program's"):
-            chrome.read(path)
 
 
 @pytest.mark.parametrize(("start_ns", "length_ns"), [(2**63 - 50, 10), (5, 2**63 - 1), (5, -1)])
@@ -549,16 +543,6 @@ def test_a_file_of_format_3_named_every_parent(tmp_path: Path, spans: list[Span]
             event["args"] |= {"root": one.root_id} | ({"parent": one.parent_id} if one.parent_id else {})
     path.write_text(json.dumps(found))
     assert_same(chrome.load(path)[0], trace(*spans))
-
-
-@pytest.mark.skipif(reading._native is None, reason="no native reader in use")
-@given(spans_of_a_tree())
-def test_both_twins_read_the_same_spans(tmp_path: Path, spans: list[Span]) -> None:
-    path = chrome.dump(tmp_path / "trace.json", trace(*spans))
-    native = list(map(facts_of, chrome.load(path)[0].spans))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_native", None)
-        assert list(map(facts_of, chrome.load(path)[0].spans)) == native
 
 
 def test_arrows_lead_to_other_threads_and_devices_but_never_into_the_past(tmp_path: Path) -> None:
@@ -983,14 +967,11 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "parents", [range(2, 3002), [*range(2, 3001), 1], [1] * 3000], ids=["backward", "ring", "self"]
 )
-def test_parents_that_lead_nowhere_are_refused_or_read_quickly(tmp_path: Path, parents: Sequence[int]) -> None:
+def test_parents_that_lead_nowhere_are_refused_quickly(tmp_path: Path, parents: Sequence[int]) -> None:
     spans = [span(i, i, 9000, parent=parent) for i, parent in enumerate(parents, start=1)]
     path = chrome.dump(tmp_path / "trace.json", trace(*spans))
-    if parents[0] == 1:
-        assert len(chrome.load(path)[0].spans) == 3000
-    else:
-        with pytest.raises(TraceError, match="damaged"):
-            chrome.load(path)
+    with pytest.raises(TraceError, match="damaged"):
+        chrome.load(path)
 
 
 FOREIGN = """{"baseTimeNanoseconds": 1700000000000000000, "host_name": "node", "traceEvents": [
@@ -1094,7 +1075,7 @@ def test_bare_lists_and_objects_are_read(tmp_path: Path, text: str) -> None:
 
 
 def test_values_longer_than_a_block_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.trace.text.BLOCK_BYTES", 1)
+    monkeypatch.setattr("instrument.trace.json_blocks.BLOCK_BYTES", 1)
     spans = [span(i, i, 50 - i, site=SITES[i % 9], parent=i - 1) for i in range(1, 20)]
     path = chrome.dump(tmp_path / "trace.json.gz", trace(*spans))
     assert_same(chrome.load(path)[0], trace(*spans))
@@ -1104,7 +1085,7 @@ def test_values_longer_than_a_block_are_read(tmp_path: Path, monkeypatch: pytest
 def test_numbers_that_a_block_cuts_anywhere_are_read_in_full(
     size_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instrument.trace.text.BLOCK_BYTES", size_bytes)
+    monkeypatch.setattr("instrument.trace.json_blocks.BLOCK_BYTES", size_bytes)
     path = tmp_path / "trace.json"
     path.write_text('{"a":1.5,"b":-1.25e+2,"c":2E-1,"d":12,"traceEvents":[],"baseTimeNanoseconds":120}')
     assert chrome.load(path)[0].origin.realtime_ns == 120

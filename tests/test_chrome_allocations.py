@@ -18,7 +18,6 @@ from instrument.chrome import reading
 from instrument.errors import TraceError
 from instrument.recording.spans import HOST, Allocation, Allocations, Origin, Site, Span, Trace
 from instrument.trace import allocation_lists
-from instrument.trace.text import Json
 
 INT64 = 1 << 63
 BASE_NS = 1000
@@ -28,9 +27,8 @@ BASE_NS = 1000
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test runs against both."""
     if request.param == "twin":
-        monkeypatch.setattr(allocation_lists, "_native_reader", None)
         monkeypatch.setattr(allocation_lists, "_native_writer", None)
-    elif allocation_lists._native_reader is None:
+    elif allocation_lists._native_writer is None:
         pytest.skip("the loops in C are not in use")
 
 
@@ -101,7 +99,6 @@ def test_every_allocation_comes_back(tmp_path: Path, found: list[Allocation], pa
     text = path.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allocation_lists, "_native_writer", None)
-        patch.setattr(allocation_lists, "_native_reader", None)
         assert loaded(path).allocations == found
         assert chrome.dump(tmp_path / "twin.json", again).read_bytes() == text
 
@@ -111,7 +108,7 @@ def test_several_batches_come_back_whatever_the_text_beside_them_is(
 ) -> None:
     monkeypatch.setattr(allocation_lists, "BATCH", 7)
     for block, name in ((1, "f"), (50, "caf\u00e9"), (64, "\u6a21\u578b"), (1 << 20, "\U0001f600")):
-        monkeypatch.setattr("instrument.trace.text.BLOCK_BYTES", block)
+        monkeypatch.setattr("instrument.trace.json_blocks.BLOCK_BYTES", block)
         trace = trace_of(Allocations.of(some(50)), name)
         trace.notes = (name * 3,)
         again = loaded(chrome.dump(tmp_path / "trace.json.gz", trace))
@@ -205,9 +202,9 @@ BAD_ROWS: dict[str, str] = {
     "[0,1,2,3,4,5,NaN]": "NaN, which is not JSON",
     "[0,1,2,3,4,5,6],": "no JSON",
     ",[0,1,2,3,4,5,6]": "no JSON",
-    "[0,1,2,3,4,5,6][0,1,2,3,4,5,6]": "'\\[' stands where",
+    "[0,1,2,3,4,5,6][0,1,2,3,4,5,6]": "no JSON",
     "[0,1,2,3,4,5,6}": "no JSON",
-    "[0,1,2,3,4,5,6": "where list belongs",
+    "[0,1,2,3,4,5,6": "no JSON",
     "[" * 200_000: "nests deeper",
 }
 
@@ -255,8 +252,8 @@ def test_more_than_any_trace_has_are_refused(tmp_path: Path, monkeypatch: pytest
 def test_allocations_may_be_more_text_than_any_one_value_but_all_else_may_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instrument.trace.text.BLOCK_BYTES", 100)
-    for module in ("trace.text", "chrome.reading"):
+    monkeypatch.setattr("instrument.trace.json_blocks.BLOCK_BYTES", 100)
+    for module in ("trace.json_blocks", "chrome.reading"):
         monkeypatch.setattr(f"instrument.{module}.LIMIT_VALUE", 1000)
     path = chrome.dump(tmp_path / "trace.json", trace_of(some(500)))
     assert len(loaded(path).allocations) == 500
@@ -264,31 +261,3 @@ def test_allocations_may_be_more_text_than_any_one_value_but_all_else_may_not(
         path.write_text(json.dumps({"instrument": facts, "traceEvents": []}))
         with pytest.raises(TraceError, match="key 'instrument' is longer than in any trace"):
             chrome.load(path)
-
-
-@given(
-    st.lists(
-        st.sampled_from(["[0,1,2,3,4,5,6]", "[7,-8,9,0,1,2]", " [ 1 ,2,3,4,5,6, 7 ]", "[1,2]", "x", "]", "9" * 19]),
-        max_size=9,
-    ),
-    st.sampled_from(["", "\u00e9", "\u6a21", "\U0001f600"]),
-    st.integers(1, 40),
-    st.integers(0, 60),
-)  # fmt: skip
-def test_both_readers_take_the_same_of_any_text(rows: list[str], behind: str, block: int, cut: int) -> None:
-    """What is behind the list makes the text one of other characters; it may be cut off anywhere."""
-    data = f"[{','.join(rows)}]{behind}"
-    data = data[: len(data) - cut] if cut < 30 else data
-
-    def outcome() -> Any:
-        left = [data.encode()[at : at + block] for at in range(0, len(data.encode()), block)][::-1]
-        text = Json(lambda _: left.pop() if left else b"", 1 << 20)
-        try:
-            return bytes(allocation_lists.take(text, 5)), text.passed
-        except ValueError as error:
-            return str(error)
-
-    found = outcome()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocation_lists, "_native_reader", None)
-        assert found == outcome()

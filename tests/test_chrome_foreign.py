@@ -1,4 +1,4 @@
-"""Other profilers' traces are read in C as in Python: the same spans and kernels; what is not plain is the twin's."""
+"""Other profilers' traces: slices of any kind, in blocks of any size, with the attributes and trees that they have."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from instrument.chrome.foreign import Foreign
 from instrument.errors import TraceError
 from instrument.recording.spans import Span, flops_told
 from instrument.report.stretches import having
-
-native = pytest.mark.skipif(foreign._native is None, reason="no native scanner in use")
+from instrument.trace import json_blocks
 
 TIMES = st.one_of(
     st.integers(-50, 50), st.integers(0, 1 << 54), st.floats(0, 50), st.floats(-1e16, 1e16),
@@ -107,45 +106,31 @@ def outcome(path: Path) -> tuple[str, Any]:
         return "refused", str(error)
 
 
-@native
 @given(st.lists(events(), max_size=8))
-def test_both_read_the_same_whatever_events_there_are(
+def test_whatever_events_there_are_they_are_read_alike_in_blocks_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, found: list[str]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "drawn.json"
     path.write_text('{"traceEvents": [' + ", ".join(found) + "]}", encoding="utf-8")
     ours = outcome(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(foreign, "_native", None)
-        assert ours == outcome(path)
+        for name in ("BLOCK_BYTES", "PIECE_BYTES"):
+            patch.setattr(json_blocks, name, 7)
+        again = outcome(path)
+    assert ours[0] == again[0]
+    if ours[0] == "loaded":
+        assert ours == again
 
 
-@native
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 2)), max_size=40))
-def test_both_make_the_same_trees(tmp_path_factory: pytest.TempPathFactory, slices: list[tuple[int, int, int]]) -> None:
-    """Slices that hold, touch and cross one another."""
-    path = tmp_path_factory.getbasetemp() / "drawn.json"
-    found = [{"ph": "X", "name": "f", "pid": 9, "tid": tid, "ts": at, "dur": dur} for at, dur, tid in slices]
-    path.write_text(json.dumps(found))
-    ours = outcome(path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(foreign, "_native", None)
-        assert ours == outcome(path)
-
-
-@pytest.mark.parametrize("pure", [False, True])
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 2)), max_size=40))
 def test_a_slice_lies_in_the_last_begun_of_those_that_hold_it(
-    tmp_path: Path, pure: bool, slices: list[tuple[int, int, int]]
+    tmp_path: Path, slices: list[tuple[int, int, int]]
 ) -> None:
     """Whatever crosses what, and so in a copy of the file that we write."""
     path = tmp_path / "drawn.json"
     found = [{"ph": "X", "name": "f", "pid": 9, "tid": tid, "ts": at, "dur": dur} for at, dur, tid in slices]
     path.write_text(json.dumps(found))
-    with pytest.MonkeyPatch.context() as patch:
-        if pure:
-            patch.setattr(foreign, "_native", None)
-        spans = chrome.load(path)[0].spans
+    spans = chrome.load(path)[0].spans
     for index, span in enumerate(spans):
         holding = [
             one.span_id
@@ -155,10 +140,7 @@ def test_a_slice_lies_in_the_last_begun_of_those_that_hold_it(
         assert span.parent_id == (holding[-1] if holding else 0)
 
 
-@pytest.mark.parametrize("pure", [False, True])
-def test_the_ranges_of_a_trace_with_stacks_hold_what_ran_in_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pure: bool
-) -> None:
+def test_the_ranges_of_a_trace_with_stacks_hold_what_ran_in_them(tmp_path: Path) -> None:
     """torch.profiler begins a range within the Python frame of `__enter__` and ends it within that of `__exit__`."""
     slices = [
         ("python_function", "main", 0, 100), ("python_function", "__enter__", 10, 5),
@@ -169,8 +151,6 @@ def test_the_ranges_of_a_trace_with_stacks_hold_what_ran_in_them(
     path.write_text(
         json.dumps([{"ph": "X", "pid": 9, "tid": 7, "cat": c, "name": n, "ts": t, "dur": d} for c, n, t, d in slices])
     )
-    if pure:
-        monkeypatch.setattr(foreign, "_native", None)
     trace, _ = chrome.load(path)
     names = {span.span_id: span.site.name for span in trace.spans}
     assert {span.site.name: (names.get(span.parent_id), span.self_ns // 1000) for span in trace.spans} == {
@@ -182,21 +162,16 @@ def test_the_ranges_of_a_trace_with_stacks_hold_what_ran_in_them(
     assert written == [(one.parent_id, one.self_ns) for one in trace.spans]
 
 
-@native
 @pytest.mark.parametrize("ts", ["999999999999999999", "-999999999999999999", "9007199254740992", "1.5", None])
 @pytest.mark.parametrize("dur", ["999999999999999999", "9007199254740990", "0.5", None])
-def test_times_beyond_all_and_those_that_are_missing_are_refused_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ts: str | None, dur: str | None
+def test_times_beyond_all_and_those_that_are_missing_are_refused(
+    tmp_path: Path, ts: str | None, dur: str | None
 ) -> None:
-    """No number is reckoned with before it is known to be there and small enough: sanitise.sh would tell."""
     path = tmp_path / "torch.json"
     when = "".join(f',"{key}":{value}' for key, value in (("ts", ts), ("dur", dur)) if value)
     lane = '{"ph":"X","name":"f","pid":9,"tid":7'
     path.write_text(f'[{lane},"ts":5.5,"dur":1}},{lane}{when}}}]')
-    ours = outcome(path)
-    monkeypatch.setattr(foreign, "_native", None)
-    assert ours == outcome(path)
-    assert ours[0] == ("loaded" if (ts, dur) == ("1.5", "0.5") else "refused")
+    assert outcome(path)[0] == ("loaded" if (ts, dur) == ("1.5", "0.5") else "refused")
 
 
 def torch_like(**more: Any) -> list[dict[str, Any]]:
@@ -211,33 +186,6 @@ def torch_like(**more: Any) -> list[dict[str, Any]]:
         {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 21, "ts": 112, "dur": 25.5,
          "args": {"device": 1, "stream": 21, "correlation": 3, "grid": [1, 1, 1]}},
     ]  # fmt: skip
-
-
-@native
-def test_what_torch_writes_most_of_is_read_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "torch.json"
-    path.write_text(json.dumps({"traceEvents": torch_like()}))
-    expected = outcome(path)
-    monkeypatch.setattr(Foreign, "add", lambda self, event: pytest.fail(f"left to Python: {event}"))
-    assert outcome(path) == expected
-    trace, _ = chrome.load(path)
-    assert [(span.site.name, span.attributes.get("flops")) for span in trace.spans] == [
-        ("aten::mm", 120), ("cudaLaunchKernel", None), ("gemm", None),
-    ]  # fmt: skip
-    assert [tuple(kernel) for kernel in trace.kernels] == [("gemm", "kernel", 1, 21, 112_000, 137_500, 7, 105_125)]
-
-
-@native
-def test_an_event_that_is_not_plain_is_left_to_the_twin_and_those_around_it_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "torch.json"
-    path.write_text(json.dumps([*torch_like(), *torch_like(**{"a key\n": 1}), *torch_like()]))
-    left: list[str] = []
-    add = Foreign.add
-    monkeypatch.setattr(Foreign, "add", lambda self, event: (left.append(event["name"]), add(self, event))[1])
-    assert len(chrome.load(path)[0].spans) == 9
-    assert left == ["aten::mm"]
 
 
 def loaded(path: Path, args: str) -> Span:
@@ -258,13 +206,10 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("pure", [False, True])
 @pytest.mark.parametrize(("args", "expected"), ARGUMENTS)
 def test_arguments_are_attributes_if_they_are_numbers_texts_or_truths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pure: bool, args: str, expected: dict[str, Any]
+    tmp_path: Path, args: str, expected: dict[str, Any]
 ) -> None:
-    if pure:
-        monkeypatch.setattr(foreign, "_native", None)
     path = tmp_path / "other.json"
     for name in ("flops", "correlation", "x", "é", "stack"):
         assert len(having([loaded(path, args)], name)) == (name in expected)
@@ -279,7 +224,6 @@ def test_arguments_are_attributes_if_they_are_numbers_texts_or_truths(
     assert again.attributes == expected
 
 
-@native
 def test_the_text_of_attributes_goes_with_the_last_span_that_needs_it(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     event = {"ph": "X", "pid": 9, "tid": 7, "dur": 1, "name": "f"}
@@ -300,7 +244,6 @@ def test_the_text_of_attributes_goes_with_the_last_span_that_needs_it(tmp_path: 
         tracemalloc.stop()
 
 
-@native
 def test_lists_that_are_no_attributes_are_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     event = {"ph": "X", "pid": 9, "tid": 7, "dur": 1, "name": "f"}
@@ -317,7 +260,6 @@ def test_lists_that_are_no_attributes_are_not_kept(tmp_path: Path) -> None:
     assert spans[7].attributes == {"name": "x", "at": 7}
 
 
-@native
 def test_attributes_may_be_read_while_they_are_read(tmp_path: Path) -> None:
     """To read them makes a dict, at which the collector of cycles may run code that reads them too."""
     path = tmp_path / "other.json"
@@ -343,32 +285,6 @@ def test_attributes_may_be_read_while_they_are_read(tmp_path: Path) -> None:
     assert len(spare) == 200
 
 
-@native
-def test_what_a_reading_that_failed_kept_goes_to_nobody_else() -> None:
-    reader = Foreign()
-    known = reader._facts
-
-    def facts(category: object, name: object) -> Any:
-        if name == "bad":
-            raise OSError("no")
-        return known(category, name)
-
-    reader._facts = facts  # type: ignore[method-assign]
-    scanner = reader.scanner()
-    assert scanner is not None
-
-    def event(name: str, **args: int) -> str:
-        return json.dumps({"ph": "X", "name": name, "pid": 9, "tid": 7, "ts": 1, "dur": 1, "args": args})
-
-    with pytest.raises(OSError, match="no"):
-        scanner.scan(f"{event('first', a=1)},{event('bad')} ", 0)
-    scanner.scan(f"{event('second', b=2)},{event('third', c=3)} ", 0)
-    assert [(span.site.name, span.attributes) for span in reader.spans[1:]] == [
-        ("second", {"b": 2}), ("third", {"c": 3}),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("pure", [False, True])
 @pytest.mark.parametrize(
     ("outer", "inner", "told"),
     [
@@ -380,11 +296,9 @@ def test_what_a_reading_that_failed_kept_goes_to_nobody_else() -> None:
     ],
 )
 def test_operations_count_for_the_outermost_that_tells_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pure: bool, outer: Any, inner: Any, told: list[int]
+    tmp_path: Path, outer: Any, inner: Any, told: list[int]
 ) -> None:
     """Where torch tells shapes; a file in which nothing but arguments tells some is taken as it is."""
-    if pure:
-        monkeypatch.setattr(foreign, "_native", None)
     path = tmp_path / "torch.json"
     events = [
         {"ph": "X", "cat": "cpu_op", "pid": 9, "tid": 7, "ts": at, "dur": 10 - 2 * at, "name": name,
@@ -397,17 +311,12 @@ def test_operations_count_for_the_outermost_that_tells_them(
     assert ("flops" in spans[1].attributes) == (told[1] > 0)
 
 
-@native
-def test_more_slices_than_may_be_are_refused_whoever_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_slices_than_may_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "torch.json"
     path.write_text(json.dumps(torch_like()))
     monkeypatch.setattr(foreign, "LIMIT_SPANS", 2)
-    for scanner in (foreign._native, None):
-        monkeypatch.setattr(foreign, "_native", scanner)
-        with pytest.raises(TraceError, match="more than 2 events"):
-            chrome.load(path)
+    with pytest.raises(TraceError, match="more than 2 events"):
+        chrome.load(path)
 
 
 @pytest.mark.parametrize("events", [torch_like(), [*torch_like(), 5]], ids=["read", "refused"])
@@ -421,22 +330,3 @@ def test_a_reader_goes_when_it_has_read(tmp_path: Path, monkeypatch: pytest.Monk
     outcome(path)
     gc.collect()
     assert [reader() for reader in readers] == [None]
-
-
-@native
-def test_callbacks_that_fail_end_the_reading_and_a_scanner_takes_only_what_it_is_for() -> None:
-    def fail(*_: Any) -> Any:
-        raise OSError("no")
-
-    text = json.dumps(torch_like())[1:]
-    with pytest.raises(OSError, match="no"):
-        foreign._native.Scanner(fail, lambda row: 7, fail, [], [], [], {}, set()).scan(text, 0)
-    with pytest.raises(OSError, match="no"):
-        foreign._native.Scanner(fail, fail, fail, [], [], [], {}, set()).scan(text, 0)
-    with pytest.raises(TypeError, match="facts are a tuple of five"):
-        foreign._native.Scanner(lambda *_: (1, 2), lambda row: 7, fail, [], [], [], {}, set()).scan(text, 0)
-    with pytest.raises(IndexError, match="no place"):
-        foreign._native.Scanner(fail, fail, fail, [], [], [], {}, set()).scan(text, len(text) + 1)
-    with pytest.raises(TypeError):
-        foreign._native.Scanner(fail, fail, fail, (), [], [], {}, set())
-    assert foreign._native.nest([object()]) is False

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from instrument import chrome
-from instrument.chrome import foreign
 from instrument.recording.spans import HOST, Allocation, Trace
 from instrument.report.calls import Times
 from instrument.report.memory_view import memory
@@ -34,10 +33,8 @@ OUR_PHASE = {
 }
 
 
-@pytest.fixture(params=["native", "pure"])
-def exported(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Trace:
-    if request.param == "pure":
-        monkeypatch.setattr(foreign, "_native", None)
+@pytest.fixture
+def exported() -> Trace:
     return chrome.load(GOLDEN / "paddle_export.json.gz")[0]
 
 
@@ -183,12 +180,7 @@ def test_a_copy_is_one_with_its_direction(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("scanner", [True, False])
-def test_kernels_are_joined_to_the_calls_that_asked_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scanner: bool
-) -> None:
-    if not scanner:
-        monkeypatch.setattr(foreign, "_native", None)
+def test_kernels_are_joined_to_the_calls_that_asked_for_them(tmp_path: Path) -> None:
     on_device = {"pid": 0, "tid": 13, "ts": 9, "dur": 4}
     trace = load(
         tmp_path,

@@ -10,8 +10,42 @@ replacement character and, in attributes, a sequence becomes a tuple, a number t
 text, and a value of any other type becomes the type's name in angle brackets.
 """
 
-from instrument.chrome.joining import join
-from instrument.chrome.reading import load, read
-from instrument.chrome.writing import dump, file_name
+from __future__ import annotations
 
-__all__ = ["dump", "file_name", "join", "load", "read"]
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from instrument.chrome.joining import join
+from instrument.chrome.writing import dump, file_name
+from instrument.trace.text import LIMIT_BYTES
+
+if TYPE_CHECKING:
+    from instrument.recording.spans import Trace
+    from instrument.recording.tally import Tally
+    from instrument.trace.file import Saved
+
+__all__ = ["dump", "file_name", "join", "load", "load_columns", "read"]
+
+# What reads wants numpy, which a service that only records has no use for.
+
+
+def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
+    """See `instrument.chrome.reading.load`."""
+    from instrument.chrome import reading
+
+    return reading.load(path, limit_bytes=limit_bytes)
+
+
+def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Callable[[], Tally]]:
+    """See `instrument.chrome.reading.read`."""
+    from instrument.chrome import reading
+
+    return reading.read(path, limit_bytes=limit_bytes)
+
+
+def load_columns(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
+    """See `instrument.chrome.reading.load_columns`."""
+    from instrument.chrome import reading
+
+    return reading.load_columns(path, limit_bytes=limit_bytes)

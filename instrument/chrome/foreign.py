@@ -7,36 +7,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from itertools import chain, count
+from array import array
+from collections.abc import Mapping
+from itertools import count
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from instrument import native
+import msgspec
+import numpy as np
+
 from instrument.chrome import paddle_traces
+from instrument.chrome.events import Event
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.chrome.operator_flops import flops_of, is_counted
 from instrument.profile.kinds import KINDS
-from instrument.recording.spans import (
-    FLOPS,
-    HOST,
-    Allocation,
-    Allocations,
-    Kernel,
-    Origin,
-    Site,
-    Span,
-    Trace,
-    assign_self_times,
-    by_start,
-    flops_told,
-)
-from instrument.trace.text import LIMIT_SPANS, Json, checked, end_of, nanoseconds
-
-if TYPE_CHECKING:
-    from instrument.native._foreign import Scanner
-
-_native = native.find("_foreign")
+from instrument.recording import spans
+from instrument.recording.spans import FLOPS, HOST, Allocation, Allocations, Kernel, Origin, Site, flops_told
+from instrument.trace import columns
+from instrument.trace.columns import DeviceIntervals, Int32s, Int64s
+from instrument.trace.forest import NONE, nearest, tops
+from instrument.trace.gathering import GatheredAttributes, column, rank_of, written
+from instrument.trace.intervals import lengths_by_group
+from instrument.trace.text import LIMIT_SPANS, LIMIT_US, checked, end_of, nanoseconds
 
 OPERATOR = "cpu_op"
 """Category of torch's operators."""
@@ -63,115 +55,179 @@ NAMELESS = "(no name)"
 """How a slice without a name is called."""
 
 
-class _Facts(NamedTuple):
-    """What slices of one category and name have in common: where they belong, the number of a step, what kind of work
-    of a device they are, whether they may ask for some, and whether their operations are counted."""
+FARTHEST_NS = LIMIT_US * 1000
+LONGEST_PLAIN = 4_000
+"""Bytes of arguments that are looked at before they are kept: a number of more digits would be none."""
 
-    site: Site
+
+class _Facts(NamedTuple):
+    """What slices of one category and name have in common: the place of their site and its name, the number of a step,
+    what kind of work of a device they are, whether they may ask for some, and whether their operations are counted."""
+
+    place: int
+    name: str
     step: int | None
     work: str | None
     launches: bool
     counts: bool
+    is_plain: bool
+    """Whether their arguments are attributes and nothing more."""
+
+
+class _Lane(NamedTuple):
+    """Process and thread of events, the id that the thread has here, and the number of the line on which they nest."""
+
+    row: tuple[Any, Any]
+    thread_id: int
+    line: int
+    is_paddles: bool
+
+
+class _Work(NamedTuple):
+    """What a device did."""
+
+    name: str
+    kind: str
+    device: int
+    stream: int
+    start_ns: int
+    end_ns: int
+    correlation: int | None
 
 
 class Foreign:
     """Reads other profilers' traces: slices, whether complete, of begins and ends, or async, and names.
 
-    `marks` are the begins by lane or async key, each a time and a span, and the ends, each a time and None.
+    A row is a slice, in the order of the file. Those nest that lie on one line: a lane, or the lane of an async key.
     """
 
     def __init__(self) -> None:
         self.epoch_ns = 0
         self.host = ""
-        self.spans: list[Span] = []
-        self.marks: dict[tuple[Any, ...], list[tuple[int, Span | None]]] = {}
+        self._start_ns, self._end_ns, self._thread_id = array("q"), array("q"), array("q")
+        self._task_id, self._line, self._site = array("q"), array("q"), array("q")
+        # Begins, each with its row, and ends, with none: all of a lane or of an async key have one number.
+        self._mark_ns, self._mark_row, self._mark_of = array("q"), array("q"), array("q")
+        self._stacks: dict[tuple[Any, ...], int] = {}
         self._tasks: dict[tuple[Any, ...], int] = {}
-        self._sites: dict[tuple[str, str, paddle_traces.Attributes], Site] = {}
+        self._lines: dict[tuple[int, int], int] = {}
+        self._sites: dict[tuple[str, str, paddle_traces.Attributes], int] = {}
+        self._facts: dict[tuple[Any, Any], _Facts] = {}
+        self._attributes = GatheredAttributes()
+        self._telling: dict[int, bytes] = {}
+        self._counts_flops = False
         self._clock_of_paddle = paddle_traces.Clock()
-        self._unsized = 0
         self._names: dict[tuple[Any, ...], str] = {}
-        self._thread_ids: dict[tuple[Any, ...], int] = {}
+        self._lanes: dict[tuple[Any, Any], _Lane] = {}
+        self._thread_ids: dict[tuple[Any, Any], int] = {}
         self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
-        self._count = 0
-        self._work: list[tuple[str, str, int, int, int, int, int | None]] = []
-        self._launches: dict[int, Span] = {}
-        self._allocations = bytearray()
+        self._count = self._unsized = 0
+        self._work: list[_Work] = []
+        self._launches: dict[int, tuple[int, int]] = {}
         self._device_rows: set[tuple[Any, ...]] = set()
-        self._telling: list[Span] = []
-        self._counts_flops = False
+        self._allocations = bytearray()
 
-    def scanner(self) -> Scanner | None:
-        """What takes plain slices in C. It holds this reader, which therefore does not hold it."""
-        if _native is None:
-            return None
-        asked = self._facts, self._thread_id, self._flops_in
-        into = self.spans, self._telling, self._work, self._launches, self._device_rows
-        found: Scanner = _native.Scanner(*asked, *into)
-        return found
-
-    def scan(self, text: Json, scanner: Scanner) -> bool:
-        """Let the scanner take the plain slices that come next; whether there was anything that it took."""
-        before = len(self.spans)
-        taken = text.advance(scanner.scan)
-        self._count_more(len(self.spans) - before)
-        return taken
+    @property
+    def slices(self) -> int:
+        """How many events have been of slices."""
+        return self._count
 
     @property
     def taken(self) -> int:
-        """How many events have said something, those of allocations in bytes."""
-        return self._count + len(self._allocations)
+        """How many events have said something."""
+        return self._count + len(self._allocations) // Allocations.ROW.size
 
-    def _count_more(self, slices: int) -> None:
-        self._count += slices
+    def add(self, events: list[Event]) -> None:
+        """Read events, which come after those that have been read."""
+        for event in events:
+            phase = event.ph
+            if phase in _SLICES:
+                if event.cat == "Trace" and event.pid == "Spans":
+                    continue  # how long torch.profiler watched, which is no call
+                self._count += 1
+                if phase == "X" or phase == "B" or phase == "b":
+                    self._add_slice(phase, event)
+                else:
+                    self._mark(self._stack_of(phase, event), nanoseconds(event.ts), NONE)
+            elif phase == "M" and event.name in ("process_name", "thread_name"):
+                name = paddle_traces.thread_name(checked(_arguments(event)["name"], str))
+                thread = paddle_traces.thread_of(event.tid) if event.name == "thread_name" else None
+                self._names[event.pid, thread] = name
+            elif phase == "i" and event.name == "[memory]":
+                self._add_allocation(event)
         if self._count > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
 
-    def add(self, event: dict[str, Any]) -> None:
-        phase = checked(event.get("ph", ""), str)
-        pid, tid = (checked(event.get(key), int, str, type(None)) for key in ("pid", "tid"))
-        row = pid, paddle_traces.thread_of(tid)
-        if phase == "M" and event.get("name") in ("process_name", "thread_name"):
-            name = paddle_traces.thread_name(checked(event["args"]["name"], str))
-            self._names[row if event["name"] == "thread_name" else (pid, None)] = name
-        if phase == "i" and event.get("name") == "[memory]":
-            self._add_allocation(event, row)
-        if phase not in ("X", "B", "E", "b", "e") or (event.get("cat"), row[0]) == WINDOW_OF_TORCH:
-            return
-        self._count_more(1)
-        start_ns = nanoseconds(event.get("ts"))
-        key = (row[0], *(f"{event.get(part)}" for part in ("cat", "id", "id2"))) if phase in "be" else row
-        if phase in "Ee":
-            self.marks.setdefault(key, []).append((start_ns, None))
-            return
-        category = event.get("cat") or ""
-        facts = self._facts(category, event.get("name", NAMELESS))
-        span = Span(facts.site, 0, 0, 0, self._thread_id(row), 0, start_ns, start_ns, 0, 0)
-        attributes = {k: v for k, v in event.get("args", {}).items() if isinstance(v, (str, int, float))}
-        exact = self._clock_of_paddle.times(start_ns, attributes) if row[1] is not tid else None
-        span.attributes = attributes
-        if facts.step is not None:
-            span.attributes["step"] = facts.step
-        flops = flops_of(facts.site.name, event.get("args") or {}) if facts.counts else None
-        if flops is not None:
-            span.attributes[FLOPS] = flops
-            self._counts_flops = True
-        if FLOPS in span.attributes:
-            self._telling.append(span)
+    def _add_slice(self, phase: str, event: Event) -> None:
+        lane = self._lanes.get((event.pid, event.tid)) or self._lane(event)
+        facts = self._facts.get((event.cat, event.name)) or self._facts_of(event.cat, event.name)
+        ts: Any = event.ts
+        start_ns = end_ns = round(ts * 1000) if ts is not None and -LIMIT_US < ts < LIMIT_US else nanoseconds(ts)
         if phase == "X":
-            span.end_ns = end_of(start_ns, nanoseconds(event["ts"] + checked(event.get("dur"), float, int)))
-            if exact is not None:
-                span.start_ns, span.end_ns = exact
-            self.spans.append(span)
-            self._add_work(facts, event.get("args") or {}, row, span)
-            return
-        if phase == "b":
-            span.task_id = self._tasks.setdefault(key, 1 + len(self._tasks))
-        self.marks.setdefault(key, []).append((start_ns, span))
+            until = ts + (event.dur if event.dur is not None else checked(None, float, int))
+            is_usual = start_ns <= until * 1000 < FARTHEST_NS
+            end_ns = round(until * 1000) if is_usual else end_of(start_ns, nanoseconds(until))
+        at, args = len(self._start_ns), bytes(event.args)
+        if not facts.is_plain or lane.is_paddles or not are_attributes(args):
+            start_ns, end_ns = self._add_attributes(at, lane, facts, event, start_ns, end_ns)
+        elif len(args) > 2:
+            self._attributes.add(at, args)
+        line, task_id = lane.line, 0
+        if phase != "X":
+            stack = self._stack_of(phase, event)
+            if phase == "b":
+                task_id = self._tasks.setdefault(stack, 1 + len(self._tasks))
+                line = self._lines.setdefault((lane.thread_id, task_id), len(self._lines))
+            self._mark(stack, start_ns, at)
+            end_ns = start_ns
+        self._start_ns.append(start_ns)
+        self._end_ns.append(end_ns)
+        self._thread_id.append(lane.thread_id)
+        self._task_id.append(task_id)
+        self._line.append(line)
+        self._site.append(facts.place)
 
-    def _facts(self, category: object, name: object) -> _Facts:
-        """What is known of a slice by its category, "" for none, and its name."""
-        kind, text = checked(category, str), NAMELESS if name is None else checked(name, str)
+    def _add_attributes(
+        self, at: int, lane: _Lane, facts: _Facts, event: Event, start_ns: int, end_ns: int
+    ) -> tuple[int, int]:
+        """The attributes of a slice of whose arguments there is more to know; returns its times."""
+        args, text = _arguments(event), bytes(event.args)
+        if lane.is_paddles or facts.counts or facts.step is not None or not are_attributes(text):
+            attributes = {key: value for key, value in args.items() if isinstance(value, (str, int, float))}
+            if lane.is_paddles:
+                exact = self._clock_of_paddle.times(start_ns, attributes)
+                start_ns, end_ns = (start_ns, end_ns) if exact is None or event.ph != "X" else exact
+            if facts.step is not None:
+                attributes["step"] = facts.step
+            flops = flops_of(facts.name, args) if facts.counts else None
+            if flops is not None:
+                attributes[FLOPS] = flops
+                self._counts_flops = True
+            text = written(attributes)
+            if FLOPS in attributes:
+                self._telling[at] = text
+                text = b""
+        if len(text) > 2:
+            self._attributes.add(at, text)
+        if event.ph == "X":
+            self._add_work(facts, args, lane, start_ns, end_ns)
+        return start_ns, end_ns
+
+    def _stack_of(self, phase: str, event: Event) -> tuple[Any, ...]:
+        """What begins and the ends that end them have in common."""
+        if phase in "be":
+            return event.pid, f"{event.cat}", f"{event.id}", f"{event.id2}"
+        return event.pid, paddle_traces.thread_of(event.tid)
+
+    def _mark(self, stack: tuple[Any, ...], at_ns: int, row: int) -> None:
+        self._mark_ns.append(at_ns)
+        self._mark_row.append(row)
+        self._mark_of.append(self._stacks.setdefault(stack, len(self._stacks)))
+
+    def _facts_of(self, of: object, named: object) -> _Facts:
+        """What is known of a slice by its category and its name."""
+        kind, text = checked(of or "", str), NAMELESS if named is None else checked(named, str)
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
         name, attributes, work = text, paddle_traces.Attributes(), WORK_OF_CATEGORY.get(kind)
         known = None if step is not None else paddle_traces.meaning(kind, text)
@@ -180,74 +236,106 @@ class Foreign:
             name = step[1]
         elif known is not None:
             name, (ours, attributes, work) = known
-        key = name, ours, attributes
-        return _Facts(
-            site=self._sites.setdefault(key, Site(name, ours, attributes=attributes)),
+        launches = LAUNCHES.fullmatch(kind) is not None
+        counts = kind == OPERATOR and is_counted(name)
+        facts = self._facts[of, named] = _Facts(
+            place=self._sites.setdefault((name, ours, attributes), len(self._sites)),
+            name=name,
             step=None if step is None else int(step[2]),
             work=work,
-            launches=LAUNCHES.fullmatch(kind) is not None,
-            counts=kind == OPERATOR and is_counted(key[0]),
+            launches=launches,
+            counts=counts,
+            is_plain=step is None and work is None and not launches and not counts,
         )
+        return facts
 
-    def _flops_in(self, site: Site, args: str) -> int | None:
-        """The operations that an event's arguments tell, as the text of JSON."""
-        flops = flops_of(site.name, json.loads(args))
-        self._counts_flops |= flops is not None
-        return flops
-
-    def _add_work(self, facts: _Facts, args: dict[str, Any], row: tuple[Any, ...], span: Span) -> None:
+    def _add_work(self, facts: _Facts, args: Mapping[str, Any], lane: _Lane, start_ns: int, end_ns: int) -> None:
         """Work of a device, or a call of the host that asks for some; both name it by a number."""
         known = args.get("correlation", args.get("correlation id"))
         correlation = known if isinstance(known, int) else None
         if facts.work is not None:
-            self._device_rows.add(row)
-            device, stream = args.get("device", row[0]), args.get("stream", row[1])
+            self._device_rows.add(lane.row)
+            device, stream = args.get("device", lane.row[0]), args.get("stream", lane.row[1])
             if isinstance(device, int) and isinstance(stream, int):
-                work = span.site.name, facts.work, device, stream, span.start_ns, span.end_ns, correlation
-                self._work.append(work)
+                self._work.append(_Work(facts.name, facts.work, device, stream, start_ns, end_ns, correlation))
         elif correlation is not None and facts.launches:
-            self._launches[correlation] = span
+            self._launches[correlation] = lane.thread_id, start_ns
 
-    def _add_allocation(self, event: dict[str, Any], row: tuple[Any, ...]) -> None:
-        args = event.get("args")
-        is_torchs = isinstance(args, dict) and "Bytes" in args
+    def _add_allocation(self, event: Event) -> None:
+        lane = self._lanes.get((event.pid, event.tid)) or self._lane(event)
+        args = _arguments(event) if bytes(event.args).startswith(b"{") else {}
+        is_torchs = "Bytes" in args
         found = (
-            _allocation(event, self._thread_id(row))
+            _allocation(event, args, lane.thread_id)
             if is_torchs
-            else paddle_traces.allocation(event, self._thread_id(row))
+            else paddle_traces.allocation({"cat": event.cat, "args": args, "ts": event.ts}, lane.thread_id)
         )
         if found is not None:
             self._allocations += Allocations.of([found]).rows
-        elif event.get("cat") not in paddle_traces.RESERVING:
+        elif event.cat not in paddle_traces.RESERVING:
             self._unsized += 1
         if len(self._allocations) > LIMIT_SPANS * Allocations.ROW.size:
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
 
-    def _kernels(self) -> list[Kernel]:
-        """The work of devices by start, each with the call that asked for it, wherever in the file that stood."""
-        found, work = list[Kernel](), self._work
-        work.sort(key=itemgetter(4))
-        work.reverse()
-        while work:  # which goes as they come: each is 200 bytes
-            name, kind, device, stream, start_ns, end_ns, known = work.pop()
-            launch = self._launches.get(known or 0)
-            asked = (0, 0) if launch is None else (launch.thread_id, launch.start_ns)
-            found.append(Kernel(name, kind, device, stream, start_ns, end_ns, *asked))
-        return found
-
-    def _thread_id(self, row: tuple[Any, ...]) -> int:
+    def _lane(self, event: Event) -> _Lane:
+        for known in (event.pid, event.tid):
+            checked(known, int, str, type(None))
+        row: tuple[Any, Any] = event.pid, paddle_traces.thread_of(event.tid)
         if row not in self._thread_ids:
             usable = type(row[1]) is int and 0 <= row[1] < SPARE_TIDS and row[1] not in self._taken
             self._thread_ids[row] = row[1] if usable else next(self._spare_ids)
             self._taken.add(row[1])
-        return self._thread_ids[row]
+        thread_id = self._thread_ids[row]
+        line = self._lines.setdefault((thread_id, 0), len(self._lines))
+        lane = self._lanes[event.pid, event.tid] = _Lane(row, thread_id, line, row[1] is not event.tid)
+        return lane
 
-    def trace(self) -> Trace:
-        strays = self._close_marks()
-        self._nest()
-        if self._counts_flops:
-            _count_outermost(self.spans, {span.span_id: flops_told(span.attributes) for span in self._telling})
-        assign_self_times(self.spans)
+    # What has been read
+
+    def trace(self) -> tuple[columns.Trace, spans.Trace]:
+        """The slices as columns, and all else as a trace without spans."""
+        start_ns, end_ns = column(self._start_ns), column(self._end_ns)
+        clipped = np.zeros(len(start_ns), dtype=np.bool_)
+        order_in_file, strays = self._close_marks(end_ns, clipped)
+        first_ns, last_ns = self._bounds(start_ns, end_ns)
+        # Those that begin and end at once stay as they stand in the file.
+        order = np.lexsort((order_in_file, -end_ns, start_ns))
+        start_ns, end_ns = start_ns[order], end_ns[order]
+        parent = _parents(start_ns, end_ns, column(self._line)[order])
+        rank = rank_of(order)
+        self._tell_flops(parent, rank)
+        span_id = np.arange(1, 1 + len(order))
+        inner = np.flatnonzero(parent != NONE)
+        total_ns = end_ns - start_ns
+        children_ns = lengths_by_group(parent[inner], start_ns[inner], end_ns[inner], len(order))
+        found = columns.Trace(
+            sites=tuple(Site(name, kind, attributes=attributes) for name, kind, attributes in self._sites),
+            errors=(),
+            span_id=span_id,
+            parent_id=np.where(parent == NONE, 0, parent + np.int64(1)),
+            root_id=tops(parent) + np.int64(1),
+            thread_id=column(self._thread_id)[order],
+            task_id=column(self._task_id)[order],
+            start_ns=start_ns,
+            end_ns=end_ns,
+            active_ns=total_ns,
+            self_ns=total_ns - children_ns,
+            site=column(self._site)[order].astype(np.int32),
+            error=np.full(len(order), NONE, dtype=np.int32),
+            clipped=clipped[order],
+            device=DeviceIntervals.none(),
+            attributes=self._attributes.packed(rank),
+            remote={},
+        )
+        return found, self._beside(first_ns, last_ns, strays)
+
+    def _bounds(self, start_ns: Int64s, end_ns: Int64s) -> tuple[int, int]:
+        """The first and the last that happened, 0 where nothing has."""
+        at_ns = np.frombuffer(self._allocations, dtype=np.int64)[1::7]
+        starts, ends = (np.concatenate((times, at_ns)) for times in (start_ns, end_ns))
+        return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
+
+    def _beside(self, first_ns: int, last_ns: int, strays: int) -> spans.Trace:
         pids = [pid for pid, _ in self._thread_ids]
         host_pids = [row[0] for row in self._thread_ids if row not in self._device_rows]
         one_process = len(set(pids)) == 1
@@ -264,85 +352,117 @@ class Foreign:
             recorder="other",
             host=self.host,
         )
-        found = Allocations(self._allocations).in_order()
-        ends = [one.at_ns for one in (*found[:1], *found[-1:])]
-        first_ns = min(chain(ends, (span.start_ns for span in self.spans)), default=0)
-        last_ns = max(chain(ends, (span.end_ns for span in self.spans)), default=0)
         counted = {"slice ends without a begin": strays, "[memory] events without a size": self._unsized}
         losses = {what: count for what, count in counted.items() if count}
-        trace = Trace(origin, first_ns, last_ns, self.spans, threads, losses)
+        trace = spans.Trace(origin, first_ns, last_ns, [], threads, losses)
+        found = Allocations(self._allocations).in_order()
         if self._work or found:
             trace.kernels, trace.allocations = self._kernels(), found
             trace.watched = first_ns, last_ns
         return trace
 
-    def _close_marks(self) -> int:
-        """Make spans of begins and ends, by time like a stack; returns how many ends had no begin."""
-        if not self.marks:
-            return 0
-        times = [span.end_ns for span in self.spans] + [at_ns for marks in self.marks.values() for at_ns, _ in marks]
-        last_ns = max(times, default=0)
-        strays = 0
-        for marks in self.marks.values():
-            opened: list[Span] = []
-            for at_ns, span in sorted(marks, key=itemgetter(0)):
-                if span is not None:
-                    opened.append(span)
-                    self.spans.append(span)
-                elif opened:
-                    opened.pop().end_ns = at_ns
-                else:
-                    strays += 1
-            for span in opened:
-                span.end_ns, span.clipped = last_ns, True
-        return strays
+    def _kernels(self) -> list[Kernel]:
+        """The work of devices by start, each with the call that asked for it, wherever in the file that stood."""
+        found, work = list[Kernel](), self._work
+        work.sort(key=itemgetter(4))
+        work.reverse()
+        while work:  # which goes as they come: each is 200 bytes
+            one = work.pop()
+            thread_id, launched_ns = self._launches.get(one.correlation or 0, (0, 0))
+            found.append(Kernel(*one[:6], thread_id, launched_ns))
+        return found
 
-    def _nest(self) -> None:
-        """Make each span a child of that which began last of those in its lane that hold it.
+    def _close_marks(self, end_ns: Int64s, clipped: columns.Bools) -> tuple[Int64s, int]:
+        """End what begins and ends make, by time like a stack; returns where each row stands in the file, those that
+        are not complete behind all others, and how many ends had no begin."""
+        place = np.arange(len(end_ns), dtype=np.int64)
+        if not len(self._mark_ns):
+            return place, 0
+        at_ns, of, rows = column(self._mark_ns), column(self._mark_of), column(self._mark_row)
+        last_ns = max(int(at_ns.max()), int(end_ns.max(initial=int(at_ns[0]))))
+        order = np.lexsort((at_ns, of))
+        opened: list[int] = []
+        strays, known, before = 0, len(place), NONE
+        for mark_ns, stack, row in zip(at_ns[order].tolist(), of[order].tolist(), rows[order].tolist(), strict=True):
+            if stack != before:
+                end_ns[opened], clipped[opened] = last_ns, True
+                opened, before = [], stack
+            if row != NONE:
+                opened.append(row)
+                place[row] = known
+                known += 1
+            elif opened:
+                end_ns[opened.pop()] = mark_ns
+            else:
+                strays += 1
+        end_ns[opened], clipped[opened] = last_ns, True
+        return place, strays
 
-        One that crosses another lies beside it: a range of torch.profiler with stacks begins within a call of Python
-        (`__enter__`) and ends within another.
-        """
-        by_start(self.spans)  # they have no ids yet: those that begin and end at once stay as they stand in the file
-        if _native is not None and _native.nest(self.spans):
-            return
-        opened: dict[tuple[int, int], list[Span]] = {}
-        for span_id, span in enumerate(self.spans, start=1):
-            stack = opened.setdefault((span.thread_id, span.task_id), [])
-            # What it crosses holds nothing from here on that it does not hold itself.
-            while stack and (stack[-1].end_ns <= span.start_ns or stack[-1].end_ns < span.end_ns):
-                stack.pop()
-            span.span_id = span.root_id = span_id
-            span.active_ns = span.total_ns
-            if stack:
-                span.parent_id, span.root_id = stack[-1].span_id, stack[-1].root_id
-            stack.append(span)
+    def _tell_flops(self, parent: Int32s, rank: Int32s) -> None:
+        """Add the attributes of those that tell operations. Where shapes tell some, those of a product or convolution
+        are left to the outermost of the operators that tell them."""
+        told = np.zeros(len(rank), dtype=np.bool_)
+        for at, text in self._telling.items():
+            told[rank[at]] = self._counts_flops and flops_told(json.loads(text)) > 0
+        outer = nearest(parent, told)
+        for at, text in self._telling.items():
+            above = parent[rank[at]]
+            if above != NONE and outer[above] != NONE:
+                text = written({key: value for key, value in json.loads(text).items() if key != FLOPS})
+            if len(text) > 2:
+                self._attributes.add(at, text)
 
 
-def _allocation(event: dict[str, Any], thread_id: int) -> Allocation:
+_SLICES = frozenset("XBEbe")
+
+
+def are_attributes(args: bytes) -> bool:
+    """Whether the text of arguments may stay as it is: it is of numbers, texts and truths, none of which is looked for
+    later under a name with escapes."""
+    if args[:1] != b"{":
+        raise TypeError("arguments are no object")
+    if len(args) > LONGEST_PLAIN or b"[" in args or b"\\" in args:
+        return False
+    return args.find(b"{", 1) < 0 and b"null" not in args and b'"flops"' not in args
+
+
+def _arguments(event: Event) -> dict[str, Any]:
+    """The arguments of an event, numbers of any length among them."""
+    found = event.args
+    try:
+        args = msgspec.json.decode(found)
+    except msgspec.MsgspecError:
+        args = json.loads(bytes(found))
+    if not isinstance(args, dict):
+        raise TypeError("arguments are no object")
+    return args
+
+
+def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s:
+    """Of each row, by begin, that which began last of those on its line that hold it.
+
+    One that crosses another lies beside it: a range of torch.profiler with stacks begins within a call of Python
+    (`__enter__`) and ends within another.
+    """
+    parents = array("i")
+    opened: list[list[tuple[int, int]]] = [[] for _ in range(int(line.max(initial=-1)) + 1)]
+    for row, (start, end, its) in enumerate(zip(start_ns.tolist(), end_ns.tolist(), line.tolist(), strict=True)):
+        stack = opened[its]
+        # What it crosses holds nothing from here on that it does not hold itself.
+        while stack and (stack[-1][0] <= start or stack[-1][0] < end):
+            stack.pop()
+        parents.append(stack[-1][1] if stack else NONE)
+        stack.append((end, row))
+    return np.array(parents, dtype=np.int32)
+
+
+def _allocation(event: Event, args: Mapping[str, Any], thread_id: int) -> Allocation:
     """What an event of torch.profiler says that was taken or given back."""
-    args = event["args"]
     in_host = args.get("Device Type") == HOST_MEMORY
     return Allocation(
         HOST if in_host else max(checked(args.get("Device Id"), int), 0),
-        nanoseconds(event.get("ts")),
+        nanoseconds(event.ts),
         thread_id,
         checked(args.get("Bytes"), int),
         *(checked(args.get(key, 0), int) for key in ("Addr", "Total Allocated", "Total Reserved")),
     )
-
-
-def _count_outermost(spans: Sequence[Span], told: Mapping[int, int]) -> None:
-    """Leave the operations of a product or convolution to the outermost of the operators that tell them: so many are
-    told by id, 0 where what is told is no number of them.
-
-    Spans come after those that they lie in.
-    """
-    counted: set[int] = set()
-    for span in spans:
-        if span.parent_id in counted:
-            counted.add(span.span_id)
-            if span.span_id in told:
-                span.attributes = {key: value for key, value in span.attributes.items() if key != FLOPS}
-        elif told.get(span.span_id):
-            counted.add(span.span_id)

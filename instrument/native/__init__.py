@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 PARTS = (
-    "_recorder", "_spans", "_lines", "_foreign", "_reading", "_slices", "_allocations",
+    "_recorder", "_spans", "_lines", "_slices", "_allocations",
     "_calls", "_places", "_stretches",
 )  # fmt: skip
 """The native modules of the package."""

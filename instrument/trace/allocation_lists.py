@@ -1,8 +1,8 @@
-"""The allocations of a file: written some thousand at a time, and read back one by one into one piece of memory.
+"""The allocations of a file: written some thousand at a time, and read back into one piece of memory.
 
 They stand in the key `instrument` as lists of their numbers in the order of the fields. A trace has a million of them,
-which are more text than all else in the key together. Both ways have a twin in C (`_slices.c`, `_reading.c`), which
-takes a tenth of the time.
+which are more text than all else in the key together. To write them has a twin in C (`_slices.c`), which takes a tenth
+of the time.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import Any
 
 from instrument import native
 from instrument.recording.spans import Allocation, Allocations
-from instrument.trace.text import Json, checked, encode
+from instrument.trace.text import checked, encode
 
 BATCH = 4096
 """How many are in memory as text."""
 
 _native_writer = native.find("_slices")
-_native_reader = native.find("_reading")
 
 
 def texts(allocations: Sequence[Allocation], base_ns: int) -> Iterator[str | bytes]:
@@ -46,27 +45,8 @@ def _text(allocations: Sequence[Allocation], base_ns: int) -> str | bytes:
     return encode(lists)[1:-1]
 
 
-def take(text: Json, most: int) -> bytearray:
-    """The rows of `Allocations` from a list of lists that comes next in the text; at most so many."""
-    rows = bytearray()
-
-    def scan(text: str, at: int) -> int:
-        place: int = _native_reader.allocations(text, at, rows)
-        return place
-
-    text.take("[")
-    end = text.take("]") if text.peek() == "]" else ","
-    while end == ",":
-        if _native_reader is None or not text.advance(scan):
-            rows += _row(text.value())
-        if len(rows) > most * Allocations.ROW.size:
-            raise ValueError(f"it has more than {most} allocations; record less into one file")
-        end = text.take(",]")
-    return rows
-
-
 def rows_of(lists: Iterable[Any]) -> bytes:
-    """The same of lists that were taken already."""
+    """The rows of `Allocations` of such lists."""
     return b"".join(map(_row, lists))
 
 

@@ -79,6 +79,12 @@ class DeviceIntervals:
     def __len__(self) -> int:
         return len(self.row)
 
+    @classmethod
+    def none(cls) -> DeviceIntervals:
+        """Those of spans that have none."""
+        rows, numbers = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
+        return cls(rows, numbers, numbers, numbers, numbers, rows, numbers, ())
+
 
 @dataclass(frozen=True)
 class Trace:

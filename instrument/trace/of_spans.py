@@ -11,7 +11,7 @@ import numpy as np
 
 from instrument import native
 from instrument.recording.spans import AttributeValue, DeviceInterval, Site, Span
-from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.columns import Attributes, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
 
 _native = native.find("_stretches")
@@ -42,6 +42,37 @@ class AttributesOfSpans:
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
         """What those of some rows say under a name."""
         return [self._spans[row].attributes.get(name) for row in rows.tolist()]
+
+
+class LaterAttributes(Mapping[str, AttributeValue]):
+    """The attributes of one row, decoded when somebody first looks at them."""
+
+    __slots__ = ("_found", "_of", "_row")
+
+    def __init__(self, of: Attributes, row: int) -> None:
+        self._of, self._row = of, row
+        self._found: Mapping[str, AttributeValue] | None = None
+
+    def _all(self) -> Mapping[str, AttributeValue]:
+        found = self._found
+        if found is None:
+            found = self._found = self._of[self._row]
+        return found
+
+    def __getitem__(self, name: str) -> AttributeValue:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self._all()),)
+
+    def __repr__(self) -> str:
+        return repr(self._all())
 
 
 def trace_of(spans: Sequence[Span]) -> Trace:
@@ -128,7 +159,7 @@ def spans_of(trace: Trace) -> list[Span]:
     for row in np.flatnonzero(trace.clipped).tolist():
         spans[row].clipped = True
     for row in trace.attributes.rows().tolist():
-        spans[row].attributes = trace.attributes[row]
+        spans[row].attributes = LaterAttributes(trace.attributes, row)
     for row, remote in trace.remote.items():
         spans[row].remote = remote
     return spans

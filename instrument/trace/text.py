@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import math
 import numbers
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,25 +18,14 @@ MILLI = tuple(f".{thousandths:03d}" for thousandths in range(1000))
 # 1970 still are in int64).
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
+LIMIT_BYTES = 2 << 30
+"""Most bytes of text that `load` reads unless told otherwise; browsers give up far below."""
+
 LIMIT_SPANS = 10_000_000
 """More slices of a kind are in no file that may be read."""
 
-BLOCK_BYTES = 1 << 17
-"""How much is read at a time: as much as a heap gives back and takes again without the kernel, which 1 MiB is not."""
-
-MOST_EVENTS = 4096
-"""Characters that are more than most events have: where fewer are at hand, the end of one may still have to be read."""
-
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """The JSON of a value that is `safe`."""
-
-LONGEST_WORD = 9
-"""Characters of `-Infinity`, beyond which more text does not make a word of what is none."""
-
-_BLANKS = re.compile(r"[ \t\n\r]*")
-
-_GOES_ON = re.compile(r"(?:\.|[eE][+-]?)?\Z")
-"""What follows a number at the end of the text at hand, if it may go on behind it."""
 
 
 # Out
@@ -130,107 +117,3 @@ def index(value: object) -> int:
     if place < 0:
         raise ValueError(f"it has {place} for a place in a list; it is damaged")
     return place
-
-
-class Json:
-    """JSON text that is taken value by value, so that one value and one block of it are in memory.
-
-    `read` returns the next bytes, about as many as asked for; more than `limit_bytes` in all are refused.
-    """
-
-    def __init__(self, read: Callable[[int], bytes], limit_bytes: int) -> None:
-        self._read = read
-        self._limit_bytes = limit_bytes
-        self._seen_bytes = 0
-        self._utf8 = codecs.getincrementaldecoder("utf-8")()
-        self._decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
-        self._text = ""
-        self._at = 0
-        self._passed = 0
-
-    def refuse_beyond_limit(self, size_bytes: int) -> None:
-        """Raise if a text of this size is more than may be read."""
-        if size_bytes > self._limit_bytes:
-            raise ValueError(f"it holds more than {self._limit_bytes} bytes of text; record less, or raise limit_bytes")
-
-    @property
-    def passed(self) -> int:
-        """How many characters have been taken."""
-        return self._passed + self._at
-
-    def peek(self) -> str:
-        """The next character that is not blank, or "" at the end."""
-        while True:
-            blanks = _BLANKS.match(self._text, self._at)
-            self._at = blanks.end() if blanks else self._at
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._more():
-                return ""
-
-    def take(self, expected: str) -> str:
-        """Pass over the next character that is not blank, which must be one of those expected."""
-        found = self.peek()
-        if not found or found not in expected:
-            what = f"{found!r} stands" if found else "it ends"
-            raise self._wrong(f"{what} where one of {expected} belongs", 0)
-        self._at += 1
-        return found
-
-    def value(self) -> Any:
-        """The next value."""
-        self.peek()
-        if self._at > len(self._text) - self._at:
-            self._drop()  # an error counts the lines of all the text before it, at the end of each block
-        failed_at = -1
-        while True:
-            try:
-                value, end = self._decode(self._text, self._at)
-            except json.JSONDecodeError as problem:
-                # Cut off by the block's end, or wrong: with more text the first kind fails elsewhere or not at all.
-                at = problem.pos - self._at
-                is_told = at == failed_at and len(self._text) - problem.pos >= LONGEST_WORD
-                if (is_told and not problem.msg.startswith("Unterminated")) or not self._more():
-                    raise self._wrong(problem.msg, at) from problem
-                failed_at = at
-                continue
-            length = end - self._at
-            # A number may go on in the next block.
-            is_cut = not isinstance(value, (dict, list, str)) and _GOES_ON.match(self._text, end)
-            if not is_cut or not self._more():
-                self._at += length
-                return value
-
-    def advance(self, scan: Callable[[str, int], int]) -> bool:
-        """Let `scan` take values of the text at hand: it gets that and the place, and returns the place after them."""
-        self.peek()
-        if len(self._text) - self._at < MOST_EVENTS:
-            self._more()
-        before, self._at = self._at, scan(self._text, self._at)
-        return self._at > before
-
-    def _more(self) -> bool:
-        """Read on, the further the longer the value at hand is already; False at the end of the text."""
-        held = len(self._text) - self._at
-        if held > LIMIT_VALUE:
-            raise ValueError("one value in it is longer than in any trace; give a Chrome trace in JSON")
-        block = self._read(max(BLOCK_BYTES, held))
-        self._seen_bytes += len(block)
-        self.refuse_beyond_limit(self._seen_bytes)
-        self._drop()
-        self._text += self._utf8.decode(block, final=not block)
-        return bool(block)
-
-    def _drop(self) -> None:
-        """Let go of the text that has been taken."""
-        self._passed += self._at
-        self._text = self._text[self._at :]
-        self._at = 0
-
-    def _wrong(self, why: str, further: int) -> ValueError:
-        at = self._passed + self._at + further
-        return ValueError(f"it is no JSON, or cut off ({why}, at character {at}); write or copy it again")
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}, which is not JSON; write it with finite numbers")

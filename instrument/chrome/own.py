@@ -1,0 +1,269 @@
+"""Reading what `dump` wrote: events into columns, with the ids and times that they leave out because readers know."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from instrument.chrome.events import NO_ARGUMENTS, Event, Int64
+from instrument.chrome.lanes import DEVICE_PIDS
+from instrument.recording import spans
+from instrument.recording.spans import HOST, RemoteParent, Sample
+from instrument.trace import columns
+from instrument.trace.columns import DeviceIntervals, Int32s
+from instrument.trace.forest import NONE, rows_of
+from instrument.trace.gathering import GatheredAttributes, column, rank_of
+from instrument.trace.metadata import Metadata, attribute
+from instrument.trace.text import LIMIT_SPANS, checked, end_of, index, nanoseconds
+
+
+class _Remote(msgspec.Struct):
+    """The parent of a span in another process."""
+
+    trace_id: str
+    span_id: str
+    flags: Int64
+    is_local: bool = False
+    in_server_span: bool = False
+
+
+class _Arguments(msgspec.Struct, gc=False):
+    """What a slice says of itself: that of a span, or with `owner` that of one of a span's device intervals."""
+
+    id: Int64 | UnsetType = UNSET
+    site: Int64 | UnsetType = UNSET
+    parent: Int64 | UnsetType = UNSET
+    root: Int64 | UnsetType = UNSET
+    thread: Int64 | UnsetType = UNSET
+    task: Int64 | UnsetType = UNSET
+    total_ns: Int64 | UnsetType = UNSET
+    active_ns: Int64 | UnsetType = UNSET
+    self_ns: Int64 | UnsetType = UNSET
+    error: str | None = None
+    clipped: bool = False
+    attributes: msgspec.Raw = NO_ARGUMENTS
+    remote: _Remote | None = None
+    owner: Int64 | UnsetType = UNSET
+    device: Int64 | UnsetType = UNSET
+    stream: Int64 | UnsetType = UNSET
+    enclosing_stream: Int64 | UnsetType = UNSET
+    label: str = "exclusive"
+    uncertainty_ns: Int64 = 0
+    place: Int64 = 0
+
+
+_decode_arguments = msgspec.json.Decoder(list[_Arguments]).decode
+
+
+class _Async:
+    """An async lane: the id, tree and task of its first span, and its open spans, innermost last: the row of each, and
+    whether it was active all the time and whether all of that was its own."""
+
+    __slots__ = ("open", "opener", "root_id", "task_id")
+
+    def __init__(self, opener: int, root_id: int, task_id: int) -> None:
+        self.opener, self.root_id, self.task_id = opener, root_id, task_id
+        self.open: list[tuple[int, bool, bool]] = []
+
+
+class Own:
+    """Reads the events of what `dump` wrote. From format 4 on a slice that names no parent has the one around it."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self._nests = metadata.format >= 4
+        self._numbers = {name: array("q") for name in _NUMBERS}
+        self._errors: dict[str | None, int] = {None: NONE}
+        self._clipped: list[int] = []
+        self._remote: dict[int, RemoteParent] = {}
+        self._attributes = GatheredAttributes(_refuse_attributes)
+        self._samples: list[Sample] = []
+        self._intervals = {name: array("q") for name in _OF_INTERVALS}
+        self._labels: dict[str, int] = {}
+        self._async: dict[str, _Async] = {}
+        # The slices of each lane of a thread in which those that come next may lie: end, id and tree.
+        self._around: dict[int, list[tuple[int, int, int]]] = {}
+
+    @property
+    def taken(self) -> int:
+        """How many events have said something."""
+        return len(self._numbers["span_id"]) + len(self._samples) + len(self._intervals["owner"])
+
+    def add(self, events: list[Event]) -> None:
+        """Read events, which come after those that have been read."""
+        slices = [event for event in events if event.ph == "X" or event.ph == "b"]
+        told = iter(_decode_arguments(b"[%b]" % b",".join([event.args for event in slices])))
+        for event in events:
+            phase = event.ph
+            if phase == "X" or phase == "b":
+                args = next(told)
+                if args.owner is UNSET:
+                    self._add_span(phase, event, args)
+                else:
+                    self._add_interval(phase, event, args)
+            elif phase == "e":
+                self._end_async(event)
+            elif phase == "C":
+                self._add_sample(event)
+        for what, count in (
+            ("spans", len(self._numbers["span_id"])),
+            ("device intervals", len(self._intervals["owner"])),
+            ("samples", len(self._samples)),
+        ):
+            if count > LIMIT_SPANS:
+                raise ValueError(f"it has more than {LIMIT_SPANS} {what}; record less into one file")
+
+    def _times(self, phase: str, event: Event, args: _Arguments) -> tuple[int, int]:
+        """Begin and end. An async slice ends with an event of its own, but for format 2."""
+        start_ns = self.metadata.base_ns + nanoseconds(event.ts)
+        if phase == "X":
+            return start_ns, end_of(start_ns, start_ns + nanoseconds(event.dur))
+        total_ns = 0 if args.total_ns is UNSET else args.total_ns
+        return start_ns, end_of(start_ns, start_ns + total_ns)
+
+    def _add_interval(self, phase: str, event: Event, args: _Arguments) -> None:
+        start_ns, end_ns = self._times(phase, event, args)
+        stream = args.enclosing_stream if args.stream is UNSET else args.stream
+        label = self._labels.setdefault(args.label, len(self._labels))
+        place = index(args.place)
+        its: tuple[Any, ...] = (args.owner, place, args.device, stream, start_ns, end_ns, label, args.uncertainty_ns)
+        for name, number in zip(_OF_INTERVALS, its, strict=True):
+            self._intervals[name].append(number)
+
+    def _add_span(self, phase: str, event: Event, args: _Arguments) -> None:
+        start_ns, end_ns = self._times(phase, event, args)
+        total_ns = end_ns - start_ns
+        is_open = phase == "b" and args.total_ns is UNSET
+        span_id: Any = args.id
+        parent_id = 0 if args.parent is UNSET else args.parent
+        root_id, task_id = parent_id or span_id, 0
+        nests = self._nests and args.parent is UNSET
+        tid: Any = event.tid
+        row = len(self._numbers["span_id"])
+        lane = self._async.get(_local(event)) if is_open else None
+        if lane is not None and lane.opener != span_id:
+            root_id, task_id = lane.root_id, lane.task_id
+            if nests and lane.open:
+                parent_id = self._numbers["span_id"][lane.open[-1][0]]
+        stack = self._around.get(tid) if not is_open else None
+        if stack is None and not is_open:
+            stack = self._around[checked(tid, int)] = []
+        if stack is not None and self._nests:
+            while stack and stack[-1][0] <= start_ns:
+                stack.pop()
+            if nests and stack:
+                _, parent_id, root_id = stack[-1]
+        if args.root is not UNSET:
+            root_id = args.root
+        if args.task is not UNSET:
+            task_id = args.task
+        facts: tuple[Any, ...] = (
+            span_id, parent_id, root_id, tid if args.thread is UNSET else args.thread, task_id, start_ns, end_ns,
+            total_ns if args.active_ns is UNSET else args.active_ns,
+            total_ns if args.self_ns is UNSET else args.self_ns, args.site,
+            NONE if args.error is None else self._errors.setdefault(args.error, len(self._errors) - 1),
+        )  # fmt: skip
+        for numbers, number in zip(self._numbers.values(), facts, strict=True):
+            numbers.append(number)
+        if args.clipped:
+            self._clipped.append(row)
+        if args.attributes is not NO_ARGUMENTS:
+            self._attributes.add(row, bytes(args.attributes))
+        if args.remote is not None:
+            self._remote[row] = _remote(args.remote)
+        if is_open:
+            if lane is None or lane.opener == span_id:
+                lane = self._async[_local(event)] = _Async(span_id, root_id, task_id)
+            lane.open.append((row, args.active_ns is UNSET, args.self_ns is UNSET))
+        elif stack is not None and self._nests:
+            stack.append((end_ns, span_id, root_id))
+
+    def _end_async(self, event: Event) -> None:
+        lane = self._async.get(_local(event))
+        if lane is None or not lane.open:
+            return
+        row, is_active, is_self = lane.open.pop()
+        start_ns = self._numbers["start_ns"][row]
+        end_ns = end_of(start_ns, self.metadata.base_ns + nanoseconds(event.ts))
+        self._numbers["end_ns"][row] = end_ns
+        if is_active:
+            self._numbers["active_ns"][row] = end_ns - start_ns
+        if is_self:
+            self._numbers["self_ns"][row] = end_ns - start_ns
+
+    def _add_sample(self, event: Event) -> None:
+        pid = checked(event.pid, int)
+        (value,) = json.loads(bytes(event.args)).values()
+        self._samples.append(
+            Sample(
+                name=checked(event.name, str),
+                device=pid - DEVICE_PIDS if pid >= DEVICE_PIDS else HOST,
+                at_ns=self.metadata.base_ns + nanoseconds(event.ts),
+                value=checked(value, float, int),
+            )
+        )
+
+    def trace(self) -> tuple[columns.Trace, spans.Trace]:
+        """The spans as columns, by begin, and all else as a trace without spans."""
+        if any(lane.open for lane in self._async.values()):
+            raise ValueError("an async slice in it never ends; write or copy it again")
+        numbers = {name: column(self._numbers.pop(name)) for name in _NUMBERS}
+        order = np.lexsort((numbers["span_id"], -numbers["end_ns"], numbers["start_ns"]))
+        rank = rank_of(order)
+        clipped = np.zeros(len(order), dtype=np.bool_)
+        clipped[rank[self._clipped]] = True
+        for name in _NUMBERS:
+            numbers[name] = numbers[name][order]
+        sites = tuple(self.metadata.sites)
+        site, error = (numbers.pop(name).astype(np.int32) for name in ("site", "error"))
+        found = columns.Trace(
+            sites=sites,
+            errors=tuple(error for error in self._errors if error is not None),
+            **numbers,
+            site=site,
+            error=error,
+            clipped=clipped,
+            device=self._device(numbers["span_id"]),
+            attributes=self._attributes.packed(rank),
+            remote={int(rank[row]): remote for row, remote in self._remote.items()},
+        )
+        return found, self.metadata.trace([], self._samples)
+
+    def _device(self, span_id: columns.Int64s) -> DeviceIntervals:
+        """The intervals of each span by their places; those of spans that are not there are left out."""
+        its = {name: column(self._intervals.pop(name)) for name in _OF_INTERVALS}
+        rows: Int32s = rows_of(span_id, its.pop("owner"))
+        place = its.pop("place")
+        order = np.lexsort((place, rows))
+        order = order[rows[order] != NONE]
+        kept = {name: numbers[order] for name, numbers in its.items()}
+        label = kept.pop("label").astype(np.int32)
+        return DeviceIntervals(row=rows[order], **kept, label=label, labels=tuple(self._labels))
+
+
+_NUMBERS = (
+    "span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns", "site",
+    "error",
+)  # fmt: skip
+_OF_INTERVALS = ("owner", "place", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
+
+
+def _local(event: Event) -> str:
+    """What the events of an async lane share."""
+    local: str = checked(event.id2["local"], str)
+    return local
+
+
+def _refuse_attributes(text: bytes) -> None:
+    for value in checked(json.loads(text), dict).values():
+        attribute(value)
+
+
+def _remote(found: _Remote) -> RemoteParent:
+    trace_id, span_id = int(found.trace_id, 16), int(found.span_id, 16)
+    return RemoteParent(trace_id, span_id, found.flags, found.is_local, found.in_server_span)

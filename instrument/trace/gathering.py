@@ -1,0 +1,68 @@
+"""Columns that grow while a file is read: attributes as the texts that they are, numbers put in order at the end."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.trace.columns import Int32s, Int64s
+from instrument.trace.layout import PackedAttributes
+
+MOST_KNOWN = 10_000
+"""Texts of attributes that are looked for among those that there are: where they differ this much, none comes twice."""
+
+
+def column(numbers: array[int]) -> Int64s:
+    """The numbers of an array of 64 bits, copied."""
+    return np.array(np.frombuffer(numbers, dtype=np.int64)) if numbers else np.zeros(0, dtype=np.int64)
+
+
+def rank_of(order: NDArray[np.int64]) -> Int32s:
+    """Of each row its place in this order."""
+    rank = np.empty(len(order), dtype=np.int32)
+    rank[order] = np.arange(len(order), dtype=np.int32)
+    return rank
+
+
+class GatheredAttributes:
+    """The attributes of rows as JSON, equal texts once. `refuse` raises for a text that has none."""
+
+    def __init__(self, refuse: Callable[[bytes], None] | None = None) -> None:
+        self._refuse = refuse
+        self._known: dict[bytes, int] = {}
+        self._texts = bytearray()
+        self._ends = array("q")
+        self._rows = array("q")
+        self._numbers = array("q")
+
+    def add(self, row: int, text: bytes) -> None:
+        """Those of a row, of which none has been added."""
+        number = self._known.get(text)
+        if number is None:
+            if self._refuse is not None:
+                self._refuse(text)
+            number = len(self._ends)
+            self._texts += text
+            self._ends.append(len(self._texts))
+            if number < MOST_KNOWN:
+                self._known[text] = number
+        self._rows.append(row)
+        self._numbers.append(number)
+
+    def packed(self, rank: Int32s) -> PackedAttributes:
+        """The attributes of the rows by their rank."""
+        rows = rank[column(self._rows)]
+        order = np.argsort(rows, kind="stable")
+        numbers = column(self._numbers).astype(np.int32)[order]
+        ends, texts = column(self._ends), bytes(self._texts)
+        self._texts.clear()
+        return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, ends, texts)
+
+
+def written(attributes: object) -> bytes:
+    """Attributes as the text in which they are kept, without escapes that `having` would not see."""
+    return json.dumps(attributes, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
