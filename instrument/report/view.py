@@ -252,7 +252,7 @@ class Recording:
         try:
             return trace_of(self.trace.spans)
         except ValueError as problem:
-            raise TraceError(f"cannot report on the trace: {problem}") from problem
+            raise TraceError(f"cannot report on the trace: {problem}; write or copy it again") from problem
 
     @cached_property
     def held(self) -> HeldSpans:
@@ -279,8 +279,12 @@ class Recording:
 
     @classmethod
     def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
-        """A saved or finished trace; a tally that it does not carry is counted from its spans."""
-        return cls(
+        """A finished trace, or one that was read from a file, which may be damaged: then with what makes its tally.
+
+        A trace without that has it counted from its spans. Raises `TraceError` for one of a file that is not sound, so
+        that no view has to look whether parents run in a circle or an id comes twice.
+        """
+        found = cls(
             make_tally or (lambda: Tally.of_spans(trace.spans, trace.threads)),
             lambda: trace,
             cost=trace.cost,
@@ -290,6 +294,9 @@ class Recording:
             recorder=trace.origin.recorder,
             make_startup=lambda: trace.startup,
         )
+        if make_tally is not None:
+            _ = found.columns  # which exist of sound spans alone
+        return found
 
     @classmethod
     def of_saved(cls, saved: Saved) -> Recording:

@@ -1,0 +1,65 @@
+"""What `instrument report` reads is sound: a damaged file is refused before any view is made of it, for all of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from instrument import chrome
+from instrument.errors import TraceError
+from instrument.profile.model import VIEWS
+from instrument.recording.spans import DeviceInterval, Origin, Site, Span, Trace
+from instrument.report.view import Recording
+
+CIRCLE, TWICE, LATE = "parents in it run in a circle", "two spans in it have one id", "a time that no clock reads"
+
+UNSOUND = {
+    "two that are in each other": ([(1, 2, 0), (2, 1, 0)], CIRCLE),
+    "one in itself, below one that is sound": ([(1, 0, 0), (2, 2, 0)], CIRCLE),
+    "a circle with a tree below it": ([(1, 2, 0), (2, 3, 0), (3, 1, 0), (4, 3, 0)], CIRCLE),
+    "one id for two": ([(1, 0, 0), (2, 1, 0), (2, 1, 50)], TWICE),
+    "a span of two hundred years hence": ([(1, 0, 0), (2, 0, 6 << 60)], LATE),
+}
+"""Spans as id, id of the parent and start."""
+
+
+def written(path: Path, spans: list[tuple[int, int, int]]) -> Path:
+    """A file as `instrument.dump` writes it, with ids and parents as in a damaged one."""
+    site = Site("work", "request", device=True)
+    made = [
+        Span(site, own, parent, 1, 1, 0, at_ns, at_ns + 9, 9, 9, device=(DeviceInterval(0, 7, at_ns, at_ns + 5),))
+        for own, parent, at_ns in spans
+    ]
+    return chrome.dump(path, Trace(Origin(1, "shop", 0, 0), 0, 100, made))
+
+
+@pytest.mark.parametrize("case", UNSOUND)
+def test_a_file_that_is_not_sound_is_refused_before_any_view(case: str, tmp_path: Path) -> None:
+    spans, says = UNSOUND[case]
+    with pytest.raises(TraceError, match=f"cannot report on the trace: .*{says}.*; write or copy it again"):
+        Recording.of_trace(*chrome.read(written(tmp_path / "trace.json", spans)))
+
+
+@pytest.mark.parametrize("case", ["two that are in each other", "one id for two"])
+def test_the_command_refuses_it_in_one_line_whichever_view_is_asked_for(case: str, tmp_path: Path) -> None:
+    spans, says = UNSOUND[case]
+    path = written(tmp_path / "trace.json", spans)
+    program = (
+        "import sys\nfrom instrument.cli import main\n"
+        f"print({{main(['report', sys.argv[1], '--view', view]) for view in {tuple(VIEWS)!r}}})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "{2}\n"
+    told = done.stderr.splitlines()
+    assert len(told) == len(VIEWS)
+    assert len(set(told)) == 1
+    assert says in told[0]
+
+
+def test_parents_that_are_missing_make_no_file_unsound(tmp_path: Path) -> None:
+    """They may have been overwritten by newer spans, or lie before the window."""
+    found = Recording.of_trace(*chrome.read(written(tmp_path / "trace.json", [(1, 77, 0), (2, 1, 4)])))
+    assert found.columns.parent.tolist() == [-1, 0]
