@@ -770,7 +770,7 @@ def test_the_service_becomes_a_safe_part_of_a_file_name(template: str, service: 
 
 @pytest.mark.parametrize("template", ["{host}.json", "{pid!r}", "{}", "{service.x}"])
 def test_an_unknown_name_in_a_path_is_a_trace_error(template: str) -> None:
-    with pytest.raises(TraceError, match=r"known are \{service\}, \{pid\}, \{window\}"):
+    with pytest.raises(TraceError, match=r"known are \{service\}, \{run\}, \{pid\}, \{window\}"):
         chrome.file_name(template, service="x", pid=1, window=0)
 
 
