@@ -436,7 +436,7 @@ BAD: list[tuple[list[str], str]] = [
     (["report", "cut.json"], "cut.json"),
     (["report", "cut.json.gz"], "cut.json.gz"),
     (["report", "brackets.json"], "brackets.json"),
-    (["report", "."], "not a regular file"),
+    (["report", "/dev/null"], "not a regular file"),
 ]
 
 EACH = """

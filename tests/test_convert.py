@@ -190,7 +190,7 @@ def test_without_duckdb_the_extra_is_named(
     for words in (["query", traces, "select 1"], ["convert", traces, "--to", "parquet", "-o", tmp_path / "x.parquet"]):
         assert "pip install 'instrument-sdk[query]'" in refusal(capsys, *words)
     with pytest.raises(InstrumentError, match="instrument-sdk\\[query\\]"):
-        file.load(next(traces.iterdir())).columns.to_pandas()
+        file.load(next(traces.iterdir())).to_pandas()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,8 +198,8 @@ def test_without_duckdb_the_extra_is_named(
 def test_spans_are_a_data_frame_of_whichever_kind(kind: str, tmp_path: Path) -> None:
     for name in {"arrow": ["pyarrow"], "polars": ["polars", "pyarrow"], "pandas": ["pandas"]}[kind]:
         pytest.importorskip(name)
-    columns = file.load(file.dump(tmp_path / "a.npz", hostile())).columns
-    frame = getattr(columns, f"to_{kind}")()
+    saved = file.load(file.dump(tmp_path / "a.npz", hostile()))
+    frame = getattr(saved, f"to_{kind}")()
     assert list(frame["total_ns"].to_pylist() if kind == "arrow" else frame["total_ns"]) == [10, 4]
 
 

@@ -173,15 +173,16 @@ import instrument
 from instrument.profile.keys import loads
 session = instrument.start(loads(sys.argv[1], environ={}))
 with instrument.scope("request", kind="request"): pass
-assert "numpy" not in sys.modules, "the service pays for it at the end alone"
 instrument.stop()
 print(*session.notes(), sep="\\n")
 """
 
 
-def test_a_service_is_given_numpy_only_when_a_recording_is_written() -> None:
-    done = python(PROGRAM, ALONE)
-    assert (done.stdout.strip(), done.stderr) == ("", "")
+def test_a_service_is_given_numpy_only_where_its_profile_asks_for_recordings() -> None:
+    told = PROGRAM + 'print("numpy" in sys.modules)'
+    assert python(told, "export: {chrome: {path: a.json}}").stdout.split() == ["False"]
+    done = python(told, ALONE)
+    assert (done.stdout.split(), done.stderr) == (["True"], "")
     with np.load("traces/0.npz") as arrays:
         assert len(arrays["span_id_steps"]) == 1
 
@@ -210,6 +211,17 @@ def test_check_says_that_no_recording_can_be_written(as_json: bool, tmp_path: Pa
     else:
         assert saving.WITHOUT_NUMPY not in with_numpy.stdout
         assert f"export.recording: {saving.WITHOUT_NUMPY}" in without.stdout
+
+
+def test_a_host_that_is_interrupted_ends_by_the_signal_all_the_same() -> None:
+    Path("service.py").write_text(
+        "import os, signal, instrument\nwith instrument.scope('x'): pass\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    Path("profile.yaml").write_text("export: {recording: {path: a.npz}}")
+    words = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "service.py"]
+    done = subprocess.run(words, capture_output=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert len(file.load("a.npz").columns) == 1
 
 
 RUN = """

@@ -1,7 +1,7 @@
 """Saving: the files that windows and the end of a session become, as the profile asks for.
 
-A recording takes numpy, which is imported when the first one is written: a service that wants none never has it from
-us. Where numpy is not to be had, what the recording would have held is written as a Chrome trace, unless one is written
+A recording takes numpy, which a session imports as it begins where its profile asks for recordings, and else not.
+Where numpy is not to be had, what the recording would have held is written as a Chrome trace, unless one is written
 beside it anyway.
 """
 

@@ -200,14 +200,15 @@ class Session:
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
 
     def _prepare_recordings(self) -> None:
-        """What windows take, which are written while the service runs, is imported before; the end imports it then."""
+        """Import what recordings take, also for the end: what is imported then makes Python forget that a
+        `KeyboardInterrupt` ended the program, which would exit with 1 and not by the signal."""
         if self.profile.export.recording is None:
             return
         problem = saving.why_no_recordings()
         if problem:
             instead = "" if self.profile.export.chrome is not None else "; Chrome traces are written in their place"
             self.account.complain(f"export.recording: {problem}{instead}")
-        elif self.profile.schedule is not None:
+        else:
             saving.prepare()
 
     def make_board(self) -> None:
@@ -494,7 +495,7 @@ class Session:
             self._budget.change(profile.budget)
         self.profile = profile
         self._watch_generations()
-        if profile.export != before.export or profile.schedule != before.schedule:
+        if profile.export != before.export:
             self._prepare_recordings()
         self.generation += 1
         self._digest = profile.digest

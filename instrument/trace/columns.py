@@ -164,18 +164,6 @@ class Trace:
             remote={},
         )
 
-    def to_arrow(self) -> Any:
-        """The spans as a `pyarrow.Table`. Wants the extra `instrument-sdk[query]` and pyarrow."""
-        return _frame(self).to_arrow_table()
-
-    def to_polars(self) -> Any:
-        """The spans as a `polars.DataFrame`. Wants the extra `instrument-sdk[query]`, polars and pyarrow."""
-        return _frame(self).pl()
-
-    def to_pandas(self) -> Any:
-        """The spans as a `pandas.DataFrame`. Wants the extra `instrument-sdk[query]` and pandas."""
-        return _frame(self).df()
-
     @cached_property
     def on_line_of_parent(self) -> Bools:
         """Which rows have a parent that ran on the same thread and task: part of whose time they are."""
@@ -194,12 +182,6 @@ _BY_ROW = (
     "span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns", "site",
     "error", "clipped",
 )  # fmt: skip
-
-
-def _frame(trace: Trace) -> Any:
-    from instrument.trace.tables import frame
-
-    return frame(trace)
 
 
 def _refuse_unsound(trace: Trace) -> None:

@@ -55,7 +55,7 @@ def duckdb() -> ModuleType:
     return duckdb
 
 
-def opened(trace: Trace, facts: Facts | None = None, *, attributes: bool = True) -> Any:
+def opened(trace: Trace, facts: Facts, *, attributes: bool = True) -> Any:
     """A connection to a database with the tables that the help of `query` lists; that of `attributes` where asked."""
     connection = duckdb().connect(":memory:")
     try:
@@ -83,9 +83,9 @@ def closed_off(connection: Any) -> Any:
     return connection
 
 
-def frame(trace: Trace) -> Any:
+def frame(trace: Trace, facts: Facts) -> Any:
     """The spans as what DuckDB makes data frames of."""
-    return opened(trace).sql(_WITH_INTERVALS)
+    return opened(trace, facts).sql(_WITH_INTERVALS)
 
 
 def write_parquet(path: str | os.PathLike[str], trace: Trace, facts: Facts) -> Path:
@@ -104,11 +104,11 @@ def write_parquet(path: str | os.PathLike[str], trace: Trace, facts: Facts) -> P
 _KINDS = {"i": "bigint", "u": "bigint", "b": "boolean", "f": "double", "O": "varchar"}
 
 
-def _raw(trace: Trace, facts: Facts | None, attributes: bool) -> dict[str, Columns]:
+def _raw(trace: Trace, facts: Facts, attributes: bool) -> dict[str, Columns]:
     its = trace.device
-    since_1970_ns = 0 if facts is None else facts.origin.realtime_of(0)
-    threads = dict.fromkeys(np.unique(trace.thread_id).tolist(), "") | dict({} if facts is None else facts.threads)
-    samples = [one for one in ([] if facts is None else facts.samples) if one.value is not None]
+    since_1970_ns = facts.origin.realtime_of(0)
+    threads = dict.fromkeys(np.unique(trace.thread_id).tolist(), "") | dict(facts.threads)
+    samples = [one for one in facts.samples if one.value is not None]
     by_row = ("span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns")
     return {
         "raw_spans": {
