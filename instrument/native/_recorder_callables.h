@@ -101,11 +101,12 @@ take_frame(void)
     frame_t *frame = free_frames;
     if (frame != NULL) {
         free_frames = frame->above;
-        free_frame_count--;
     } else {
         frame = new_lines(sizeof(frame_t));
         if (frame == NULL)
             return NULL;
+        frame->is_extra = frame_count >= FRAMES_KEPT;
+        frame_count++;
     }
     frame->state = OPEN; /* one that has been released holds nothing */
     frame->start_ns = frame->counted_from_ns = 0;
@@ -115,13 +116,13 @@ take_frame(void)
 static inline void
 release_frame(frame_t *frame)
 {
-    if (free_frame_count >= FREE_FRAMES_KEPT) {
+    if (__builtin_expect(frame->is_extra, 0)) {
         free_lines(frame);
+        frame_count--;
         return;
     }
     frame->above = free_frames;
     free_frames = frame;
-    free_frame_count++;
 }
 
 /* End a call that raised, was crossed, reset, linked, or is known to other contexts. The raised exception stays as it

@@ -9,7 +9,7 @@
 #define EDGE_LIMIT (8 * NODE_LIMIT) /* steps to nodes that are not below; those beyond are looked for each time */
 #define SMALLEST_RING 64
 #define ENDED_RINGS_KEPT 1000
-#define FREE_FRAMES_KEPT 1024
+#define FRAMES_KEPT 1024 /* of functions, however many are open at once */
 #define OBJECTS_KEPT 256 /* Frame objects that are free, and scopes */
 #define NAMES_AT_HAND 64 /* of scopes; a power of two */
 #define KNOWN_AT_FIRST 16
@@ -158,7 +158,8 @@ typedef struct frame {
     char has_rows; /* whether what counts no time against it may name it as its parent */
     char below_fold; /* whether a step to a node that is not below led here, on this chain or one that it continues */
     char is_inner;   /* whether a call of its node is open around it on this thread: the time of that holds its time */
-    uint32_t place;  /* while spans are renamed: its number among those that are open, from 1 on, or 0 */
+    uint32_t is_extra : 1; /* whether it is given up when its call ends, and not kept for another one */
+    uint32_t place : 31;   /* while spans are renamed: its number among those that are open, from 1 on, or 0 */
 } frame_t;
 
 _Static_assert(sizeof(frame_t) == 2 * LINE, "a frame is two cache lines");
@@ -374,7 +375,7 @@ static THREAD_LOCAL struct {
 } at_hand;
 static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mark: what it keeps now is never freed */
 static frame_t *free_frames;
-static uint32_t free_frame_count;
+static uint32_t frame_count;
 /* Objects that are free. Each holds nothing, but is known to the collector, with the reference that is here. */
 static Frame *free_frame_objects[OBJECTS_KEPT];
 static Scope *free_scopes[OBJECTS_KEPT];

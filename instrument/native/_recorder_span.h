@@ -105,7 +105,10 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
     frame->above = above;
     frame->below_fold = frame->is_inner = 0;
     frame->span_id = core->next_id;
-    core->next_id = core->next_id >= INT64_MAX - 1 ? 2 : core->next_id + 2; /* 0 means none; readers have 63 bits */
+    uint64_t next_id = frame->span_id + 2;
+    if (__builtin_expect((int64_t)next_id < 0, 0)) /* readers have 63 bits */
+        next_id = 2;                               /* 0 means none */
+    core->next_id = next_id;
     frame->ring = ring;
     frame->task = current->task;
     frame->children_ns = 0;
@@ -317,7 +320,7 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
 {
     const node_t *node = frame->node;
     int64_t start_ns = frame->start_ns;
-    if (end_ns < start_ns) /* the time stamp counters of two processors may differ by a little */
+    if (__builtin_expect(end_ns < start_ns, 0)) /* the time stamp counters of two processors may differ by a little */
         end_ns = start_ns;
     int64_t total_ns = end_ns - start_ns, children_ns = frame->children_ns;
     int64_t own_ns = (active_ns < 0 ? total_ns : active_ns) - children_ns;
