@@ -30,7 +30,6 @@ from otlp_receiver import receiver
 from test_requests import SERVED, requests_in
 
 from instrument.instrumentors.requests import Requests, endpoints
-from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.instrumentors.requests.grpc import NOT_BEGUN
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import Site, Span
@@ -516,7 +515,7 @@ def test_faults_of_ours_are_counted_and_callers_have_their_answers(
     served.add("unary_stream", "Count", count if served.kind == "sync" else counted)
     channel = served.start()
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    monkeypatch.setattr(Exchanges, "begin", broken)
+    monkeypatch.setattr(type(served.recorder), "open_request", broken, raising=False)
     if name == "Count":
         assert list(channel.unary_stream(method(name))(b"", timeout=LIMIT_S)) == [b"1", b"2"]
     else:

@@ -261,6 +261,10 @@ def test_an_answer_over_wsgi_in_parts_is_a_stream() -> None:
     assert (told(span)["items"], told(span)["http.response.body.size"]) == (2, 6)
 
 
+class Line(str):
+    """A status line of a class of the app's own."""
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -268,6 +272,7 @@ def test_an_answer_over_wsgi_in_parts_is_a_stream() -> None:
         lambda start: start("204 No Content", [], None),
         lambda start: start("204 No Content", [], exc_info=None),
         lambda start: start("204 No Content", response_headers=[]),
+        lambda start: start(Line("204 No Content"), []),
     ],
 )
 def test_start_response_is_called_as_the_app_called_it(call: Callable[[Any], Any]) -> None:

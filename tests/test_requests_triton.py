@@ -6,6 +6,7 @@ The stand-in does what the documented interface says: a model is imported as `1.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -139,6 +140,20 @@ class TritonPythonModel:
         pb_utils.work()
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
+RETURNING_MODEL = """
+import asyncio
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return self.answer(len(requests), requests[0].item == "crash")
+
+    async def answer(self, count, fails):
+        await asyncio.sleep(0)
+        if fails:
+            raise ValueError("as asked")
+        return [pb_utils.InferenceResponse(error="no price") for _ in range(count)]
+"""
 EMPTYING_MODEL = """
 import triton_python_backend_utils as pb_utils
 
@@ -234,6 +249,47 @@ def test_a_decoupled_request_ends_with_its_final_response(load: Load, recorder: 
     ]
 
 
+def test_a_request_whose_response_sender_is_dropped_before_its_final_response_ends_there(
+    load: Load, recorder: Any
+) -> None:
+    model = load(DECOUPLED_MODEL)
+    requests = [InferenceRequest("ab"), InferenceRequest("c")]
+    model.execute(requests)
+    assert len(recorder.open_rows()) == 2
+    model.later.clear()
+    requests.clear()
+    gc.collect()
+    assert recorder.open_rows() == []
+    found = [(span.attributes["items"], span.attributes["instrument.outcome"]) for span in of_kind(recorder, "request")]
+    assert sorted(found) == [(1, "dropped"), (2, "dropped")]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_requests_end_with_the_coroutine_that_a_model_which_is_none_returns(
+    load: Load, recorder: Any, count: int
+) -> None:
+    model = load(RETURNING_MODEL)
+    begun = model.execute([InferenceRequest("one") for _ in range(count)])
+    assert asyncio.iscoroutine(begun)
+    assert recorder.current_id() == 0
+    assert [span for span in recorder.spans() if not span.clipped] == []
+    assert len(asyncio.run(begun)) == count
+    with pytest.raises(ValueError, match="as asked"):
+        asyncio.run(model.execute([InferenceRequest("crash") for _ in range(count)]))
+    assert recorder.open_rows() == []
+    errors = [span.error for span in of_kind(recorder, "request")]
+    assert sorted(errors) == sorted(["TritonError", "ValueError"] * count)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'TritonPythonModel.answer' was never awaited")
+def test_requests_end_with_a_coroutine_that_is_never_awaited(load: Load, recorder: Any) -> None:
+    begun = load(RETURNING_MODEL).execute([InferenceRequest("one")])
+    begun.close()
+    del begun
+    gc.collect()
+    assert recorder.open_rows() == []
+
+
 def test_decoupled_requests_that_are_open_have_nothing_of_the_ones_after_them(load: Load, recorder: Any) -> None:
     model = load(DECOUPLED_MODEL)
     for item in ("a", "b", "c"):
@@ -287,7 +343,7 @@ def test_a_fault_of_ours_in_the_midst_of_a_batch_leaves_nothing_open(
     model = load(MODEL)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     assert len(model.execute([InferenceRequest("one"), Broken("two")])) == 2
-    assert FAULTS.counts() == {"requests of Triton": 1}
+    assert FAULTS.counts() == {"begin of a request": 1}
     FAULTS.clear()
     assert (recorder.open_rows(), recorder.current_id()) == ([], 0)
 
@@ -323,6 +379,15 @@ def test_a_model_is_left_as_it_was_once_the_rule_is_gone(load: Load, recorder: A
     assert len(of_kind(recorder, "request")) == 1
     assert InferenceRequest.get_response_sender.__module__ == __name__
     assert ResponseSender.send.__module__ == __name__
+
+
+def test_a_request_that_is_answered_through_a_sender_ends_with_the_rule(load: Load, recorder: Any) -> None:
+    model = load(DECOUPLED_MODEL)
+    model.execute([InferenceRequest("a"), InferenceRequest("b")])
+    model.rules.undo()
+    assert recorder.open_rows() == []
+    assert ["instrument.outcome" in span.attributes for span in of_kind(recorder, "request")] == [False, False]
+    model.finish()
 
 
 STUB = """

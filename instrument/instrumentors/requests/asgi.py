@@ -6,84 +6,200 @@ answer has been sent; what the app does after that, such as background tasks, is
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.requests.exchange import PLAIN, Exchange, Exchanges
-from instrument.instrumentors.requests.traceparent import with_state
+from instrument.instrumentors.requests.exchange import Arrival, Arrivals, Exchange, Exchanges, Served
+from instrument.instrumentors.requests.traceparent import Caller, with_state
 from instrument.recorder.recorder import header_values
-from instrument.runtime.faults import FAULTS
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-RECORDED = frozenset({"http", "websocket"})
+KINDS = ("http", "websocket")
 """The types of scope that are requests."""
+
+PLAIN = (b"traceparent", b"tracestate", b"content-length")
+"""The headers that are asked for each time."""
 
 NOWHERE = (None, None)
 CONTENT_TYPE = (b"content-type",)
 
 
-class App:
-    """An ASGI application whose requests record. Passes the rest through: lifespan, and all of it while off."""
+class App(Served):
+    """An ASGI application. Passes the rest through: lifespan, and all of it while off."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
-        self.app = app
-        self._exchanges = exchanges
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.app, name)
-
-    def serves(self, exchanges: Exchanges) -> bool:
-        """Whether it records for these."""
-        return self._exchanges is exchanges
+        super().__init__(app, exchanges)
+        self._parts = app, exchanges.recorder, arrivals(exchanges)
 
     def __call__(self, scope: Message, receive: Receive, send: Send) -> Awaitable[Any]:
-        kind = scope["type"]
-        if kind not in RECORDED or not self._exchanges.recorder.on:
-            return self.app(scope, receive, send)  # type: ignore[no-any-return]
-        return self._record(kind, scope, receive, send)
-
-    async def _record(self, kind: str, scope: Message, receive: Receive, send: Send) -> Any:
-        exchange = begun(self._exchanges, kind, scope)
-        if exchange is None:
-            return await self.app(scope, receive, send)
-        try:
-            if kind == "http":
-                result = await self.app(scope, receive, Http(exchange, send).send)
-            else:
-                talk = Websocket(exchange, receive, send)
-                result = await self.app(scope, talk.receive, talk.send)
-        except BaseException as error:
-            exchange.status = exchange.status or 500  # without an answer yet the server will say so
-            exchange.end(error)
-            raise
-        if exchange.frame is not None:
-            exchange.end() if kind == "websocket" else exchange.broken_off()
-        return result
+        app, recorder, arrivals = self._parts  # one by one each would take 0.05 us, for the sake of `__getattr__`
+        kind = arrivals.get(scope["type"])
+        if kind is None or not recorder.on:
+            return app(scope, receive, send)  # type: ignore[no-any-return]
+        return _record(app, kind, scope, receive, send)
 
 
-def begun(exchanges: Exchanges, kind: str, scope: Message) -> Exchange | None:
-    """Begin the span of a request; None where it is not to be recorded, or for a fault of ours."""
+async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive, send: Send) -> Any:
+    exchange = arrivals.begun(scope)
+    if exchange is None:
+        return await app(scope, receive, send)
+    is_http = scope["type"] == "http"
+    talk = Http() if is_http else Websocket()
+    talk.exchange, talk.server_receive, talk.server_send = exchange, receive, send
     try:
-        if exchanges.ignores and exchanges.ignored(scope["path"]):
-            return None
-        address, port = scope.get("server") or NOWHERE
-        method = scope.get("method", "GET")  # a websocket begins with one
-        arrival = kind, method, scope.get("scheme", "http"), address, port
-        if exchanges.is_plain:
-            parent, state, length = header_values(scope["headers"], PLAIN)
-            return exchanges.begin_plain(arrival, parent if state is None else with_state(parent, state), length)
-        named = {name: told for name in exchanges.named if (told := _told(scope, name)) is not None}
-        return exchanges.begin_at(arrival, dict(scope["headers"]), named)
-    except Exception as fault:
-        FAULTS.note("begin of a request", fault)
-        return None
+        result = await app(scope, receive if is_http else talk.receive, talk.send)
+    except BaseException as error:
+        exchange.status = exchange.status or 500  # without an answer yet the server will say so
+        exchange.end(error)
+        raise
+    if exchange.frame is not None:
+        exchange.broken_off() if is_http else exchange.end()
+    return result
 
 
-def _told(scope: Message, name: str) -> str | None:
+class Talk:
+    """What goes by between the server and the app for one exchange.
+
+    That does not hold it, for contexts may hold exchanges for long. With an `__init__` it would take 0.05 us more.
+    """
+
+    __slots__ = ("exchange", "server_receive", "server_send")
+
+    exchange: Exchange
+    server_receive: Receive
+    server_send: Send
+
+    def receive(self) -> Awaitable[Message]:
+        """What the server's own `receive` gives."""
+        return self.server_receive()
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """What the server's own `send` gives."""
+        return self.server_send(message)
+
+
+class Http(Talk):
+    """The same for one HTTP request, of which the server's part goes to the app without us."""
+
+    __slots__ = ("_headers", "_is_events")
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """What the server's own `send` gives, awaited by the app; of the last part what ends the span after it."""
+        exchange, is_last = self.exchange, False
+        try:
+            kind = message["type"]
+            if kind == "http.response.body":
+                is_last = "more_body" not in message or not message["more_body"]  # half of what `get` takes
+                body = message.get("body", b"")
+                exchange.answer_bytes += len(body)
+                if body and (exchange.stream is not None or not is_last):
+                    exchange.item(self._items_in(body))
+            elif kind == "http.response.start":
+                self._headers = message.get("headers", ())
+                status = message["status"]
+                exchange.status = status if isinstance(status, int) else 0
+        except Exception:
+            exchange.unread()
+        return self._send_last(message) if is_last else self.server_send(message)
+
+    def _items_in(self, body: bytes) -> int:
+        """How many items a part of the answer is: as many as there are server-sent events, each with an empty line."""
+        if self.exchange.stream is None:
+            self._is_events = self._has_events()
+        return (body.count(b"\n\n") or 1) if self._is_events else 1
+
+    def _has_events(self) -> bool:
+        """Whether the headers of the answer say so. Such as can be read but once are left to the server."""
+        try:
+            headers = self._headers
+            (kind,) = header_values(headers, CONTENT_TYPE) if iter(headers) is not headers else (None,)
+            return kind is not None and kind.startswith(b"text/event-stream")
+        except Exception:
+            self.exchange.unread()
+            return False
+
+    async def _send_last(self, message: Message) -> None:
+        await self.server_send(message)
+        exchange = self.exchange
+        if exchange.stream is None or self._is_events:
+            exchange.end()
+        else:
+            exchange.end_of_parts()
+
+
+class Websocket(Talk):
+    """The same for one websocket: its items are the messages that the app sends."""
+
+    __slots__ = ()
+
+    async def receive(self) -> Message:
+        message = await self.server_receive()
+        try:
+            if message["type"] == "websocket.disconnect":
+                self.exchange.facts["websocket.close_code"] = message.get("code", 1005)
+        except Exception:
+            self.exchange.unread()
+        return message
+
+    async def send(self, message: Message) -> None:
+        exchange = self.exchange
+        try:
+            kind = message["type"]
+            if kind == "websocket.send":
+                exchange.answer_bytes += len(message.get("bytes") or message.get("text") or b"")
+                exchange.item()
+            elif kind == "websocket.accept":
+                exchange.status = 101
+            elif kind == "websocket.close" and not exchange.status:
+                exchange.status = 403  # refused before it was accepted, which servers answer so (ASGI, websocket spec)
+            elif kind == "websocket.http.response.start":
+                status = message["status"]
+                exchange.status = status if isinstance(status, int) else 0
+        except Exception:
+            exchange.unread()
+        await self.server_send(message)
+
+
+def arrivals(exchanges: Exchanges) -> Mapping[str, Arrivals]:
+    """What begins the exchanges of each type of scope that is a request."""
+    return {kind: exchanges.arrivals(kind, _path, _plain, _all) for kind in KINDS}
+
+
+def _path(scope: Message) -> str:
+    path: str = scope["path"]
+    return path
+
+
+def _plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
+    headers = scope["headers"]
+    if type(headers) is not list:
+        headers = _kept(headers, scope)
+    parent, state, length = header_values(headers, PLAIN)
+    address, port = scope.get("server") or NOWHERE
+    arrival = scope.get("method", "GET"), scope.get("scheme", "http"), address, port  # a websocket begins with a GET
+    return arrival, parent if state is None else with_state(parent, state), length
+
+
+def _all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
+    headers = dict(_kept(scope["headers"], scope))
+    named = {name: told for name in names if (told := _told(scope, headers, name)) is not None}
+    return _plain(scope)[0], headers, named
+
+
+def _kept(headers: Any, scope: Message) -> Any:
+    """The headers of a request. Such as can be read but once are there again for the app."""
+    if iter(headers) is not headers:
+        return headers
+    kept = tuple(headers)
+    scope["headers"] = iter(kept)
+    return kept
+
+
+def _told(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
     """What the caller's request says of an attribute, None where it says nothing."""
     if name == "url.path":
         return str(scope["path"])
@@ -92,81 +208,5 @@ def _told(scope: Message, name: str) -> str | None:
     if name == "client.address":
         client = scope.get("client")
         return None if client is None else str(client[0])
-    found = dict(scope["headers"]).get(b"user-agent")
+    found = headers.get(b"user-agent")
     return None if found is None else found.decode("latin-1")
-
-
-class Http:
-    """What the app sends for one HTTP request."""
-
-    __slots__ = ("_exchange", "_headers", "_is_events", "_send")
-
-    def __init__(self, exchange: Exchange, send: Send) -> None:
-        self._exchange = exchange
-        self._send = send
-        self._headers: Iterable[tuple[bytes, bytes]] = ()
-        self._is_events: bool | None = None
-
-    def send(self, message: Message) -> Awaitable[None]:
-        """What the server's own `send` gives, awaited by the app; of the last part what ends the span after it."""
-        kind, exchange = message["type"], self._exchange
-        if kind == "http.response.body":
-            body = message.get("body", b"")
-            exchange.answer_bytes += len(body)
-            is_last = not message.get("more_body", False)
-            if body and (exchange.stream is not None or not is_last):
-                exchange.item(self._items_in(body))
-            return self._send_last(message) if is_last else self._send(message)
-        if kind == "http.response.start":
-            exchange.status = message["status"]
-            self._headers = message.get("headers", ())
-        return self._send(message)
-
-    def _items_in(self, body: bytes) -> int:
-        """How many items a part of the answer is: as many as there are server-sent events, each with an empty line."""
-        if self._is_events is None:
-            try:
-                (kind,) = header_values(self._headers, CONTENT_TYPE)
-                self._is_events = kind is not None and kind.startswith(b"text/event-stream")
-            except Exception as fault:
-                FAULTS.note("headers of an answer", fault)
-                self._is_events = False
-        return (body.count(b"\n\n") or 1) if self._is_events else 1
-
-    async def _send_last(self, message: Message) -> None:
-        await self._send(message)
-        exchange = self._exchange
-        if exchange.stream is None or self._is_events:
-            exchange.end()
-        else:
-            exchange.end_of_parts()
-
-
-class Websocket:
-    """What goes by between the server and the app for one websocket: its items are the messages that the app sends."""
-
-    __slots__ = ("_exchange", "_receive", "_send")
-
-    def __init__(self, exchange: Exchange, receive: Receive, send: Send) -> None:
-        self._exchange = exchange
-        self._receive = receive
-        self._send = send
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "websocket.disconnect":
-            self._exchange.facts["websocket.close_code"] = message.get("code", 1005)
-        return message
-
-    async def send(self, message: Message) -> None:
-        kind, exchange = message["type"], self._exchange
-        if kind == "websocket.send":
-            exchange.answer_bytes += len(message.get("bytes") or message.get("text") or b"")
-            exchange.item()
-        elif kind == "websocket.accept":
-            exchange.status = 101
-        elif kind == "websocket.close" and not exchange.status:
-            exchange.status = 403  # refused before it was accepted, which servers answer so (ASGI, websocket spec)
-        elif kind == "websocket.http.response.start":
-            exchange.status = message["status"]
-        await self._send(message)

@@ -88,7 +88,7 @@ class Method:
     `facts` are what their spans have to say themselves of the address.
     """
 
-    __slots__ = ("_endpoints", "_name", "_protocol", "facts", "recorder", "site")
+    __slots__ = ("_endpoints", "_name", "_protocol", "close_request", "facts", "open_request", "recorder", "site")
 
     def __init__(
         self, endpoints: Endpoints, protocol: str, name: str, facts: Mapping[str, AttributeValue] = MappingProxyType({})
@@ -98,6 +98,7 @@ class Method:
         self._name = name
         self.facts = dict(facts)
         self.recorder = endpoints.recorder
+        self.open_request, self.close_request = self.recorder.open_request, self.recorder.close_request
         self.site = endpoints.site(protocol, name)
 
     def routed(self, route: str) -> Site:

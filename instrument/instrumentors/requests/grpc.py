@@ -12,10 +12,19 @@ import functools
 import inspect
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from instrument.instrumentors.functions import Undo, replace
-from instrument.instrumentors.requests.exchange import CURRENT, OUTCOME, PORT, SERVER, Exchange, Exchanges
+from instrument.instrumentors.requests.exchange import (
+    CURRENT,
+    OUTCOME,
+    PORT,
+    SERVER,
+    Arrival,
+    Arrivals,
+    Exchange,
+    Exchanges,
+)
 from instrument.runtime.faults import FAULTS
 
 STATUS = "rpc.response.status_code"
@@ -29,10 +38,19 @@ DEADLINE_SLACK_S = 0.05
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
 
-_attached: list[Exchanges] = []
+_attached: list[Arrivals] = []
 """What the interceptors of all servers record into: the last."""
 
 _interceptors: weakref.WeakKeyDictionary[Any, _Service] = weakref.WeakKeyDictionary()
+
+
+class _Told(NamedTuple):
+    """What a server tells of a call. `name` stands for its method where that is none of the server's."""
+
+    details: Any
+    service: _Service
+    context: Any = None
+    name: str | None = None
 
 
 class _Service:
@@ -54,46 +72,42 @@ class _Service:
         """What the spans of its calls say of it: its address, where it has one."""
         return dict(self._addresses[0]) if len(self._addresses) == 1 else {}
 
-    def wanted(self, details: Any) -> Exchanges | None:
+    def wanted(self, details: Any) -> Arrivals | None:
         """What is to record a call, if anything is."""
-        exchanges = _attached[-1] if _attached else None
-        if exchanges is None or not exchanges.recorder.on:
-            return None
-        return exchanges if exchanges.wanted(_text(details.method)) else None
+        arrivals = _attached[-1] if _attached else None
+        return arrivals if arrivals is not None and arrivals.exchanges.wanted(_text(details.method)) else None
 
-    def recorded(self, handler: Any, details: Any, exchanges: Exchanges, *, is_async: bool) -> Any:
+    def recorded(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
         """The handler that has been found for a call, with one around it that records. Never raises."""
         try:
             if handler is None:
-                self.refused(details, exchanges, "UNIMPLEMENTED")
+                self.refused(details, arrivals, "UNIMPLEMENTED")
                 return None
-            return self._around(handler, details, exchanges, is_async)
+            return self._around(handler, details, arrivals, is_async)
         except Exception as fault:
             FAULTS.note("gRPC call", fault)
             return handler
 
-    def refused(self, details: Any, exchanges: Exchanges, error: BaseException | str) -> None:
+    def refused(self, details: Any, arrivals: Arrivals, error: BaseException | str) -> None:
         """A call has no handler. Callers make up such methods, so all of them are one endpoint. Never raises."""
-        try:
-            exchange = exchanges.begin("grpc", "", _headers(details.invocation_metadata), self.facts())
+        exchange = arrivals.begun(_Told(details, self, name=""))
+        if exchange is not None:
             exchange.facts[STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
-        except Exception as fault:
-            FAULTS.note("gRPC call without a handler", fault)
 
     def status_of(self, context: Any) -> str:
         """The status that the service has given a call, OK where it has given none."""
         code = getattr(context, "code", _no_code)()
         return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
 
-    def _around(self, handler: Any, details: Any, exchanges: Exchanges, is_async: bool) -> Any:
+    def _around(self, handler: Any, details: Any, arrivals: Arrivals, is_async: bool) -> Any:
         is_streamed = bool(handler.response_streaming)
         kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if is_streamed else 'unary'}"
         behaviour = getattr(handler, kind)
         if getattr(behaviour, "experimental_non_blocking", False):  # who sends and ends from wherever he likes
-            exchanges.recorder.count(UNSEEN)
+            arrivals.exchanges.recorder.count(UNSEEN)
             return handler
-        call = _Call(self, exchanges, details, is_streamed, is_async)
+        call = _Call(self, arrivals, details, is_streamed, is_async)
         return getattr(self.grpc, f"{kind}_rpc_method_handler")(
             call.around(behaviour), call.deserializer(handler.request_deserializer), call.serializer(handler)
         )
@@ -102,13 +116,11 @@ class _Service:
 class _Call:
     """One call of a method."""
 
-    __slots__ = ("_broken", "_details", "_exchanges", "_is_async", "_is_begun", "_is_streamed", "_service", "exchange")
+    __slots__ = ("_arrivals", "_broken", "_details", "_is_async", "_is_begun", "_is_streamed", "_service", "exchange")
 
-    def __init__(
-        self, service: _Service, exchanges: Exchanges, details: Any, is_streamed: bool, is_async: bool
-    ) -> None:
+    def __init__(self, service: _Service, arrivals: Arrivals, details: Any, is_streamed: bool, is_async: bool) -> None:
         self._service = service
-        self._exchanges = exchanges
+        self._arrivals = arrivals
         self._details = details
         self._is_streamed = is_streamed
         self._is_async = is_async
@@ -166,18 +178,7 @@ class _Call:
     def _begin(self, context: Any) -> Exchange | None:
         """Begin its span; None for a fault of ours."""
         self._is_begun = True
-        try:
-            headers = _headers(self._details.invocation_metadata)
-            facts = self._service.facts()
-            for name in self._exchanges.named:
-                if name == "user_agent.original" and b"user-agent" in headers:
-                    facts[name] = headers[b"user-agent"].decode("latin-1")
-                elif name == "client.address" and context is not None:
-                    facts[name] = _address(context.peer())
-            method = _text(self._details.method).removeprefix("/")
-            self.exchange = self._exchanges.begin("grpc", method, headers, facts)
-        except Exception as fault:
-            FAULTS.note("begin of a gRPC call", fault)
+        self.exchange = self._arrivals.begun(_Told(self._details, self._service, context))
         return self.exchange
 
     def _returned(self, context: Any) -> None:
@@ -290,7 +291,7 @@ class _Call:
     def __del__(self) -> None:
         """Tell of a call that never began, such as one beyond the server's limit of concurrent ones."""
         if not getattr(self, "_is_begun", True):
-            self._exchanges.recorder.count(NOT_BEGUN)
+            self._arrivals.exchanges.recorder.count(NOT_BEGUN)
 
 
 class _Answers:
@@ -373,6 +374,18 @@ def _address(peer: str) -> str:
     return address if kind == "unix" else address.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
 
 
+def _read(told: _Told, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+    details, service, context, name = told
+    headers, facts = _headers(details.invocation_metadata), service.facts()
+    for asked in names:
+        if asked == "user_agent.original" and b"user-agent" in headers:
+            facts[asked] = headers[b"user-agent"].decode("latin-1")
+        elif asked == "client.address" and context is not None:
+            facts[asked] = _address(context.peer())
+    method = _text(details.method).removeprefix("/") if name is None else name
+    return (method, None, None, None), headers, facts
+
+
 def _headers(metadata: Any) -> dict[bytes, bytes]:
     """What the caller has sent beside the request, by names in small letters, as gRPC has them."""
     found = {}
@@ -384,15 +397,15 @@ def _headers(metadata: Any) -> dict[bytes, bytes]:
 def _sync_interceptor(grpc: Any, service: _Service) -> Any:
     class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-            exchanges = service.wanted(details)
-            if exchanges is None:
+            arrivals = service.wanted(details)
+            if arrivals is None:
                 return continuation(details)
             try:
                 handler = continuation(details)
             except Exception as error:  # of an interceptor after ours
-                service.refused(details, exchanges, error)
+                service.refused(details, arrivals, error)
                 raise
-            return service.recorded(handler, details, exchanges, is_async=False)
+            return service.recorded(handler, details, arrivals, is_async=False)
 
     return Interceptor()
 
@@ -400,15 +413,15 @@ def _sync_interceptor(grpc: Any, service: _Service) -> Any:
 def _async_interceptor(grpc: Any, service: _Service) -> Any:
     class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-            exchanges = service.wanted(details)
-            if exchanges is None:
+            arrivals = service.wanted(details)
+            if arrivals is None:
                 return await continuation(details)
             try:
                 handler = await continuation(details)
             except Exception as error:
-                service.refused(details, exchanges, error)
+                service.refused(details, arrivals, error)
                 raise
-            return service.recorded(handler, details, exchanges, is_async=True)
+            return service.recorded(handler, details, arrivals, is_async=True)
 
     return Interceptor()
 
@@ -442,10 +455,11 @@ def _attach(
         return replace(server, name, added)
 
     def forget() -> None:
-        if exchanges in _attached:
-            _attached.remove(exchanges)
+        if arrivals in _attached:
+            _attached.remove(arrivals)
 
-    _attached.append(exchanges)
+    arrivals = exchanges.arrivals("grpc", lambda told: _text(told.details.method), None, _read)
+    _attached.append(arrivals)
     return [
         forget,
         replace(server, "__init__", __init__),

@@ -14,7 +14,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace
 from instrument.instrumentors.requests import asgi
-from instrument.instrumentors.requests.exchange import Exchange, Exchanges
+from instrument.instrumentors.requests.exchange import Arrival, Exchanges
 from instrument.runtime.faults import FAULTS
 
 
@@ -22,10 +22,13 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     wrapper = module.UserCallableWrapper
     http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
 
+    arrivals = asgi.arrivals(exchanges)
+    calls = exchanges.arrivals("ray_serve", lambda told: "/" + _method(told), None, _read)
+
     @functools.wraps(http)
     async def call_http_entrypoint(self: Any, metadata: Any, told: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
         batches = http(self, metadata, told, scope, receive)
-        exchange = asgi.begun(exchanges, scope["type"], scope) if exchanges.recorder.on else None
+        exchange = arrivals["websocket" if scope["type"] == "websocket" else "http"].begun(scope)
         if exchange is None:
             async for messages in batches:
                 yield messages
@@ -37,8 +40,8 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.found(metadata.route)
         except Exception as fault:
             FAULTS.note("route of a request of Ray Serve", fault)
-        is_http = scope["type"] == "http"
-        talk = asgi.Http(exchange, _sent) if is_http else asgi.Websocket(exchange, receive, _sent)
+        talk = asgi.Http() if scope["type"] == "http" else asgi.Websocket()
+        talk.exchange, talk.server_receive, talk.server_send = exchange, receive, _sent
         try:
             async for messages in batches:
                 await told_of(talk, messages)
@@ -51,23 +54,12 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             raise
         exchange.end()
 
-    async def told_of(talk: asgi.Http | asgi.Websocket, messages: Any) -> None:
+    async def told_of(talk: asgi.Talk, messages: Any) -> None:
         try:
             for message in messages:
                 await talk.send(message)
         except Exception as fault:
             FAULTS.note("answer of Ray Serve", fault)
-
-    def begun(wrapper: Any, metadata: Any) -> Exchange | None:
-        """Begin the request of a call; None where it is not to be recorded, or for a fault of ours."""
-        try:
-            method = f"{wrapper._deployment_id.name}/{metadata.call_method}"
-            if not exchanges.recorder.on or not exchanges.wanted("/" + method):
-                return None
-            return exchanges.begin("ray_serve", method, _headers(metadata), {})
-        except Exception as fault:
-            FAULTS.note("request of Ray Serve", fault)
-            return None
 
     @functools.wraps(call)
     def call_user_method(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +68,7 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         return called(self, metadata, *args, **kwargs)
 
     async def called(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        exchange = begun(self, metadata)
+        exchange = calls.begun((self, metadata))
         if exchange is None:
             return await call(self, metadata, *args, **kwargs)
         try:
@@ -90,7 +82,7 @@ def _replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     @functools.wraps(stream)
     async def call_user_generator(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         answers = stream(self, metadata, *args, **kwargs)
-        exchange = begun(self, metadata)
+        exchange = calls.begun((self, metadata))
         if exchange is None:
             async for answer in answers:
                 yield answer
@@ -128,6 +120,15 @@ def _silent(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
         return [replace(owner, "__init__", __init__)]
 
     return attach
+
+
+def _method(told: tuple[Any, Any]) -> str:
+    wrapper, metadata = told
+    return f"{wrapper._deployment_id.name}/{metadata.call_method}"
+
+
+def _read(told: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+    return (_method(told), None, None, None), _headers(told[1]), {}
 
 
 def _headers(metadata: Any) -> dict[bytes, bytes]:

@@ -13,13 +13,13 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from contextvars import Context
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
-from instrument.instrumentors.requests.exchange import CURRENT, OUTCOME, Exchange, Exchanges
+from instrument.instrumentors.requests.exchange import CURRENT, OUTCOME, Arrival, Exchange, Exchanges
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
@@ -30,66 +30,126 @@ FINAL = 1
 """The flag of a decoupled request's last response, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
 
 
+DROPPED = "dropped"
+"""The outcome of a request whose response sender went away before it had sent a final response."""
+
+
+NONE = (None, None)
+
+
+class _Answer:
+    """The answer to a request through a sender, which goes away with that."""
+
+    __slots__ = ("context", "exchange", "is_left")
+
+    def __init__(self, exchange: Exchange, context: Context) -> None:
+        self.exchange = exchange
+        self.context = context
+        self.is_left = False
+        """Whether the model has returned and left the rest to the sender."""
+
+    def __del__(self) -> None:
+        """End what nobody can answer any more."""
+        if self.is_left:
+            self.exchange.broken_off(DROPPED)
+
+
+class _Batch:
+    """The requests that a model is given at once, begun."""
+
+    def __init__(self, requests_of: _Requests, requests: list[Any]) -> None:
+        self._of = requests_of
+        self._requests = requests
+        self._opened: dict[int, tuple[Exchange, Context]] = {}
+        self._frame: Any = None
+        if len(requests) > 1:
+            site = requests_of.step(_model_name(requests[0]))
+            self._frame = requests_of.recorder.open(site, {"requests": len(requests)})
+        for request in requests:
+            context, begun = Context(), requests_of.arrivals.begun
+            exchange = begun(request) if self._frame is None else context.run(begun, request)
+            if exchange is not None:
+                self._opened[id(request)] = requests_of.executing[id(request)] = exchange, context
+
+    def end(self, responses: Any, error: BaseException | None = None) -> None:
+        """End them, with their responses or an exception. Never raises."""
+        opened, self._opened = self._opened, {}
+        is_alone = self._frame is None
+        for index, request in enumerate(self._requests):
+            exchange, context = opened.get(id(request), NONE)
+            self._of.executing.pop(id(request), None)
+            if exchange is None or context is None:
+                continue
+            if error is None and self._of.leave(exchange):
+                if is_alone:
+                    self.leave()
+                continue  # it is answered through its sender, by whom and when it likes
+            response = responses[index] if isinstance(responses, list) and index < len(responses) else None
+            _end(request, exchange, None if is_alone else context, response, error)
+        frame, self._frame = self._frame, None
+        if frame is not None:
+            self._of.recorder.close(frame, error, True)
+
+    def leave(self) -> None:
+        """Have what this thread does next not be for them."""
+        CURRENT.set(None)
+        self._of.recorder.forget_current()
+
+    async def until(self, coroutine: Awaitable[Any]) -> Any:
+        """End them with what gives their responses."""
+        try:
+            responses = await coroutine
+        except BaseException as error:
+            self.end(None, error)
+            raise
+        self.end(responses)
+        return responses
+
+    def __del__(self) -> None:
+        """End those of a coroutine that nobody has awaited."""
+        self.end(None)
+
+
 class _Requests:
     """The requests of one model."""
 
     def __init__(self, exchanges: Exchanges) -> None:
-        self._exchanges = exchanges
-        self._executing: dict[int, tuple[Exchange, Context]] = {}
-        self._sent: WeakKeyDictionary[Any, tuple[Exchange, Context]] = WeakKeyDictionary()
+        self.recorder = exchanges.recorder
+        self.arrivals = exchanges.arrivals("triton", lambda request: "/" + _model_name(request), None, _read)
+        self.executing: dict[int, tuple[Exchange, Context]] = {}
+        self._answers: WeakKeyDictionary[Any, _Answer] = WeakKeyDictionary()
         self._steps: dict[str, Site] = {}
         self._undos: list[Undo] = []
         self._watched: set[type] = set()
 
-    def begin(self, requests: Sequence[Any]) -> Callable[[Any, BaseException | None], None] | None:
-        """Begin their spans; what is given back ends them, with their responses or an exception. Never raises."""
-        requests = list(requests)  # the model may take them out of its own
-        recorder, frame = self._exchanges.recorder, None
-        opened: list[tuple[Exchange, Context]] = []
+    def begin(self, requests: Sequence[Any]) -> _Batch | None:
+        """Begin their spans; None where they are not to be recorded, or for a fault of ours. Never raises."""
         try:
-            name = _model_name(requests[0])
-            if not recorder.on or not self._exchanges.wanted("/" + name):
+            if not requests or not self.arrivals.exchanges.wanted("/" + _model_name(requests[0])):
                 return None
             self._watch(type(requests[0]))
-            headers = [_headers(request) for request in requests]
-            if len(requests) > 1:
-                site = self._steps.setdefault(name, Site(f"{name} batch", "step"))
-                frame = recorder.open(site, {"requests": len(requests)})
-            for request, told in zip(requests, headers, strict=True):
-                context = Context()
-                if frame is None:
-                    exchange = self._exchanges.begin("triton", name, told, {})
-                else:
-                    exchange = context.run(self._exchanges.begin, "triton", name, told, {})
-                opened.append((exchange, context))
-                self._executing[id(request)] = opened[-1]
+            return _Batch(self, list(requests))  # the model may take them out of its own
         except Exception as fault:
-            for request, (exchange, context) in zip(requests, opened, strict=False):
-                self._executing.pop(id(request), None)
-                exchange.end() if frame is None else context.run(exchange.end)
-            if frame is not None:
-                recorder.close(frame, None, True)
             FAULTS.note("requests of Triton", fault)
             return None
 
-        def end(responses: Any, error: BaseException | None) -> None:
-            for index, (request, (exchange, context)) in enumerate(zip(requests, opened, strict=True)):
-                self._executing.pop(id(request), None)
-                if error is None and any(one[0] is exchange for one in list(self._sent.values())):
-                    if frame is None:  # what this thread does next is not for it
-                        CURRENT.set(None)
-                        recorder.forget_current()
-                    continue  # it is answered through its sender, by whom and when it likes
-                response = responses[index] if isinstance(responses, list) and index < len(responses) else None
-                _end(request, exchange, None if frame is None else context, response, error)
-            if frame is not None:
-                recorder.close(frame, error, True)
+    def step(self, name: str) -> Site:
+        """What is done for several requests to a model is recorded as."""
+        return self._steps.setdefault(name, Site(f"{name} batch", "step"))
 
-        return end
+    def leave(self, exchange: Exchange) -> bool:
+        """Leave a request to its sender, where it has one. Whether it has."""
+        answers = [answer for answer in list(self._answers.values()) if answer.exchange is exchange]
+        for answer in answers:
+            answer.is_left = True
+        return bool(answers)
 
     def undo(self) -> None:
-        """Give the backend's classes their own methods back."""
+        """Give the backend's classes their own methods back; what senders do from now on is not seen."""
         undo_all(self._undos)
+        for answer in list(self._answers.values()):
+            answer.is_left = False
+            answer.exchange.end()
 
     def _watch(self, kind: type) -> None:
         """See the senders that requests of a class give."""
@@ -101,9 +161,9 @@ class _Requests:
         def get_response_sender(request: Any) -> Any:
             sender = get(request)
             try:
-                opened = self._executing.get(id(request))
+                opened = self.executing.get(id(request))
                 if opened is not None:
-                    self._sent[sender] = opened
+                    self._answers[sender] = _Answer(*opened)
                     self._watch_sender(type(sender))
             except Exception as fault:
                 FAULTS.note("response sender of Triton", fault)
@@ -118,15 +178,15 @@ class _Requests:
         send = kind.send
 
         def sent(sender: Any, response: Any = None, flags: int = 0) -> Any:
-            opened = self._sent.get(sender)
-            if opened is not None and response is not None:
-                opened[0].item()
+            answer = self._answers.get(sender)
+            if answer is not None and response is not None:
+                answer.exchange.item()
             try:
                 return send(sender, response, flags) if response is not None else send(sender, flags=flags)
             finally:
-                if opened is not None and isinstance(flags, int) and flags & FINAL:
-                    self._sent.pop(sender, None)
-                    _end(None, *opened, response)
+                if answer is not None and isinstance(flags, int) and flags & FINAL:
+                    self._answers.pop(sender, None)
+                    _end(None, answer.exchange, answer.context, response)
 
         self._undos.append(replace(kind, "send", sent))
 
@@ -149,6 +209,10 @@ def _end(
 def _model_name(request: Any) -> str:
     name = getattr(request, "model_name", None)
     return str(name()) if callable(name) else "model"
+
+
+def _read(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+    return (_model_name(request), None, None, None), _headers(request), {}
 
 
 def _headers(request: Any) -> dict[bytes, bytes]:
@@ -178,29 +242,25 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @functools.wraps(execute)
     def executed(self: Any, requests: Any) -> Any:
-        end = requests_of.begin(requests) if requests else None
-        if end is None:
+        batch = requests_of.begin(requests)
+        if batch is None:
             return execute(self, requests)
         try:
             responses = execute(self, requests)
         except BaseException as error:
-            end(None, error)
+            batch.end(None, error)
             raise
-        end(responses, None)
+        if inspect.iscoroutine(responses):  # which the backend awaits on another thread
+            batch.leave()
+            return batch.until(responses)
+        batch.end(responses)
         return responses
 
     @functools.wraps(execute)
     async def awaited(self: Any, requests: Any) -> Any:
         """Begins where the task runs, for the thread that has called goes on to the next requests."""
-        end = requests_of.begin(requests) if requests else None
-        if end is None:
-            return await execute(self, requests)
-        try:
-            responses = await execute(self, requests)
-        except BaseException as error:
-            end(None, error)
-            raise
-        end(responses, None)
-        return responses
+        batch = requests_of.begin(requests)
+        found = execute(self, requests)
+        return await (found if batch is None else batch.until(found))
 
     return [requests_of.undo, replace(model, "execute", awaited if inspect.iscoroutinefunction(execute) else executed)]
