@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 from otlp_receiver import Received, receiver
-from test_requests import serving, uvicorn
+from server_programs import serving
+from test_requests import uvicorn
 
 from instrument import chrome
 from instrument.recording.spans import BLOCKED_BY, is_blocked_loop

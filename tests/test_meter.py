@@ -18,7 +18,8 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from otlp_collectors import Collector, collecting, refuse_with, swallow, take
 from otlp_receiver import receiver
-from test_requests import FLASK, STARLETTE, ask_all, gunicorn, serving, uvicorn
+from server_programs import serving
+from test_requests import FLASK, STARLETTE, ask_all, gunicorn, uvicorn
 
 import instrument
 from instrument.instrumentors.requests import asgi

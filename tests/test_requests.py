@@ -6,30 +6,19 @@ what was sent, what the tally counted, what the trace files hold and what the co
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import importlib.util
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from otlp_receiver import Receiver, receiver
+from server_programs import requests_in, serving
 
-from instrument import chrome
 from instrument.instrumentors.requests import Requests
 from instrument.profile.model import RequestsRule
-from instrument.recording.spans import Span
-
-SERVED = Path(__file__).parent / "served"
-START_LIMIT_S = 60.0
 
 PROFILE = """
 service: served
@@ -135,66 +124,6 @@ class Answered:
     body: bytes
 
 
-@dataclass
-class Served:
-    """What came of a server's run: answers, exit code and the requests in its trace files."""
-
-    answers: list[Answered] = field(default_factory=list)
-    code: int | None = None
-    output: str = ""
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
-
-
-@contextlib.contextmanager
-def serving(
-    command: Sequence[str], folder: Path, environ: dict[str, str], *, ours: bool
-) -> Iterator[tuple[int, Served]]:
-    """A server program, started and stopped: its port, and what came of it once it has ended."""
-    port, served = _free_port(), Served()
-    words = [word.replace("{port}", str(port)) for word in command]
-    profile = folder / "profile.yaml"
-    prefix = ["-m", "instrument", "run", "--profile", str(profile), "--"] if ours else []
-    own = {key: value for key, value in os.environ.items() if not key.startswith(("INSTRUMENT", "OTEL_"))}
-    own |= {"PYTHONPATH": str(SERVED), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **environ}
-    script = [str(SERVED / words[0]), *words[1:]] if words[0].endswith(".py") else words
-    log = folder / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *prefix, *script],
-            cwd=folder,
-            env=own,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            until = time.monotonic() + START_LIMIT_S
-            while True:
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < until, log.read_text()
-                with contextlib.suppress(OSError):
-                    asked = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-                    asked.request("GET", "/health")
-                    if asked.getresponse().status == 200:
-                        asked.close()
-                        break
-                time.sleep(0.05)
-            yield port, served
-            process.send_signal(signal.SIGTERM)
-            served.code = process.wait(30)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    served.output = log.read_text()
-
-
 def ask_all(port: int, wanted: Sequence[Ask], times: int) -> list[Answered]:
     """Ask each so many times, each time as the caller of a trace of its own."""
     answers = []
@@ -208,15 +137,6 @@ def ask_all(port: int, wanted: Sequence[Ask], times: int) -> list[Answered]:
         answers.append(Answered(ask, trace_id, response.status, response.read()))
         connection.close()
     return answers
-
-
-def requests_in(folder: Path) -> list[Span]:
-    found = []
-    for path in sorted((folder / "traces").glob("*.json")):
-        trace, _ = chrome.load(path)
-        assert dict(trace.losses) == {}
-        found += [span for span in trace.spans if span.site.kind == "request"]
-    return found
 
 
 def name_of(ask: Ask) -> str:

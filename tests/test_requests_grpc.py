@@ -5,11 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -19,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import server_programs
 
 if importlib.util.find_spec("grpc") is None:
     pytest.skip("could not find grpc", allow_module_level=True)
@@ -27,7 +23,7 @@ import grpc
 import grpc._server
 import grpc.aio
 from otlp_receiver import receiver
-from test_requests import SERVED, requests_in
+from server_programs import requests_in
 
 from instrument.instrumentors.requests import Requests, endpoints
 from instrument.instrumentors.requests.grpc import NOT_BEGUN
@@ -557,28 +553,23 @@ export:
 """
 
 
+def is_ready(port: int) -> bool:
+    """Whether the server at a port takes calls."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, contextlib.suppress(grpc.FutureTimeoutError):
+        grpc.channel_ready_future(channel).result(1)
+        return True
+    return False
+
+
 @contextlib.contextmanager
 def serving(kind: str, folder: Path, endpoint: str | None) -> Iterator[int]:
     """The service of `served/grpc_app.py` in its own process, under `instrument run` where an endpoint is given."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
-        port = listening.getsockname()[1]
     (folder / "profile.yaml").write_text(PROFILE)
-    prefix = [] if endpoint is None else ["-m", "instrument", "run", "--profile", "profile.yaml", "--"]
-    own = {key: value for key, value in os.environ.items() if not key.startswith(("INSTRUMENT", "OTEL_"))}
-    own |= {"PYTHONPATH": str(SERVED), "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint or ""}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *prefix, str(SERVED / "grpc_app.py"), str(port), kind], cwd=folder, env=own, stderr=log
-        )
-    try:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            grpc.channel_ready_future(channel).result(LIMIT_S)
+    command, environ = ["grpc_app.py", "{port}", kind], {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint or ""}
+    with server_programs.serving(command, folder, environ, ours=endpoint is not None, is_ready=is_ready) as found:
+        port, program = found
         yield port
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT_S) == 0, (folder / "log").read_text()
-    finally:
-        process.kill()
-        process.wait()
+    assert program.code == 0, program.output
 
 
 def ask_all(port: int, count: int) -> tuple[list[tuple[str, Any]], set[int]]:

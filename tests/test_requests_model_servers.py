@@ -9,10 +9,7 @@ import contextlib
 import http.client
 import importlib.util
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import server_programs
 from otlp_receiver import Received, free_port, receiver
-from test_requests import SERVED, requests_in
+from server_programs import SERVED, answers, requests_in
 
 from instrument import chrome
 from instrument.recording.spans import Span
@@ -82,37 +80,11 @@ def serving(
     stop: int = signal.SIGTERM,
     environ: Mapping[str, str] | None = None,
 ) -> Iterator[int]:
-    """A server program, started and stopped: its port. What is left of it is killed."""
-    port = free_port()
+    """A server program that is ready once it answers a path: its port."""
     (folder / "profile.yaml").write_text(PROFILE + ("  otlp:\n" if environ else ""))
-    prefix = ["-m", "instrument", "run", "--profile", str(folder / "profile.yaml"), "--"] if ours else []
-    own = {key: value for key, value in os.environ.items() if not key.startswith(("INSTRUMENT", "OTEL_"))}
-    own |= {"PYTHONPATH": str(SERVED), "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **(environ or {})}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *prefix, *(word.replace("{port}", str(port)) for word in command)],
-            cwd=folder,
-            env=own,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        until = time.monotonic() + START_LIMIT_S
-        while True:
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < until, (folder / "log").read_text()
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if Ask(ready).of(port, 1)[0] == 200:
-                    break
-            time.sleep(0.1)
+    is_ready = answers(ready)
+    with server_programs.serving(command, folder, environ or {}, ours=ours, is_ready=is_ready, stop=stop) as (port, _):
         yield port
-        process.send_signal(stop)
-        process.wait(60)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def ask_all(port: int, asks: Sequence[Ask], times: int = TIMES) -> tuple[list[tuple[int, bytes]], set[int]]:
