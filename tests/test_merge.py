@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from oracle.recordings import program
 from raw_spans import traces
 
-from instrument import chrome
+from instrument import chrome, clock
 from instrument.cli import main
 from instrument.errors import TraceError
 from instrument.recording.spans import LINK, DeviceInterval, Gpu, Origin, Site, Span, Trace
@@ -158,9 +160,36 @@ def test_machines_are_refused_unless_their_wall_clocks_are_asked_for() -> None:
         merge(files)
     merged = merge(files, by_wall_clock=True)
     assert merged.saved.columns.start_ns.tolist() == [0, 0]
-    assert "how far these are apart is not known" in merged.header
+    assert "of which nobody knows how far they are apart" in merged.header
     with pytest.raises(TraceError, match="time of day"):
         merge([files[0], saved(far, pid=2, boot="c", realtime_ns=0)], by_wall_clock=True)
+
+
+def test_machines_whose_clocks_are_kept_are_one_with_the_bound_stated() -> None:
+    near, far = trace_with(span(1, 0, 5)), trace_with(span(1, 0, 5))
+    files = [
+        saved(replace(near, end_ns=10**9), pid=1, boot="b", wall_error_ns=2_000_000),
+        saved(far, pid=2, boot="c", wall_error_ns=1_500_000),
+    ]
+    merged = merge(files)
+    assert merged.apart_ns == 2_000_000 + 500_000 + 1_500_000, "and what a clock that is being set gains in a second"
+    assert merged.header == "2 files of 2 processes, by their wall clocks, which are at most 4 ms apart"
+
+
+@pytest.mark.parametrize(("state", "status", "expected"), [(0, 0x2001, 1_234_000), (5, 0x2041, 0), (-1, 0, 0)])
+def test_the_wall_clocks_error_is_what_the_system_says_of_one_that_is_kept(
+    state: int, status: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Libc:
+        def __init__(self, name: object) -> None: ...
+
+        def adjtimex(self, timex: Any) -> int:
+            struct.pack_into("=q", timex, 24, 1_234)
+            struct.pack_into("=i", timex, 40, status)
+            return state
+
+    monkeypatch.setattr(ctypes, "CDLL", Libc)
+    assert clock.wall_error_ns() == expected
 
 
 def test_parents_that_two_files_put_in_a_circle_are_refused() -> None:
@@ -212,7 +241,7 @@ def test_recordings_and_chrome_traces_of_the_same_processes_count_once(
 ) -> None:
     assert main(["report", str(run / "traces"), str(run / "chrome"), "--view", "events", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["merged"] == {"files": 8, "processes": 4, "clock": "monotonic"}
+    assert document["merged"] == {"files": 8, "processes": 4, "clock": "monotonic", "apart_ns": 0}
     assert document["cost"]["calls"] == 28
 
 

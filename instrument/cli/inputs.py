@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FILES = "recordings (.npz), .json or .json.gz, ours or other profilers', or a folder of them; several become one"
 WALL = "wall"
 CLOCKS = ("monotonic", WALL)
-CLOCK = "wall = put files of several machines together by their time of day (default: refuse them)"
+CLOCK = "wall = put files of several machines together by their time of day also where nobody knows how exact it is"
 
 SUFFIXES = (".npz", ".json", ".json.gz")
 """How the names of files in a folder end that are read; of two that differ in the suffix alone the first of these."""

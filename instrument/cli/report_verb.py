@@ -156,7 +156,7 @@ def _recordings(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, An
             yield f"Process: {called(its[0])}", {"process": of}, Recording.of_saved(merge(its).saved)
         return
     merged = merge(files, by_wall_clock=options.clock == WALL)
-    facts = {"files": merged.files, "processes": merged.processes, "clock": merged.clock}
+    facts = {"files": merged.files, "processes": merged.processes, "clock": merged.clock, "apart_ns": merged.apart_ns}
     yield merged.header, {"merged": facts}, Recording.of_saved(merged.saved)
 
 

@@ -264,6 +264,7 @@ class Origin:
 
     `profile` is where the profile came from, `digest` what it asked for, and `generation` counts the profiles that the
     process has had, from 1 (0: not known). `boot` is that of the machine: processes of one have one monotonic clock.
+    `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 where nobody knew.
     """
 
     pid: int
@@ -276,6 +277,7 @@ class Origin:
     generation: int = 0
     digest: str = ""
     boot: str = ""
+    wall_error_ns: int = 0
 
     def realtime_of(self, monotonic_ns: int) -> int:
         """Wall-clock nanoseconds since 1970 of a monotonic reading."""

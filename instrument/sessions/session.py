@@ -540,6 +540,7 @@ class Session:
             generation=self.generation,
             digest=self._digest,
             boot=clock.boot_id(),
+            wall_error_ns=clock.wall_error_ns(),
         )
 
     def cost(self) -> Cost:

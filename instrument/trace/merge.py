@@ -35,6 +35,8 @@ class Merged:
     files: int
     processes: int
     clock: str
+    apart_ns: int | None
+    """How far the clocks of two processes are apart at most, None where nobody knows."""
 
     @property
     def header(self) -> str:
@@ -42,7 +44,9 @@ class Merged:
         of = f"{self.files} files of {self.processes} process{'es' * (self.processes != 1)}"
         if self.clock == MONOTONIC:
             return f"{of}, on the monotonic clock of one machine"
-        return f"{of}, by their wall clocks: how far these are apart is not known, nor what lies between processes"
+        if self.apart_ns is None:
+            return f"{of}, by their wall clocks, of which nobody knows how far they are apart"
+        return f"{of}, by their wall clocks, which are at most {self.apart_ns / 1e6:.3g} ms apart"
 
 
 _AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped")
@@ -62,24 +66,41 @@ def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
 def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     """The files as one. Raises `TraceError` for files that cannot be put on one clock, or are no sound trace together.
 
-    Files of different machines, or of one that was started anew in between, are put together by their wall clocks
-    where `by_wall_clock` says so.
+    Files of different machines, or of one that was started anew in between, are put together by their wall clocks,
+    where all say how exact these are, or `by_wall_clock` does not mind.
     """
     groups = processes_of(files)
     boots = {saved.facts.origin.boot for saved in files}
     clock = MONOTONIC if len(groups) == 1 or (len(boots) == 1 and "" not in boots) else WALL
-    if clock == WALL and not by_wall_clock:
+    apart_ns = 0 if clock == MONOTONIC else _apart_ns(files)
+    if apart_ns is None and not by_wall_clock:
         raise TraceError(
             f"asked to put {len(files)} files of {len(groups)} processes on one clock, found that they are not of one "
-            "machine, or do not tell; take their wall clocks with --clock wall, which may be seconds apart, or see "
-            "each with --by process"
+            "machine, or do not tell, nor how exact its wall clock was; take these with --clock wall, which may be "
+            "seconds apart, or see each with --by process"
         )
     if clock == WALL and (untold := [one for one in files if not one.facts.origin.realtime_ns]):
         raise TraceError(f"the file of {called(untold[0])} does not tell the time of day; see each with --by process")
     try:
-        return Merged(_Merge(groups, clock).saved, len(files), len(groups), clock)
+        return Merged(_Merge(groups, clock).saved, len(files), len(groups), clock, apart_ns)
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
+
+
+SLEW = 500e-6
+"""How much faster or slower than true time a clock is made to go at most while it is set (man 2 adjtimex)."""
+
+
+def _apart_ns(files: Sequence[Saved]) -> int | None:
+    """How far the wall clocks of two files are apart at most at any time of theirs, None where one is unknown."""
+    bounds = []
+    for facts in (saved.facts for saved in files):
+        origin = facts.origin
+        if not origin.wall_error_ns or not origin.realtime_ns:
+            return None
+        since_ns = max(abs(edge_ns - origin.monotonic_ns) for edge_ns in (facts.start_ns, facts.end_ns))
+        bounds.append(origin.wall_error_ns + round(since_ns * SLEW))
+    return sum(sorted(bounds)[-2:])
 
 
 class JoinedAttributes:
