@@ -812,7 +812,7 @@ def test_the_copies_of_paddles_tree_and_the_use_of_its_device() -> None:
     assert f"{100 * copy.host_ns / (180 * MS):.2f}" == host[4]
     (use,) = (one for one in overview(recording, Options()).kinds if one.kind == "copy")
     assert (f"{100 * (use.step_ratio or 0):.2f}", use.ratio) == (host[4], 16 / 190)
-    (gpu,) = utilisation(recording.trace).devices
+    (gpu,) = utilisation(recording).devices
     assert re.search(r"(?m)^GPU0 +57.78", text) is not None
     (compute,) = (one for one in overview(recording, Options()).devices if one.work == "compute")
     assert f"{100 * (compute.step_ratio or 0):.2f}" == "57.78"

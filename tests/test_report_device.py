@@ -253,7 +253,7 @@ def test_no_name_breaks_a_line_or_its_width(given: list[str], label: str, unit: 
 def test_a_saved_file_says_the_same_as_the_trace_it_was_made_from(tmp_path: Path) -> None:
     trace = replace(service(), held_from_ns=10 * MS)
     loaded, _ = chrome.load(chrome.dump(tmp_path / "trace.json.gz", trace))
-    assert utilisation(loaded) == utilisation(trace)
+    assert utilisation(Recording.of_trace(loaded)) == utilisation(Recording.of_trace(trace))
     assert device(loaded) == device(trace)
 
 

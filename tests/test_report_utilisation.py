@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, Origin, Site, Span, Trace
-from instrument.report.utilisation import NO_EVENTS, DeviceUse, Unanswered, Utilisation, utilisation
+from instrument.report.coverage import NO_EVENTS
+from instrument.report.utilisation import DeviceUse, Unanswered, Utilisation, utilisation
+from instrument.report.view import Recording
 
 WINDOW = (10, 50)
 SITES = [
@@ -26,6 +27,10 @@ LABELS = ("exclusive", "overlapped", "launch-bound", "stale", "captured", "dropp
 
 def trace_of(spans: list[Span], window: Interval = WINDOW, **facts: int) -> Trace:
     return Trace(Origin(1, "shop", 0, 0), *window, spans, **facts)
+
+
+def utilisation_of(trace: Trace) -> Utilisation:
+    return utilisation(Recording.of_trace(trace))
 
 
 def made(
@@ -167,7 +172,7 @@ def said(found: Utilisation, use: DeviceUse) -> dict[str, object]:
 @example(trace_of([made(1, SITES[3], 10, 20, DeviceInterval(0, 0, 12, 20), DeviceInterval(0, 7, 20, 25))]))
 @example(trace_of([made(1, SITES[3], 10, 20, DeviceInterval(0, 0, 20, 20), DeviceInterval(0, 7, 5, 25))]))
 def test_every_figure_is_that_of_a_sweep_over_each_nanosecond(trace: Trace) -> None:
-    found = utilisation(trace)
+    found = utilisation_of(trace)
     there = {one.device for span in trace.spans for one in span.device if one.label not in UNTIMED}
     assert [use.device for use in found.devices] == sorted(there)
     for use in found.devices:
@@ -176,7 +181,7 @@ def test_every_figure_is_that_of_a_sweep_over_each_nanosecond(trace: Trace) -> N
 
 @given(traces())
 def test_the_parts_add_up_to_the_window_and_to_each_request(trace: Trace) -> None:
-    found = utilisation(trace)
+    found = utilisation_of(trace)
     for use in found.devices:
         requests = [one for one in found.requests if one.device == use.device]
         assert use.compute_ns + use.copy_ns + use.starved_ns + use.unasked_ns == use.window_ns == 40
@@ -190,7 +195,7 @@ def test_the_parts_add_up_to_the_window_and_to_each_request(trace: Trace) -> Non
 
 @given(traces())
 def test_every_share_and_mean_of_a_device_is_of_the_base_that_it_names(trace: Trace) -> None:
-    found = utilisation(trace)
+    found = utilisation_of(trace)
 
     def of(part_ns: int, base_ns: int) -> float | None:
         return part_ns / base_ns if base_ns else None
@@ -227,7 +232,7 @@ def test_every_share_and_mean_of_a_device_is_of_the_base_that_it_names(trace: Tr
 
 @given(traces())
 def test_work_by_name_is_a_sum_over_calls_and_a_union_beside_it(trace: Trace) -> None:
-    for use in utilisation(trace).devices:
+    for use in utilisation_of(trace).devices:
         for one in use.names:
             spans = [span for span in trace.spans if (span.site.name, span.site.kind) == (one.name, one.kind)]
             its = [[each for each in timed(span, use.device) if inside(each)] for span in spans]
@@ -243,7 +248,7 @@ def test_work_by_name_is_a_sum_over_calls_and_a_union_beside_it(trace: Trace) ->
 
 @given(traces())
 def test_every_span_that_asked_for_device_time_got_it_or_is_named_with_a_reason(trace: Trace) -> None:
-    found = utilisation(trace)
+    found = utilisation_of(trace)
     asking = [span for span in trace.spans if span.site.device or span.device]
     empty = [span for span in asking if all(one.label in UNTIMED for one in span.device)]
     assert found.asked == len(asking)
@@ -263,7 +268,7 @@ def test_requests_at_an_edge_and_requests_without_device_time_are_counted_apart(
         made(6, SITES[0], 20, 50),
     ]
     spans[5].clipped = True  # open at the end of the window
-    found = utilisation(trace_of(spans))
+    found = utilisation_of(trace_of(spans))
     assert (found.requests_cut, found.requests_without, found.in_flight_ns) == (3, 1, 40)
     assert [(one.device, one.span_id) for one in found.requests] == [(0, 3)]
 
@@ -278,7 +283,7 @@ def test_what_was_captured_or_dropped_is_named_and_no_call_of_zero_length() -> N
         made(5, op, 18, 20, DeviceInterval(0, 7, 19, 29)),
         made(6, op, 20, 22, DeviceInterval(0, 7, 21, 21)),
     ]
-    found = utilisation(trace_of(spans))
+    found = utilisation_of(trace_of(spans))
     assert found.asked == 6
     assert found.unanswered == (
         Unanswered("captured", "matmul", "op", 2),
@@ -290,23 +295,22 @@ def test_what_was_captured_or_dropped_is_named_and_no_call_of_zero_length() -> N
 
 
 def test_a_window_of_no_length_has_no_shares_and_no_error() -> None:
-    found = utilisation(trace_of([made(1, SITES[3], 0, 9, DeviceInterval(0, 7, 3, 6))], (9, 9)))
+    found = utilisation_of(trace_of([made(1, SITES[3], 0, 9, DeviceInterval(0, 7, 3, 6))], (9, 9)))
     (use,) = found.devices
     assert (use.window_ns, use.busy_ns, use.outside, use.mean_streams) == (0, 0, 1, None)
 
 
 def test_the_window_begins_where_every_span_is_still_held() -> None:
     spans = [made(1, SITES[3], 30, 31, DeviceInterval(0, 7, 30, 40))]
-    (use,) = utilisation(trace_of(spans, (0, 50), held_from_ns=30)).devices
+    (use,) = utilisation_of(trace_of(spans, (0, 50), held_from_ns=30)).devices
     assert (use.window_ns, use.compute_ns, use.unasked_ns) == (20, 10, 10)
 
 
-@pytest.mark.parametrize("parents", [(2, 1), (1, 2), (7, 7)])
-def test_parents_that_run_in_a_circle_or_are_missing_end_the_search(parents: tuple[int, int]) -> None:
+def test_parents_that_are_missing_end_the_search() -> None:
     spans = [
         made(span_id, SITES[3], 10, 20, DeviceInterval(0, 7, 10, 20), parent=parent, root=7)
-        for span_id, parent in zip((1, 2), parents, strict=True)
+        for span_id, parent in ((1, 7), (2, 1))
     ]
-    found = utilisation(trace_of([*spans, made(3, SITES[0], 10, 20)]))
+    found = utilisation_of(trace_of([*spans, made(3, SITES[0], 10, 20)]))
     assert [use.busy_ns for use in found.devices] == [10]
     assert found.requests == ()

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from instrument.recording.spans import Interval, Span, Trace, length, union
-from instrument.report.device_view import Coverage, none_held
+from instrument.report.coverage import Coverage, none_held
 from instrument.report.step_counts import SECOND_NS, Benchmark, Loop, Spread
 from instrument.report.stretches import Timeline
 from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, section_title, shorten, table, tenths, title

@@ -14,7 +14,7 @@ import numpy as np
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
 from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
-from instrument.report.device_view import Coverage, none_held
+from instrument.report.coverage import Coverage, none_held
 from instrument.report.table import MISSING, bounded, in_unit, named_table, number, section_title, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Trace

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from instrument.recording.lines import CALLS, TOTAL
 from instrument.recording.spans import UNTIMED, Cost, Site
-from instrument.report.device_view import Coverage
+from instrument.report.coverage import NO_EVENTS, Coverage
 from instrument.report.instrumentation import uncached
 from instrument.report.table import (
     MISSING,
@@ -28,7 +28,6 @@ from instrument.report.table import (
     title,
     wrapped,
 )
-from instrument.report.utilisation import NO_EVENTS
 from instrument.report.view import HeldSpans, Options, Recording, Upkeep
 
 MEBIBYTE = 1 << 20

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from instrument.recording.spans import UNTIMED, Trace
+from instrument.recording.spans import UNTIMED
+from instrument.report.coverage import NO_EVENTS, Coverage, none_held
 from instrument.report.device_summary import DeviceSummary, device_summary
 from instrument.report.table import (
     MISSING,
@@ -24,16 +25,8 @@ from instrument.report.table import (
     table,
     tenths,
     title,
-    wrapped,
 )
-from instrument.report.utilisation import (
-    NO_EVENTS,
-    DeviceUse,
-    EndpointUse,
-    NameUse,
-    Unanswered,
-    utilisation,
-)
+from instrument.report.utilisation import DeviceUse, EndpointUse, NameUse, Unanswered, utilisation
 from instrument.report.view import UNITS, Options, Recording
 
 REASONS = {
@@ -47,58 +40,6 @@ SHORT_NS = 10_000
 
 LABEL_WIDTH = 44
 COLUMN_WIDTH = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Coverage:
-    """Which spans a report is made from, and of what time it can tell shares, counted from the trace's start.
-
-    `complete` tells that no span was overwritten by a newer one.
-    """
-
-    spans: int
-    complete: bool
-    since_ns: int
-    until_ns: int
-
-    @classmethod
-    def of(cls, trace: Trace) -> Coverage:
-        """That of all spans of a trace."""
-        first, last = trace.held
-        complete = first == trace.start_ns
-        return cls(len(trace.spans), complete, first - trace.start_ns, last - trace.start_ns)
-
-    @classmethod
-    def of_recording(cls, recording: Recording) -> Coverage:
-        """The same, without a look at each span."""
-        facts = recording.facts
-        first, last = facts.held
-        return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
-
-    def lines(self) -> list[str]:
-        """One sentence."""
-        since, until = number(self.since_ns / 1e9), number(self.until_ns / 1e9)
-        if self.complete:
-            return [f"Spans: all {self.spans} that were kept, from {since} s to {until} s"]
-        return [
-            f"Spans: the newest {self.spans} that the rings hold, none of them missing from {since} s to {until} s;",
-            "older ones were overwritten",
-        ]
-
-
-def coverage(trace: Trace) -> list[str]:
-    """Which spans a report is made from, and of what time it can tell shares, as text."""
-    return Coverage.of(trace).lines()
-
-
-def none_held(what: str, otherwise: str, *, complete: bool) -> list[str]:
-    """What a view says that found none of something: how to have some recorded, unless older ones may be gone."""
-    if complete:
-        return wrapped(otherwise)
-    return wrapped(
-        f"No {what} is among the spans that are still held; older ones were overwritten. Raise `limits.ring` in the "
-        "profile, or look at the `events` view, which counts all."
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +92,14 @@ def device(recording: Recording, options: Options) -> Device:
     `rows` bounds each table of names to its largest rows and `least_ns` the table of device times to names with so
     much of it; the rest is one row more.
     """
-    trace = recording.trace
+    facts = recording.facts
     use = recording.once(utilisation)
     reasons = Counter[str]()
     for one in use.unanswered:
         reasons[one.reason] += one.spans
     return Device(
-        coverage=Coverage.of(trace),
-        gauges=device_summary(trace.samples, trace.gpus, options) if trace.samples else None,
+        coverage=Coverage.of_recording(recording),
+        gauges=device_summary(facts.samples, facts.gpus, options) if facts.samples else None,
         devices=tuple(
             replace(
                 each,
@@ -173,7 +114,7 @@ def device(recording: Recording, options: Options) -> Device:
         in_flight_ns=use.in_flight_ns,
         requests_cut=use.requests_cut,
         requests_without=use.requests_without,
-        is_ours=trace.origin.recorder != "other",
+        is_ours=facts.origin.recorder != "other",
         _options=options,
     )
 

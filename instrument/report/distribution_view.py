@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from instrument.recording.spans import UNTIMED, Interval, Site
-from instrument.report.device_view import Coverage, none_held
+from instrument.report.coverage import Coverage, none_held
 from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import FARTHEST_NS, Bools, Int64s, Trace

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import sub
 
 from instrument.recording.spans import Interval, Kernel, Site, Trace
-from instrument.report.device_view import coverage
+from instrument.report.coverage import Coverage
 from instrument.report.places import SHARED, UNKNOWN, name_of, name_of_site, places
 from instrument.report.stretches import innermost, length_ns, united
 from instrument.report.table import (
@@ -372,7 +372,7 @@ def _of_events(trace: Trace) -> _Found:
 
 def _seen(trace: Trace, found: _Found) -> list[str]:
     if found.source == STRETCHES:
-        return coverage(trace)
+        return Coverage.of(trace).lines()
     since, until = (number((at_ns - trace.start_ns) / 1e9) for at_ns in found.window)
     is_ours = trace.origin.recorder != "other"
     spans = f", beside {len(trace.spans)} spans" if is_ours else ""

@@ -31,7 +31,7 @@ from instrument.report.call_rows import (
     top_rows,
 )
 from instrument.report.calls import Place, Times, every_place, place_tree
-from instrument.report.device_view import Coverage, none_held
+from instrument.report.coverage import Coverage, none_held
 from instrument.report.flop_rows import FlopTable, flop_table
 from instrument.report.table import LINE, columns, number, safe, section_title, share, shorten, title
 from instrument.report.view import Options, Recording

@@ -18,7 +18,7 @@ import numpy as np
 
 from instrument.profile.kinds import KINDS
 from instrument.recording.spans import UNTIMED, Interval
-from instrument.report.device_view import Coverage, none_held
+from instrument.report.coverage import Coverage, none_held
 from instrument.report.table import in_unit, named_table, section_title, share, tenths, title
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Trace

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrument.recording.spans import PHASES, Span
-from instrument.report.device_view import Coverage, none_held
+from instrument.report.coverage import Coverage, none_held
 from instrument.report.stretches import placed, summed
 from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.units import LOADER, OPTIMIZER, UnitLine, Units

@@ -21,7 +21,8 @@ from instrument.recording.spans import Site, Span
 from instrument.recording.tally import percentiles_of
 from instrument.report.answers import CLASSES, Answers, Streams
 from instrument.report.blocked_loops import BlockedLoops, Blocker, blocked_loops
-from instrument.report.device_view import Coverage, endpoint_table, none_held, other_endpoints
+from instrument.report.coverage import Coverage, none_held
+from instrument.report.device_view import endpoint_table, other_endpoints
 from instrument.report.stretches import owners, phases, sites
 from instrument.report.table import (
     LINE,
@@ -41,6 +42,7 @@ from instrument.report.table import (
 )
 from instrument.report.utilisation import EndpointUse, requests_within, utilisation
 from instrument.report.view import UNITS, Options, Recording, SortKey
+from instrument.trace.owners import owners as owners_of
 
 QUEUE = "queue"
 COPIES = {"h2d": "copy in", "d2h": "copy out"}
@@ -202,7 +204,9 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     """
     trace = recording.trace
     known = owners(trace.spans)
-    whole, cut = requests_within(known, trace.held)
+    columns = recording.columns
+    rows, cut = requests_within(columns, owners_of(columns, columns.of_kind("request")), trace.held)
+    whole = [trace.spans[row] for row in rows.tolist()]
     labels = {site: _phase_of(site) for site in sites(trace.spans)}
     numbers = {label: number for number, label in enumerate(dict.fromkeys([None, *labels.values()]))}
     names = list(numbers)
@@ -345,7 +349,7 @@ def _place(phase: PhaseTime) -> tuple[bool, int]:
 
 
 def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
-    if not any(span.device for span in recording.trace.spans):
+    if not len(recording.columns.device):
         return ()
     return tuple(
         DeviceWithin(one.device, bounded(one.endpoints, options, lambda use: use.wall_ns, other_endpoints))

@@ -9,20 +9,17 @@ from typing import Any
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
 from instrument.report.benchmark_view import benchmark
-from instrument.report.brief_view import brief
 from instrument.report.cost_view import cost
-from instrument.report.device_view import device
 from instrument.report.events_view import events
 from instrument.report.instrumentation import instrumentation
 from instrument.report.kernels_view import kernels
 from instrument.report.memory_view import memory
 from instrument.report.phases_view import phases
-from instrument.report.requests_view import requests
 from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.startup_view import startup
 from instrument.report.view import Options, Recording, View, document
 
-ON_COLUMNS = ("overview", "operators", "copies", "distribution", "user")
+ON_COLUMNS = ("brief", "overview", "device", "requests", "operators", "copies", "distribution", "user")
 """Views that are made with numpy, which a service imports when it is to make one of them, and else not."""
 
 
@@ -35,8 +32,8 @@ def _made_on_columns(name: str) -> Callable[[Recording, Options], View]:
 
 
 _MADE: Mapping[str, Callable[[Recording, Options], View]] = {
-    "benchmark": benchmark, "brief": brief, "classes": classes, "cost": cost, "device": device, "events": events,
-    "instances": instances, "kernels": kernels, "memory": memory, "ops": ops, "phases": phases, "requests": requests,
+    "benchmark": benchmark, "classes": classes, "cost": cost, "events": events,
+    "instances": instances, "kernels": kernels, "memory": memory, "ops": ops, "phases": phases,
     "startup": startup, **{name: _made_on_columns(name) for name in ON_COLUMNS},
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from instrument.report.call_rows import CallBlock, block_lines, blocks_of, by_name, note_of_rest, sorting, top_rows
 from instrument.report.calls import Place, every_place, place_tree
-from instrument.report.device_view import Coverage, none_held
+from instrument.report.coverage import Coverage, none_held
 from instrument.report.table import title
 from instrument.report.view import Options, Recording
 

@@ -10,27 +10,22 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from instrument.recording.spans import UNTIMED, Interval, Span, Trace, clip
+import numpy as np
+
+from instrument.recording.spans import UNTIMED, Interval
 from instrument.recording.tally import percentiles_of
-from instrument.report.stretches import (
-    Group,
-    Owners,
-    at_once,
-    device_time,
-    length_ns,
-    owners,
-    packed,
-    shared_ns,
-    united,
-    within,
-)
+from instrument.report.coverage import NO_EVENTS
 from instrument.report.table import share
-
-NO_EVENTS = "no events"
-"""Why a span that asked for device time has none, where no interval says it."""
+from instrument.report.view import Recording
+from instrument.trace.columns import Bools, Int32s, Int64s, Trace
+from instrument.trace.forest import NONE
+from instrument.trace.groups import Groups, distinct
+from instrument.trace.intervals import Union, at_once, lengths_by_group, lie_in, shared_ns, union, union_by_group
+from instrument.trace.owners import owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,175 +247,230 @@ class Utilisation:
     in_flight_ns: int
     requests_cut: int
     requests_without: int
-    _whole: Sequence[Span] = field(default=(), repr=False, compare=False)
-    _uses: Mapping[int, Sequence[tuple[int, int, int]]] = field(default_factory=dict, repr=False)
+    _trace: Trace | None = field(default=None, repr=False, compare=False)
+    _uses: Mapping[int, _Within] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def requests(self) -> tuple[RequestUse, ...]:
         """Those within the window, once for each device on which they had device time."""
+        trace = self._trace
         return tuple(
-            RequestUse(device, span.span_id, span.site.name, *_parts(span, own_ns, busy_ns))
-            for device, uses in self._uses.items()
-            for place, own_ns, busy_ns in uses
-            for span in [self._whole[place]]
+            RequestUse(device, span_id, trace.sites[site].name, wall_ns, own_ns, busy_ns - own_ns, wall_ns - busy_ns)
+            for device, (rows, owns_ns, all_busy_ns) in self._uses.items()
+            if trace is not None
+            for columns in [(trace.span_id[rows], trace.site[rows], trace.total_ns[rows], owns_ns, all_busy_ns)]
+            for span_id, site, wall_ns, own_ns, busy_ns in zip(*(one.tolist() for one in columns), strict=True)
         )
 
 
-def utilisation(trace: Trace, window: Interval | None = None) -> Utilisation:
-    """What each device did in the window: `trace.held` where none is given.
+class _Within(NamedTuple):
+    """Requests by their rows, how long a device worked for each within it, and how long it was busy then."""
 
-    Takes time in proportion to n log n for n intervals: 0.3 us each.
-    """
-    first, last = trace.held if window is None else window
-    last = max(first, last)
-    known = owners(trace.spans)
-    found = device_time(trace.spans, known.ids, (first, last))
-    in_flight = united([packed(clip(((span.start_ns, span.end_ns) for span in known.requests), (first, last)))])
-    whole, cut = requests_within(known, (first, last))
-    devices = list[DeviceUse]()
-    uses: dict[int, list[tuple[int, int, int]]] = {}
-    for device, outside, owned in sorted(found.devices):
-        groups = [group for group in found.groups if group.device == device]
-        if not outside and not any(group.timed for group in groups):
+    rows: Int64s
+    own_ns: Int64s
+    busy_ns: Int64s
+
+
+class _Work(NamedTuple):
+    """The intervals of one device that lie in the window, clipped to it, as columns."""
+
+    row: Int32s
+    stream: Int64s
+    label: Int32s
+    start_ns: Int64s
+    end_ns: Int64s
+    uncertainty_ns: Int64s
+
+    def only(self, wanted: Bools) -> _Work:
+        return _Work(
+            self.row[wanted], self.stream[wanted], self.label[wanted], self.start_ns[wanted], self.end_ns[wanted],
+            self.uncertainty_ns[wanted],
+        )  # fmt: skip
+
+    @property
+    def took_ns(self) -> Int64s:
+        return self.end_ns - self.start_ns
+
+    def summed_ns(self) -> int:
+        return int(Groups(np.zeros(len(self.row), dtype=np.int64), 1).sums(self.took_ns)[0])
+
+    def union(self) -> Union:
+        return union(self.start_ns, self.end_ns)
+
+
+def utilisation(recording: Recording) -> Utilisation:
+    """What each device did in the part of the window of which every span is held."""
+    trace, (first, last) = recording.columns, recording.facts.held
+    window = first, max(first, last)
+    owner = owners(trace, trace.of_kind("request"))
+    whole, cut = requests_within(trace, owner, window)
+    is_request = trace.of_kind("request")
+    in_flight = union(*_clipped(trace.start_ns[is_request], trace.end_ns[is_request], window))
+    its = trace.device
+    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
+    is_inside = lie_in(its.start_ns, its.end_ns, window)
+    devices, uses = list[DeviceUse](), dict[int, _Within]()
+    with_device = np.zeros(len(trace), dtype=np.bool_)
+    for device in distinct(its.device).tolist():
+        of_device = its.device == device
+        outside, kept = int((of_device & is_timed & ~is_inside).sum()), of_device & is_inside
+        timed = is_timed[kept]
+        if not outside and not timed.any():
             continue
-        calls: dict[tuple[str, str], list[bytes]] = {}
-        for site, on_device, lengths in found.calls:
-            if on_device == device:
-                calls.setdefault((site.name, site.kind), []).append(lengths)
-        busy = united([group.stretches for group in groups])
-        uses[device] = within(owned, whole, busy)
-        endpoints = _endpoints(whole, uses[device])
-        devices.append(_device_use(device, groups, calls, busy, (first, last), in_flight, outside, endpoints))
-    with_device = {place for of_device in uses.values() for place, *_ in of_device}
-    unanswered: Counter[tuple[str, str, str]] = Counter()
-    for site, label, spans in found.unanswered:
-        unanswered[NO_EVENTS if label is None else label, site.name, site.kind] += spans
+        edges = _clipped(its.start_ns[kept], its.end_ns[kept], window)
+        all_of_it = _Work(its.row[kept], its.stream[kept], its.label[kept], *edges, its.uncertainty_ns[kept])
+        work = all_of_it.only(timed)
+        busy = work.union()
+        uses[device] = found = _within(trace, work, owner, whole, busy)
+        with_device[found.rows] = True
+        labels = _label_uses(its.labels, all_of_it)
+        devices.append(_device_use(trace, device, work, busy, window, in_flight, outside, labels, found))
+    asked, unanswered = _unanswered(trace, is_timed)
     return Utilisation(
-        window=(first, last),
+        window=window,
         devices=tuple(devices),
-        asked=found.asked,
-        unanswered=tuple(
-            Unanswered(*key, spans) for key, spans in sorted(unanswered.items(), key=lambda item: (-item[1], item[0]))
-        ),
-        in_flight_ns=length_ns(in_flight),
+        asked=asked,
+        unanswered=unanswered,
+        in_flight_ns=in_flight.length_ns(),
         requests_cut=cut,
-        requests_without=len(whole) - len(with_device),
-        _whole=whole,
+        requests_without=len(whole) - int(with_device.sum()),
+        _trace=trace,
         _uses=uses,
     )
 
 
-def requests_within(known: Owners, window: Interval) -> tuple[list[Span], int]:
-    """The topmost requests that lie within the window, and how many reach over an edge of it."""
+def _clipped(starts: Int64s, ends: Int64s, window: Interval) -> tuple[Int64s, Int64s]:
+    return np.maximum(starts, window[0]), np.minimum(ends, window[1])
+
+
+def requests_within(trace: Trace, owner: Int32s, window: Interval) -> tuple[Int64s, int]:
+    """The rows of topmost requests that lie within the window, and how many reach over an edge of it."""
     first, last = window
-    whole, cut = list[Span](), 0
-    for span in known.topmost:
-        start_ns, end_ns = span.start_ns, span.end_ns
-        if first <= start_ns and end_ns <= last and not span.clipped:
-            whole.append(span)
-        else:
-            cut += start_ns < last and end_ns > first
-    return whole, cut
+    topmost = np.flatnonzero(owner == np.arange(len(trace)))
+    starts, ends = trace.start_ns[topmost], trace.end_ns[topmost]
+    is_whole = (first <= starts) & (ends <= last) & ~trace.clipped[topmost]
+    return topmost[is_whole], int((~is_whole & (starts < last) & (ends > first)).sum())
+
+
+def _within(trace: Trace, work: _Work, owner: Int32s, whole: Int64s, busy: Union) -> _Within:
+    """What a device did within those of the whole requests that had work on it."""
+    place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
+    place_of[whole] = np.arange(len(whole))
+    places = place_of[owner[work.row]]  # of one without an owner the last, which is none
+    has = places != NONE
+    places = places[has]
+    starts = np.maximum(work.start_ns[has], trace.start_ns[whole[places]])
+    ends = np.minimum(work.end_ns[has], trace.end_ns[whole[places]])
+    own_ns = lengths_by_group(places, starts, ends, len(whole))
+    used = distinct(places)
+    rows = whole[used]
+    return _Within(rows, own_ns[used], busy.within(trace.start_ns[rows], trace.end_ns[rows]))
+
+
+def _unanswered(trace: Trace, is_timed: Bools) -> tuple[int, tuple[Unanswered, ...]]:
+    """How many spans asked for device time, and those that got none, by why and their name."""
+    its = trace.device
+    first_of = np.full(len(trace), NONE, dtype=np.int64)
+    first_of[its.row[::-1]] = np.arange(len(its))[::-1]
+    asked = trace.of_sites([site.device for site in trace.sites]) | (first_of != NONE)
+    without = asked.copy()
+    without[its.row[is_timed]] = False
+    rows = np.flatnonzero(without)
+    label = np.concatenate([its.label, np.array([NONE], dtype=np.int32)])[first_of[rows]]
+    found: Counter[tuple[str, str, str]] = Counter()
+    for (place, number), spans in Counter(zip(trace.site[rows].tolist(), label.tolist(), strict=True)).items():
+        site = trace.sites[place]
+        found[NO_EVENTS if number == NONE else its.labels[number], site.name, site.kind] += spans
+    by_count = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    return int(asked.sum()), tuple(Unanswered(*key, spans) for key, spans in by_count)
 
 
 def _device_use(
+    trace: Trace,
     device: int,
-    groups: Sequence[Group],
-    calls: Mapping[tuple[str, str], Sequence[bytes]],
-    busy: bytes,
+    work: _Work,
+    busy: Union,
     window: Interval,
-    in_flight: bytes,
+    in_flight: Union,
     outside: int,
-    endpoints: tuple[EndpointUse, ...],
+    labels: tuple[LabelUse, ...],
+    within: _Within,
 ) -> DeviceUse:
-    timed = [group for group in groups if group.timed]
-    compute = united([group.stretches for group in timed if group.site.kind != "copy"])
-    copies = united([group.stretches for group in timed if group.site.kind == "copy"])
-    hidden_ns, window_ns, busy_ns = shared_ns(compute, copies), window[1] - window[0], length_ns(busy)
-    in_flight_ns = length_ns(in_flight)
+    is_copy = trace.of_kind("copy")[work.row]
+    compute, copies = work.only(~is_copy).union(), work.only(is_copy).union()
+    hidden_ns, window_ns, busy_ns = shared_ns(compute, copies), window[1] - window[0], busy.length_ns()
+    in_flight_ns = in_flight.length_ns()
     starved_ns = in_flight_ns - shared_ns(busy, in_flight)
-    streams = {
-        stream: [group for group in timed if group.stream == stream]
-        for stream in sorted({group.stream for group in timed})
-    }
-    unions = {stream: united([group.stretches for group in its]) for stream, its in streams.items()}
+    streams = {stream: work.only(work.stream == stream) for stream in distinct(work.stream).tolist()}
+    unions = {stream: its.union() for stream, its in streams.items()}
     overlap_ns, most_streams = at_once(list(unions.values()))
-    names: dict[tuple[str, str], list[bytes]] = {}
-    for group in timed:
-        names.setdefault((group.site.name, group.site.kind), []).append(group.stretches)
+    uncertain_ns = work.uncertainty_ns
     return DeviceUse(
         device=device,
         window_ns=window_ns,
-        compute_ns=length_ns(compute),
-        copy_ns=length_ns(copies) - hidden_ns,
+        compute_ns=compute.length_ns(),
+        copy_ns=copies.length_ns() - hidden_ns,
         starved_ns=starved_ns,
         unasked_ns=window_ns - busy_ns - starved_ns,
         starved_in_flight_ratio=share(starved_ns, in_flight_ns),
         hidden_copy_ns=hidden_ns,
         overlap_ns=overlap_ns,
         most_streams=most_streams,
-        uncertainty_ns=(min(group.least_ns for group in timed), max(group.most_ns for group in timed))
-        if timed
-        else None,
+        uncertainty_ns=(int(uncertain_ns.min()), int(uncertain_ns.max())) if len(uncertain_ns) else None,
         outside=outside,
-        streams=tuple(
-            _stream_use(stream, its, length_ns(unions[stream]), window_ns) for stream, its in streams.items()
-        ),
-        labels=_label_uses(groups),
-        names=tuple(
-            sorted(
-                (_name_use(*name, stretches, calls[name], busy_ns) for name, stretches in names.items()),
-                key=lambda use: (-use.summed_ns, use.name, use.kind),
-            )
-        ),
-        endpoints=endpoints,
+        streams=tuple(_stream_use(stream, its, unions[stream], window_ns) for stream, its in streams.items()),
+        labels=labels,
+        names=_name_uses(trace, work, busy_ns),
+        endpoints=_endpoints(trace, within),
     )
 
 
-def _stream_use(stream: int, groups: Sequence[Group], busy_ns: int, window_ns: int) -> StreamUse:
-    count, summed_ns = sum(group.intervals for group in groups), sum(group.summed_ns for group in groups)
-    return StreamUse(stream, count, summed_ns, busy_ns, share(busy_ns, window_ns))
+def _stream_use(stream: int, its: _Work, busy: Union, window_ns: int) -> StreamUse:
+    busy_ns = busy.length_ns()
+    return StreamUse(stream, len(its.row), its.summed_ns(), busy_ns, share(busy_ns, window_ns))
 
 
-def _label_uses(groups: Iterable[Group]) -> tuple[LabelUse, ...]:
-    sums: dict[str, list[int]] = {}
-    for group in groups:
-        of_label = sums.setdefault(group.label, [0, 0])
-        of_label[0] += group.intervals
-        of_label[1] += group.summed_ns
-    return tuple(
-        LabelUse(label, count, None if label in UNTIMED else summed_ns)
-        for label, (count, summed_ns) in sorted(sums.items(), key=lambda item: (-item[1][0], item[0]))
-    )
+def _label_uses(names: tuple[str, ...], its: _Work) -> tuple[LabelUse, ...]:
+    groups = Groups(its.label, len(names))
+    found = zip(names, groups.sizes().tolist(), groups.sums(its.took_ns).tolist(), strict=True)
+    uses = [LabelUse(label, count, None if label in UNTIMED else took_ns) for label, count, took_ns in found if count]
+    return tuple(sorted(uses, key=lambda use: (-use.intervals, use.label)))
 
 
-def _name_use(name: str, kind: str, stretches: Iterable[bytes], calls: Iterable[bytes], device_busy_ns: int) -> NameUse:
-    lengths = sorted(array("q", b"".join(calls)))
-    p50_ns, p99_ns = percentiles_of(lengths, (0.5, 0.99))
-    busy_ns = length_ns(united(stretches))
-    return NameUse(name, kind, len(lengths), sum(lengths), busy_ns, p50_ns, p99_ns, share(busy_ns, device_busy_ns))
+def _name_uses(trace: Trace, work: _Work, device_busy_ns: int) -> tuple[NameUse, ...]:
+    """The work by the names of spans: of each call the union of its intervals."""
+    numbers: dict[tuple[str, str], int] = {}
+    of_site = np.array([numbers.setdefault((one.name, one.kind), len(numbers)) for one in trace.sites], dtype=np.int64)
+    begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # those of a call follow one another
+    call = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(work.row)))
+    took_ns = lengths_by_group(call, work.start_ns, work.end_ns, len(begins))
+    name_of_call = of_site[trace.site[work.row[begins]]]
+    sums_ns = Groups(name_of_call, len(numbers)).sums(took_ns).tolist()
+    names, starts, ends = union_by_group(of_site[trace.site[work.row]], work.start_ns, work.end_ns)
+    all_busy_ns = Groups(names, len(numbers)).sums(ends - starts).tolist()
+    uses = []
+    for (name, kind), number in numbers.items():
+        lengths = array("q", np.sort(took_ns[name_of_call == number]).tobytes())
+        if lengths:
+            p50_ns, p99_ns = percentiles_of(lengths, (0.5, 0.99))
+            busy_ns = all_busy_ns[number]
+            ratio = share(busy_ns, device_busy_ns)
+            uses.append(NameUse(name, kind, len(lengths), sums_ns[number], busy_ns, p50_ns, p99_ns, ratio))
+    return tuple(sorted(uses, key=lambda use: (-use.summed_ns, use.name, use.kind)))
 
 
-def _parts(span: Span, own_ns: int, busy_ns: int) -> tuple[int, int, int, int]:
-    """The wall of a request, and how long the device was busy with its own work, with that of others, or idle."""
-    wall_ns = span.total_ns
-    return wall_ns, own_ns, busy_ns - own_ns, wall_ns - busy_ns
-
-
-def _endpoints(whole: Sequence[Span], uses: Iterable[tuple[int, int, int]]) -> tuple[EndpointUse, ...]:
+def _endpoints(trace: Trace, within: _Within) -> tuple[EndpointUse, ...]:
     """The requests by name, those that took longest in all first."""
-    sums: dict[str, list[int]] = {}
-    for place, own_ns, busy_ns in uses:
-        span = whole[place]
-        of_name = sums.get(span.site.name)
-        if of_name is None:
-            of_name = sums[span.site.name] = [0, 0, 0, 0]
-        of_name[0] += 1
-        of_name[1] += span.total_ns
-        of_name[2] += own_ns
-        of_name[3] += busy_ns
+    numbers: dict[str, int] = {}
+    of_site = np.array([numbers.setdefault(site.name, len(numbers)) for site in trace.sites], dtype=np.int64)
+    groups = Groups(of_site[trace.site[within.rows]], len(numbers))
+    columns = groups.sizes(), *(groups.sums(one) for one in (trace.total_ns[within.rows], *within[1:]))
+    seen = groups.least(np.arange(len(within.rows)), len(within.rows)).tolist()
     endpoints = [
-        EndpointUse(name, requests, wall_ns, own_ns, busy_ns - own_ns, wall_ns - busy_ns)
-        for name, (requests, wall_ns, own_ns, busy_ns) in sums.items()
+        (place, EndpointUse(name, requests, wall_ns, own_ns, busy_ns - own_ns, wall_ns - busy_ns))
+        for place, name, requests, wall_ns, own_ns, busy_ns in zip(
+            seen, numbers, *(column.tolist() for column in columns), strict=True
+        )
+        if requests
     ]
-    return tuple(sorted(endpoints, key=lambda use: -use.wall_ns))
+    return tuple(use for _, use in sorted(endpoints, key=lambda one: (-one[1].wall_ns, one[0])))

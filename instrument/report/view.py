@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from instrument.errors import TraceError
 from instrument.profile.model import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
 from instrument.recording.lines import Lines
-from instrument.recording.spans import Cost, Flops, Interval, Kernel, Origin, Site, Span, Startup, Trace
+from instrument.recording.spans import Cost, Flops, Gpu, Interval, Kernel, Origin, Sample, Site, Span, Startup, Trace
 from instrument.recording.tally import Tally
 
 if TYPE_CHECKING:
@@ -161,6 +161,10 @@ class Facts(Protocol):
     def kernels(self) -> Sequence[Kernel]: ...
     @property
     def flops(self) -> Sequence[Flops]: ...
+    @property
+    def samples(self) -> Sequence[Sample]: ...
+    @property
+    def gpus(self) -> Sequence[Gpu]: ...
 
 
 class Recording:
@@ -211,7 +215,7 @@ class Recording:
         self.collector_ids = collector_ids
         self.benchmark = benchmark
         self._make_upkeep = make_upkeep
-        self._made: dict[Callable[[Trace], Any], Any] = {}
+        self._made: dict[Callable[[Recording], Any], Any] = {}
         self._make_startup = make_startup
 
     @cached_property
@@ -260,10 +264,10 @@ class Recording:
         found = None if "trace" in vars(self) else self._make_held()
         return HeldSpans.of_trace(self.trace) if found is None else found
 
-    def once(self, make: Callable[[Trace], Made]) -> Made:
-        """What is made of the trace, made once for all views that ask for it."""
+    def once(self, make: Callable[[Recording], Made]) -> Made:
+        """What is made of the recording, made once for all views that ask for it."""
         if make not in self._made:
-            self._made[make] = make(self.trace)
+            self._made[make] = make(self)
         found: Made = self._made[make]
         return found
 
