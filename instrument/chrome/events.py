@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from instrument.recording.spans import Allocations
 from instrument.trace import allocation_lists
@@ -18,6 +21,9 @@ Int64 = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64 - 1)]
 
 LENGTH = 7
 """Numbers of an allocation; the last may be left out."""
+
+EXACT_US = 1 << 42
+"""Below it nanoseconds are whole numbers that a float has."""
 
 NO_ARGUMENTS = msgspec.Raw(b"{}")
 
@@ -74,6 +80,21 @@ def refuse(event: Any) -> None:
     for key in ("ts", "dur"):
         if event.get(key) is not None:
             nanoseconds(event[key])
+
+
+def times_ns(times_us: Sequence[float | None], limit_ns: int) -> NDArray[np.int64]:
+    """Microseconds as nanoseconds, exact for three decimals, as `nanoseconds` has them; those of `limit_ns` and beyond
+    are refused."""
+    if not {float, int}.issuperset(map(type, times_us)):
+        for time in times_us:
+            checked(time, float, int)
+    times = np.array(times_us, dtype=np.float64)
+    if not len(times) or np.abs(times).max() < EXACT_US:
+        return np.asarray(np.rint(times * 1000).astype(np.int64))
+    found = list(map(nanoseconds, times_us))
+    if not -limit_ns < min(found) <= max(found) < limit_ns:
+        raise ValueError("it has a time that no clock reads; write times relative to the start")
+    return np.array(found, dtype=np.int64)
 
 
 def next_allocations(text: Json, most: int) -> bytearray:

@@ -10,14 +10,15 @@ import re
 from array import array
 from collections.abc import Mapping
 from itertools import count
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from instrument.chrome import paddle_traces
-from instrument.chrome.events import Event
+from instrument.chrome.events import Event, times_ns
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.chrome.operator_flops import flops_of, is_counted
 from instrument.profile.kinds import KINDS
@@ -70,8 +71,10 @@ class _Facts(NamedTuple):
     work: str | None
     launches: bool
     counts: bool
-    is_plain: bool
-    """Whether their arguments are attributes and nothing more."""
+    asks: bool
+    """Whether their arguments tell the work of a device."""
+    says_more: bool
+    """Whether their arguments, or their name, tell what becomes an attribute."""
 
 
 class _Lane(NamedTuple):
@@ -93,6 +96,18 @@ class _Work(NamedTuple):
     start_ns: int
     end_ns: int
     correlation: int | None
+
+
+class _Asked(msgspec.Struct, gc=False):
+    """What arguments say of the work of a device."""
+
+    correlation: Any = UNSET
+    paddles_correlation: Any = msgspec.field(default=None, name="correlation id")
+    device: Any = UNSET
+    stream: Any = UNSET
+
+
+_decode_asked = msgspec.json.Decoder(list[_Asked]).decode
 
 
 class Foreign:
@@ -140,90 +155,112 @@ class Foreign:
 
     def add(self, events: list[Event]) -> None:
         """Read events, which come after those that have been read."""
+        # The slice of "Trace" is how long torch.profiler watched, which is no call.
+        slices = [one for one in events if one.ph in _SLICES and not (one.cat == "Trace" and one.pid == "Spans")]
+        self._count += len(slices)
+        if self._count > LIMIT_SPANS:
+            raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
+        self._add_slices([one for one in slices if one.ph != "E" and one.ph != "e"])
+        if any(one.ph != "X" for one in slices):
+            self._add_marks(slices)
         for event in events:
-            phase = event.ph
-            if phase in _SLICES:
-                if event.cat == "Trace" and event.pid == "Spans":
-                    continue  # how long torch.profiler watched, which is no call
-                self._count += 1
-                if phase == "X" or phase == "B" or phase == "b":
-                    self._add_slice(phase, event)
-                else:
-                    self._mark(self._stack_of(phase, event), nanoseconds(event.ts), NONE)
-            elif phase == "M" and event.name in ("process_name", "thread_name"):
+            if event.ph == "M" and event.name in ("process_name", "thread_name"):
                 name = paddle_traces.thread_name(checked(_arguments(event)["name"], str))
                 thread = paddle_traces.thread_of(event.tid) if event.name == "thread_name" else None
                 self._names[event.pid, thread] = name
-            elif phase == "i" and event.name == "[memory]":
+            elif event.ph == "i" and event.name == "[memory]":
                 self._add_allocation(event)
-        if self._count > LIMIT_SPANS:
-            raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
 
-    def _add_slice(self, phase: str, event: Event) -> None:
-        lane = self._lanes.get((event.pid, event.tid)) or self._lane(event)
-        facts = self._facts.get((event.cat, event.name)) or self._facts_of(event.cat, event.name)
-        ts: Any = event.ts
-        start_ns = end_ns = round(ts * 1000) if ts is not None and -LIMIT_US < ts < LIMIT_US else nanoseconds(ts)
-        if phase == "X":
-            until = ts + (event.dur if event.dur is not None else checked(None, float, int))
-            is_usual = start_ns <= until * 1000 < FARTHEST_NS
-            end_ns = round(until * 1000) if is_usual else end_of(start_ns, nanoseconds(until))
-        at, args = len(self._start_ns), bytes(event.args)
-        if not facts.is_plain or lane.is_paddles or not are_attributes(args):
-            start_ns, end_ns = self._add_attributes(at, lane, facts, event, start_ns, end_ns)
-        elif len(args) > 2:
-            self._attributes.add(at, args)
-        line, task_id = lane.line, 0
-        if phase != "X":
-            stack = self._stack_of(phase, event)
+    def _add_slices(self, slices: list[Event]) -> None:
+        """Slices that are complete, or begin, as columns."""
+        if not slices:
+            return
+        lanes = [self._lanes.get((one.pid, one.tid)) or self._lane(one) for one in slices]
+        known = [self._facts.get((one.cat, one.name)) or self._facts_of(one.cat, one.name) for one in slices]
+        starts_us: list[Any] = [one.ts for one in slices]
+        lengths_us: list[Any] = [one.dur if one.ph == "X" else 0 for one in slices]
+        start_ns = times_ns(starts_us, FARTHEST_NS)
+        if None in lengths_us:
+            checked(None, float, int)
+        end_ns = times_ns(list(map(add, starts_us, lengths_us)), FARTHEST_NS)
+        if (end_ns < start_ns).any():
+            end_of(0, -1)
+        texts = [bytes(one.args) for one in slices]
+        everything = b"".join(texts)
+        are_simple = len(max(texts, key=len)) < LONGEST_PLAIN and everything.count(b"{") == len(texts)
+        are_simple = are_simple and not any(mark in everything for mark in _NOT_PLAIN)
+        are_simple = are_simple and all(text[:1] == b"{" for text in texts)
+        asking: list[int] = []
+        rest: list[int] = []
+        rows: list[int] = []
+        first = len(self._start_ns)
+        for at, (facts, lane, text) in enumerate(zip(known, lanes, texts, strict=True)):
+            if facts.says_more or lane.is_paddles or not (are_simple or are_attributes(text)):
+                rest.append(at)
+                continue
+            if len(text) > 2:
+                rows.append(at)
+            if facts.asks:
+                asking.append(at)
+        self._attributes.add_all([first + at for at in rows], [texts[at] for at in rows])
+        told = _decode_asked(b"[%b]" % b",".join([texts[at] for at in asking]))
+        for at, args in zip(asking, told, strict=True):
+            if slices[at].ph == "X":
+                self._add_work(known[at], args, lanes[at], int(start_ns[at]), int(end_ns[at]))
+        for at in rest:
+            event, times = slices[at], (int(start_ns[at]), int(end_ns[at]))
+            start_ns[at], end_ns[at] = self._add_attributes(first + at, lanes[at], known[at], event, *times)
+        self._start_ns.extend(start_ns.tolist())
+        self._end_ns.extend(end_ns.tolist())
+        self._thread_id.extend([lane.thread_id for lane in lanes])
+        self._task_id.extend([0] * len(slices))
+        self._line.extend([lane.line for lane in lanes])
+        self._site.extend([facts.place for facts in known])
+
+    def _add_marks(self, slices: list[Event]) -> None:
+        """The begins and ends among slices, of which the begins are rows already, the last that there are."""
+        row = len(self._start_ns) - sum(one.ph != "E" and one.ph != "e" for one in slices)
+        for event, at_ns in zip(slices, times_ns([one.ts for one in slices], FARTHEST_NS).tolist(), strict=True):
+            phase = event.ph
+            if phase == "X":
+                row += 1
+                continue
+            if phase == "b" or phase == "e":
+                stack: tuple[Any, ...] = event.pid, f"{event.cat}", f"{event.id}", f"{event.id2}"
+            else:
+                stack = event.pid, paddle_traces.thread_of(event.tid)
+            self._mark_ns.append(at_ns)
+            self._mark_of.append(self._stacks.setdefault(stack, len(self._stacks)))
+            self._mark_row.append(row if phase == "B" or phase == "b" else NONE)
             if phase == "b":
-                task_id = self._tasks.setdefault(stack, 1 + len(self._tasks))
-                line = self._lines.setdefault((lane.thread_id, task_id), len(self._lines))
-            self._mark(stack, start_ns, at)
-            end_ns = start_ns
-        self._start_ns.append(start_ns)
-        self._end_ns.append(end_ns)
-        self._thread_id.append(lane.thread_id)
-        self._task_id.append(task_id)
-        self._line.append(line)
-        self._site.append(facts.place)
+                task_id = self._task_id[row] = self._tasks.setdefault(stack, 1 + len(self._tasks))
+                line = self._thread_id[row], task_id
+                self._line[row] = self._lines.setdefault(line, len(self._lines))
+            row += phase == "B" or phase == "b"
 
     def _add_attributes(
         self, at: int, lane: _Lane, facts: _Facts, event: Event, start_ns: int, end_ns: int
     ) -> tuple[int, int]:
         """The attributes of a slice of whose arguments there is more to know; returns its times."""
-        args, text = _arguments(event), bytes(event.args)
-        if lane.is_paddles or facts.counts or facts.step is not None or not are_attributes(text):
-            attributes = {key: value for key, value in args.items() if isinstance(value, (str, int, float))}
-            if lane.is_paddles:
-                exact = self._clock_of_paddle.times(start_ns, attributes)
-                start_ns, end_ns = (start_ns, end_ns) if exact is None or event.ph != "X" else exact
-            if facts.step is not None:
-                attributes["step"] = facts.step
-            flops = flops_of(facts.name, args) if facts.counts else None
-            if flops is not None:
-                attributes[FLOPS] = flops
-                self._counts_flops = True
-            text = written(attributes)
-            if FLOPS in attributes:
-                self._telling[at] = text
-                text = b""
-        if len(text) > 2:
-            self._attributes.add(at, text)
-        if event.ph == "X":
-            self._add_work(facts, args, lane, start_ns, end_ns)
+        args = _arguments(event)
+        attributes = {key: value for key, value in args.items() if type(value) in _VALUES}
+        if lane.is_paddles:
+            exact = self._clock_of_paddle.times(start_ns, attributes)
+            start_ns, end_ns = (start_ns, end_ns) if exact is None or event.ph != "X" else exact
+        if facts.step is not None:
+            attributes["step"] = facts.step
+        flops = flops_of(facts.name, args) if facts.counts else None
+        if flops is not None:
+            attributes[FLOPS] = flops
+            self._counts_flops = True
+        if FLOPS in attributes:
+            self._telling[at] = written(attributes)
+        elif attributes:
+            self._attributes.add(at, written(attributes))
+        if event.ph == "X" and facts.asks:
+            told = {key: args[key] for key in ("correlation", "correlation id", "device", "stream") if key in args}
+            self._add_work(facts, msgspec.convert(told, _Asked), lane, start_ns, end_ns)
         return start_ns, end_ns
-
-    def _stack_of(self, phase: str, event: Event) -> tuple[Any, ...]:
-        """What begins and the ends that end them have in common."""
-        if phase in "be":
-            return event.pid, f"{event.cat}", f"{event.id}", f"{event.id2}"
-        return event.pid, paddle_traces.thread_of(event.tid)
-
-    def _mark(self, stack: tuple[Any, ...], at_ns: int, row: int) -> None:
-        self._mark_ns.append(at_ns)
-        self._mark_row.append(row)
-        self._mark_of.append(self._stacks.setdefault(stack, len(self._stacks)))
 
     def _facts_of(self, of: object, named: object) -> _Facts:
         """What is known of a slice by its category and its name."""
@@ -245,17 +282,19 @@ class Foreign:
             work=work,
             launches=launches,
             counts=counts,
-            is_plain=step is None and work is None and not launches and not counts,
+            asks=launches or work is not None,
+            says_more=step is not None or counts,
         )
         return facts
 
-    def _add_work(self, facts: _Facts, args: Mapping[str, Any], lane: _Lane, start_ns: int, end_ns: int) -> None:
+    def _add_work(self, facts: _Facts, args: _Asked, lane: _Lane, start_ns: int, end_ns: int) -> None:
         """Work of a device, or a call of the host that asks for some; both name it by a number."""
-        known = args.get("correlation", args.get("correlation id"))
+        known = args.paddles_correlation if args.correlation is UNSET else args.correlation
         correlation = known if isinstance(known, int) else None
         if facts.work is not None:
             self._device_rows.add(lane.row)
-            device, stream = args.get("device", lane.row[0]), args.get("stream", lane.row[1])
+            device = lane.row[0] if args.device is UNSET else args.device
+            stream = lane.row[1] if args.stream is UNSET else args.stream
             if isinstance(device, int) and isinstance(stream, int):
                 self._work.append(_Work(facts.name, facts.work, device, stream, start_ns, end_ns, correlation))
         elif correlation is not None and facts.launches:
@@ -416,14 +455,23 @@ class Foreign:
 _SLICES = frozenset("XBEbe")
 
 
+_VALUES = frozenset((str, int, float, bool))
+_NOT_PLAIN = (b"[", b"\\", b"null", b'"flops"')
+"""What is in no text of arguments that may stay as it is."""
+
+
 def are_attributes(args: bytes) -> bool:
     """Whether the text of arguments may stay as it is: it is of numbers, texts and truths, none of which is looked for
     later under a name with escapes."""
-    if args[:1] != b"{":
-        raise TypeError("arguments are no object")
-    if len(args) > LONGEST_PLAIN or b"[" in args or b"\\" in args:
-        return False
-    return args.find(b"{", 1) < 0 and b"null" not in args and b'"flops"' not in args
+    return (
+        b"[" not in args
+        and b"\\" not in args
+        and b"null" not in args
+        and b'"flops"' not in args
+        and args.find(b"{", 1) < 0
+        and args.startswith(b"{")
+        and len(args) < LONGEST_PLAIN
+    )
 
 
 def _arguments(event: Event) -> dict[str, Any]:

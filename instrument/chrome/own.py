@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from array import array
+from operator import add
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from instrument.chrome.events import NO_ARGUMENTS, Event, Int64
+from instrument.chrome.events import NO_ARGUMENTS, Event, Int64, times_ns
 from instrument.chrome.lanes import DEVICE_PIDS
 from instrument.recording import spans
 from instrument.recording.spans import HOST, RemoteParent, Sample
@@ -71,11 +72,20 @@ class _Async:
         self.open: list[tuple[int, bool, bool]] = []
 
 
+_Slice = tuple[Event, _Arguments, int, int]
+"""An event with what it says of itself, and its begin and length."""
+
+NEAREST_NS = 1 << 62
+"""Times beyond are none, so that the sum of two is a number of 64 bits."""
+
+
 class Own:
     """Reads the events of what `dump` wrote. From format 4 on a slice that names no parent has the one around it."""
 
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata
+        if not -NEAREST_NS < metadata.base_ns < NEAREST_NS:
+            raise ValueError("it has a time that no clock reads; it is damaged")
         self._nests = metadata.format >= 4
         self._numbers = {name: array("q") for name in _NUMBERS}
         self._errors: dict[str | None, int] = {None: NONE}
@@ -96,19 +106,15 @@ class Own:
 
     def add(self, events: list[Event]) -> None:
         """Read events, which come after those that have been read."""
-        slices = [event for event in events if event.ph == "X" or event.ph == "b"]
-        told = iter(_decode_arguments(b"[%b]" % b",".join([event.args for event in slices])))
+        timed = [event for event in events if event.ph in _TIMED]
+        start_ns = times_ns([event.ts for event in timed], NEAREST_NS) + self.metadata.base_ns
+        total_ns = times_ns([0 if event.ph != "X" else event.dur for event in timed], NEAREST_NS)
+        told = _decode_arguments(b"[%b]" % b",".join([event.args for event in timed]))
+        slices = list(zip(timed, told, start_ns.tolist(), total_ns.tolist(), strict=True))
+        self._add_spans([one for one in slices if one[1].owner is UNSET])
+        self._add_intervals([one for one in slices if one[1].owner is not UNSET and one[0].ph != "e"])
         for event in events:
-            phase = event.ph
-            if phase == "X" or phase == "b":
-                args = next(told)
-                if args.owner is UNSET:
-                    self._add_span(phase, event, args)
-                else:
-                    self._add_interval(phase, event, args)
-            elif phase == "e":
-                self._end_async(event)
-            elif phase == "C":
+            if event.ph == "C":
                 self._add_sample(event)
         for what, count in (
             ("spans", len(self._numbers["span_id"])),
@@ -118,79 +124,121 @@ class Own:
             if count > LIMIT_SPANS:
                 raise ValueError(f"it has more than {LIMIT_SPANS} {what}; record less into one file")
 
-    def _times(self, phase: str, event: Event, args: _Arguments) -> tuple[int, int]:
-        """Begin and end. An async slice ends with an event of its own, but for format 2."""
-        start_ns = self.metadata.base_ns + nanoseconds(event.ts)
-        if phase == "X":
-            return start_ns, end_of(start_ns, start_ns + nanoseconds(event.dur))
-        total_ns = 0 if args.total_ns is UNSET else args.total_ns
-        return start_ns, end_of(start_ns, start_ns + total_ns)
+    def _add_intervals(self, slices: list[_Slice]) -> None:
+        """Device intervals: an async one, which format 2 has, tells how long it is."""
+        told = [args for _, args, _, _ in slices]
+        start_ns = [start for _, _, start, _ in slices]
+        total_ns = [total if args.total_ns is UNSET else args.total_ns for _, args, _, total in slices]
+        if min(total_ns, default=0) < 0:
+            raise ValueError("a slice in it ends before it starts; it is damaged")
+        labels = self._labels
+        its: tuple[list[Any], ...] = (
+            [args.owner for args in told],
+            [args.place for args in told],
+            [args.device for args in told],
+            [args.enclosing_stream if args.stream is UNSET else args.stream for args in told],
+            start_ns,
+            list(map(add, start_ns, total_ns)),
+            [labels.setdefault(args.label, len(labels)) for args in told],
+            [args.uncertainty_ns for args in told],
+        )
+        index(min(its[1], default=0))
+        for name, numbers in zip(_OF_INTERVALS, its, strict=True):
+            self._intervals[name].extend(numbers)
 
-    def _add_interval(self, phase: str, event: Event, args: _Arguments) -> None:
-        start_ns, end_ns = self._times(phase, event, args)
-        stream = args.enclosing_stream if args.stream is UNSET else args.stream
-        label = self._labels.setdefault(args.label, len(self._labels))
-        place = index(args.place)
-        its: tuple[Any, ...] = (args.owner, place, args.device, stream, start_ns, end_ns, label, args.uncertainty_ns)
-        for name, number in zip(_OF_INTERVALS, its, strict=True):
-            self._intervals[name].append(number)
+    def _add_spans(self, slices: list[_Slice]) -> None:
+        """Spans, and the ends of those that are async. An async slice ends with an event of its own, but for format 2.
 
-    def _add_span(self, phase: str, event: Event, args: _Arguments) -> None:
-        start_ns, end_ns = self._times(phase, event, args)
-        total_ns = end_ns - start_ns
-        is_open = phase == "b" and args.total_ns is UNSET
-        span_id: Any = args.id
-        parent_id = 0 if args.parent is UNSET else args.parent
-        root_id, task_id = parent_id or span_id, 0
-        nests = self._nests and args.parent is UNSET
-        tid: Any = event.tid
-        row = len(self._numbers["span_id"])
-        lane = self._async.get(_local(event)) if is_open else None
-        if lane is not None and lane.opener != span_id:
-            root_id, task_id = lane.root_id, lane.task_id
-            if nests and lane.open:
-                parent_id = self._numbers["span_id"][lane.open[-1][0]]
-        stack = self._around.get(tid) if not is_open else None
-        if stack is None and not is_open:
-            stack = self._around[checked(tid, int)] = []
-        if stack is not None and self._nests:
-            while stack and stack[-1][0] <= start_ns:
-                stack.pop()
-            if nests and stack:
-                _, parent_id, root_id = stack[-1]
-        if args.root is not UNSET:
-            root_id = args.root
-        if args.task is not UNSET:
-            task_id = args.task
-        facts: tuple[Any, ...] = (
-            span_id, parent_id, root_id, tid if args.thread is UNSET else args.thread, task_id, start_ns, end_ns,
-            total_ns if args.active_ns is UNSET else args.active_ns,
-            total_ns if args.self_ns is UNSET else args.self_ns, args.site,
-            NONE if args.error is None else self._errors.setdefault(args.error, len(self._errors) - 1),
-        )  # fmt: skip
-        for numbers, number in zip(self._numbers.values(), facts, strict=True):
-            numbers.append(number)
-        if args.clipped:
-            self._clipped.append(row)
-        if args.attributes is not NO_ARGUMENTS:
-            self._attributes.add(row, bytes(args.attributes))
-        if args.remote is not None:
-            self._remote[row] = _remote(args.remote)
-        if is_open:
-            if lane is None or lane.opener == span_id:
-                lane = self._async[_local(event)] = _Async(span_id, root_id, task_id)
-            lane.open.append((row, args.active_ns is UNSET, args.self_ns is UNSET))
-        elif stack is not None and self._nests:
-            stack.append((end_ns, span_id, root_id))
+        What follows from the slices around one is found here, one by one; all else is taken as columns.
+        """
+        first = len(self._numbers["span_id"])
+        spans: list[_Slice] = []
+        parents, roots, tasks, totals = list[int](), list[Any](), list[Any](), list[int]()
+        ends: list[tuple[int, int, bool, bool]] = []
+        around, nests = self._around, self._nests
+        for one in slices:
+            event, args, start_ns, total_ns = one
+            phase = event.ph
+            if phase == "e":
+                lane = self._async.get(_local(event))
+                if lane is not None and lane.open:
+                    row, is_active, is_self = lane.open.pop()
+                    ends.append((row, start_ns, is_active, is_self))
+                continue
+            span_id: Any = args.id
+            parent_id = 0 if args.parent is UNSET else args.parent
+            root_id, task_id, lane = parent_id or span_id, 0, None
+            is_open = False
+            if phase == "b":
+                is_open = args.total_ns is UNSET
+                total_ns = 0 if args.total_ns is UNSET else args.total_ns
+            if is_open:
+                lane = self._async.get(_local(event))
+                if lane is not None and lane.opener != span_id:
+                    root_id, task_id = lane.root_id, lane.task_id
+                    if nests and args.parent is UNSET and lane.open:
+                        above = lane.open[-1][0] - first
+                        its = spans[above][1].id if above >= 0 else self._numbers["span_id"][above + first]
+                        parent_id = checked(its, int)
+            elif nests:
+                tid: Any = event.tid
+                stack = around.get(tid) or around.setdefault(checked(tid, int), [])
+                while stack and stack[-1][0] <= start_ns:
+                    stack.pop()
+                if stack and args.parent is UNSET:
+                    _, parent_id, root_id = stack[-1]
+            if args.root is not UNSET:
+                root_id = args.root
+            if is_open:
+                task_id = task_id if args.task is UNSET else args.task
+                if lane is None or lane.opener == span_id:
+                    lane = self._async[_local(event)] = _Async(span_id, root_id, task_id)
+                lane.open.append((first + len(spans), args.active_ns is UNSET, args.self_ns is UNSET))
+            elif nests:
+                stack.append((start_ns + total_ns, span_id, root_id))
+            spans.append(one)
+            parents.append(parent_id)
+            roots.append(root_id)
+            tasks.append(task_id)
+            totals.append(total_ns)
+        if min(totals, default=0) < 0:
+            raise ValueError("a slice in it ends before it starts; it is damaged")
+        self._add_columns(first, spans, parents, roots, tasks, totals)
+        for row, end_ns, is_active, is_self in ends:
+            self._end_span(row, end_ns, is_active, is_self)
 
-    def _end_async(self, event: Event) -> None:
-        lane = self._async.get(_local(event))
-        if lane is None or not lane.open:
-            return
-        row, is_active, is_self = lane.open.pop()
+    def _add_columns(
+        self, first: int, spans: list[_Slice], parents: list[int], roots: list[int], tasks: list[int], totals: list[int]
+    ) -> None:
+        told = [args for _, args, _, _ in spans]
+        start_ns = [start for _, _, start, _ in spans]
+        errors = self._errors
+        its: tuple[list[Any], ...] = (
+            [args.id for args in told],
+            parents,
+            roots,
+            [event.tid if args.thread is UNSET else args.thread for event, args, _, _ in spans],
+            [task if args.task is UNSET else args.task for args, task in zip(told, tasks, strict=True)],
+            start_ns,
+            list(map(add, start_ns, totals)),
+            [total if args.active_ns is UNSET else args.active_ns for args, total in zip(told, totals, strict=True)],
+            [total if args.self_ns is UNSET else args.self_ns for args, total in zip(told, totals, strict=True)],
+            [args.site for args in told],
+            [NONE if args.error is None else errors.setdefault(args.error, len(errors) - 1) for args in told],
+        )
+        for name, numbers in zip(_NUMBERS, its, strict=True):
+            self._numbers[name].extend(numbers)
+        for row, args in enumerate(told, first):
+            if args.clipped:
+                self._clipped.append(row)
+            if args.attributes is not NO_ARGUMENTS:
+                self._attributes.add(row, bytes(args.attributes))
+            if args.remote is not None:
+                self._remote[row] = _remote(args.remote)
+
+    def _end_span(self, row: int, end_ns: int, is_active: bool, is_self: bool) -> None:
         start_ns = self._numbers["start_ns"][row]
-        end_ns = end_of(start_ns, self.metadata.base_ns + nanoseconds(event.ts))
-        self._numbers["end_ns"][row] = end_ns
+        self._numbers["end_ns"][row] = end_of(start_ns, end_ns)
         if is_active:
             self._numbers["active_ns"][row] = end_ns - start_ns
         if is_self:
@@ -246,6 +294,7 @@ class Own:
         return DeviceIntervals(row=rows[order], **kept, label=label, labels=tuple(self._labels))
 
 
+_TIMED = frozenset(("X", "b", "e"))
 _NUMBERS = (
     "span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns", "site",
     "error",

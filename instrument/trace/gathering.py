@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,6 +55,15 @@ class GatheredAttributes:
         self._rows.append(row)
         self._numbers.append(number)
 
+    def add_all(self, rows: Sequence[int], texts: Sequence[bytes]) -> None:
+        """Those of rows, of which none has been added: as they are, since such a text hardly comes twice."""
+        number = len(self._ends)
+        self._ends.extend(accumulate(map(len, texts), initial=len(self._texts)))
+        del self._ends[number]  # where the first of them begins
+        self._texts += b"".join(texts)
+        self._rows.extend(rows)
+        self._numbers.extend(range(number, number + len(rows)))
+
     def packed(self, rank: Int32s) -> PackedAttributes:
         """The attributes of the rows by their rank."""
         rows = rank[column(self._rows)]
@@ -63,6 +74,13 @@ class GatheredAttributes:
         return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, ends, texts)
 
 
-def written(attributes: object) -> bytes:
+def written(attributes: Mapping[str, object]) -> bytes:
     """Attributes as the text in which they are kept, without escapes that `having` would not see."""
+    try:
+        text = msgspec.json.encode(attributes)
+    except (ValueError, OverflowError):
+        text = b"null"
+    # Which would stand for numbers that JSON has not, such as those beyond all floats.
+    if b"null" not in text:
+        return text
     return json.dumps(attributes, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
