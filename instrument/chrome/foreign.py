@@ -10,7 +10,7 @@ import re
 from array import array
 from collections.abc import Mapping
 from itertools import count
-from operator import add, itemgetter
+from operator import add
 from typing import Any, NamedTuple
 
 import msgspec
@@ -57,6 +57,9 @@ NAMELESS = "(no name)"
 
 
 FARTHEST_NS = LIMIT_US * 1000
+AT_ONCE = 10_000
+"""Kernels of which the numbers are objects at a time."""
+
 LONGEST_PLAIN = 4_000
 """Bytes of arguments that are looked at before they are kept: a number of more digits would be none."""
 
@@ -84,18 +87,6 @@ class _Lane(NamedTuple):
     thread_id: int
     line: int
     is_paddles: bool
-
-
-class _Work(NamedTuple):
-    """What a device did."""
-
-    name: str
-    kind: str
-    device: int
-    stream: int
-    start_ns: int
-    end_ns: int
-    correlation: int | None
 
 
 class _Asked(msgspec.Struct, gc=False):
@@ -138,8 +129,10 @@ class Foreign:
         self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
         self._count = self._unsized = 0
-        self._work: list[_Work] = []
-        self._launches: dict[int, tuple[int, int]] = {}
+        # The work of devices: what it is, and five numbers for each: device, stream, begin, end and correlation.
+        self._work: list[_Facts] = []
+        self._work_numbers = array("q")
+        self._launches: dict[int, int] = {}
         self._device_rows: set[tuple[Any, ...]] = set()
         self._allocations = bytearray()
 
@@ -206,7 +199,7 @@ class Foreign:
         told = _decode_asked(b"[%b]" % b",".join([texts[at] for at in asking]))
         for at, args in zip(asking, told, strict=True):
             if slices[at].ph == "X":
-                self._add_work(known[at], args, lanes[at], int(start_ns[at]), int(end_ns[at]))
+                self._add_work(first + at, known[at], args, lanes[at], int(start_ns[at]), int(end_ns[at]))
         for at in rest:
             event, times = slices[at], (int(start_ns[at]), int(end_ns[at]))
             start_ns[at], end_ns[at] = self._add_attributes(first + at, lanes[at], known[at], event, *times)
@@ -259,7 +252,7 @@ class Foreign:
             self._attributes.add(at, written(attributes))
         if event.ph == "X" and facts.asks:
             told = {key: args[key] for key in ("correlation", "correlation id", "device", "stream") if key in args}
-            self._add_work(facts, msgspec.convert(told, _Asked), lane, start_ns, end_ns)
+            self._add_work(at, facts, msgspec.convert(told, _Asked), lane, start_ns, end_ns)
         return start_ns, end_ns
 
     def _facts_of(self, of: object, named: object) -> _Facts:
@@ -287,7 +280,7 @@ class Foreign:
         )
         return facts
 
-    def _add_work(self, facts: _Facts, args: _Asked, lane: _Lane, start_ns: int, end_ns: int) -> None:
+    def _add_work(self, row: int, facts: _Facts, args: _Asked, lane: _Lane, start_ns: int, end_ns: int) -> None:
         """Work of a device, or a call of the host that asks for some; both name it by a number."""
         known = args.paddles_correlation if args.correlation is UNSET else args.correlation
         correlation = known if isinstance(known, int) else None
@@ -296,9 +289,10 @@ class Foreign:
             device = lane.row[0] if args.device is UNSET else args.device
             stream = lane.row[1] if args.stream is UNSET else args.stream
             if isinstance(device, int) and isinstance(stream, int):
-                self._work.append(_Work(facts.name, facts.work, device, stream, start_ns, end_ns, correlation))
+                self._work.append(facts)
+                self._work_numbers.extend((device, stream, start_ns, end_ns, correlation or 0))
         elif correlation is not None and facts.launches:
-            self._launches[correlation] = lane.thread_id, start_ns
+            self._launches[correlation] = row
 
     def _add_allocation(self, event: Event) -> None:
         lane = self._lanes.get((event.pid, event.tid)) or self._lane(event)
@@ -402,13 +396,17 @@ class Foreign:
 
     def _kernels(self) -> list[Kernel]:
         """The work of devices by start, each with the call that asked for it, wherever in the file that stood."""
-        found, work = list[Kernel](), self._work
-        work.sort(key=itemgetter(4))
-        work.reverse()
-        while work:  # which goes as they come: each is 200 bytes
-            one = work.pop()
-            thread_id, launched_ns = self._launches.get(one.correlation or 0, (0, 0))
-            found.append(Kernel(*one[:6], thread_id, launched_ns))
+        found: list[Kernel] = []
+        numbers = column(self._work_numbers).reshape(-1, 5)
+        order = np.argsort(numbers[:, 2], kind="stable")
+        for first in range(0, len(order), AT_ONCE):
+            some = order[first : first + AT_ONCE]
+            for at, (device, stream, start_ns, end_ns, asked) in zip(
+                some.tolist(), numbers[some].tolist(), strict=True
+            ):
+                facts, launch = self._work[at], self._launches.get(asked)
+                by = (0, 0) if launch is None else (self._thread_id[launch], self._start_ns[launch])
+                found.append(Kernel(facts.name, facts.work or "", device, stream, start_ns, end_ns, *by))
         return found
 
     def _close_marks(self, end_ns: Int64s, clipped: columns.Bools) -> tuple[Int64s, int]:

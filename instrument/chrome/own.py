@@ -18,7 +18,7 @@ from instrument.recording.spans import HOST, RemoteParent, Sample
 from instrument.trace import columns
 from instrument.trace.columns import DeviceIntervals, Int32s
 from instrument.trace.forest import NONE, rows_of
-from instrument.trace.gathering import GatheredAttributes, column, rank_of
+from instrument.trace.gathering import GatheredAttributes, column, rank_of, written
 from instrument.trace.metadata import Metadata, attribute
 from instrument.trace.text import LIMIT_SPANS, checked, end_of, index, nanoseconds
 
@@ -232,7 +232,8 @@ class Own:
             if args.clipped:
                 self._clipped.append(row)
             if args.attributes is not NO_ARGUMENTS:
-                self._attributes.add(row, bytes(args.attributes))
+                text = bytes(args.attributes)
+                self._attributes.add(row, written(json.loads(text)) if b"\\" in text else text)
             if args.remote is not None:
                 self._remote[row] = _remote(args.remote)
 

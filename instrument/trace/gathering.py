@@ -19,8 +19,8 @@ MOST_KNOWN = 10_000
 
 
 def column(numbers: array[int]) -> Int64s:
-    """The numbers of an array of 64 bits, copied."""
-    return np.array(np.frombuffer(numbers, dtype=np.int64)) if numbers else np.zeros(0, dtype=np.int64)
+    """The numbers of an array of 64 bits, which does not grow from here on."""
+    return np.frombuffer(numbers, dtype=np.int64)
 
 
 def rank_of(order: NDArray[np.int64]) -> Int32s:
@@ -69,9 +69,7 @@ class GatheredAttributes:
         rows = rank[column(self._rows)]
         order = np.argsort(rows, kind="stable")
         numbers = column(self._numbers).astype(np.int32)[order]
-        ends, texts = column(self._ends), bytes(self._texts)
-        self._texts.clear()
-        return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, ends, texts)
+        return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, column(self._ends), self._texts)
 
 
 def written(attributes: Mapping[str, object]) -> bytes:

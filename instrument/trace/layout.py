@@ -173,7 +173,7 @@ def _texts_of(
 class PackedAttributes:
     """The attributes of spans by their row, decoded when they are asked for."""
 
-    def __init__(self, count: int, rows: Int64s, numbers: Column, ends: Int64s, texts: bytes) -> None:
+    def __init__(self, count: int, rows: Int64s, numbers: Column, ends: Int64s, texts: bytes | bytearray) -> None:
         self._rows, self._numbers, self._ends, self._texts = rows, numbers, ends, texts
         self._place = np.full(count, NONE, dtype=np.int32)
         self._place[rows] = np.arange(len(rows), dtype=np.int32)
@@ -211,7 +211,7 @@ class PackedAttributes:
         return [found[number] for number in numbers]
 
 
-def decoded(text: bytes) -> dict[str, Any]:
+def decoded(text: bytes | bytearray) -> dict[str, Any]:
     """Attributes of their JSON, in which lists were tuples; what is none of it is no attribute."""
     found = json.loads(text)
     if not isinstance(found, dict):
