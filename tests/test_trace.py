@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import Any
 
 import call_places
@@ -14,7 +16,6 @@ from raw_spans import points, traces
 
 from instrument.recording import spans as algebra
 from instrument.recording.spans import Site, Span, Trace, assign_self_times
-from instrument.report import stretches
 from instrument.report.calls import every_place, place_tree
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
@@ -24,6 +25,7 @@ from instrument.trace.groups import Groups, numbered
 from instrument.trace.of_spans import spans_of, trace_of
 from instrument.trace.owners import owners
 from instrument.trace.self_times import self_times
+from instrument.trace.turns import turns
 
 DRAWN = [program(11, 300), program(12, 500), any_parents(7, 60), any_parents(8, 400), deep(120), wide(150)]
 SOME = st.one_of(traces(), st.sampled_from(DRAWN))
@@ -161,10 +163,37 @@ def test_self_times_are_those_of_the_spans(trace: Trace) -> None:
 
 @given(SOME, st.sampled_from(["request", "step", "comm"]))
 def test_owners_are_those_of_the_spans(trace: Trace, kind: str) -> None:
+    by_id = {span.span_id: span for span in trace.spans}
+
+    def owner(span: Span) -> int:
+        """The root that a span names, if it is of the kind, else the topmost such span on the way up."""
+        if span.root_id in by_id and by_id[span.root_id].site.kind == kind:
+            return span.root_id
+        found, at = 0, by_id.get(span.span_id)
+        while at is not None:
+            found = at.span_id if at.site.kind == kind else found
+            at = by_id.get(at.parent_id)
+        return found
+
     columns = trace_of(trace.spans)
-    found = owners(columns, columns.of_kind(kind))
-    ids = [trace.spans[row].span_id if row != NONE else 0 for row in found.tolist()]
-    assert np.array(ids, dtype=np.int64).tobytes() == stretches.owners(trace.spans, kind).ids
+    rows = owners(columns, columns.of_kind(kind)).tolist()
+    assert [trace.spans[row].span_id if row != NONE else 0 for row in rows] == list(map(owner, trace.spans))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-9, 30), st.integers(0, 15)), max_size=20), st.randoms())
+def test_each_instant_is_the_turn_of_the_highest_that_goes_on(parts: list[tuple[int, int, int]], chance: Any) -> None:
+    groups = np.array([group for group, *_ in parts], dtype=np.int64)
+    starts, ends = columns_of([(start, length) for _, start, length in parts])
+    ranks = list(range(len(parts)))
+    chance.shuffle(ranks)
+    expected: Counter[int] = Counter()
+    for group, at in itertools.product(range(4), range(-9, 46)):
+        those = [n for n, (one, start, length) in enumerate(parts) if one == group and start <= at < start + length]
+        expected.update([max(those, key=ranks.__getitem__)] if those else [])
+    found: Counter[int] = Counter()
+    for place, length in zip(*turns(groups, starts, ends, np.array(ranks, dtype=np.int64)), strict=True):
+        found[int(place)] += int(length)
+    assert found == expected
 
 
 def facts(place: Any) -> list[Any]:

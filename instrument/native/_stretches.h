@@ -101,13 +101,6 @@ unite(stretch_t *sorted, size_t count)
     return used;
 }
 
-/* Whether nothing of an interval lies in a window. One without length on an edge is in it. */
-static inline int
-lies_outside(int64_t start, int64_t end, int64_t first, int64_t last)
-{
-    return (end <= first && start < first) || (start >= last && end > last);
-}
-
 /* ---- sites */
 
 /* Numbers of sites by their address, and what is known of each. */

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrument.recorder.http_status import STATUS
-from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP, Span
+from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP
 from instrument.recording.tally import percentiles_of
 
 CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
@@ -41,9 +41,8 @@ class Answers:
     gaps: list[int] = field(default_factory=list)
     items: int = 0
 
-    def add(self, span: Span) -> None:
-        """A request has ended."""
-        attributes = span.attributes
+    def add(self, attributes: Mapping[str, object]) -> None:
+        """A request has ended, whose span has these."""
         if not attributes:
             return
         status = _number(attributes, STATUS)

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from instrument.recording.spans import BLOCKED_BY, Span, is_blocked_loop
+import numpy as np
+
+from instrument.recording.spans import BLOCKED_BY, is_blocked_loop
 from instrument.report.table import bounded
 from instrument.report.view import Options
+from instrument.trace.columns import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,12 @@ class BlockedLoops:
     by: tuple[Blocker, ...]
 
 
-def blocked_loops(spans: Sequence[Span], options: Options) -> BlockedLoops | None:
-    """What these spans tell, None where no loop was blocked. `rows` and `least_ns` bound `by`."""
+def blocked_loops(trace: Trace, options: Options) -> BlockedLoops | None:
+    """What its spans tell, None where no loop was blocked. `rows` and `least_ns` bound `by`."""
     found: dict[str, list[int]] = {}
-    for span in spans:
-        if is_blocked_loop(span.site):
-            found.setdefault(str(span.attributes.get(BLOCKED_BY, "")), []).append(span.total_ns)
+    rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
+    for by, took_ns in zip(trace.attributes.values(BLOCKED_BY, rows), trace.total_ns[rows].tolist(), strict=True):
+        found.setdefault("" if by is None else str(by), []).append(took_ns)
     if not found:
         return None
     each = [_blocker(name, times) for name, times in found.items()]

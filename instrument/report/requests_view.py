@@ -12,18 +12,19 @@ device are `copy in` and `copy out` and other copies `copy`, layers are `compute
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from typing import NamedTuple
 
-from instrument.recording.spans import Site, Span
+import numpy as np
+
+from instrument.recording.spans import Site
 from instrument.recording.tally import percentiles_of
 from instrument.report.answers import CLASSES, Answers, Streams
 from instrument.report.blocked_loops import BlockedLoops, Blocker, blocked_loops
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.device_view import endpoint_table, other_endpoints
-from instrument.report.stretches import owners, phases, sites
 from instrument.report.table import (
     LINE,
     MISSING,
@@ -42,7 +43,11 @@ from instrument.report.table import (
 )
 from instrument.report.utilisation import EndpointUse, requests_within, utilisation
 from instrument.report.view import UNITS, Options, Recording, SortKey
-from instrument.trace.owners import owners as owners_of
+from instrument.trace.columns import Int32s, Int64s, Trace
+from instrument.trace.forest import NONE
+from instrument.trace.groups import Groups, numbered
+from instrument.trace.owners import owners
+from instrument.trace.turns import turns
 
 QUEUE = "queue"
 COPIES = {"h2d": "copy in", "d2h": "copy out"}
@@ -202,30 +207,19 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     bounds the tables to so many endpoints and phases of each, and the list of the slowest requests, which are five
     where it is left out. `least_ns` leaves endpoints and phases with less time in all to the row of the rest.
     """
-    trace = recording.trace
-    known = owners(trace.spans)
-    columns = recording.columns
-    rows, cut = requests_within(columns, owners_of(columns, columns.of_kind("request")), trace.held)
-    whole = [trace.spans[row] for row in rows.tolist()]
-    labels = {site: _phase_of(site) for site in sites(trace.spans)}
-    numbers = {label: number for number, label in enumerate(dict.fromkeys([None, *labels.values()]))}
-    names = list(numbers)
-    by_site = {site: numbers[label] for site, label in labels.items()}
-    wall_ns = sum(span.total_ns for span in whole)
-    slowest = heapq.nlargest(options.rows or SLOWEST, whole, key=lambda span: (span.total_ns, -span.start_ns))
-    wanted = {span.span_id for span in slowest}
+    trace = recording.columns
+    owner = owners(trace, trace.of_kind("request"))
+    whole, cut = requests_within(trace, owner, recording.facts.held)
+    of_requests = _of_requests(trace, owner, whole)
+    walls = trace.total_ns[whole]
+    wall_ns = sum(walls.tolist())
+    longest = np.lexsort((trace.start_ns[whole], -walls))[: options.rows or SLOWEST].tolist()
     found: dict[str, _Found] = {}
-    slow: dict[int, _Found] = {}
-    for span, by_number in zip(whole, phases(trace.spans, known.ids, whole, by_site), strict=True):
-        unknown_ns = by_number.pop(0, 0)
-        times = {names[number]: time_ns for number, time_ns in by_number.items()}
-        of_name = found.get(span.site.name)
-        if of_name is None:
-            of_name = found[span.site.name] = _Found()
-        of_name.add(span, times, unknown_ns)
-        if span.span_id in wanted:
-            slow[span.span_id] = _Found()
-            slow[span.span_id].add(span, times, unknown_ns)
+    for one in of_requests:
+        name = trace.sites[trace.site[one.row]].name
+        if name not in found:
+            found[name] = _Found()
+        found[name].add(trace, one)
     endpoints = [_endpoint(name, one, wall_ns, options) for name, one in found.items()]
     key = SortKey.of(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
@@ -238,14 +232,14 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         return _endpoint("", together, wall_ns, options, remaining=len(others))
 
     return RequestTimes(
-        coverage=Coverage.of(trace),
+        coverage=Coverage.of_recording(recording),
         requests=len(whole),
         requests_cut=cut,
         wall_ns=wall_ns,
         endpoints=bounded(endpoints, options, lambda endpoint: endpoint.wall_ns, rest),
         devices=_devices(recording, options),
-        slowest=tuple(_slow(span, slow[span.span_id], recording, options) for span in slowest),
-        blocked=blocked_loops(trace.spans, options),
+        slowest=tuple(_slow(of_requests[place], recording, options) for place in longest),
+        blocked=blocked_loops(trace, options),
         _options=options,
     )
 
@@ -266,22 +260,59 @@ def _phase_of(site: Site) -> str | None:
     return PHASE_OF_KIND.get(site.kind)
 
 
+class _Request(NamedTuple):
+    """A request by its row, the time of each phase that has any of its wall, and the time that none has."""
+
+    row: int
+    phases: Mapping[str, int]
+    unknown_ns: int
+
+
+def _of_requests(trace: Trace, owner: Int32s, whole: Int64s) -> list[_Request]:
+    """What each of the whole requests spent its wall on, in their order."""
+    numbers: dict[str, int] = {}
+    labels = map(_phase_of, trace.sites)
+    label_of = np.array([*(NONE if one is None else numbers.setdefault(one, len(numbers)) for one in labels), NONE])
+    place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
+    place_of[whole] = np.arange(len(whole))
+    places = place_of[owner]  # of one without an owner the last, which is none
+    rows = np.flatnonzero((places != NONE) & (label_of[trace.site] != NONE) & (owner != np.arange(len(trace))))
+    places, request = places[rows], whole[places[rows]]
+    ranks = np.empty(len(rows), dtype=np.int64)
+    ranks[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows]))] = np.arange(len(rows))
+    starts = np.maximum(trace.start_ns[rows], trace.start_ns[request])
+    ends = np.minimum(trace.end_ns[rows], trace.end_ns[request])
+    taken, lengths_ns = turns(places, starts, ends, ranks)
+    phase_of_turn, request_of_turn = label_of[trace.site[rows[taken]]], places[taken]
+    parts, firsts = numbered(request_of_turn, phase_of_turn)
+    sums = Groups(parts, len(firsts)).sums(lengths_ns).tolist()
+    names, times = list(numbers), list[dict[str, int]]({} for _ in whole)
+    for place, phase, time_ns in zip(
+        request_of_turn[firsts].tolist(), phase_of_turn[firsts].tolist(), sums, strict=True
+    ):
+        times[place][names[phase]] = time_ns
+    return [
+        _Request(row, its, wall_ns - sum(its.values()))
+        for row, its, wall_ns in zip(whole.tolist(), times, trace.total_ns[whole].tolist(), strict=True)
+    ]
+
+
 @dataclass(slots=True)
 class _Found:
     """The requests of a name as they come: walls, errors, by phase the times of those that had any, and of no phase."""
 
     walls: list[int] = field(default_factory=list)
     errors: int = 0
-    phases: dict[str | None, list[int]] = field(default_factory=dict)
+    phases: dict[str, list[int]] = field(default_factory=dict)
     unknown: list[int] = field(default_factory=list)
     answers: Answers = field(default_factory=Answers)
 
-    def add(self, span: Span, times: Mapping[str | None, int], unknown_ns: int) -> None:
-        self.walls.append(span.total_ns)
-        self.errors += span.error is not None
-        self.unknown.append(unknown_ns)
-        self.answers.add(span)
-        for name, time_ns in times.items():
+    def add(self, trace: Trace, one: _Request) -> None:
+        self.walls.append(int(trace.total_ns[one.row]))
+        self.errors += bool(trace.error[one.row] != NONE)
+        self.unknown.append(one.unknown_ns)
+        self.answers.add(trace.attributes[one.row])
+        for name, time_ns in one.phases.items():
             self.phases.setdefault(name, []).append(time_ns)
 
     def merge(self, other: _Found) -> None:
@@ -337,7 +368,7 @@ def _phases(found: _Found, options: Options) -> tuple[PhaseTime, ...]:
         summed_ns = sum(one.summed_ns for one in others)
         return PhaseTime("", None, summed_ns, None, None, None, share(summed_ns, wall_ns), len(others))
 
-    all_of_it = [phase(name or "", sorted(times)) for name, times in found.phases.items()]
+    all_of_it = [phase(name, sorted(times)) for name, times in found.phases.items()]
     all_of_it.sort(key=lambda one: (-one.summed_ns, one.name))
     shown = bounded(all_of_it, options, lambda one: one.summed_ns, rest)
     return tuple(sorted(shown, key=_place))
@@ -358,27 +389,32 @@ def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]
     )
 
 
-def _slow(span: Span, found: _Found, recording: Recording, options: Options) -> SlowRequest:
-    trace = recording.trace
-    realtime_ns = trace.origin.realtime_of(span.start_ns) if trace.origin.realtime_ns else 0
+def _slow(one: _Request, recording: Recording, options: Options) -> SlowRequest:
+    trace, facts, row = recording.columns, recording.facts, one.row
+    site, start_ns, error = trace.sites[trace.site[row]], int(trace.start_ns[row]), int(trace.error[row])
+    realtime_ns = facts.origin.realtime_of(start_ns) if facts.origin.realtime_ns else 0
     known = 0 < realtime_ns < YEARS_NS
     began = (EPOCH + timedelta(microseconds=realtime_ns // 1_000)).isoformat(timespec="microseconds") if known else ""
-    trace_id, own_id = ("", "") if span.remote is None else (f"{span.remote.trace_id:032x}", "")
-    if recording.collector_ids is not None:
-        trace_number, own_number = recording.collector_ids(span)
+    trace_id, own_id = "", ""
+    if recording.collector_ids is not None:  # of a session, which has the spans
+        trace_number, own_number = recording.collector_ids(recording.trace.spans[row])
         trace_id, own_id = f"{trace_number:032x}", f"{own_number:016x}"
+    elif row in trace.remote:
+        trace_id = f"{trace.remote[row].trace_id:032x}"
+    found = _Found()
+    found.add(trace, one)
     return SlowRequest(
-        name=span.site.name,
-        begin_ns=span.start_ns - trace.start_ns,
+        name=site.name,
+        begin_ns=start_ns - facts.start_ns,
         began=began.replace("+00:00", "Z"),
-        wall_ns=span.total_ns,
-        error=span.error or "",
-        span_id=span.span_id,
+        wall_ns=int(trace.total_ns[row]),
+        error="" if error == NONE else trace.errors[error],
+        span_id=int(trace.span_id[row]),
         trace_id=trace_id,
         collector_span_id=own_id,
         phases=_phases(found, options),
-        unknown_ns=sum(found.unknown),
-        unknown_ratio=share(sum(found.unknown), span.total_ns),
+        unknown_ns=one.unknown_ns,
+        unknown_ratio=share(one.unknown_ns, int(trace.total_ns[row])),
     )
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from instrument import native
-from instrument.recording.spans import UNTIMED, Interval, Site, Span, clip, intersect, length, union
+from instrument.recording.spans import UNTIMED, Interval, Site, Span, intersect, length, union
 
 _native = native.find("_stretches")
 
@@ -57,31 +57,6 @@ def length_ns(disjoint: bytes) -> int:
     return shared_ns(disjoint, disjoint)
 
 
-def at_once(unions: Sequence[bytes]) -> tuple[int, int]:
-    """How long at least two of several unions went on, and how many did at most."""
-    if _native is not None:
-        found: tuple[int, int] = _native.at_once(unions)
-        return found
-    parts = [part for stretches in unions for part in unpacked(stretches)]
-    starts, ends = sorted(start for start, _ in parts), sorted(end for _, end in parts)
-    overlap_ns = most = busy = done = since = 0
-    for start in starts:
-        while ends[done] <= start:
-            busy -= 1
-            if busy == 1:
-                overlap_ns += ends[done] - since
-            done += 1
-        busy += 1
-        if busy == 2:
-            since = start
-        most = max(most, busy)
-    for end in ends[done:]:
-        busy -= 1
-        if busy == 1:
-            overlap_ns += end - since
-    return overlap_ns, most
-
-
 def sites(spans: Sequence[Span]) -> list[Site]:
     """The sites of the spans, each once, by first sight."""
     found: list[Site] | None = None if _native is None else _native.sites(spans)
@@ -104,142 +79,6 @@ def grouped(spans: Sequence[Span], labels: Mapping[Site, int], count: int) -> tu
             if span.site in add:
                 add[span.site](span)
     return found
-
-
-class Owners(NamedTuple):
-    """Of each span the id of the topmost request at or above it (0: none), in one piece of memory, and the requests."""
-
-    ids: bytes
-    requests: list[Span]
-    topmost: list[Span]
-
-
-def owners(spans: Sequence[Span], kind: str = "request") -> Owners:
-    """To which request each span belongs, or to which span of another kind."""
-    found = None if _native is None else _native.owners(spans, kind)
-    if found is not None:
-        return Owners(*found)
-    requests = [span for span in spans if span.site.kind == kind]
-    ids = {span.span_id for span in requests}
-    above = {span.span_id: span.parent_id for span in spans} if ids else {}
-    known: dict[int, int] = {}
-
-    def owner(span: Span) -> int:
-        if span.root_id in ids:
-            return span.root_id
-        # Walk up to the root, or to a span whose owner is known. Ids of a damaged file may run in a circle.
-        way: dict[int, None] = {}
-        at = span.span_id
-        while at in above and at not in known and at not in way:
-            way[at] = None
-            at = above[at]
-        owner = known.get(at, 0)
-        for span_id in reversed(way):
-            owner = known[span_id] = owner or (span_id if span_id in ids else 0)
-        return owner
-
-    return Owners(
-        array("q", map(owner, spans)).tobytes(), requests, [span for span in requests if owner(span) == span.span_id]
-    )
-
-
-class Group(NamedTuple):
-    """The intervals of a site on one stream under one label, as they lie in the window: how many, the sum of their
-    lengths, the least and the greatest uncertainty of their places, and where they lie."""
-
-    site: Site
-    device: int
-    stream: int
-    label: str
-    intervals: int
-    summed_ns: int
-    least_ns: int
-    most_ns: int
-    stretches: bytes
-
-    @property
-    def timed(self) -> bool:
-        """Whether the label tells how long something took; if not, there are no stretches."""
-        return self.label not in UNTIMED
-
-
-class DeviceTime(NamedTuple):
-    """What spans had of device time, and how many asked for it.
-
-    `calls` are the lengths of the unions of each call's stretches, by site and device. `devices` have the number of
-    timed intervals outside of the window, and the stretches of requests, each after the id of its owner.
-    `unanswered` are spans without timed intervals, by site and the label of their first one, None where they have none.
-    """
-
-    asked: int
-    groups: list[Group]
-    calls: list[tuple[Site, int, bytes]]
-    devices: list[tuple[int, int, bytes]]
-    unanswered: list[tuple[Site, str | None, int]]
-
-
-def device_time(spans: Sequence[Span], owned: bytes, window: Interval) -> DeviceTime:
-    """The device time of spans; `owned` are the ids of their `Owners`."""
-    first, last = window
-    found = None
-    if _native is not None and -FARTHEST_NS < first <= last < FARTHEST_NS:
-        found = _native.device_time(spans, owned, first, last, UNTIMED)
-    if found is None:
-        return _device_time(spans, array("q", owned), first, last)
-    asked, groups, calls, devices, unanswered = found
-    return DeviceTime(asked, [Group(*group) for group in groups], calls, devices, unanswered)
-
-
-def _device_time(spans: Sequence[Span], owned: Sequence[int], first: int, last: int) -> DeviceTime:
-    asked = 0
-    groups: dict[tuple[Site, int, int, str], list[tuple[int, int, int]]] = {}
-    calls: dict[tuple[Site, int], array[int]] = {}
-    outside: dict[int, int] = {}
-    own: dict[int, array[int]] = {}
-    unanswered: dict[tuple[Site, str | None], int] = {}
-    for span, owner in zip(spans, owned, strict=True):
-        site = span.site
-        if not span.device and not site.device:
-            continue
-        asked += 1
-        timed = False
-        call: dict[int, list[Interval]] = {}
-        for one in span.device:
-            is_timed = one.label not in UNTIMED
-            timed |= is_timed
-            outside.setdefault(one.device, 0)
-            start, end = one.start_ns, one.end_ns
-            if start < first or end > last:
-                if start >= last or end <= first:
-                    outside[one.device] += is_timed
-                    continue
-                start, end = max(start, first), min(end, last)
-            groups.setdefault((site, one.device, one.stream, one.label), []).append((start, end, one.uncertainty_ns))
-            if is_timed:
-                call.setdefault(one.device, []).append((start, end))
-        for device, parts in call.items():
-            calls.setdefault((site, device), array("q")).append(length(union(parts)))
-            if owner:
-                of_device = own.setdefault(device, array("q"))
-                for part in parts:
-                    of_device.extend((owner, *part))
-        if not timed:
-            why = site, span.device[0].label if span.device else None
-            unanswered[why] = unanswered.get(why, 0) + 1
-    return DeviceTime(
-        asked,
-        [_group(*key, found) for key, found in groups.items()],
-        [(*key, lengths.tobytes()) for key, lengths in calls.items()],
-        [(device, count, own.get(device, array("q")).tobytes()) for device, count in outside.items()],
-        [(*why, count) for why, count in unanswered.items()],
-    )
-
-
-def _group(site: Site, device: int, stream: int, label: str, found: Sequence[tuple[int, int, int]]) -> Group:
-    uncertain = [uncertain_ns for *_, uncertain_ns in found]
-    summed_ns = 0 if label in UNTIMED else sum(end - start for start, end, _ in found)
-    stretches = b"" if label in UNTIMED else packed((start, end) for start, end, _ in found)
-    return Group(site, device, stream, label, len(found), summed_ns, min(uncertain), max(uncertain), stretches)
 
 
 def innermost(spans: Sequence[Span], window: Interval) -> tuple[int, list[tuple[Span, int, bytes]]]:
@@ -276,25 +115,6 @@ def innermost(spans: Sequence[Span], window: Interval) -> tuple[int, list[tuple[
             part = max(start_ns, first), min(end_ns, last)
             kept.setdefault((span.site, device), (span, []))[1].append(part)
     return outside, [(span, device, packed(its)) for (_, device), (span, its) in kept.items()]
-
-
-def within(owned: bytes, requests: Sequence[Span], busy: bytes) -> list[tuple[int, int, int]]:
-    """Of each request with stretches of its own its place, how long these are within its host interval, as a union, and
-    how much of a device's `busy` time is. `owned` are the stretches of a device after the ids of their owners."""
-    found: list[tuple[int, int, int]] | None = None if _native is None else _native.within(owned, requests, busy)
-    if found is not None:
-        return found
-    numbers = array("q", owned)
-    own: dict[int, list[Interval]] = {}
-    for owner, start, end in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True):
-        own.setdefault(owner, []).append((start, end))
-    timeline = Timeline(unpacked(busy))
-    return [
-        (place, length(union(clip(own[span.span_id], inside))), timeline.within(*inside))
-        for place, span in enumerate(requests)
-        if span.span_id in own
-        for inside in [(span.start_ns, span.end_ns)]
-    ]
 
 
 class Line(NamedTuple):
@@ -387,51 +207,3 @@ class Timeline:
 
     def within(self, start_ns: int, end_ns: int) -> int:
         return self._until(end_ns) - self._until(start_ns)
-
-
-def phases(
-    spans: Sequence[Span], owned: bytes, requests: Sequence[Span], labels: Mapping[Site, int]
-) -> list[dict[int, int]]:
-    """Of each request how much of its wall each phase has, by label, and what none has under 0.
-
-    An instant belongs to the phase that began last of those that ran then; of those that began at once the shorter one
-    began last. `labels` has a number for each site, 0 where its spans are no phase, and none above their count. `owned`
-    are the ids of `Owners`.
-    """
-    found: list[dict[int, int]] | None = None
-    if _native is not None:
-        found = _native.phases(spans, owned, requests, dict(labels))
-    if found is not None:
-        return found
-    parts: dict[int, list[Span]] = {span.span_id: [] for span in requests}
-    for span, owner in zip(spans, array("q", owned), strict=True):
-        if labels[span.site] and owner in parts and span.span_id != owner:
-            parts[owner].append(span)
-    return [_shared_out((span.start_ns, span.end_ns), parts[span.span_id], labels) for span in requests]
-
-
-def _begin(span: Span) -> tuple[int, int, int]:
-    return span.start_ns, -span.end_ns, span.span_id
-
-
-def _shared_out(wall: Interval, parts: Sequence[Span], labels: Mapping[Site, int]) -> dict[int, int]:
-    """How much of the wall each phase has. One sweep over the spans by their begin."""
-    at, last = wall
-    times: dict[int, int] = {}
-    running: list[tuple[int, int]] = []
-    for span in (*sorted(parts, key=_begin), None):
-        start_ns = last if span is None else min(span.start_ns, last)
-        while at < start_ns and running:
-            end_ns, label = running[-1]
-            if end_ns <= at:
-                running.pop()
-                continue
-            until = min(end_ns, start_ns)
-            times[label] = times.get(label, 0) + until - at
-            at = until
-        if at < start_ns:
-            times[0] = times.get(0, 0) + start_ns - at
-            at = start_ns
-        if span is not None:
-            running.append((span.end_ns, labels[span.site]))
-    return times
