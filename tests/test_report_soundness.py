@@ -39,7 +39,7 @@ def written(path: Path, spans: list[tuple[int, int, int]]) -> Path:
 @pytest.mark.parametrize("case", UNSOUND)
 def test_a_file_that_is_not_sound_is_refused_before_any_view(case: str, tmp_path: Path) -> None:
     spans, says = UNSOUND[case]
-    with pytest.raises(TraceError, match=f"cannot report on the trace: .*{says}.*; write or copy it again"):
+    with pytest.raises(TraceError, match=f"cannot read the trace .*{says}.*; "):
         Recording.of_trace(*chrome.read(written(tmp_path / "trace.json", spans)))
 
 

@@ -101,6 +101,7 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
     # Nothing here multiplies matrices, and each thread that OpenBLAS keeps for it takes memory that is bounded.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Before memory is bounded: the system would not load all of a library, and OpenBLAS would end the process.
+    from instrument.chrome import reading  # noqa: F401
     from instrument.report.summary import ON_COLUMNS, prepare
     from instrument.trace import file  # noqa: F401
 
