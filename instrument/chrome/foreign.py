@@ -58,7 +58,7 @@ NAMELESS = "(no name)"
 
 FARTHEST_NS = LIMIT_US * 1000
 AT_ONCE = 10_000
-"""Kernels of which the numbers are objects at a time."""
+"""Rows of which the numbers are objects at a time."""
 
 LONGEST_PLAIN = 4_000
 """Bytes of arguments that are looked at before they are kept: a number of more digits would be none."""
@@ -336,6 +336,8 @@ class Foreign:
         start_ns, end_ns = start_ns[order], end_ns[order]
         parent = _parents(start_ns, end_ns, column(self._line)[order])
         rank = rank_of(order)
+        task_id, site = column(self._task_id)[order], column(self._site)[order].astype(np.int32)
+        self._task_id, self._site, self._line = array("q"), array("q"), array("q")  # which are as large as columns
         self._tell_flops(parent, rank)
         span_id = np.arange(1, 1 + len(order))
         inner = np.flatnonzero(parent != NONE)
@@ -348,12 +350,12 @@ class Foreign:
             parent_id=np.where(parent == NONE, 0, parent + np.int64(1)),
             root_id=tops(parent) + np.int64(1),
             thread_id=column(self._thread_id)[order],
-            task_id=column(self._task_id)[order],
+            task_id=task_id,
             start_ns=start_ns,
             end_ns=end_ns,
             active_ns=total_ns,
             self_ns=total_ns - children_ns,
-            site=column(self._site)[order].astype(np.int32),
+            site=site,
             error=np.full(len(order), NONE, dtype=np.int32),
             clipped=clipped[order],
             device=DeviceIntervals.none(),
@@ -492,13 +494,16 @@ def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s:
     """
     parents = array("i")
     opened: list[list[tuple[int, int]]] = [[] for _ in range(int(line.max(initial=-1)) + 1)]
-    for row, (start, end, its) in enumerate(zip(start_ns.tolist(), end_ns.tolist(), line.tolist(), strict=True)):
-        stack = opened[its]
-        # What it crosses holds nothing from here on that it does not hold itself.
-        while stack and (stack[-1][0] <= start or stack[-1][0] < end):
-            stack.pop()
-        parents.append(stack[-1][1] if stack else NONE)
-        stack.append((end, row))
+    for first in range(0, len(line), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        columns_of_some = (start_ns[some].tolist(), end_ns[some].tolist(), line[some].tolist())
+        for row, (start, end, its) in enumerate(zip(*columns_of_some, strict=True), first):
+            stack = opened[its]
+            # What it crosses holds nothing from here on that it does not hold itself.
+            while stack and (stack[-1][0] <= start or stack[-1][0] < end):
+                stack.pop()
+            parents.append(stack[-1][1] if stack else NONE)
+            stack.append((end, row))
     return np.array(parents, dtype=np.int32)
 
 

@@ -15,7 +15,7 @@ LEAST_BYTES = 500_000_000
 SHARE_OF_DATA = 0.9
 """What part of it the system's limit is for, which does not count libraries and stacks."""
 
-PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 50, 3, 150
+PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 60, 3, 150
 """How many times its size a trace file may need where that is more: a span has 12 to 40 bytes packed, 200 plain and 6
 in a recording, and up to 600 while views are made of it."""
 
