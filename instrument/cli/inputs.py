@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,16 +43,8 @@ def saved_in(path: str) -> Saved:
     """A file of whichever form as a recording. Raises `TraceError`."""
     from instrument import chrome
     from instrument.trace import file
-    from instrument.trace.of_spans import trace_of
 
-    if file.is_recording(path):
-        return file.load(path)
-    trace, make_tally = chrome.read(path)
-    try:
-        columns = trace_of(trace.spans)
-    except ValueError as problem:
-        raise TraceError(f"cannot take the trace {path} as columns: {problem}") from problem
-    return file.Saved(columns, replace(trace, spans=[]), make_tally())
+    return file.load(path) if file.is_recording(path) else chrome.load_columns(path)
 
 
 def merged_of(paths: Sequence[str], clock: str) -> Saved:

@@ -164,14 +164,9 @@ def _recordings(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, An
 def _recording(path: str, beside: str | None) -> Recording:
     from instrument import chrome
     from instrument.report.view import Recording
-    from instrument.trace import file
 
-    if file.is_recording(path):
-        saved = file.load(path)
-        recording, make_tally = Recording.of_saved(saved), saved.counted
-    else:
-        trace, make_tally = chrome.read(path)
-        recording = Recording.of_trace(trace, make_tally)
+    saved = saved_in(path)
+    recording = Recording.of_saved(saved)
     if beside:
-        recording = Recording.of_trace(chrome.join(recording.trace, chrome.read(beside)[0]), make_tally)
+        recording = Recording.of_trace(chrome.join(recording.trace, chrome.read(beside)[0]), saved.counted)
     return recording
