@@ -95,6 +95,13 @@ def test_what_a_damaged_file_says_of_a_communication_breaks_no_view(value: objec
     assert numbers(view(trace))["host"] == (1.0, 1.0, 0.0)
 
 
+def test_sizes_whose_sum_would_be_none_in_64_bits_count_for_nothing() -> None:
+    trace = made((COMM, 1, 0, 1), (COMM, 1, 2, 3), (COMM, 1, 4, 5))
+    for span, moved_bytes in zip(trace.spans, (1 << 62, 1 << 62, 8), strict=True):
+        span.attributes = {"bytes": moved_bytes}
+    assert [one.moved_bytes for one in view(trace).operations] == [8]
+
+
 def test_the_host_does_not_compute_while_the_same_thread_copies_loads_or_communicates() -> None:
     inside = [(Site("h2d", "copy"), 1, 2, 4), (Site("read", "loader"), 1, 5, 6), (COMM, 1, 8, 10)]
     trace = made((F, 1, 0, 20), *inside)

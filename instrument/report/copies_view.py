@@ -17,7 +17,7 @@ from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.table import MISSING, bounded, in_unit, named_table, number, section_title, title
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Int64s, Trace
 from instrument.trace.device_times import device_times
 from instrument.trace.groups import Groups
 
@@ -92,7 +92,7 @@ def copy_uses(trace: Trace) -> list[CopyUse]:
     for place, key in keys.items():
         number_of[place] = numbers[key]
     its = number_of[trace.site[rows]]
-    moved = np.array(list(map(_size, trace.attributes.values("bytes", rows))), dtype=np.int64)
+    moved = sizes(trace, rows)
     host_ns = trace.total_ns[rows]
     device_ns, timed = device_times(trace, rows)
     staged = np.array([_is_staged(*key) for key in numbers], dtype=np.bool_)[its] if numbers else timed
@@ -177,8 +177,15 @@ def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
     )
 
 
+def sizes(trace: Trace, rows: Int64s) -> Int64s:
+    """What calls have moved, in bytes. A scope may carry anything there: what is no size counts for nothing.
+
+    Nor does what is larger than any: the sum of a few such numbers would be none in 64 bits.
+    """
+    return np.array(list(map(_size, trace.attributes.values("bytes", rows))), dtype=np.int64)
+
+
 def _size(moved: object) -> int:
-    """What a copy moved. A scope of this kind may carry anything there: what is no size counts for nothing."""
     is_size = isinstance(moved, int) and not isinstance(moved, bool) and 0 <= moved <= LARGEST_COPY_BYTES
     return int(moved) if is_size else 0  # type: ignore[call-overload]
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from instrument.recording.spans import UNTIMED, Interval, Site
+from instrument.report.copies_view import sizes
 from instrument.report.coverage import Coverage, none_held
 from instrument.report.table import in_unit, named_table, number, section_title, share, tenths, title
 from instrument.report.view import Options, Recording
@@ -40,9 +41,6 @@ KERNELS = ("nccl", "xccl")
 """What the names of kernels that communicate hold, in traces of other profilers."""
 
 HOST, TOGETHER = "host", "together"
-
-MOST_BYTES = 1 << 63
-"""No call moves as many; a damaged file may say so."""
 
 NO_COMMUNICATION = (
     "No communication was recorded: `comm: auto` in the profile records that of torch.distributed; `kind: comm` in a "
@@ -279,7 +277,7 @@ def _operations(trace: Trace, calls: Int64s, options: Options) -> list[Operation
     found: dict[str, list[int]] = {}
     of_sites = distinct(trace.site[calls])
     device_ns, timed = device_times(trace, calls)
-    moved = np.array(list(map(_size, trace.attributes.values("bytes", calls))), dtype=np.int64)
+    moved = sizes(trace, calls)
     groups = Groups(np.searchsorted(of_sites, trace.site[calls]), len(of_sites))
     each = (np.ones_like(calls), moved, trace.total_ns[calls], device_ns, timed)
     columns = [groups.sums(one).tolist() for one in each]
@@ -295,11 +293,6 @@ def _operations(trace: Trace, calls: Int64s, options: Options) -> list[Operation
     if rest:
         uses.append(_operation_use(f"(remaining {len(rest)})", [sum(column) for column in zip(*rest, strict=True)]))
     return uses
-
-
-def _size(moved: object) -> int:
-    is_size = isinstance(moved, int) and not isinstance(moved, bool) and 0 < moved < MOST_BYTES
-    return int(moved) if is_size else 0  # type: ignore[call-overload]
 
 
 def _operation_use(name: str, sums: Sequence[int]) -> OperationUse:
