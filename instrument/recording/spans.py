@@ -181,6 +181,15 @@ FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
 ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
 """Beside them: how many parts came, and the largest and the median of the times between two that came one by one."""
 
+KEY = "instrument.key"
+"""The attribute of a span that names the request which it serves: the same in every process that works for it."""
+
+BATCH_KEYS, BATCH_WEIGHTS = "instrument.batch.keys", "instrument.batch.weights"
+"""The attributes of a span that serves several requests: their keys, and beside them how much of it each one takes."""
+
+KEY_LIMIT, BATCH_LIMIT = 128, 1024
+"""Characters of a key, of a longer one the rest is cut; and keys of a batch, of more the rest is counted."""
+
 BLOCKED_BY = "instrument.blocked_by"
 """The attribute of a stretch for which an event loop was blocked: the name of the span or function that did it."""
 

@@ -3,7 +3,9 @@
 An endpoint is a name of topmost request spans. Every instant of a request's host interval belongs to one part: to the
 phase that began last of those that ran then, on any thread or task of the request, or to none, which is `unknown`. A
 phase within another one so takes its time out of it, of phases side by side the newer one has the instant, and the
-parts add up to the wall to the nanosecond. Of phases that began at once the shorter one began last.
+parts add up to the wall to the nanosecond. Of phases that began at once the shorter one began last. Where rules name
+requests by keys, phases are those of all processes, and batches and the times between them are parts, too
+(`instrument.trace.ledger`).
 
 A phase is a span whose site is declared to be one (`phase:`), or one of kind `phase` by its name; copies to and from a
 device are `copy in` and `copy out` and other copies `copy`, layers are `compute`, loaders `load`, communication is
@@ -19,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.spans import Site
 from instrument.recording.tally import percentiles_of
 from instrument.report.answers import CLASSES, Answers, Streams
 from instrument.report.blocked_loops import BlockedLoops, Blocker, blocked_loops
@@ -43,18 +44,14 @@ from instrument.report.table import (
 )
 from instrument.report.utilisation import EndpointUse, requests_within, utilisation
 from instrument.report.view import UNITS, Options, Recording, SortKey
-from instrument.trace.columns import Int32s, Int64s, Trace
+from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, numbered
-from instrument.trace.owners import owners
-from instrument.trace.turns import turns
+from instrument.trace.joined import Joined, join
+from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger, ledger
 
-QUEUE = "queue"
-COPIES = {"h2d": "copy in", "d2h": "copy out"}
-PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
 IN_ORDER = (
-    QUEUE, "load", "prepare", "copy in", "infer_shape", "prefill", "compute", "comm", "generate", "copy", "copy out",
-    "post",
+    QUEUE, "load", "prepare", "copy in", "infer_shape", "prefill", "compute", "comm", "generate", SHARE, WAITING, STALL,
+    "copy", "copy out", TRANSPORT, "post",
 )  # fmt: skip
 """Phases as they mostly follow each other; others come after them, by their time."""
 
@@ -208,9 +205,9 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     where it is left out. `least_ns` leaves endpoints and phases with less time in all to the row of the rest.
     """
     trace = recording.columns
-    owner = owners(trace, trace.of_kind("request"))
-    whole, cut = requests_within(trace, owner, recording.facts.held)
-    of_requests = _of_requests(trace, owner, whole)
+    joined = recording.once(joined_requests)
+    whole, cut = requests_within(trace, joined.owner, recording.facts.held)
+    of_requests = _of_requests(recording, whole)
     walls = trace.total_ns[whole]
     wall_ns = sum(walls.tolist())
     longest = np.lexsort((trace.start_ns[whole], -walls))[: options.rows or SLOWEST].tolist()
@@ -247,19 +244,6 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 # From spans to times.
 
 
-def _phase_of(site: Site) -> str | None:
-    facts = dict(site.attributes)
-    declared = facts.get("phase")
-    if isinstance(declared, str) and declared:
-        return declared
-    if site.kind == "copy":
-        direction = facts.get("direction")
-        return COPIES.get(direction, "copy") if isinstance(direction, str) else "copy"
-    if site.kind == "phase" or site.name == QUEUE:
-        return site.name
-    return PHASE_OF_KIND.get(site.kind)
-
-
 class _Request(NamedTuple):
     """A request by its row, the time of each phase that has any of its wall, and the time that none has."""
 
@@ -268,33 +252,24 @@ class _Request(NamedTuple):
     unknown_ns: int
 
 
-def _of_requests(trace: Trace, owner: Int32s, whole: Int64s) -> list[_Request]:
+def joined_requests(recording: Recording) -> Joined:
+    """The requests of a recording, joined by their keys."""
+    return join(recording.columns)
+
+
+def request_ledger(recording: Recording) -> Ledger:
+    """What each of them was spent on."""
+    return ledger(recording.columns, recording.once(joined_requests))
+
+
+def _of_requests(recording: Recording, whole: Int64s) -> list[_Request]:
     """What each of the whole requests spent its wall on, in their order."""
-    numbers: dict[str, int] = {}
-    labels = map(_phase_of, trace.sites)
-    label_of = np.array([*(NONE if one is None else numbers.setdefault(one, len(numbers)) for one in labels), NONE])
-    place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
-    place_of[whole] = np.arange(len(whole))
-    places = place_of[owner]  # of one without an owner the last, which is none
-    rows = np.flatnonzero((places != NONE) & (label_of[trace.site] != NONE) & (owner != np.arange(len(trace))))
-    places, request = places[rows], whole[places[rows]]
-    ranks = np.empty(len(rows), dtype=np.int64)
-    ranks[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows]))] = np.arange(len(rows))
-    starts = np.maximum(trace.start_ns[rows], trace.start_ns[request])
-    ends = np.minimum(trace.end_ns[rows], trace.end_ns[request])
-    taken, lengths_ns = turns(places, starts, ends, ranks)
-    phase_of_turn, request_of_turn = label_of[trace.site[rows[taken]]], places[taken]
-    parts, firsts = numbered(request_of_turn, phase_of_turn)
-    sums = Groups(parts, len(firsts)).sums(lengths_ns).tolist()
-    names, times = list(numbers), list[dict[str, int]]({} for _ in whole)
-    for place, phase, time_ns in zip(
-        request_of_turn[firsts].tolist(), phase_of_turn[firsts].tolist(), sums, strict=True
-    ):
-        times[place][names[phase]] = time_ns
-    return [
-        _Request(row, its, wall_ns - sum(its.values()))
-        for row, its, wall_ns in zip(whole.tolist(), times, trace.total_ns[whole].tolist(), strict=True)
-    ]
+    joined, times = recording.once(joined_requests), recording.once(request_ledger).times
+    found = []
+    for row, place in zip(whole.tolist(), joined.of[whole].tolist(), strict=True):
+        phases = {name: time_ns for name, time_ns in times[place].items() if name != UNKNOWN}
+        found.append(_Request(row, phases, times[place].get(UNKNOWN, 0)))
+    return found
 
 
 @dataclass(slots=True)

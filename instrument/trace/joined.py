@@ -1,0 +1,183 @@
+"""Keys: which request each span serves, across threads, tasks and processes, by what rules read of calls.
+
+A request is known by the keys that spans of its tree bear. A span elsewhere that bears a key, and what lies below it,
+is of the request of that key which began last before it: keys may come again. A request that bears the key of one that
+it lies within is a part of that one, as where an engine's process has request spans of its own. A batch is of several
+requests, and of none as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY
+from instrument.trace.columns import Int32s, Int64s, Trace
+from instrument.trace.forest import NONE, nearest
+from instrument.trace.owners import owners
+
+THOUSANDTHS = 1000
+"""What weights are counted in."""
+
+HEAVIEST = 1 << 31
+"""No weight is more than this."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """Batches and the requests in them, a row for each pair; those of a batch lie together, in its order.
+
+    `request` is the place of the request, `NONE` of a key that no request is known by; `weight` is in thousandths.
+    """
+
+    batch: Int64s
+    request: Int64s
+    weight: Int64s
+    key: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The requests of a trace, by their rows in the order of their begins, and what serves them.
+
+    `of` is, of each row of the trace, the place of its request among them, `NONE` without one; of a batch it is that of
+    the request around it, if there is one. `keys` are, by place, those that a request is known by.
+    """
+
+    rows: Int64s
+    of: Int64s
+    keys: Mapping[int, tuple[str, ...]]
+    served: Served
+    unbound: int
+    """Spans with a key that no request is known by."""
+
+    @cached_property
+    def owner(self) -> Int32s:
+        """Of each row of the trace the row of its request, `NONE` without one."""
+        if not len(self.rows):
+            return np.full(len(self.of), NONE, dtype=np.int32)
+        return np.where(self.of == NONE, NONE, self.rows[self.of]).astype(np.int32)
+
+
+def join(trace: Trace) -> Joined:
+    """The requests of the trace, with what serves them anywhere in it."""
+    owner = owners(trace, trace.of_kind("request"))
+    keyed = trace.attributes.having(KEY)
+    told = trace.attributes.values(KEY, keyed)
+    is_text = np.array([isinstance(one, str) and bool(one) for one in told], dtype=np.bool_)
+    keyed, texts = keyed[is_text], [one for one in told if isinstance(one, str) and one]
+    numbers: dict[str, int] = {}
+    key_of = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
+    bound = _Bound(trace, key_of[owner[keyed] != NONE], owner[keyed][owner[keyed] != NONE].astype(np.int64))
+    is_part = np.zeros(len(trace), dtype=np.bool_)
+    is_part[bound.parts] = True
+    rows = np.flatnonzero((owner == np.arange(len(trace))) & ~is_part)
+    rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+    place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last is that of no row
+    place_of[rows] = np.arange(len(rows))
+    whole = np.arange(len(trace) + 1)
+    whole[bound.parts] = bound.wholes
+    of = place_of[whole[owner]]
+    apart = np.flatnonzero(owner[keyed] == NONE)
+    requests = place_of[bound.at(key_of[apart], trace.start_ns[keyed[apart]])]
+    of_key = np.full(len(trace) + 1, NONE, dtype=np.int64)
+    of_key[keyed[apart]] = requests
+    is_known = np.zeros(len(trace), dtype=np.bool_)
+    is_known[keyed[apart[requests != NONE]]] = True
+    if is_known.any():
+        of = np.where(of == NONE, of_key[nearest(trace.parent, is_known)], of)
+    names = list(numbers)
+    keys: dict[int, list[str]] = {}
+    for place, key in zip(of[keyed].tolist(), key_of.tolist(), strict=True):
+        if place != NONE and names[key] not in keys.setdefault(place, []):
+            keys[place].append(names[key])
+    return Joined(
+        rows=rows,
+        of=of,
+        keys={place: tuple(its) for place, its in keys.items()},
+        served=_served(trace, numbers, bound, place_of),
+        unbound=int((requests == NONE).sum()),
+    )
+
+
+class _Bound:
+    """Which request each key names at a time: rows of requests by key and begin."""
+
+    def __init__(self, trace: Trace, keys: Int64s, requests: Int64s) -> None:
+        pairs = np.unique(np.stack([keys, requests]), axis=1) if len(keys) else np.zeros((2, 0), dtype=np.int64)
+        keys, requests = pairs
+        starts, ends = trace.start_ns[requests], trace.end_ns[requests]
+        order = np.lexsort((requests, -ends, starts, keys))
+        keys, requests, starts, ends = keys[order], requests[order], starts[order], ends[order]
+        reach, wholes = ends.copy(), requests.copy()
+        parts: dict[int, int] = {}
+        for place in range(1, len(keys)):  # of requests with keys, a few steps for each
+            if keys[place] == keys[place - 1] and ends[place] <= reach[place - 1]:
+                reach[place], wholes[place] = reach[place - 1], wholes[place - 1]
+                if wholes[place] != requests[place]:
+                    parts.setdefault(int(requests[place]), int(wholes[place]))
+        # One that is a part by one key may be whole by another: what is whole of it stands.
+        self.parts = np.array(list(parts), dtype=np.int64)
+        self.wholes = np.array([_top(parts, one) for one in parts], dtype=np.int64)
+        self._keys, self._starts = keys, starts
+        self._requests = np.array([_top(parts, one) for one in requests.tolist()], dtype=np.int64)
+
+    def at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
+        """The row of the request that each key names at a time, -1 for none: an index of what says so."""
+        if not len(self._keys):
+            return np.full(len(keys), NONE, dtype=np.int64)
+        both = np.concatenate([self._keys, keys])
+        order = np.lexsort((np.arange(len(both)), np.concatenate([self._starts, times_ns]), both))
+        is_bound = order < len(self._keys)
+        last = np.maximum.accumulate(np.where(is_bound, np.arange(len(order)), -1))
+        found = np.full(len(both), NONE, dtype=np.int64)
+        known = last >= 0
+        before = order[last[known]]
+        fits = self._keys[before] == both[order[known]]
+        found[order[known]] = np.where(fits, self._requests[before], NONE)
+        return found[len(self._keys) :]
+
+
+def _top(parts: Mapping[int, int], request: int) -> int:
+    """The request that one is a part of in the end. Keys may disagree, but nothing is within itself."""
+    seen = {request}
+    while (above := parts.get(request)) is not None and above not in seen:
+        seen.add(request := above)
+    return request
+
+
+def _served(trace: Trace, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
+    rows = trace.attributes.having(BATCH_KEYS)
+    of_rows = [_texts(one) for one in trace.attributes.values(BATCH_KEYS, rows)]
+    sizes = np.array([len(its) for its in of_rows], dtype=np.int64)
+    weights = [
+        _weights(told, len(its))
+        for told, its in zip(trace.attributes.values(BATCH_WEIGHTS, rows), of_rows, strict=True)
+    ]
+    keys = tuple(chain.from_iterable(of_rows))
+    batch = np.repeat(rows, sizes)
+    key_of = np.array([numbers.get(key, NONE) for key in keys], dtype=np.int64)
+    request = place_of[bound.at(key_of, trace.start_ns[batch])]
+    flat = np.fromiter(chain.from_iterable(weights), np.int64, len(keys))
+    return Served(batch, request, flat, keys)
+
+
+def _texts(told: Any) -> Sequence[str]:
+    found = told if isinstance(told, (list, tuple)) else ()
+    return [one for one in found[:BATCH_LIMIT] if isinstance(one, str)]
+
+
+def _weights(told: Any, count: int) -> Sequence[int]:
+    """Of each key its weight in thousandths; all alike where they are not told, or there is none for each, or all 0."""
+    alike = [THOUSANDTHS] * count
+    if not isinstance(told, (list, tuple)) or len(told) != count:
+        return alike
+    found = [
+        round(min(one, HEAVIEST) * THOUSANDTHS) if isinstance(one, (int, float)) and one > 0 else 0 for one in told
+    ]
+    return found if any(found) else alike

@@ -1,0 +1,278 @@
+"""The ledger: what the wall of each request was spent on, part by part, to the nanosecond.
+
+Every instant of a request belongs to one part, that which began last of those that went on then: a phase of its own
+work, in whatever process, a batch that served it, or one of the times between these.
+
+- `queue`: up to its first batch, from when the last of its own work before that began or ended.
+- `stall`: from a batch to its next one.
+- `transport`: from the last that was done for it on a thread to the first that another thread of another kind of work
+  did for it: from a batch to its own work, and from its own work to that of whoever accepts it before the first batch.
+- `unknown`: none of all.
+
+An instant in a batch is the request's own share of it, as far as that goes, or waiting for the others in it. A
+batch's time is given out by weight, exactly once: of `length` ns and weights w the first k get
+`length * sum(w[:k]) // sum(w)` together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.spans import Site
+from instrument.trace.columns import Int64s, Trace
+from instrument.trace.forest import NONE
+from instrument.trace.groups import Groups, numbered
+from instrument.trace.joined import Joined, Served
+from instrument.trace.turns import turns
+
+QUEUE, STALL, TRANSPORT, UNKNOWN = "queue", "stall", "transport", "unknown"
+SHARE, WAITING = "share of batches", "waiting in batches"
+
+COPIES = {"h2d": "copy in", "d2h": "copy out"}
+PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
+
+
+def phase_of(site: Site) -> str | None:
+    """The phase of a request's work that spans of the site are, None of one that is no phase."""
+    facts = dict(site.attributes)
+    declared = facts.get("phase")
+    if isinstance(declared, str) and declared:
+        return declared
+    if site.kind == "copy":
+        direction = facts.get("direction")
+        return COPIES.get(direction, "copy") if isinstance(direction, str) else "copy"
+    if site.kind == "phase" or site.name == QUEUE:
+        return site.name
+    return PHASE_OF_KIND.get(site.kind)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What requests were spent on: `times[place][part]`, which add up to the walls; only parts with any time.
+
+    `given_ns` is, of each pair of a batch and a request in it, how much of the batch that request is given; over those
+    of a batch it adds up to its length.
+    """
+
+    times: tuple[Mapping[str, int], ...]
+    given_ns: Int64s
+
+
+def given_ns(served: Served, trace: Trace) -> Int64s:
+    """Of each pair of a batch and a request how much of the batch's time is that request's."""
+    lengths = trace.total_ns[served.batch]
+    if not len(lengths):
+        return np.zeros(0, dtype=np.int64)
+    is_first = np.concatenate([[True], served.batch[1:] != served.batch[:-1]])
+    number, firsts = np.cumsum(is_first) - 1, np.flatnonzero(is_first)
+    sums = np.add.reduceat(served.weight, firsts)[number]
+    until = np.cumsum(served.weight)
+    until -= (until - served.weight)[firsts][number]
+    weights: NDArray[np.int64] = np.stack([until, until - served.weight])
+    if int(lengths.max()) * int(sums.max()) < 1 << 62:
+        upto = lengths * weights // sums
+    else:
+        upto = (lengths.astype(object) * weights.astype(object) // sums.astype(object)).astype(np.int64)
+    return np.asarray(upto[0] - upto[1])
+
+
+def ledger(trace: Trace, joined: Joined) -> Ledger:
+    """What each request was spent on."""
+    given = given_ns(joined.served, trace)
+    work = _work(trace, joined)
+    batches = _batches(trace, joined)
+    between = _between(trace, joined, work, batches)
+    names: dict[str, int] = {QUEUE: 0, STALL: 1, TRANSPORT: 2, SHARE: 3}
+    part_of_site = np.array(
+        [NONE if one is None else names.setdefault(one, len(names)) for one in map(phase_of, trace.sites)] or [NONE],
+        dtype=np.int64,
+    )
+    request = np.concatenate([between.request, work.request, batches.request])
+    starts = np.concatenate([between.start_ns, work.start_ns, batches.start_ns])
+    ends = np.concatenate([between.end_ns, work.end_ns, batches.end_ns])
+    in_batch = np.full(len(batches.row), names[SHARE])
+    part = np.concatenate([between.row, part_of_site[trace.site[work.row]], in_batch])
+    pair = np.concatenate([np.full(len(between.row) + len(work.row), NONE), batches.pair])
+    # By when spans began, also before the request; what begins and ends with a time between spans comes after it.
+    spans = np.concatenate([work.row, batches.row])
+    begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
+    finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])
+    by_id = np.concatenate([np.zeros(len(between.row), dtype=np.int64), trace.span_id[spans]])
+    is_span = np.arange(len(starts)) >= len(between.row)
+    order = np.lexsort((np.arange(len(starts)), by_id, is_span, -finishes, begins))
+    ranks = np.empty(len(starts), dtype=np.int64)
+    ranks[order] = np.arange(len(order))
+    taken, lengths = turns(request, starts, ends, ranks)
+    times: list[dict[str, int]] = [{} for _ in joined.rows]
+    _add_batches(times, joined, given, pair[taken], lengths)
+    own = np.flatnonzero(pair[taken] == NONE)
+    groups, firsts = numbered(request[taken[own]], part[taken[own]])
+    sums = Groups(groups, len(firsts)).sums(lengths[own]).tolist()
+    by_number = list(names)
+    for place, number, time_ns in zip(
+        request[taken[own[firsts]]].tolist(), part[taken[own[firsts]]].tolist(), sums, strict=True
+    ):
+        times[place][by_number[number]] = times[place].get(by_number[number], 0) + time_ns
+    for its, wall_ns in zip(times, trace.total_ns[joined.rows].tolist(), strict=True):
+        left = wall_ns - sum(its.values())
+        if left:
+            its[UNKNOWN] = left
+    return Ledger(tuple(times), given)
+
+
+def _add_batches(times: list[dict[str, int]], joined: Joined, given: Int64s, pairs: Int64s, lengths: Int64s) -> None:
+    """Turns in batches, as shares of them and waiting for the others."""
+    within = np.flatnonzero(pairs != NONE)
+    groups, firsts = numbered(pairs[within])
+    spent = Groups(groups, len(firsts)).sums(lengths[within])
+    its = pairs[within[firsts]]
+    shares = np.minimum(spent, given[its])
+    for place, share_ns, waiting_ns in zip(
+        joined.served.request[its].tolist(), shares.tolist(), (spent - shares).tolist(), strict=True
+    ):
+        for name, time_ns in ((SHARE, share_ns), (WAITING, waiting_ns)):
+            if time_ns:
+                times[place][name] = times[place].get(name, 0) + time_ns
+
+
+_Part = tuple[Int64s, Int64s, Int64s, int]
+
+
+class _Stretches(NamedTuple):
+    """Intervals of requests, clipped to these: spans by their `row`, or times between them by what they are."""
+
+    request: Int64s
+    row: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+    pair: Int64s
+
+
+def _clipped(trace: Trace, joined: Joined, request: Int64s, row: Int64s, pair: Int64s) -> _Stretches:
+    around = joined.rows[request]
+    starts, ends = np.clip((trace.start_ns[row], trace.end_ns[row]), trace.start_ns[around], trace.end_ns[around])
+    return _Stretches(request, row, starts, ends, pair)
+
+
+def _work(trace: Trace, joined: Joined) -> _Stretches:
+    """The phases of each request's own work, in whatever process."""
+    is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])[trace.site]
+    is_phase[joined.rows] = False
+    rows = np.flatnonzero(is_phase & (joined.of != NONE))
+    rows = rows[~np.isin(rows, joined.served.batch)]
+    return _clipped(trace, joined, joined.of[rows], rows, np.full(len(rows), NONE))
+
+
+def _batches(trace: Trace, joined: Joined) -> _Stretches:
+    """The batches of each request, in their order."""
+    pairs = np.flatnonzero(joined.served.request != NONE)
+    its = _clipped(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
+    order = np.lexsort((its.end_ns, its.start_ns, its.request))
+    order = order[(its.start_ns < its.end_ns)[order]]
+    return _Stretches(*(column[order] for column in its))
+
+
+def _between(trace: Trace, joined: Joined, work: _Stretches, batches: _Stretches) -> _Stretches:
+    """What lies between the batches of each request, and before the first: `row` is 0 queue, 1 stall, 2 transport."""
+    if not len(batches.request):
+        nothing = np.zeros(0, dtype=np.int64)
+        return _Stretches(nothing, nothing, nothing, nothing, nothing)
+    is_first = np.concatenate([[True], batches.request[1:] != batches.request[:-1]])
+    # A pipeline's batches overlap: the time between two begins when all up to then have ended.
+    reach = _running_most(batches.end_ns, np.cumsum(is_first) - 1)
+    firsts = np.flatnonzero(is_first)
+    parts = [_queued(trace, joined, work, batches, firsts)]
+    later = np.flatnonzero(~is_first)
+    parts.append((batches.request[later], reach[later - 1], batches.start_ns[later], 1))
+    parts += _handed_over(trace, joined, work, batches, firsts, reach)
+    request, starts, ends = (np.concatenate([part[column] for part in parts]) for column in range(3))
+    what = np.concatenate([np.full(len(part[0]), part[3]) for part in parts])
+    filled = starts < ends
+    return _Stretches(request[filled], what[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
+
+
+def _running_most(numbers: Int64s, groups: Int64s) -> Int64s:
+    """Of each number the most up to it within its group, whose rows lie together."""
+    if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
+        values, places = np.unique(numbers, return_inverse=True)
+        return values[_running_most(places.astype(np.int64), groups)]
+    base = groups * (int(numbers.max()) + 1)
+    return np.asarray(np.maximum.accumulate(numbers + base) - base)
+
+
+def _queued(trace: Trace, joined: Joined, work: _Stretches, batches: _Stretches, firsts: Int64s) -> _Part:
+    """From the last begin or end of a request's own work before its first batch. What goes on then waits for it."""
+    whose = np.concatenate([work.request, work.request])
+    edges = np.concatenate([work.start_ns, work.end_ns])
+    order = np.lexsort((edges, whose))
+    whose, edges = whose[order], edges[order]
+    requests, upto = batches.request[firsts], batches.start_ns[firsts]
+    last = _last_before(whose, edges, requests, upto)
+    begins = trace.start_ns[joined.rows[requests]]
+    return requests, np.where(last == NONE, begins, edges[last] if len(edges) else begins), upto, 0
+
+
+def _handed_over(
+    trace: Trace, joined: Joined, work: _Stretches, batches: _Stretches, firsts: Int64s, reach: Int64s
+) -> list[_Part]:
+    """Transport: between a request's own threads and those of its batches, where work of its own tells when."""
+    threads = np.unique(trace.thread_id[batches.row])
+    elsewhere = ~np.isin(trace.thread_id[work.row], threads)
+    order = np.lexsort((work.start_ns, work.request))
+    its = _Stretches(*(column[order[elsewhere[order]]] for column in work))
+    found: list[_Part] = []
+    # Back: from all batches up to one to the next of its own work, where no batch of it comes before that.
+    after = _next_after(its.request, its.start_ns, batches.request, reach)
+    next_batch = np.append(batches.start_ns[1:], 0)
+    last = np.append(batches.request[1:] != batches.request[:-1], [True])
+    known = np.flatnonzero(after != NONE)
+    starts = its.start_ns[after[known]]
+    known = known[last[known] | (starts <= next_batch[known])]
+    found.append((batches.request[known], reach[known], its.start_ns[after[known]], 2))
+    # There: from its own work to what the thread of its batches, or one beside it, did first for it.
+    accepting = np.lexsort((work.start_ns, work.request))
+    accepting = accepting[~elsewhere[accepting]]
+    accepted = _Stretches(*(column[accepting] for column in work))
+    begins = trace.start_ns[joined.rows[batches.request[firsts]]]
+    first = _next_after(accepted.request, accepted.start_ns, batches.request[firsts], begins)
+    before = np.flatnonzero(first != NONE)
+    before = before[accepted.start_ns[first[before]] < batches.start_ns[firsts[before]]]
+    arrived = accepted.start_ns[first[before]]
+    requests = batches.request[firsts[before]]
+    ends = np.lexsort((its.end_ns, its.request))
+    left = _last_before(its.request[ends], its.end_ns[ends], requests, arrived)
+    sent = np.flatnonzero(left != NONE)
+    found.append((requests[sent], its.end_ns[ends][left[sent]], arrived[sent], 2))
+    return found
+
+
+def _next_after(groups: Int64s, times: Int64s, asked: Int64s, at: Int64s) -> Int64s:
+    """The place of the first time of each asked group that is not before one, -1 for none. Times lie in order."""
+    both = np.concatenate([asked, groups])
+    order = np.lexsort((np.arange(len(both)), np.concatenate([at, times]), both))[::-1]
+    return _last_seen(order, len(asked), both)
+
+
+def _last_before(groups: Int64s, times: Int64s, asked: Int64s, at: Int64s) -> Int64s:
+    """The place of the last time of each asked group that is not after one, -1 for none. Times lie in order."""
+    both = np.concatenate([asked, groups])
+    is_asked = np.arange(len(both)) < len(asked)
+    order = np.lexsort((is_asked, np.concatenate([at, times]), both))
+    return _last_seen(order, len(asked), both)
+
+
+def _last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
+    """Of each of the first `count` the last of the others before it in an order, where that is of its group."""
+    is_told = order >= count
+    last = np.maximum.accumulate(np.where(is_told, np.arange(len(order)), NONE))
+    found = np.full(count, NONE, dtype=np.int64)
+    wanted = np.flatnonzero(~is_told & (last != NONE))
+    before = order[last[wanted]]
+    fits = groups[before] == groups[order[wanted]]
+    found[order[wanted]] = np.where(fits, before - count, NONE)
+    return found

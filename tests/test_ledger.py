@@ -1,0 +1,326 @@
+"""Keys, batches and the ledger: who is served by what, and every nanosecond of a request given out exactly once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, Site, Span
+from instrument.trace.columns import Trace
+from instrument.trace.joined import Joined, join
+from instrument.trace.ledger import ledger
+from instrument.trace.of_spans import trace_of
+
+CHAT = Site("POST /chat", "request")
+WORKER = Site("worker.handle", "request")
+TOKENISE, DETOKENISE, WAIT = Site("tokenise", "phase"), Site("detokenise", "phase"), Site("generate", "phase")
+ACCEPT = Site("accept", "phase")
+STEP = Site("engine.step", "step")
+API, ENGINE = 1, 2
+
+
+def made(
+    span_id: int,
+    site: Site,
+    start: int,
+    end: int,
+    parent: int = 0,
+    thread: int = API,
+    key: str = "",
+    batch: list[str] | None = None,
+    weights: list[float] | None = None,
+) -> Span:
+    attributes: dict[str, object] = {}
+    if key:
+        attributes[KEY] = key
+    if batch is not None:
+        attributes[BATCH_KEYS] = batch
+    if weights is not None:
+        attributes[BATCH_WEIGHTS] = weights
+    span = Span(site, span_id, parent, parent or span_id, thread, 0, start, end, end - start, 0)
+    span.attributes = attributes  # type: ignore[assignment]
+    return span
+
+
+def engine() -> list[Span]:
+    """Two requests in an API process, served by the steps of an engine in another one."""
+    return [
+        made(1, CHAT, 0, 1000, key="a"),
+        made(2, TOKENISE, 10, 60, 1),
+        made(3, WAIT, 60, 950, 1, key="a"),
+        made(4, DETOKENISE, 900, 950, 3),
+        made(5, CHAT, 100, 700, key="b"),
+        made(6, TOKENISE, 110, 130, 5),
+        made(10, ACCEPT, 80, 90, thread=ENGINE, key="a"),
+        made(11, STEP, 100, 200, thread=ENGINE, batch=["a"]),
+        made(12, STEP, 210, 310, thread=ENGINE, batch=["a", "b"], weights=[3, 1]),
+        made(13, STEP, 320, 420, thread=ENGINE, batch=["b"]),
+        made(14, STEP, 430, 531, thread=ENGINE, batch=["a", "b"]),
+        made(15, STEP, 600, 800, thread=ENGINE, batch=["nobody", "a"]),
+    ]
+
+
+def times_of(spans: list[Span]) -> dict[int, dict[str, int]]:
+    """By the id of each request its ledger."""
+    trace = trace_of(spans)
+    joined = join(trace)
+    ids = trace.span_id[joined.rows].tolist()
+    return dict(zip(ids, map(dict, ledger(trace, joined).times), strict=True))
+
+
+def test_the_ledger_of_two_requests_that_an_engine_serves_in_batches() -> None:
+    # Accepted 20 ns after it was handed over. Between its steps the engine ran those of others, or rested.
+    assert times_of(engine()) == {
+        1: {
+            "unknown": 10 + 50,
+            "tokenise": 50,
+            "transport": 20 + 100,
+            "accept": 10,
+            "queue": 10,
+            "share of batches": 100 + 75 + 50 + 100,
+            "waiting in batches": 25 + 51 + 100,
+            "stall": 10 + 120 + 69,
+            "detokenise": 50,
+        },
+        5: {
+            "unknown": 10 + 169,
+            "tokenise": 20,
+            "queue": 80,
+            "share of batches": 25 + 100 + 51,
+            "waiting in batches": 75 + 50,
+            "stall": 10 + 10,
+        },
+    }
+
+
+def test_a_batch_is_given_out_once_by_the_weights_of_its_requests() -> None:
+    trace = trace_of(engine())
+    joined = join(trace)
+    given_out = Counter[int]()
+    for row, time_ns in zip(joined.served.batch.tolist(), ledger(trace, joined).given_ns.tolist(), strict=True):
+        given_out[row] += time_ns
+    assert given_out == {row: int(trace.total_ns[row]) for row in trace.attributes.having(BATCH_KEYS).tolist()}
+
+
+def test_who_comes_again_under_its_key_is_another_request() -> None:
+    spans = [
+        made(1, CHAT, 0, 100, key="a"),
+        made(2, CHAT, 200, 300, key="a"),
+        made(3, STEP, 50, 60, thread=ENGINE, batch=["a"]),
+        made(4, STEP, 150, 160, thread=ENGINE, batch=["a"]),
+        made(5, STEP, 250, 270, thread=ENGINE, batch=["a"]),
+        made(6, ACCEPT, 190, 195, thread=ENGINE, key="a"),
+        made(7, ACCEPT, 205, 206, thread=ENGINE, key="a"),
+        made(8, STEP, 206, 207, 7, thread=ENGINE),
+        made(9, ACCEPT, 10, 11, thread=ENGINE, key="nobody"),
+    ]
+    joined = join(trace_of(spans))
+    assert joined.served.request.tolist() == [0, 0, 1]  # the second step came when the first request had gone
+    assert joined.of.tolist() == [0, 1, -1, -1, -1, 0, 1, 1, -1]
+    assert (joined.keys, joined.unbound) == ({0: ("a",), 1: ("a",)}, 1)
+
+
+def test_a_request_of_another_process_within_that_of_its_key_is_a_part_of_it() -> None:
+    spans = [
+        made(1, CHAT, 0, 100, key="a"),
+        made(2, WORKER, 20, 80, thread=ENGINE, key="a"),
+        made(3, TOKENISE, 30, 40, 2, thread=ENGINE),
+        made(4, WORKER, 90, 120, thread=ENGINE, key="a"),
+    ]
+    joined = join(trace_of(spans))
+    assert joined.rows.tolist() == [0, 3]
+    assert joined.of.tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {KEY: 5},
+        {KEY: ""},
+        {BATCH_KEYS: "abc"},
+        {BATCH_KEYS: [1, None, "a"], BATCH_WEIGHTS: ["x"]},
+        {BATCH_KEYS: ["a"], BATCH_WEIGHTS: [float("inf")]},
+        {BATCH_KEYS: ["a", "b"], BATCH_WEIGHTS: [float("nan"), -1]},
+        {BATCH_KEYS: ["a"] * 5000},
+        {BATCH_KEYS: []},
+    ],
+)
+def test_what_is_no_key_and_no_batch_harms_nothing(attributes: dict[str, object]) -> None:
+    spans = [made(1, CHAT, 0, 100, key="a"), made(2, STEP, 10, 50)]
+    spans[1].attributes = attributes  # type: ignore[assignment]
+    trace = trace_of(spans)
+    joined = join(trace)
+    found = ledger(trace, joined)
+    assert sum(found.times[0].values()) == 100
+    assert int(found.given_ns.sum()) in (0, 40)
+
+
+# Random engines against a reference, ns by ns.
+
+
+def schedule(seed: int) -> list[Span]:
+    """Requests whose keys may come again, and an engine that serves them in batches: late, never, or for too long."""
+    rng = random.Random(seed)
+    spans: list[Span] = []
+
+    def add(site: Site, start: int, end: int, **more: object) -> Span:
+        spans.append(made(len(spans) + 1, site, start, end, **more))  # type: ignore[arg-type]
+        return spans[-1]
+
+    keys = [f"r{number}" for number in range(rng.randint(1, 4))]
+    for _ in range(rng.randint(1, 5)):
+        start, key = rng.randrange(100), rng.choice(keys)
+        request = add(CHAT, start, start + rng.randrange(120), key=key, thread=rng.choice([API, 3]))
+        for _ in range(rng.randrange(4)):
+            begin = rng.randrange(start, request.end_ns + 1)
+            add(
+                rng.choice([TOKENISE, WAIT, DETOKENISE]),
+                begin,
+                begin + rng.randrange(60),
+                parent=request.span_id,
+                thread=rng.choice([request.thread_id, ENGINE]),
+            )
+    for _ in range(rng.randrange(4)):
+        begin = rng.randrange(150)
+        add(ACCEPT, begin, begin + rng.randrange(20), thread=rng.choice([ENGINE, 4]), key=rng.choice([*keys, "x"]))
+    at = rng.randrange(60)
+    for _ in range(rng.randrange(8)):
+        length = rng.randrange(30)
+        batch = rng.sample([*keys, "nobody"], rng.randint(1, len(keys)))
+        weights = [rng.choice([0, 1, 2.5, 7]) for _ in batch] if rng.random() < 0.5 else None
+        add(STEP, at, at + length, thread=ENGINE, batch=batch, weights=weights)
+        at += length + rng.choice([-5, 0, 0, 3, 10])
+        at = max(at, 0)
+    rng.shuffle(spans)
+    return spans
+
+
+def reference(trace: Trace, joined: Joined, place: int) -> Counter[str]:
+    """What the request was spent on, by looking at each ns of it."""
+    row = int(joined.rows[place])
+    begin, end = int(trace.start_ns[row]), int(trace.end_ns[row])
+
+    def clipped(at: int) -> tuple[int, int]:
+        return min(max(int(trace.start_ns[at]), begin), end), max(begin, min(int(trace.end_ns[at]), end))
+
+    served = joined.served
+    batches = sorted(
+        (*clipped(int(served.batch[pair])), pair) for pair in np.flatnonzero(served.request == place).tolist()
+    )
+    batches = [one for one in batches if one[0] < one[1]]
+    work = [
+        (*clipped(at), at)
+        for at in np.flatnonzero(joined.of == place).tolist()
+        if trace.sites[trace.site[at]].kind == "phase"
+    ]
+    # (begin, -end, whether it is a span, id, what it is, and where it is within the request)
+    going: list[tuple[int, int, bool, int, str, int, int]] = []
+    for start, finish, at, name in [(*one, trace.sites[trace.site[one[2]]].name) for one in work] + [
+        (start, finish, int(served.batch[pair]), f"batch {pair}") for start, finish, pair in batches
+    ]:
+        began, ended = int(trace.start_ns[at]), int(trace.end_ns[at])
+        going.append((began, -ended, True, int(trace.span_id[at]), name, start, finish))
+
+    def between(start: int, finish: int, number: int, name: str) -> None:
+        going.append((start, -finish, False, number, name, start, finish))
+
+    if batches:
+        first = batches[0][0]
+        edges = [edge for start, finish, _ in work for edge in (start, finish) if edge <= first]
+        between(max(edges, default=begin), first, 0, "queue")
+        reach = list(accumulate((finish for _, finish, _ in batches), max))
+        threads = {int(trace.thread_id[served.batch[pair]]) for _, _, pair in batches_of_all(trace, joined)}
+        elsewhere = [one for one in work if int(trace.thread_id[one[2]]) not in threads]
+        beside = [one for one in work if int(trace.thread_id[one[2]]) in threads]
+        for number, ((_, _, _), (start, _, _)) in enumerate(pairwise(batches)):
+            between(reach[number], start, 1, "stall")
+        for number, until in enumerate(reach):
+            after = min((start for start, _, _ in elsewhere if start >= until), default=None)
+            is_last = number == len(batches) - 1
+            if after is not None and (is_last or after <= batches[number + 1][0]):
+                between(until, after, 2, "transport")
+        arrived = min((start for start, _, _ in beside), default=None)
+        if arrived is not None and arrived < first:
+            sent = max((finish for _, finish, _ in elsewhere if finish <= arrived), default=None)
+            if sent is not None:
+                between(sent, arrived, 2, "transport")
+    times: Counter[str] = Counter()
+    in_batch: Counter[int] = Counter()
+    for at in range(begin, end):
+        last = max((one for one in going if one[5] <= at < one[6]), default=None)
+        name = "unknown" if last is None else last[4]
+        if name.startswith("batch "):
+            in_batch[int(name[6:])] += 1
+        else:
+            times[name] += 1
+    for pair, spent in in_batch.items():
+        share = min(spent, shares(trace, joined)[pair])
+        times["share of batches"] += share
+        times["waiting in batches"] += spent - share
+    return +times
+
+
+def batches_of_all(trace: Trace, joined: Joined) -> list[tuple[int, int, int]]:
+    """What serves any request for some time of it."""
+    served, found = joined.served, []
+    for pair in np.flatnonzero(served.request != -1).tolist():
+        row, around = int(served.batch[pair]), int(joined.rows[served.request[pair]])
+        start = max(int(trace.start_ns[row]), int(trace.start_ns[around]))
+        end = min(int(trace.end_ns[row]), int(trace.end_ns[around]))
+        if start < end:
+            found.append((start, end, pair))
+    return found
+
+
+def shares(trace: Trace, joined: Joined) -> list[int]:
+    """Of each pair of a batch and a request what is given to that, by fractions."""
+    served = joined.served
+    found: list[int] = []
+    for row in dict.fromkeys(served.batch.tolist()):
+        weights = served.weight[served.batch == row].tolist()
+        length = int(trace.total_ns[row])
+        upto = [int(length * Fraction(sum(weights[:count]), sum(weights))) for count in range(len(weights) + 1)]
+        found += [after - before for before, after in pairwise(upto)]
+    return found
+
+
+@given(st.integers(0, 2**32))
+def test_the_parts_of_each_request_are_those_of_a_look_at_every_nanosecond(seed: int) -> None:
+    trace = trace_of(schedule(seed))
+    joined = join(trace)
+    found = ledger(trace, joined)
+    assert found.given_ns.tolist() == shares(trace, joined)
+    for place, row in enumerate(joined.rows.tolist()):
+        assert found.times[place] == reference(trace, joined, place)
+        assert sum(found.times[place].values()) == int(trace.total_ns[row])
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_batches_are_given_out_exactly_once() -> None:
+    rng = np.random.default_rng(7)
+    keys = [f"r{number}" for number in range(2000)]
+    spans = [
+        made(number + 1, CHAT, int(start), int(start) + int(rng.integers(1, 10**12)), key=key)
+        for number, (key, start) in enumerate(zip(keys, rng.integers(0, 10**12, len(keys)), strict=True))
+    ]
+    at = 0
+    for number in range(100_000):
+        length, size = int(rng.integers(1, 10**9)), int(rng.integers(1, 17))
+        batch = [keys[one] for one in rng.integers(0, len(keys), size)]
+        weights = rng.integers(0, 10**6, size).tolist() if number % 2 else None
+        spans.append(made(10_000 + number, STEP, at, at + length, thread=ENGINE, batch=batch, weights=weights))
+        at += length
+    trace = trace_of(spans)
+    joined = join(trace)
+    found = ledger(trace, joined)
+    sums = np.bincount(joined.served.batch, found.given_ns.astype(np.float64), len(trace)).astype(np.int64)
+    assert (sums[len(keys) :] == trace.total_ns[len(keys) :]).all()
+    for place, row in enumerate(joined.rows.tolist()):
+        assert sum(found.times[place].values()) == int(trace.total_ns[row])
