@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import Context, ContextVar
 from typing import Any
 
@@ -93,12 +93,26 @@ async def ask(app: Any, path: str) -> None:
 
 def serve(*paths: str, **handlers: Handler) -> None:
     """Requests to these paths at once, on a loop of their own; the handlers by their names."""
+    serve_by(asyncio.run, paths, handlers)
+
+
+def serve_by(run: Callable[..., object], paths: Sequence[str], handlers: dict[str, Handler]) -> None:
+    """Ask until the machine leaves what was planted alone.
+
+    Who waits for a processor for longer than that, within the same callback, blocks the loop for most of the time, and
+    is named with good reason.
+    """
     app = asgi.App(app_of({f"/{name}": handler for name, handler in handlers.items()}), Exchanges(RequestsRule()))
+    planted = len(PLANTED)
 
     async def main() -> None:
         await asyncio.gather(*(ask(app, path) for path in paths))
 
-    asyncio.run(main())
+    for _ in range(20):
+        del PLANTED[planted:]
+        run(main())
+        if all(span.total_ns < 2 * BLOCK_NS for span in stretches()):
+            break
 
 
 def stretches() -> list[Span]:
@@ -166,8 +180,12 @@ def test_a_task_outside_of_every_span_is_named_by_its_coroutine(session: None) -
         await asyncio.create_task(chore())
         await request
 
-    asyncio.run(main())
-    (stretch,) = stretches()
+    for _ in range(20):
+        PLANTED.clear()
+        asyncio.run(main())
+        (stretch,) = stretches()
+        if stretch.total_ns < 2 * BLOCK_NS:  # as in `serve_by`
+            break
     assert str(stretch.attributes[BLOCKED_BY]).startswith(f"{chore.__qualname__} (")
 
 
@@ -354,12 +372,7 @@ def uvloop(session: None) -> Any:
 
 
 def serve_on(loops: Any, *paths: str, **handlers: Handler) -> None:
-    app = asgi.App(app_of({f"/{name}": handler for name, handler in handlers.items()}), Exchanges(RequestsRule()))
-
-    async def main() -> None:
-        await asyncio.gather(*(ask(app, path) for path in paths))
-
-    loops.run(main())
+    serve_by(loops.run, paths, handlers)
 
 
 def test_a_request_that_blocks_a_loop_of_uvloop_is_named_with_its_time(uvloop: Any) -> None:
@@ -393,7 +406,7 @@ def test_what_a_loop_of_uvloop_is_asked_to_call_is_named_by_its_function(uvloop:
     (stretch,) = stretches()
     line = sleepy.__code__.co_firstlineno
     assert stretch.attributes[BLOCKED_BY] == f"{sleepy.__qualname__} (test_requests_blocked.py:{line})"
-    assert came == ["secret"]
+    assert set(came) == {"secret"}
     assert "secret" not in str(dict(stretch.attributes))
 
 
