@@ -189,11 +189,13 @@ def test_the_limit_bounds_what_stands_out_and_refills_with_time(recorder: Any) -
 
 
 def test_what_came_shortly_before_a_failure_is_kept_with_it(recorder: Any) -> None:
-    kept = Kept(recorder, Capture(sample=0.0, errors=True, before_ns=20_000_000))
+    kept = Kept(recorder, Capture(sample=0.0, errors=True))
     long_ago = serve(recorder)
-    time.sleep(0.03)
     just_before = serve(recorder)
     failed = serve(recorder, error=True)
+    times = {span.span_id: (span.start_ns, span.end_ns) for span in recorder.spans()}
+    between_ns = (times[long_ago][1] + times[just_before][1]) // 2
+    kept.of.change(Capture(sample=0.0, errors=True, before_ns=times[failed][0] - between_ns), 100)
     roots = [spans[0].span_id for spans in kept.read()]
     assert roots == [just_before, failed]
     assert long_ago not in roots
