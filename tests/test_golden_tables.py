@@ -17,8 +17,9 @@ import pytest
 from golden_views import of_tally
 from paddle_golden import golden_trace
 
+from instrument.recording.histogram import bucket
 from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span, Trace, assign_self_times
-from instrument.recording.tally import Tally, Totals, bucket
+from instrument.recording.tally import Tally, Totals
 from instrument.report.calls import Times
 from instrument.report.copies_view import copies
 from instrument.report.distribution_view import distribution

@@ -28,7 +28,7 @@ from instrument.otlp.histograms import exponential
 from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
 from instrument.recording.distributions import EXEMPLARS, Distribution, Exemplar, Exemplars
-from instrument.recording.tally import bucket
+from instrument.recording.histogram import bucket
 from instrument.sessions import meter
 from instrument.sessions.meter import queued_tasks
 

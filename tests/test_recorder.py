@@ -29,10 +29,11 @@ from instrument.instrumentors.probe_cost import measure_cold_ns, measure_costs, 
 from instrument.recorder import pure
 from instrument.recorder import recorder as recorder_module
 from instrument.recorder.ticks import use_ticks
+from instrument.recording.histogram import bucket
 from instrument.recording.lines import WIDTH, Lines
 from instrument.recording.paths import NOT_BELOW
 from instrument.recording.spans import ATTRIBUTE_LIMIT, REMOTE, RemoteParent, Site
-from instrument.recording.tally import OVERFLOW, Totals, bucket
+from instrument.recording.tally import OVERFLOW, Totals
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 

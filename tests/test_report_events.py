@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from raw_spans import counted_paths, traces
 
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
+from instrument.recording.histogram import bucket
 from instrument.recording.spans import Cost, DeviceInterval, Site, Span, Trace
-from instrument.recording.tally import Tally, Totals, bucket
+from instrument.recording.tally import Tally, Totals
 from instrument.report.events_view import EventRow, Events, events
 from instrument.report.summary import summary
 from instrument.report.table import LINE, columns, compact, number, safe, shorten, shortened, table

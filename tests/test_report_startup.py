@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument import chrome, clock
+from instrument.recording.histogram import bucket
 from instrument.recording.spans import FirstCall, ImportTime, Origin, Site, Span, Startup, Trace
-from instrument.recording.tally import Tally, Totals, bucket
+from instrument.recording.tally import Tally, Totals
 from instrument.report.startup_view import StartupView, startup
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document

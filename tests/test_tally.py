@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_spans import counted_paths
 
+from instrument.recording.histogram import PACKED, bucket, bucket_middle, percentiles, percentiles_of
 from instrument.recording.spans import Site, Span
-from instrument.recording.tally import PACKED, Tally, Totals, bucket, bucket_middle, percentiles, percentiles_of
+from instrument.recording.tally import Tally, Totals
 
 SITES = [Site("a"), Site("b", instance="0"), Site("b", instance="1"), Site("copy", "copy")]
 

@@ -62,7 +62,7 @@ static const char *const REASONS[REASON_COUNT] = {
 /* Set in the id of a request that is a root, and in no other: a root id says whether it is a request's. */
 #define REQUEST_BIT 1
 
-#define CHUNKS 60 /* of 64 histogram buckets: up to 2^63 ns, see tally.bucket */
+#define CHUNKS 60 /* of 64 histogram buckets: up to 2^63 ns, see histogram.bucket */
 #define FIRST_BUCKET(chunks) ((uint32_t)__builtin_ctzll(chunks) << 6) /* that of the lowest of chunks, bit by bit */
 
 #if PY_VERSION_HEX < 0x030D0000

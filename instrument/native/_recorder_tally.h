@@ -30,7 +30,7 @@ totals_of(book_t *book, uint32_t index)
     return *totals;
 }
 
-/* The index that tally.bucket computes. */
+/* The index that histogram.bucket computes. */
 static inline uint32_t
 bucket_of(uint64_t value)
 {

@@ -1096,45 +1096,6 @@ end:
     return result;
 }
 
-/* unpacked([bytes]): the sum of packed histograms, {bucket: calls}. None where one of them is not the recorder's. */
-#define BUCKETS (60 << 6)
-
-static PyObject *
-unpacked(PyObject *Py_UNUSED(module), PyObject *parts)
-{
-    if (!PyList_CheckExact(parts))
-        Py_RETURN_NONE;
-    size_t record = sizeof(uint32_t) + sizeof(uint64_t);
-    uint64_t *sums = PyMem_RawCalloc(BUCKETS, sizeof *sums);
-    int plain = 1;
-    if (sums == NULL)
-        return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; plain && i < PyList_GET_SIZE(parts); i++) {
-        PyObject *part = PyList_GET_ITEM(parts, i);
-        plain = PyBytes_CheckExact(part) && (size_t)PyBytes_GET_SIZE(part) % record == 0;
-        const char *at = plain ? PyBytes_AS_STRING(part) : NULL;
-        for (const char *end = plain ? at + PyBytes_GET_SIZE(part) : NULL; plain && at < end; at += record) {
-            uint32_t bucket;
-            uint64_t calls;
-            memcpy(&bucket, at, sizeof bucket);
-            memcpy(&calls, at + sizeof bucket, sizeof calls);
-            plain = bucket < BUCKETS && !__builtin_add_overflow(sums[bucket], calls, &sums[bucket]);
-        }
-    }
-    PyObject *histogram = plain ? PyDict_New() : Py_NewRef(Py_None);
-    for (uint32_t i = 0; plain && histogram != NULL && i < BUCKETS; i++) {
-        if (sums[i] == 0)
-            continue;
-        PyObject *bucket = PyLong_FromUnsignedLong(i), *calls = PyLong_FromUnsignedLongLong(sums[i]);
-        if (bucket == NULL || calls == NULL || PyDict_SetItem(histogram, bucket, calls) < 0)
-            Py_CLEAR(histogram);
-        Py_XDECREF(bucket);
-        Py_XDECREF(calls);
-    }
-    PyMem_RawFree(sums);
-    return histogram;
-}
-
 /* ------------------------------------------------------------------ the module */
 
 static int
@@ -1232,7 +1193,6 @@ static PyMethodDef functions[] = {
     {"of_rows", of_rows, METH_VARARGS, "The spans of rows that reach into a window, clipped to it."},
     {"assign_self_times", assign_self_times, METH_O, "Set the self times of spans from their tree."},
     {"backward", backward, METH_O, "How many spans come before their parents."},
-    {"unpacked", unpacked, METH_O, "The sum of packed histograms."},
     {"links", count_links, METH_O, "How many sites the call paths of spans have in all."},
     {"count", count_spans, METH_VARARGS, "The totals of spans by call path and thread."},
     {NULL},

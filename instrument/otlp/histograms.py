@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from instrument.otlp.packing import pack_field, varint
 from instrument.recording.distributions import Distribution
-from instrument.recording.tally import bucket_middle
+from instrument.recording.histogram import bucket_middle
 
 FINEST_SCALE = 5
 MOST_BUCKETS = 160

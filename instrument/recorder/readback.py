@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from instrument.recorder.core_methods import CoreMethods
-from instrument.recording.lines import CALLS, Lines, Numbers, unpacked
+from instrument.recording.histogram import unpacked
+from instrument.recording.lines import CALLS, Lines, Numbers
 from instrument.recording.paths import NOT_BELOW, CallTree, shaped
 from instrument.recording.ring import Cursor, Row
 from instrument.recording.rows import Held, Taken, span_of
@@ -106,7 +107,7 @@ class Readback(CoreMethods):
 
     def _histogram(self, nodes: Iterable[int], thread_id: int | None) -> dict[int, int]:
         """The histogram of places on a thread of theirs, or of all."""
-        return unpacked(self.histogram_of(self._paths.nodes(nodes), thread_id))
+        return unpacked([self.histogram_of(self._paths.nodes(nodes), thread_id)])
 
     def tally(self) -> Tally:
         """A copy of all totals up to now, by call path and thread: 3 us for each pair of both."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from instrument.recording.tally import bucket, bucket_start
+from instrument.recording.histogram import bucket, bucket_start
 
 Value = str | int | bool
 Labels = tuple[tuple[str, Value], ...]

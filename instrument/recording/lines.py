@@ -16,7 +16,7 @@ from typing import NamedTuple
 from instrument import native
 from instrument.recording.paths import NOT_BELOW, CallTree
 from instrument.recording.spans import Site
-from instrument.recording.tally import PACKED, Tally, Totals
+from instrument.recording.tally import Tally, Totals
 
 _native = native.find("_lines")
 
@@ -558,8 +558,3 @@ def _add(sums: list[int], at: int, lines: Numbers, start: int, count: int) -> No
     for field in _ADDED:
         sums[at + field] += lines[start + field]
     sums[at] += count
-
-
-def unpacked(packed: bytes) -> dict[int, int]:
-    """A packed histogram, the lowest bucket first."""
-    return dict(PACKED.iter_unpack(packed))

@@ -17,7 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container
 from typing import Any
 
-from instrument.recording.tally import Node, Totals, bucket, bucket_start
+from instrument.recording.histogram import bucket, bucket_start
+from instrument.recording.tally import Node, Totals
 from instrument.runtime.unpatched import RLock, local
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
@@ -160,7 +161,7 @@ class Ring:
                 too_short -= sum([row[6] - row[5] < min_ns and not is_too_short(row, min_ns) for row in rarer])
             totals = self.totals.get(index) or Totals(first_ns=first[0], min_ns=low)
             histogram = Counter(totals.histogram)
-            # The buckets of `tally.bucket`, written out because a call each would double the cost.
+            # The buckets of `histogram.bucket`, written out because a call each would double the cost.
             histogram.update([d if d < 128 else ((e := d.bit_length() - 7) << 6) + (d >> e) for d in durations])
             if self.waiting is waiting:
                 self.waiting = rest

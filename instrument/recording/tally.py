@@ -16,15 +16,13 @@ below that of the overflow, for all its calls whose path came too late.
 
 from __future__ import annotations
 
-import bisect
 import itertools
-import math
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from instrument import native
+from instrument.recording.histogram import bucket, merge, percentiles, unpacked
 from instrument.recording.spans import Site, Span, by_start
 
 OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
@@ -33,38 +31,8 @@ OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 
 _native = native.find("_spans")
 
-PACKED = struct.Struct("=IQ")
-"""A bucket of a packed histogram, and the calls in it."""
-
 LARGEST_COPY_BYTES = 1 << 50
 """No machine copies more at once; a damaged file that says so does not spoil the sum."""
-
-
-def bucket(value_ns: int) -> int:
-    """Index of the histogram bucket that holds a value.
-
-    Below 128 every integer has a bucket of its own; above, each power of two is cut into 64 buckets of equal
-    width, so that a bucket's middle is at most 1/128 (0.78 %) away from any value in it.
-    """
-    exponent = value_ns.bit_length() - 7
-    return value_ns if exponent <= 0 else (exponent << 6) + (value_ns >> exponent)
-
-
-LAST_BUCKET = bucket((1 << 63) - 1)
-"""The bucket of the longest time that there is."""
-
-
-def bucket_start(index: int) -> int:
-    """The lowest value of a bucket."""
-    if index < 128:
-        return index
-    exponent = (index >> 6) - 1
-    return (index - (exponent << 6)) << exponent
-
-
-def bucket_middle(index: int) -> int:
-    """The value that stands for a bucket: its middle, rounded down."""
-    return bucket_start(index) + (0 if index < 128 else 1 << ((index >> 6) - 1) >> 1)
 
 
 @dataclass(slots=True)
@@ -99,12 +67,7 @@ class Totals:
             """The histogram where it is packed: the slot is empty then."""
             if name != "histogram" or self.packed is None:
                 raise AttributeError(f"'Totals' object has no attribute '{name}'", name=name, obj=self)
-            found = None if _native is None else _native.unpacked(self.packed)
-            if found is None:
-                found = {}
-                for part in self.packed:
-                    for index, count in part.items() if isinstance(part, dict) else PACKED.iter_unpack(part):
-                        found[index] = found.get(index, 0) + count
+            found = unpacked(self.packed)
             self.histogram, self.packed = found, None
             return found
 
@@ -164,9 +127,7 @@ class Totals:
                 del self.histogram
             self.packed += other.packed
             return
-        mine = self.histogram
-        for index, count in other.histogram.items():
-            mine[index] = mine.get(index, 0) + count
+        merge(self.histogram, other.histogram)
 
     def copy(self) -> Totals:
         """Totals of the caller's own."""
@@ -177,36 +138,6 @@ class Totals:
     def percentile(self, fraction: float) -> int | None:
         """The percentile of the calls' elapsed times in ns, as `percentiles` says; None without calls."""
         return percentiles(self.histogram, (fraction,), self.calls, self.min_ns, self.max_ns)[0]
-
-
-def percentiles(
-    histogram: Mapping[int, int], fractions: Sequence[float], calls: int, min_ns: int, max_ns: int
-) -> list[int | None]:
-    """p50, p90, p99 and the like, of every table: the times in ns below which those fractions of the calls lie.
-
-    Nearest rank over the log-bucketed histogram: the middle of the bucket in which the call of that rank lies, kept
-    inside the exact minimum and maximum. So a percentile is within 0.78 % of the exact one by nearest rank. None
-    without calls.
-    """
-    buckets = sorted(histogram)
-    seen = list(itertools.accumulate(map(histogram.__getitem__, buckets)))
-    found: list[int | None] = []
-    for fraction in fractions:
-        at = bisect.bisect_left(seen, _rank(fraction, calls))
-        within = bucket_middle(buckets[at]) if at < len(buckets) else max_ns
-        found.append(min(max(within, min_ns), max_ns) if calls else None)
-    return found
-
-
-def percentiles_of(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
-    """The `percentiles` of times that are at hand, at least one, in order; without a histogram of them."""
-    at = (bucket_middle(bucket(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
-    return [min(max(within, values[0]), values[-1]) for within in at]
-
-
-def _rank(fraction: float, calls: int) -> int:
-    """The rank, from 1, of the call at a fraction; a product that is whole but for the noise of floats is whole."""
-    return max(1, math.ceil(round(fraction * calls, 6)))
 
 
 class Node:

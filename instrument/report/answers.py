@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instrument.recorder.http_status import STATUS
+from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP
-from instrument.recording.tally import percentiles_of
 
 CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
 

@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from instrument.recording.histogram import percentiles
 from instrument.recording.lines import DEVICE, Lines, Sum, Sums
 from instrument.recording.spans import Site
-from instrument.recording.tally import percentiles
 from instrument.report.overhead import Overhead
 from instrument.report.overhead import overhead as split_of
 from instrument.report.table import (

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.tally import percentiles_of
+from instrument.recording.histogram import percentiles_of
 from instrument.report.answers import CLASSES, Answers, Streams
 from instrument.report.blocked_loops import BlockedLoops, Blocker, blocked_loops
 from instrument.report.coverage import Coverage, none_held
@@ -89,7 +89,7 @@ class Endpoint:
     every request has some, perhaps 0.
 
     `errors` failed: with an exception, or by the server's own fault. `statuses` are answers by class, such as `2xx`,
-    and `streams` those that came in parts, where spans tell of them. Percentiles are those of `tally.percentiles`.
+    and `streams` those that came in parts, where spans tell of them. Percentiles are those of `histogram.percentiles`.
     `ratio` is of the wall of all requests of the view. One with `remaining` stands for so many endpoints that were left
     out.
     """

@@ -9,7 +9,8 @@ import math
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from instrument.recording.tally import Totals, bucket
+from instrument.recording.histogram import bucket
+from instrument.recording.tally import Totals
 
 FIRST_KEPT = 1000
 """The most first steps that may be left out of a running loop's benchmark afterwards; they take 0.1 MB."""

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from instrument.recording.histogram import percentiles_of
 from instrument.recording.spans import UNTIMED, Interval
-from instrument.recording.tally import percentiles_of
 from instrument.report.coverage import NO_EVENTS
 from instrument.report.table import share
 from instrument.report.view import Recording
@@ -54,7 +54,7 @@ class NameUse:
 
     `calls` are those with device time. `summed_ns` is the sum over calls of the union of a call's intervals, `busy_ns`
     the union over all calls, and `busy_ratio` its share of the time in which the device was busy, where an outer call
-    holds those below it; p50 and p99 are those of `tally.percentiles`. One with `remaining` stands for so many names
+    holds those below it; p50 and p99 are `histogram.percentiles`. One with `remaining` stands for so many names
     that were left out; it has sums alone.
     """
 

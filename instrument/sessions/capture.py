@@ -15,10 +15,10 @@ from typing import Any
 from instrument.profile.model import Capture, Rate, Usual, Where
 from instrument.recorder.recorder import Recorder
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Held, is_sampled
+from instrument.recording.histogram import percentiles
 from instrument.recording.lines import WIDTH
 from instrument.recording.ring import Row, is_request_root
 from instrument.recording.spans import REMOTE, RemoteParent, Site, Span, remote_of
-from instrument.recording.tally import percentiles
 
 LEAST_CALLS = 100
 """Requests of an endpoint from which on it is told what is usual there: those before wait for that."""

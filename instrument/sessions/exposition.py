@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from instrument.errors import ExportError
 from instrument.otlp.metrics import series_of
 from instrument.recording.distributions import COUNTER, HISTOGRAM, Distribution, Exemplar, Snapshot
+from instrument.recording.histogram import bucket_middle
 from instrument.recording.spans import Gpu, Origin, Sample
-from instrument.recording.tally import bucket_middle
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family

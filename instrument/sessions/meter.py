@@ -29,10 +29,10 @@ from instrument.recording.distributions import (
     Metric,
     Snapshot,
 )
+from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.lines import CALLS, ELAPSED, MAX, MIN, WIDTH, Lines
 from instrument.recording.ring import Cursor, Row
 from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM, Site, Span
-from instrument.recording.tally import bucket, bucket_start
 
 SERIES_LIMIT = 2_000
 """Series of a metric that are told apart, as OpenTelemetry's SDKs do; what comes later is one series together."""

@@ -11,6 +11,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 from instrument.profile.kinds import KINDS
+from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.spans import (
     FIRSTS,
     GAUGES,
@@ -30,7 +31,7 @@ from instrument.recording.spans import (
     Startup,
     Trace,
 )
-from instrument.recording.tally import LAST_BUCKET, Tally, Totals
+from instrument.recording.tally import Tally, Totals
 from instrument.trace import allocation_lists
 from instrument.trace.text import INT64, checked, clean, encode, index, is_number, safe, whole
 
