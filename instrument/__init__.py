@@ -18,6 +18,7 @@ from instrument.instrumentors.loaders import loader
 from instrument.recorder.scopes import (
     annotate,
     annotate_request,
+    bind,
     rename_span,
     scope,
     scope_end,
@@ -57,6 +58,7 @@ __all__ = [
     "TraceError",
     "annotate",
     "annotate_request",
+    "bind",
     "disable",
     "dump",
     "enable",

@@ -206,6 +206,7 @@ def test_the_public_names_are_these() -> None:
         "TraceError",
         "annotate",
         "annotate_request",
+        "bind",
         "disable",
         "dump",
         "enable",

@@ -903,7 +903,7 @@ def parts(schema: Any) -> Iterator[dict[str, Any]]:
 def section_schema(section: str) -> dict[str, Any]:
     """The schema of one section of `KEYS`."""
     rules = {"functions": "function_rule", "layers": "layer_rule", "copies": "copy_rule", "schedule": "schedule"}
-    rules["functions.attributes"] = "argument"
+    rules |= {"functions.attributes": "argument", "functions.key": "request_key", "functions.batch": "batch"}
     rules |= {"frameworks": "framework_rule", "requests": "requests"}
     first, _, rest = section.partition(".")
     found: dict[str, Any] = SCHEMA

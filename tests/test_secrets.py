@@ -30,7 +30,13 @@ SHAPES = [
     f"\n{CANARY}",
 ]
 NUMBER = "7470617"  # a secret may be a number, too
-ELSEWHERE = {"functions": "match: 'a:b'", "functions.attributes": "argument: a", "frameworks": "name: onnxruntime"}
+ELSEWHERE = {
+    "functions": "match: 'a:b'",
+    "functions.attributes": "argument: a",
+    "functions.key": "argument: a",
+    "functions.batch": "argument: a",
+    "frameworks": "name: onnxruntime",
+}
 
 
 def text_of(section: str, key: str, value: str) -> str:

@@ -41,7 +41,7 @@ from instrument.instrumentors.work import CallWork
 from instrument.profile.kinds import KINDS
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.scopes import OFF
-from instrument.recorder.wrapping import Attributes, Passes
+from instrument.recorder.wrapping import Attributes, Passes, Results
 from instrument.recording.spans import PHASES, Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.main_module import names_of
@@ -420,11 +420,12 @@ class Probe:
         recorder: Recorder = RECORDER,
         attributes: Attributes | None = None,
         passes: Passes | None = None,
+        results: Results | None = None,
     ) -> None:
         self.target = target
         self.site = site
         works = CallWork.of(recorder, target.function) if site.device else None
-        self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes, works)
+        self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes, works, results)
         self._place: Assignment | None = None
         self.is_set = False
 

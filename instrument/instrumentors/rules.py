@@ -17,6 +17,7 @@ from typing import Any
 from instrument.instrumentors import arguments, functions, holders
 from instrument.instrumentors.functions import Probe, Target, Unreachable, matches
 from instrument.instrumentors.lineages import Lineage, is_reached, subclasses
+from instrument.instrumentors.request_keys import KeyReader
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -285,16 +286,21 @@ class Functions:
         attributes, missing = (
             arguments.reader(target.function, rule.attributes, place) if rule.attributes else (None, [])
         )
+        results = None
+        if rule.key or rule.batch:
+            keys = KeyReader(target.function, rule)
+            missing += keys.missing
+            attributes, results = keys.with_attributes(attributes), keys.annotating(self._recorder)
         try:
-            probe = Probe(target, site, self._recorder, attributes, self._passes(target))
+            probe = Probe(target, site, self._recorder, attributes, self._passes(target), results)
             probe.set()
         except Exception as error:  # a metaclass or module of the host that lets nothing be set
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
             self._tell(index, "unreachable", target.label, why)
             return None
         self._probes[probe] = rule
-        if rule.attributes and self._recorder.shapes.get(site) == "generator":
-            missing = ["attributes of a generator's span are not recorded"]
+        if results is not None and self._recorder.shapes.get(site) == "generator":
+            missing += ["what a generator gives in the end is no result that has keys"]
         why = "; ".join(filter(None, [target.note, *missing]))
         state = "partly" if missing else "attached"
         self._found[index][target.label] = Verdict(rule.text, state, target.label, why, site)

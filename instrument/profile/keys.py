@@ -67,6 +67,7 @@ from instrument.profile.model import (
     Profile,
     Rate,
     Recordings,
+    RequestKeys,
     RequestsRule,
     Schedule,
     Summary,
@@ -245,6 +246,7 @@ _LAYER_SEGMENT = _SEGMENT.replace(r"\w", r"[\w-]")
 NAME_SYNTAX = r"\w+(?:\.\w+)*:\w+(?:\.\w+)*"
 FUNCTION_SYNTAX = rf"!?{_SEGMENT}(?:\.{_SEGMENT})*:{_SEGMENT}(?:\.{_SEGMENT})*|{NAME_SYNTAX}\+"
 LAYER_SYNTAX = rf"!?{_LAYER_SEGMENT}(?:\.{_LAYER_SEGMENT})*"
+KEYS_SYNTAX = r"[^\W\d]\w*(?:\.[^\W\d]\w*|\[\])*"
 ARGUMENT_SYNTAX = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 CLASS_SYNTAX = r"[^\W\d]\w*"
 CHROME_SYNTAX = r"(?:[^{}]|\{(?:service|run|pid|window)\})+"
@@ -275,6 +277,10 @@ _function_name = spelled(NAME_SYNTAX, "module:qualname of one function, such as 
 _layer_pattern = spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
 _class_name = spelled(
     CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
+)
+_keys_path = spelled(
+    KEYS_SYNTAX,
+    "a parameter's name or return, or a path below it such as request.request_id or batch.requests[].id",
 )
 _argument_path = spelled(ARGUMENT_SYNTAX, "a parameter's name, or a dotted path below it such as request.prompt")
 _chrome_path = spelled(CHROME_SYNTAX, "a path, in braces only {service}, {run}, {pid} and {window}", _with_fields)
@@ -509,6 +515,26 @@ def _argument(node: Node) -> Argument:
     return one if one.name else replace(one, name=one.argument + ("" if one.record == "value" else f".{one.record}"))
 
 
+def _request_keys(section: str) -> Read:
+    """A path, or a mapping that has one."""
+
+    def read(node: Node) -> RequestKeys:
+        if node.kind == "mapping":
+            return RequestKeys(**_fields(node, section))
+        return RequestKeys(_keys_path(node))
+
+    return read
+
+
+def _expression(node: Node) -> str:
+    text: str = string(node)
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as problem:
+        node.refuse(f"a regular expression, and this is none: {problem}")
+    return text
+
+
 def _layer_rule(node: Node) -> LayerRule:
     values = _fields(node, "layers")
     written, types = values.pop("match", ()), values.get("types", ())
@@ -667,6 +693,17 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "gen_ai": Key("gen_ai", flag),
         "where": Key("where", _part("functions.where", dict)),
         "attributes": Key("attributes", one_or_more(_argument)),
+        "key": Key("key", _request_keys("functions.key")),
+        "batch": Key("batch", _request_keys("functions.batch")),
+    },
+    "functions.key": {
+        "argument": Key("argument", _keys_path, required="where the key is, such as request.request_id"),
+        "cut": Key("cut", _expression),
+    },
+    "functions.batch": {
+        "argument": Key("argument", _keys_path, required="where the keys are, such as requests[].request_id"),
+        "weights": Key("weights", _keys_path),
+        "cut": Key("cut", _expression),
     },
     "functions.where": {
         "min_duration": Key("min_ns", _duration("50us")),

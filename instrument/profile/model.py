@@ -69,6 +69,18 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestKeys:
+    """Where a call says which request its span serves, or which ones: `argument` is a path, see
+    `instrument.instrumentors.request_keys`. `weights` is where it says how much of it each takes. What the regular
+    expression `cut` finds in a key is taken out of it.
+    """
+
+    argument: str
+    weights: str = ""
+    cut: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionRule:
     """Functions to instrument: the `module:qualname` patterns that select and that exclude them.
 
@@ -80,7 +92,8 @@ class FunctionRule:
     and column; neither place is compared, so a rule that only moved is the same rule. `counted` is that of the function
     that `schedule.step` names: another rule may have it, but one of kind `op` records it as `step`. The first call of
     one with `first_request` is what the view `startup` takes for the first request. How long calls take is a metric of
-    each function with `metrics`. What those with `gen_ai` yield is generated, item by item.
+    each function with `metrics`. What those with `gen_ai` yield is generated, item by item. `key` names the request
+    that a span serves, `batch` the requests of one that serves several.
     """
 
     match: tuple[str, ...]
@@ -95,6 +108,8 @@ class FunctionRule:
     first_request: bool = False
     metrics: bool = False
     gen_ai: bool = False
+    key: RequestKeys | None = None
+    batch: RequestKeys | None = None
     line: int = field(default=0, compare=False)
     place: str = field(default="", compare=False)
     text: str = ""

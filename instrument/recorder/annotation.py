@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, cast
 
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
+    BATCH_KEYS,
+    BATCH_LIMIT,
+    BATCH_WEIGHTS,
     ERROR_TYPE,
+    KEY,
+    KEY_LIMIT,
     OTHER_ERROR,
     STATUS_CODE,
     STATUS_DESCRIPTION,
@@ -51,6 +57,34 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
         else:
             kept[_cut(name)] = found
     return kept
+
+
+def key_text(value: object) -> str:
+    """A key as text of at most `KEY_LIMIT` characters; "" of what is none: neither text nor a whole number."""
+    if type(value) is int:
+        return str(value) if value.bit_length() <= 256 else ""
+    return (_text(value) or "")[:KEY_LIMIT]
+
+
+def keys_told(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
+    """The attributes of a span that serves a request of that key, and those of a batch: a mapping gives weights."""
+    told: dict[str, AttributeValue] = {}
+    if key is not None and (text := key_text(key)):
+        told[KEY] = text
+    elif key is not None:
+        complain(REFUSED, f"asked for a key, found {_kind(key)}; allowed: text, not empty, or a whole number")
+    if batch is None:
+        return told
+    try:
+        given = list(islice(batch, BATCH_LIMIT))  # type: ignore[call-overload]
+        weights = list(islice(batch.values(), BATCH_LIMIT)) if issubclass(type(batch), Mapping) else None  # type: ignore[attr-defined]
+    except Exception as error:  # of a class of the service's own
+        complain(REFUSED, f"asked for a batch, found {_kind(batch)}, {_kind(error)} when reading it")
+        return told
+    told[BATCH_KEYS] = tuple(map(key_text, given))
+    if weights is not None and {int, float}.issuperset(map(type, weights)) and len(weights) == len(given):
+        told[BATCH_WEIGHTS] = tuple(weights)
+    return told
 
 
 def name_of(name: object) -> str | None:

@@ -102,9 +102,10 @@ class _Recording(Muting, Readback):
         attributes: wrapping.Attributes | None = None,
         passes: wrapping.Passes | None = None,
         works: wrapping.Attributes | None = None,
+        results: wrapping.Results | None = None,
     ) -> Function:
         """The function with a span around each call; see `instrument.recorder.wrapping`."""
-        return wrapping.wrap(self, function, site, attributes, passes, works)
+        return wrapping.wrap(self, function, site, attributes, passes, works, results)
 
     def retire(self, function: Any) -> None:
         """Let what `wrap` has made behave as the bare function from now on, whoever still holds it."""
@@ -138,6 +139,8 @@ class _Recording(Muting, Readback):
         attributes: Mapping[str, AttributeValue] | None = None,
         phase: str | None = None,
         stream: Any = None,
+        key: str | int | None = None,
+        batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
     ) -> Scope:
         """A scope by name. Raises `TargetError` for a name, kind, phase or stream that cannot be one."""
         if not isinstance(name, str) or not name:
@@ -152,6 +155,8 @@ class _Recording(Muting, Readback):
         own: dict[Any, Any] | None = dict(attributes) if attributes else None
         if stream is not None:
             own = {**(own or {}), STREAM: stream_handle(stream)}
+        if key is not None or batch is not None:
+            own = {**(own or {}), **annotation.keys_told(key, batch, self._complain)}
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), own)
 
     # ---------------------------------------------------------------- what is known only later
@@ -204,6 +209,10 @@ class _Recording(Muting, Readback):
             self.annotate_innermost(said)
         else:
             self.annotate(frame, said)
+
+    def bind_innermost(self, key: object) -> None:
+        """Name the request that the innermost open span serves."""
+        self.annotate_innermost(annotation.keys_told(key, None, self._complain))
 
     def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
         return annotation.checked(attributes, more, self._complain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from instrument.recorder.recorder import RECORDER, Scope
@@ -21,6 +21,8 @@ def scope(
     attributes: Mapping[str, AttributeValue] | None = None,
     phase: str | None = None,
     stream: Any = None,
+    key: str | int | None = None,
+    batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
 ) -> Scope:
     """A span around a block: ``with scope("tokenise"):`` or ``async with scope("tokenise"):``.
 
@@ -31,8 +33,13 @@ def scope(
     device: an object with `__cuda_stream__`, such as `torch.cuda.current_stream(1)`, or its address. Exceptions pass
     untouched and mark the span. Safe around ``await``. Costs one branch while recording is off. Raises `TargetError`
     for a name, kind, phase or stream that cannot be one.
+
+    `key` names the request that the span serves, by what other processes know it by, too: text or a whole number.
+    `batch` has the keys of the requests of a span that serves several; a mapping says how much of it each takes.
     """
-    return RECORDER.make_scope(name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream)
+    return RECORDER.make_scope(
+        name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream, key=key, batch=batch
+    )
 
 
 def scope_start(
@@ -43,9 +50,13 @@ def scope_start(
     attributes: Mapping[str, AttributeValue] | None = None,
     phase: str | None = None,
     stream: Any = None,
+    key: str | int | None = None,
+    batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
 ) -> Scope:
     """Begin a span in a handler that cannot use ``with``; `scope_end` closes it, possibly in another callback."""
-    return scope(name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream).start()
+    return scope(
+        name, kind=kind, device=device, attributes=attributes, phase=phase, stream=stream, key=key, batch=batch
+    ).start()
 
 
 def scope_end(opened: Scope | str | None = None, *, error: BaseException | None = None) -> None:
@@ -74,6 +85,15 @@ def annotate(attributes: Mapping[str, object] | None = None, /, **more: object) 
 def annotate_request(attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
     """As `annotate`, of the request that the innermost open span is in, as long as that is open."""
     RECORDER.annotate_request(attributes, **more)
+
+
+def bind(key: str | int) -> None:
+    """Name the request that the innermost open span serves, by a key that other processes know it by, too.
+
+    ``bind(request_id)`` in the handler, and again where an engine works for it: reports put together what bears one
+    key. A key is text of at most 128 characters or a whole number. Never raises.
+    """
+    RECORDER.bind_innermost(key)
 
 
 def rename_span(name: str) -> None:

@@ -26,6 +26,9 @@ Attributes = Callable[[tuple[Any, ...], dict[str, Any]], "dict[Any, Any] | None"
 """Gives the attributes of a call's span from its arguments, None for none; never raises."""
 
 
+Results = Callable[[Any], object]
+"""Gets what a call gives, while its span is open; never raises."""
+
 Passes = Callable[[tuple[Any, ...]], bool]
 """Says of a call, by its positional arguments, whether it goes to the bare function; never raises."""
 
@@ -37,14 +40,15 @@ def wrap(
     attributes: Attributes | None = None,
     passes: Passes | None = None,
     works: Attributes | None = None,
+    results: Results | None = None,
 ) -> Function:
     """The function with a span of the recorder around each call.
 
     The result is of the same kind (`inspect.iscoroutinefunction` and the like agree), has the same signature, name,
-    doc and attributes, and carries its site as `__instrument__`. `attributes` is asked before each call of a function
-    or coroutine, whose span then carries them, and takes a plain function off the fast path; so does `passes`, which
-    is asked first. `works` tells, as an attribute that no reader sees, what a call works on whose device time is asked
-    for.
+    doc and attributes, and carries its site as `__instrument__`. `attributes` is asked before each call, whose span
+    then carries them, and takes a plain function and an async generator off the fast path; so does `passes`, which is
+    asked first, and `results`, which gets what the call gives, and which generators have not. `works` tells, as an
+    attribute that no reader sees, what a call works on whose device time is asked for.
     """
     told = attributes or works
     if attributes is not None and works is not None:
@@ -53,18 +57,20 @@ def wrap(
     if inspect.isasyncgenfunction(function):
         made = (
             recorder.make_async_generator(function, site, works)
-            if passes is None
-            else _make(_ASYNC_GENERATOR, recorder, function, site, works, passes)
+            if passes is None and attributes is None
+            else _make(_ASYNC_GENERATOR, recorder, function, site, told, passes)
         )
         shape = "generator"
     elif inspect.iscoroutinefunction(function) and not _is_marked(function):
-        made = _make(_COROUTINE, recorder, function, site, told, passes)
+        template = _COROUTINE if results is None else _ANSWERED_COROUTINE
+        made = _make(template, recorder, function, site, told, passes, results)
         shape = "coroutine"
     elif inspect.isgeneratorfunction(function):
-        made = _make(_GENERATOR, recorder, function, site, works, passes)
+        made = _make(_GENERATOR, recorder, function, site, told, passes)
         shape = "generator"
-    elif site.kind == "request" or attributes is not None or passes is not None:
-        made = _make(_OPENING, recorder, function, site, told, passes)
+    elif site.kind == "request" or any(one is not None for one in (attributes, passes, results)):
+        template = _OPENING if results is None else _ANSWERED_OPENING
+        made = _make(template, recorder, function, site, told, passes, results)
         shape = "wrapper"
     else:
         made = recorder.make_function(function, site, works)
@@ -135,7 +141,7 @@ def retire(made: Any) -> None:
 # function, which resolve the names in its annotations; the bodies need none.
 
 _OPENING = """
-def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes):
+def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes, {i}results):
     {i}span = {i}recorder.span_of({i}site)
 
     def wrapper({parameters}):
@@ -151,7 +157,7 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
 """
 
 _COROUTINE = """
-def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes):
+def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes, {i}results):
     {i}span = {i}recorder.span_of({i}site)
 
     async def wrapper({parameters}):
@@ -170,7 +176,7 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
 """
 
 _GENERATOR = """
-def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes):
+def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes, {i}results):
     def wrapper({parameters}):
         {i}passed = {is_off}
         {i}generator = {i}function({arguments})
@@ -218,11 +224,29 @@ def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle
     return wrapper
 """
 
+_RESULT = "            return {wait}{i}{what}\n\n    return wrapper\n"
+_TOLD_RESULT = """            {i}result = {wait}{i}{what}
+            {i}results({i}result)
+            return {i}result
+
+    return wrapper
+"""
+
+
+def _answered(template: str, wait: str, what: str) -> str:
+    """The template, with the result of each call told before the span ends."""
+    last, told = (text.replace("{wait}", wait).replace("{what}", what) for text in (_RESULT, _TOLD_RESULT))
+    return template.removesuffix(last) + told
+
+
+_ANSWERED_OPENING = _answered(_OPENING, "", "function({arguments})")
+_ANSWERED_COROUTINE = _answered(_COROUTINE, "await ", "coroutine")
+
 _AWAITABLE = _GENERATOR.replace("{i}stretch.yielded", "{i}stretch.suspend")
 """What a generator yields that is awaited is for the event loop: no item."""
 
 _ASYNC_GENERATOR = """
-def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes):
+def {i}make({i}function, {i}recorder, {i}switch, {i}site, {i}attributes, {i}idle, {i}passes, {i}results):
     async def wrapper({parameters}):
         {i}passed = {is_off}
         {i}generator = {i}function({arguments})
@@ -294,6 +318,7 @@ def _make(
     site: Site,
     attributes: Attributes | None,
     passes: Passes | None = None,
+    results: Results | None = None,
 ) -> Any:
     """A wrapper after a template, with the parameters, the defaults and the globals of the function."""
     is_awaitable = template is _GENERATOR and _is_awaitable(function)
@@ -303,7 +328,7 @@ def _make(
     is_plain = isinstance(function, FunctionType) and isinstance(code, CodeType)
     shape = _parameters(code) if is_plain else _ANY  # type: ignore[arg-type]
     made = _template(template, shape, may_pass=passes is not None)(
-        function, recorder, recorder, site, attributes, _NO_STRETCH, passes
+        function, recorder, recorder, site, attributes, _NO_STRETCH, passes, results
     )
     if is_awaitable:
         made = types.coroutine(made)

@@ -1,0 +1,207 @@
+"""Request keys: what a rule reads of a call, or of what it gives, to say which requests its span serves.
+
+A path begins with a parameter, or with `return` for what the call gives. A name after a dot is the key of a mapping or
+an attribute, and `[]` stands for each item of a sequence, or each value of a mapping. Where a path for several keys
+ends at a mapping its keys are meant, and what it holds are their weights if that is numbers. Keys are text or whole
+numbers. Reading never raises: what cannot be read is left out, counted and named.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from instrument.profile.model import FunctionRule, RequestKeys
+from instrument.recorder.annotation import key_text
+from instrument.recorder.wrapping import Attributes
+from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, AttributeValue
+from instrument.runtime.faults import FAULTS
+
+RETURN = "return"
+EACH = "[]"
+
+Told = dict[Any, Any]
+ReadResult = Callable[[Any], Told]
+
+_LEFT_OUT = object()
+
+
+class KeyReader:
+    """Reads the keys that a rule wants of calls of one function: of their arguments, and of their results.
+
+    `missing` has in words what the function has not. `of_call` and `of_result` are None where nothing is to be read.
+    """
+
+    def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:
+        self.missing: list[str] = []
+        self._place = rule.place or rule.text
+        wanted = [(KEY, rule.key), (BATCH_KEYS, rule.batch)]
+        of_call = [self._read_of_call(function, name, one) for name, one in wanted if one and not _is_of_result(one)]
+        of_result = [self._reader(name, one) for name, one in wanted if one and _is_of_result(one)]
+        self.of_call: Attributes | None = _all_of(list(filter(None, of_call)))
+        self.of_result: ReadResult | None = _all_of(of_result)
+
+    def with_attributes(self, attributes: Attributes | None) -> Attributes | None:
+        """What reads the keys of a call's arguments, and the attributes that others read."""
+        return _all_of([one for one in (attributes, self.of_call) if one is not None])
+
+    def annotating(self, recorder: Any) -> Callable[[Any], None] | None:
+        """What notes the keys of a call's result on the innermost open span, which is that of the call."""
+        read = self.of_result
+        if read is None:
+            return None
+
+        def annotate(result: Any) -> None:
+            told = read(result)
+            if told:
+                recorder.annotate_innermost(told)
+
+        return annotate
+
+    def _read_of_call(self, function: Callable[..., Any], name: str, wanted: RequestKeys) -> Attributes | None:
+        first = re.split(r"[.\[]", wanted.argument, maxsplit=1)[0]
+        try:
+            parameters = dict(inspect.signature(function).parameters)
+        except (TypeError, ValueError):
+            self.missing.append(f"{function!r} does not tell its parameters")
+            return None
+        parameter = parameters.get(first)
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        if parameter is None and not takes_any:
+            self.missing.append(f"no argument {first}, found {', '.join(parameters) or 'none'}")
+            return None
+        if parameter is not None and parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            self.missing.append(f"{first} stands for many arguments; name one of them")
+            return None
+        default: Any = _LEFT_OUT
+        if parameter is not None and parameter.default is not parameter.empty:
+            default = parameter.default
+        is_placed = parameter is not None and parameter.kind is not parameter.KEYWORD_ONLY
+        place = list(parameters).index(first) if is_placed else len(parameters)
+        read = self._reader(name, wanted)
+
+        def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
+            value = args[place] if place < len(args) else kwargs.get(first, default)
+            return {} if value is _LEFT_OUT else read(value)
+
+        return read_call
+
+    def _reader(self, name: str, wanted: RequestKeys) -> ReadResult:
+        """What reads one thing that is wanted below a value."""
+        asked, place = wanted.argument, self._place
+        read = _key_of(wanted) if name == KEY else _batch_of(wanted)
+
+        def read_safely(value: Any) -> Told:
+            try:
+                return read(value)
+            except Exception as error:  # whose text may hold what nobody asked for
+                found = f"{type(error).__name__} below a {type(value).__name__}"
+                FAULTS.note_of_rule(f"{place}: {asked}", f"asked for keys, found {found}")
+                return {}
+
+        return read_safely
+
+
+def _is_of_result(wanted: RequestKeys) -> bool:
+    return re.match(rf"{RETURN}(?:[.\[]|$)", wanted.argument) is not None
+
+
+def _all_of(reads: Sequence[Callable[..., Told | None]]) -> Callable[..., Any] | None:
+    if len(reads) < 2:
+        return reads[0] if reads else None
+
+    def read_all(*given: Any) -> Told:
+        return {name: value for read in reads for name, value in (read(*given) or {}).items()}
+
+    return read_all
+
+
+def _steps(path: str) -> list[str]:
+    """The steps of a path below its first name."""
+    return re.findall(r"\[\]|[^.\[\]]+", path)[1:]
+
+
+def _key_of(wanted: RequestKeys) -> ReadResult:
+    steps, text = _steps(wanted.argument), _text_of(wanted.cut)
+
+    def read(value: Any) -> Told:
+        for step in steps:
+            value = _part(value, step)
+        key = text(value)
+        return {KEY: key} if key else {}
+
+    return read
+
+
+def _batch_of(wanted: RequestKeys) -> ReadResult:
+    of_keys, text = _values_of(_steps(wanted.argument)), _text_of(wanted.cut)
+    of_weights = _values_of(_steps(wanted.weights)) if wanted.weights else None
+
+    def read(value: Any) -> Told:
+        found = of_keys(value)
+        weights = of_weights(value) if of_weights is not None else None
+        if isinstance(found, Mapping) and weights is None:
+            weights = list(islice(found.values(), BATCH_LIMIT))
+        keys = list(islice(found, BATCH_LIMIT + 1))
+        if len(keys) > BATCH_LIMIT:
+            FAULTS.note_of_rule(wanted.argument, f"found more than {BATCH_LIMIT} keys; those beyond are left out")
+            del keys[BATCH_LIMIT:]
+        told: dict[str, AttributeValue] = {BATCH_KEYS: tuple(map(text, keys))}
+        if weights is not None:
+            its = list(islice(weights, len(keys)))
+            if len(its) == len(keys) and {int, float}.issuperset(map(type, its)):
+                told[BATCH_WEIGHTS] = tuple(its)
+        return told
+
+    return read
+
+
+def _values_of(steps: Sequence[str]) -> Callable[[Any], Any]:
+    """What a path for several keys leads to: something that can be gone through."""
+    if EACH not in steps:
+
+        def plain(value: Any) -> Any:
+            for step in steps:
+                value = _part(value, step)
+            return value
+
+        return plain
+    at = len(steps) - 1 - steps[::-1].index(EACH)
+    before, after = _values_of(steps[:at]), steps[at + 1 :]
+
+    def each(value: Any) -> Any:
+        found = before(value)
+        items = found.values() if isinstance(found, Mapping) else found
+        some = list(islice(items, BATCH_LIMIT + 1))
+        for step in after:
+            some = [_part(item, step) for item in some]
+        return some
+
+    return each
+
+
+def _part(value: Any, name: str) -> Any:
+    """What a mapping holds under a name, else the attribute of that name. Asking inserts nothing (`defaultdict`)."""
+    if type(value) is dict:
+        return value[name] if name in value else getattr(value, name)
+    if issubclass(type(value), Mapping) and name in value:
+        return value[name]
+    return getattr(value, name)
+
+
+def _text_of(cut: str) -> Callable[[Any], str]:
+    """A key as text, of at most `KEY_LIMIT` characters, without what the expression finds; "" of what is no key."""
+
+    if not cut:
+        return key_text
+    expression = re.compile(cut)
+
+    @lru_cache(maxsize=4096)
+    def without(text: str) -> str:
+        return expression.sub("", text)
+
+    return lambda value: without(key_text(value))

@@ -1,0 +1,289 @@
+"""`key:` and `batch:` on rules, and the same in code: what is read of calls, and that reading harms nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import instrument
+from instrument.profile.keys import loads
+from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, Span
+from instrument.runtime.faults import FAULTS
+from instrument.sessions.session import Session
+
+ENGINE = """
+async def generate(request_id, prompt="x"):
+    return request_id
+
+def tokens(request_id):
+    yield 1
+    yield 2
+
+async def stream(request_id):
+    yield 1
+
+def add(request):
+    return request
+
+async def submit(prompt):
+    return {"id": prompt}
+
+def step(output):
+    return output
+"""
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A module of a service, which is imported once a session runs."""
+    (tmp_path / "keyed_engine.py").write_text(ENGINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield sys.modules.setdefault("keyed_engine_marker", types.ModuleType("keyed_engine_marker"))
+    sys.modules.pop("keyed_engine", None)
+    sys.modules.pop("keyed_engine_marker", None)
+    FAULTS.clear()
+
+
+@pytest.fixture
+def recorded(engine: types.ModuleType) -> Callable[..., list[Span]]:
+    """The spans of calls of the module's functions under some rules."""
+
+    def run(rules: str, *calls: tuple[str, tuple[Any, ...]]) -> list[Span]:
+        running = instrument.start(loads(f"functions: [{rules}]"))
+        assert isinstance(running, Session)
+        import keyed_engine
+
+        async def drain(made: Any) -> None:
+            async for _ in made:
+                pass
+
+        for name, arguments in calls:
+            made = getattr(keyed_engine, name)(*arguments)
+            if inspect.iscoroutine(made):
+                asyncio.run(made)
+            elif inspect.isasyncgen(made):
+                asyncio.run(drain(made))
+            elif inspect.isgenerator(made):
+                list(made)
+        found = sorted(running.trace().spans, key=lambda span: span.start_ns)
+        instrument.stop()
+        return found
+
+    return run
+
+
+@dataclass
+class Asked:
+    id: str
+    tokens: int = 1
+
+
+def of(**values: object) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**values)
+
+
+@pytest.mark.parametrize("kind", ["op", "request"])
+@pytest.mark.parametrize(
+    ("rule", "call", "key"),
+    [
+        ("match: 'keyed_engine:generate', key: request_id", ("generate", ("r1",)), "r1"),
+        ("match: 'keyed_engine:tokens', key: request_id", ("tokens", ("r1",)), "r1"),
+        ("match: 'keyed_engine:stream', key: request_id", ("stream", (7,)), "7"),
+        ("match: 'keyed_engine:add', key: request.id", ("add", (Asked("r2"),)), "r2"),
+        ("match: 'keyed_engine:add', key: request.body.id", ("add", ({"body": {"id": "r3"}},)), "r3"),
+        ("match: 'keyed_engine:add', key: return.id", ("add", (Asked("r4"),)), "r4"),
+        ("match: 'keyed_engine:submit', key: return.id", ("submit", ("r5",)), "r5"),
+        ("match: 'keyed_engine:generate', key: {argument: request_id, cut: '^cmpl-|-[0-9]+$'}",
+         ("generate", ("cmpl-r6-0",)), "r6"),
+        ("match: 'keyed_engine:generate', key: request_id", ("generate", ("k" * 500,)), "k" * 128),
+    ],
+)  # fmt: skip
+def test_a_key_is_read_of_an_argument_or_a_result(
+    kind: str, rule: str, call: tuple[str, tuple[Any, ...]], key: str, recorded: Callable[..., list[Span]]
+) -> None:
+    (span,) = recorded(f"{{{rule}, kind: {kind}}}", call)
+    assert span.attributes[KEY] == key
+    assert FAULTS.counts_of_rules() == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "told"),
+    [
+        ("batch: output", ["a", "b"], {BATCH_KEYS: ("a", "b")}),
+        ("batch: output", {"a": 3, "b": 1}, {BATCH_KEYS: ("a", "b"), BATCH_WEIGHTS: (3, 1)}),
+        ("batch: output.num_tokens", of(num_tokens={"a": 3}), {BATCH_KEYS: ("a",), BATCH_WEIGHTS: (3,)}),
+        ("batch: output", {"a": Asked("a")}, {BATCH_KEYS: ("a",)}),
+        ("batch: 'output[].id'", [Asked("a"), Asked("b")], {BATCH_KEYS: ("a", "b")}),
+        ("batch: {argument: 'output.requests[].id', weights: 'output.requests[].tokens'}",
+         of(requests=[Asked("a", 5), Asked("b", 2)]), {BATCH_KEYS: ("a", "b"), BATCH_WEIGHTS: (5, 2)}),
+        ("batch: {argument: 'output[]', cut: '-[0-9]$'}", ["a-1", "b-2"], {BATCH_KEYS: ("a", "b")}),
+        ("batch: 'return[].id'", [Asked("a")], {BATCH_KEYS: ("a",)}),
+        ("batch: output", [], {BATCH_KEYS: ()}),
+    ],
+)  # fmt: skip
+def test_the_keys_of_a_batch_are_read_with_their_weights(
+    rule: str, given: object, told: dict[str, object], recorded: Callable[..., list[Span]]
+) -> None:
+    (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given,)))
+    assert dict(span.attributes) == told
+    assert FAULTS.counts_of_rules() == {}
+
+
+class Hostile:
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError("secret text of the service")
+
+
+class Endless(list[str]):
+    def __iter__(self) -> Iterator[str]:
+        while True:
+            yield "a"
+
+
+@pytest.mark.parametrize("rule", ["key: output.id", "batch: output.ids", "batch: 'output[].id'", "key: return.id"])
+@pytest.mark.parametrize(
+    "make", [Hostile, lambda: None, lambda: 5, lambda: [Hostile()], lambda: {"id": Hostile(), "ids": 3}]
+)
+def test_what_cannot_be_read_is_left_out_and_the_call_goes_on(
+    rule: str, make: Callable[[], object], recorded: Callable[..., list[Span]], caplog: pytest.LogCaptureFixture
+) -> None:
+    (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (make(),)))
+    assert KEY not in span.attributes
+    assert BATCH_KEYS not in span.attributes
+    assert "secret" not in caplog.text
+
+
+def test_a_batch_is_bounded_and_says_that_it_was(recorded: Callable[..., list[Span]]) -> None:
+    (span,) = recorded("{match: 'keyed_engine:step', batch: output}", ("step", (Endless(),)))
+    assert len(span.attributes[BATCH_KEYS]) == BATCH_LIMIT  # type: ignore[arg-type]
+    assert list(FAULTS.counts_of_rules().values()) == [1]
+
+
+def test_scopes_and_bind_name_requests_in_code() -> None:
+    running = instrument.start(loads(""))
+    assert isinstance(running, Session)
+    with instrument.scope("request", kind="request", key="r1"):
+        pass
+    with instrument.scope("request", kind="request"):
+        instrument.bind("r2")
+        instrument.bind(["no key"])  # type: ignore[arg-type]
+    with instrument.scope("step", batch={"r1": 2, "r2": 1}):
+        pass
+    with instrument.scope("step", batch=iter(["r1", 2])), instrument.scope("odd", key=Hostile(), batch=7):  # type: ignore[arg-type]
+        pass
+    instrument.bind("outside of any span")
+    found = [dict(span.attributes) for span in sorted(running.trace().spans, key=lambda span: span.start_ns)]
+    instrument.stop()
+    assert found == [
+        {KEY: "r1"},
+        {KEY: "r2"},
+        {BATCH_KEYS: ("r1", "r2"), BATCH_WEIGHTS: (2, 1)},
+        {BATCH_KEYS: ("r1", "2")},
+        {},
+    ]
+
+
+SERVICE = """
+import multiprocessing as mp, threading, time, instrument
+
+def submit(request_id):
+    "To the engine."
+    QUEUE.put(request_id)
+
+def handle(request_id):
+    with instrument.scope("tokenise", phase="prepare"):
+        time.sleep(0.002)
+    submit(request_id)
+    ANSWERS[request_id].wait(10)
+    with instrument.scope("detokenise", phase="post"):
+        time.sleep(0.002)
+
+def serve(request_id):
+    with instrument.scope("POST /chat", kind="request", key=request_id):
+        handle(request_id)
+
+def accept(request_id):
+    return [request_id, 3]
+
+def step(batch):
+    time.sleep(0.004)
+
+def run(queue, answers):
+    "The engine: of what is there at most two in each step, three steps for each."
+    running = []
+    while True:
+        while not queue.empty() or not running:
+            request_id = queue.get()
+            if request_id is None:
+                return
+            running.append(accept(request_id))
+        batch = running[:2]
+        step({f"{request_id}-engine": 1 for request_id, _ in batch})
+        for one in batch:
+            one[1] -= 1
+            if not one[1]:
+                running.remove(one)
+                answers.put(one[0])
+
+def main():
+    global QUEUE
+    context = mp.get_context("spawn")
+    QUEUE, answers = context.Queue(), context.Queue()
+    engine = context.Process(target=run, args=(QUEUE, answers))
+    engine.start()
+    def listen():
+        for _ in range(6):
+            ANSWERS[answers.get()].set()
+    threads = [threading.Thread(target=serve, args=(f"r{n}",)) for n in range(6)]
+    ANSWERS.update({f"r{n}": threading.Event() for n in range(6)})
+    for thread in [threading.Thread(target=listen), *threads]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    QUEUE.put(None)
+    engine.join()
+
+ANSWERS = {}
+if __name__ == "__main__":
+    main()
+"""
+
+PROFILE = """
+service: engine
+functions:
+  - {match: "*:step", kind: step, batch: {argument: batch, cut: "-engine$"}}
+  - {match: "*:accept", phase: accept, key: request_id}
+  - {match: "*:submit", phase: submit, key: request_id}
+export:
+  SUFFIX
+"""
+
+
+@pytest.mark.parametrize(
+    "export",
+    ["recording: {path: 'traces/{service}-{pid}.npz'}", "chrome: {path: 'traces/{service}-{pid}.json.gz'}"],
+)
+def test_a_request_is_followed_into_the_engine_of_another_process(export: str, tmp_path: Path) -> None:
+    (tmp_path / "service.py").write_text(SERVICE)
+    (tmp_path / "profile.yaml").write_text(PROFILE.replace("SUFFIX", export))
+    command = [sys.executable, "-m", "instrument"]
+    service = ["run", "--profile", "profile.yaml", "--", "service.py"]
+    subprocess.run([*command, *service], cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    asked = [*command, "report", "traces", "--view", "requests", "--json"]
+    told = subprocess.run(asked, cwd=tmp_path, check=True, timeout=60, capture_output=True).stdout
+    view = json.loads(told)["views"]["requests"]
+    (endpoint,) = view["endpoints"]
+    parts = {phase["name"]: phase for phase in endpoint["phases"]}
+    assert {"prepare", "accept", "queue", "share of batches", "waiting in batches", "transport", "post"} <= set(parts)
+    assert sum(phase["summed_ns"] for phase in parts.values()) + endpoint["unknown_ns"] == endpoint["wall_ns"]
+    assert parts["share of batches"]["requests"] == endpoint["requests"] == 6
