@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,10 +38,11 @@ from instrument.recording.lines import (
 from instrument.recording.paths import NOT_BELOW, CallTree, shaped
 from instrument.recording.spans import Site
 from instrument.recording.tally import Tally, Totals
+from instrument.report.cost_view import cost
 from instrument.report.events_view import events
 from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.tree import LEVELS, WEIGHTS
-from instrument.report.view import HeldSpans, Options, Recording
+from instrument.report.view import Options, Recording
 
 native = pytest.mark.skipif(lines_room._native is None, reason="the native loops are not built")
 
@@ -439,12 +441,14 @@ def test_the_live_view_of_costs_says_what_a_look_at_each_span_says() -> None:
                 pass
         with scope("still open"):
             recording = session.recording()
-            held = recording.held
-            spans = HeldSpans.of_trace(session.trace())
+            live = cost(recording, Options())
+            of_spans = cost(Recording.of_trace(session.trace()), Options())
         assert "trace" not in vars(recording)
-        assert (held.count, held.complete, held.since_ns) == (spans.count, False, spans.since_ns)
-        assert (held.asked, held.labels) == (spans.asked, spans.labels)
+        assert replace(live.coverage, until_ns=0) == replace(of_spans.coverage, until_ns=0)
+        assert not live.coverage.complete
+        assert (live.device_asked, live.device_missing) == (of_spans.device_asked, of_spans.device_missing)
     finally:
         instrument.stop()
     finished = session.recording()
-    assert finished.held == HeldSpans.of_trace(finished.trace)
+    of_spans = cost(Recording.of_trace(finished.trace), Options())
+    assert replace(cost(finished, Options()).coverage, until_ns=0) == replace(of_spans.coverage, until_ns=0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from instrument.recording.lines import CALLS, TOTAL
-from instrument.recording.spans import UNTIMED, Cost, Site
+from instrument.recording.spans import Cost, Site
 from instrument.report.coverage import NO_EVENTS, Coverage
 from instrument.report.instrumentation import uncached
 from instrument.report.table import (
@@ -28,7 +28,8 @@ from instrument.report.table import (
     title,
     wrapped,
 )
-from instrument.report.view import HeldSpans, Options, Recording, Upkeep
+from instrument.report.utilisation import unanswered
+from instrument.report.view import Options, Recording, Upkeep
 
 MEBIBYTE = 1 << 20
 
@@ -159,7 +160,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
     recording.lines(merged=True)  # which tell what it has cost
     spent, upkeep = recording.cost, recording.upkeep
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
-    held = recording.held
+    coverage, asked, missing = _held(recording)
     return InstrumentationCost(
         recorder=recording.recorder,
         clock="" if upkeep is None else upkeep.clock,
@@ -172,9 +173,9 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         notes=recording.notes if upkeep is None else tuple(upkeep.notes),
         muted=None if upkeep is None else _muted(upkeep),
         rings=None if upkeep is None else Rings(upkeep.held_rows, upkeep.ring_rows, upkeep.ring_bytes),
-        coverage=Coverage(held.count, held.complete, held.since_ns, held.until_ns),
-        device_asked=held.asked,
-        device_missing=_device_missing(held),
+        coverage=coverage,
+        device_asked=asked,
+        device_missing=dict(sorted(missing.items(), key=lambda one: (-one[1], one[0] != NO_EVENTS, one[0]))),
         _options=options,
     )
 
@@ -250,13 +251,16 @@ def _muted(upkeep: Upkeep) -> tuple[MutedSite, ...]:
     )
 
 
-def _device_missing(held: HeldSpans) -> dict[str, int]:
-    """By reason how many spans that asked for device time have none."""
+def _held(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
+    """Which spans are held, how many of them asked for device time, and by reason how many of these have none."""
+    held = recording.held
+    if held is not None:
+        return Coverage(held.count, held.complete, held.since_ns, held.until_ns), held.asked, held.unanswered
+    asked, without = unanswered(recording.columns)
     missing = Counter[str]()
-    if held.asked > len(held.labels):
-        missing[NO_EVENTS] = held.asked - len(held.labels)
-    missing.update(labels[0] for labels in held.labels if UNTIMED.issuperset(labels))
-    return dict(missing.most_common())
+    for one in without:
+        missing[one.reason] += one.spans
+    return Coverage.of_recording(recording), asked, missing
 
 
 # The text.

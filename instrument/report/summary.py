@@ -9,7 +9,6 @@ from typing import Any
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
 from instrument.report.benchmark_view import benchmark
-from instrument.report.cost_view import cost
 from instrument.report.events_view import events
 from instrument.report.instrumentation import instrumentation
 from instrument.report.kernels_view import kernels
@@ -19,7 +18,7 @@ from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.startup_view import startup
 from instrument.report.view import Options, Recording, View, document
 
-ON_COLUMNS = ("brief", "overview", "device", "requests", "operators", "copies", "distribution", "user")
+ON_COLUMNS = ("brief", "overview", "device", "requests", "operators", "copies", "distribution", "user", "cost")
 """Views that are made with numpy, which a service imports when it is to make one of them, and else not."""
 
 
@@ -32,7 +31,7 @@ def _made_on_columns(name: str) -> Callable[[Recording, Options], View]:
 
 
 _MADE: Mapping[str, Callable[[Recording, Options], View]] = {
-    "benchmark": benchmark, "classes": classes, "cost": cost, "events": events,
+    "benchmark": benchmark, "classes": classes, "events": events,
     "instances": instances, "kernels": kernels, "memory": memory, "ops": ops, "phases": phases,
     "startup": startup, **{name: _made_on_columns(name) for name in ON_COLUMNS},
 }  # fmt: skip

@@ -325,12 +325,12 @@ def utilisation(recording: Recording) -> Utilisation:
         with_device[found.rows] = True
         labels = _label_uses(its.labels, all_of_it)
         devices.append(_device_use(trace, device, work, busy, window, in_flight, outside, labels, found))
-    asked, unanswered = _unanswered(trace, is_timed)
+    asked, without = unanswered(trace)
     return Utilisation(
         window=window,
         devices=tuple(devices),
         asked=asked,
-        unanswered=unanswered,
+        unanswered=without,
         in_flight_ns=in_flight.length_ns(),
         requests_cut=cut,
         requests_without=len(whole) - int(with_device.sum()),
@@ -367,9 +367,10 @@ def _within(trace: Trace, work: _Work, owner: Int32s, whole: Int64s, busy: Union
     return _Within(rows, own_ns[used], busy.within(trace.start_ns[rows], trace.end_ns[rows]))
 
 
-def _unanswered(trace: Trace, is_timed: Bools) -> tuple[int, tuple[Unanswered, ...]]:
+def unanswered(trace: Trace) -> tuple[int, tuple[Unanswered, ...]]:
     """How many spans asked for device time, and those that got none, by why and their name."""
     its = trace.device
+    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
     first_of = np.full(len(trace), NONE, dtype=np.int64)
     first_of[its.row[::-1]] = np.arange(len(its))[::-1]
     asked = trace.of_sites([site.device for site in trace.sites]) | (first_of != NONE)

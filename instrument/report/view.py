@@ -121,10 +121,11 @@ class Upkeep:
 
 @dataclass(frozen=True, slots=True)
 class HeldSpans:
-    """What is known of the spans that are held without a look at each.
+    """What a session knows of the spans that are held without a look at each.
 
     Every one is there from `since_ns` to `until_ns` after the trace's start; `complete` says that none was overwritten
-    at all. `asked` ask for device time, and `labels` are those of the intervals of each one that has any.
+    at all. `asked` ask for device time, of which `unanswered` counts those that got none, by the label of the first of
+    their intervals, `NO_EVENTS` for those without any.
     """
 
     count: int
@@ -132,16 +133,7 @@ class HeldSpans:
     since_ns: int
     until_ns: int
     asked: int
-    labels: Sequence[tuple[str, ...]]
-
-    @classmethod
-    def of_trace(cls, trace: Trace) -> HeldSpans:
-        """Of the spans of a trace."""
-        first, last = trace.held
-        labels = [tuple(interval.label for interval in span.device) for span in trace.spans if span.device]
-        asked = len(labels) + sum(span.site.device for span in trace.spans if not span.device)
-        complete, start_ns = first == trace.start_ns, trace.start_ns
-        return cls(len(trace.spans), complete, first - start_ns, last - start_ns, asked, labels)
+    unanswered: Mapping[str, int]
 
 
 class Facts(Protocol):
@@ -259,10 +251,9 @@ class Recording:
             raise TraceError(f"cannot report on the trace: {problem}; write or copy it again") from problem
 
     @cached_property
-    def held(self) -> HeldSpans:
-        """What there is to say of these spans together."""
-        found = None if "trace" in vars(self) else self._make_held()
-        return HeldSpans.of_trace(self.trace) if found is None else found
+    def held(self) -> HeldSpans | None:
+        """What there is to say of these spans together where none is made for it, None where they themselves tell."""
+        return None if "trace" in vars(self) else self._make_held()
 
     def once(self, make: Callable[[Recording], Made]) -> Made:
         """What is made of the recording, made once for all views that ask for it."""

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
@@ -37,8 +38,21 @@ from instrument.recorder.shelf import is_sampled
 from instrument.recorder.ticks import Ticks
 from instrument.recording import board
 from instrument.recording.distributions import Snapshot
-from instrument.recording.spans import Cost, FirstCall, Gpu, Origin, Sample, Site, Span, Startup, Trace, remote_of
+from instrument.recording.spans import (
+    UNTIMED,
+    Cost,
+    FirstCall,
+    Gpu,
+    Origin,
+    Sample,
+    Site,
+    Span,
+    Startup,
+    Trace,
+    remote_of,
+)
 from instrument.recording.tally import Tally
+from instrument.report.coverage import NO_EVENTS
 from instrument.report.summary import made, prepare, summary, views_for
 from instrument.report.view import HeldSpans, Options, Recording, View
 from instrument.runtime.faults import FAULTS
@@ -645,13 +659,15 @@ class Session:
         timing = self._timing if held.asking else None
         intervals = {} if timing is None else timing.intervals.of(set(held.asking))
         until_ns = max(time.monotonic_ns(), first_ns)
+        unanswered = Counter(its[0].label for its in intervals.values() if all(one.label in UNTIMED for one in its))
+        unanswered[NO_EVENTS] += len(held.asking) - len(intervals)
         return HeldSpans(
             count=held.spans + len(self.loop.within(first_ns, until_ns)),
             complete=first_ns == self.start_ns,
             since_ns=first_ns - self.start_ns,
             until_ns=until_ns - self.start_ns,
             asked=len(held.asking),
-            labels=[tuple(one.label for one in its) for its in intervals.values()],
+            unanswered=+unanswered,
         )
 
     def startup(self) -> Startup:
