@@ -76,13 +76,12 @@ def a_service() -> tuple[Tally, Startup]:
     return tally, Startup(1_000 * MS, 0, imports, firsts)
 
 
-def test_what_loaded_late_counts_where_parents_run_in_a_circle() -> None:
-    """As in a damaged file: it lies in no request, however often one goes around. What lies in one does not count."""
+def test_what_loaded_late_counts_unless_it_lies_in_a_request() -> None:
     mine, tally = Site("mine"), Tally()
     count(tally, (LOAD,), 10, 10, 10, 10, first_ms=0)
     spans = [
         Span(HANDLE, 1, 0, 1, 1, 0, 20 * MS, 30 * MS, 10 * MS, 0),
-        Span(mine, 2, 3, 2, 1, 0, 40 * MS, 90 * MS, 50 * MS, 0),
+        Span(mine, 2, 0, 2, 1, 0, 40 * MS, 90 * MS, 50 * MS, 0),
         Span(mine, 3, 2, 2, 1, 0, 40 * MS, 90 * MS, 50 * MS, 0),
         Span(LOAD, 4, 2, 2, 1, 0, 50 * MS, 60 * MS, 10 * MS, 0),
         Span(LOAD, 5, 3, 2, 1, 0, 70 * MS, 80 * MS, 10 * MS, 0),

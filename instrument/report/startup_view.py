@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from instrument.recording.histogram import bucket
-from instrument.recording.spans import FIRSTS, PREPARING, FirstCall, ImportTime, Site, Startup, Trace
+from instrument.recording.spans import FIRSTS, PREPARING, FirstCall, ImportTime, Site, Startup
 from instrument.recording.tally import Row, Totals
 from instrument.report.places import name_of_site
 from instrument.report.table import (
@@ -34,6 +36,8 @@ from instrument.report.table import (
     wrapped,
 )
 from instrument.report.view import Options, Recording
+from instrument.trace.columns import Trace
+from instrument.trace.forest import NONE, nearest
 
 IMPORTS = "Imports, outside of spans"
 WORDS = {"load": "Loading", "compile": "Compiling"}
@@ -369,32 +373,27 @@ def _prepared(rows: Iterable[Row], request_ns: int, recording: Recording) -> _Pr
         on_both_sides |= begins_before and row.totals.calls > 1
     if not on_both_sides:
         return _Prepared(before, after, is_partial=False)
-    trace = recording.trace
-    for word, held_ns in _held_after(trace, request_ns).items():
+    facts = recording.facts
+    for word, held_ns in _held_after(recording.columns, request_ns).items():
         whole_ns = before[word] + after[word]
         after[word] = min(max(after[word], held_ns), whole_ns)
         before[word] = whole_ns - after[word]
-    return _Prepared(before, after, is_partial=max(trace.start_ns, trace.held_from_ns) > request_ns)
+    return _Prepared(before, after, is_partial=facts.held[0] > request_ns)
 
 
 def _held_after(trace: Trace, request_ns: int) -> dict[str, int]:
     """What the spans that are held took of the same, by word, where they began after the first request."""
-    sums = {WORDS[phase]: 0 for phase in PREPARING}
-    late = [span for span in trace.spans if span.start_ns >= request_ns and not span.clipped and _phase(span.site)]
-    known = {span.span_id: span for span in trace.spans} if late else {}
-    within: dict[int, bool] = {}  # by id, whether a span is, or lies in, a request or what is counted itself
-    for span in late:
-        way: list[int] = []
-        at = known.get(span.parent_id)
-        while at is not None and at.span_id not in within:  # parents of a damaged file may run in a circle
-            within[at.span_id] = at.site.kind == "request" or _phase(at.site) is not None
-            way += [at.span_id] * (not within[at.span_id])
-            at = at if within[at.span_id] else known.get(at.parent_id)
-        is_within = at is not None and within[at.span_id]
-        within.update(dict.fromkeys(way, is_within))
-        if not is_within:
-            sums[WORDS[_phase(span.site) or ""]] += span.total_ns
-    return sums
+    phases = [_phase(site) for site in trace.sites]
+    # Those in a request, or in one that is counted itself.
+    around = trace.of_sites(
+        [site.kind == "request" or bool(phase) for site, phase in zip(trace.sites, phases, strict=True)]
+    )
+    is_within = np.append(nearest(trace.parent, around) != NONE, np.False_)[trace.parent]
+    late = (trace.start_ns >= request_ns) & ~trace.clipped & ~is_within
+    return {
+        WORDS[name]: sum(trace.total_ns[late & trace.of_sites([phase == name for phase in phases])].tolist())
+        for name in PREPARING
+    }
 
 
 def _way_lines(view: StartupView) -> list[str]:

@@ -15,10 +15,20 @@ from instrument.report.kernels_view import kernels
 from instrument.report.memory_view import memory
 from instrument.report.phases_view import phases
 from instrument.report.self_times_view import classes, instances, ops
-from instrument.report.startup_view import startup
 from instrument.report.view import Options, Recording, View, document
 
-ON_COLUMNS = ("brief", "overview", "device", "requests", "operators", "copies", "distribution", "user", "cost")
+ON_COLUMNS = (
+    "brief",
+    "overview",
+    "device",
+    "requests",
+    "operators",
+    "copies",
+    "distribution",
+    "user",
+    "cost",
+    "startup",
+)
 """Views that are made with numpy, which a service imports when it is to make one of them, and else not."""
 
 
@@ -33,7 +43,7 @@ def _made_on_columns(name: str) -> Callable[[Recording, Options], View]:
 _MADE: Mapping[str, Callable[[Recording, Options], View]] = {
     "benchmark": benchmark, "classes": classes, "events": events,
     "instances": instances, "kernels": kernels, "memory": memory, "ops": ops, "phases": phases,
-    "startup": startup, **{name: _made_on_columns(name) for name in ON_COLUMNS},
+    **{name: _made_on_columns(name) for name in ON_COLUMNS},
 }  # fmt: skip
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _MADE[name] for name in VIEWS}
