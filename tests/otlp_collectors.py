@@ -48,7 +48,7 @@ class Collector(ThreadingHTTPServer):
 
     @property
     def settings(self) -> Otlp:
-        return Otlp(f"http://127.0.0.1:{self.server_port}/v1/traces", timeout_ns=SECOND)
+        return Otlp(f"http://127.0.0.1:{self.server_port}/v1/traces", timeout_ns=30 * SECOND)
 
     def handle_error(self, *_: Any) -> None:
         """The client may leave when it likes."""
@@ -138,7 +138,7 @@ def refuse_with(status: int, **headers: str) -> Behave:
 
 
 def swallow(handler: Handler, _: int) -> None:
-    handler.server.closing.wait(20)
+    handler.server.closing.wait(120)
 
 
 def drip(handler: Handler, _: int) -> None:

@@ -103,7 +103,7 @@ WAYS = [("http/protobuf", "gzip"), ("http/protobuf", "none"), ("grpc", "gzip"), 
 
 def way_to(collector: Receiver, protocol: str = "http/protobuf", compression: str = "gzip") -> Otlp:
     endpoint = collector.grpc_endpoint if protocol == "grpc" else collector.endpoint
-    return Otlp(endpoint, protocol, timeout_ns=5 * SECOND, compression=compression)
+    return Otlp(endpoint, protocol, timeout_ns=60 * SECOND, compression=compression)
 
 
 @pytest.mark.parametrize(("protocol", "compression"), WAYS)
@@ -115,7 +115,7 @@ def test_every_span_of_large_and_small_trees_arrives_exactly(
     with exporting(way_to(collector, protocol, compression)) as exporter:
         for spans in offered:
             assert exporter.offer(spans)
-        delivery = exporter.flush(8 * SECOND)
+        delivery = exporter.flush(60 * SECOND)
         ids = exporter.ids
         counts = adds_up(exporter)
     assert delivery == Delivery(4_504, 4_504, 0, 0, 0, 0, settled=True)
@@ -145,7 +145,7 @@ def test_a_request_joins_the_trace_of_its_caller_and_shows_its_error(
     with exporting(way_to(collector, protocol, compression)) as exporter:
         exporter.offer([root, child])
         exporter.offer([late])
-        assert exporter.flush(5 * SECOND).complete
+        assert exporter.flush(60 * SECOND).complete
         ids = exporter.ids
     found = {span.name: span for span in collector.spans()}
     assert {span.trace_id for span in found.values()} == {REMOTE.trace_id}
@@ -164,7 +164,7 @@ def test_the_resource_is_the_profiles_service_with_what_the_environment_says(
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
     with exporting(way_to(collector)) as exporter:
         exporter.offer(tree(1))
-        assert exporter.flush(5 * SECOND).complete
+        assert exporter.flush(60 * SECOND).complete
     (found,) = collector.spans()
     expected = {
         "service.name": "chat",
@@ -192,10 +192,10 @@ def test_a_configured_tracer_provider_and_we_are_the_same_service_instance(
     resource = Resource.create({"team": "a", "service.instance.id": "chat-0", **named})
     with exporting(way_to(collector)) as exporter:
         exporter.offer(tree(1, site=Site("before")))
-        assert exporter.flush(5 * SECOND).complete
+        assert exporter.flush(60 * SECOND).complete
         monkeypatch.setattr(trace, "_TRACER_PROVIDER", TracerProvider(resource=resource))
         exporter.offer(tree(1, 10, Site("after")))
-        assert exporter.flush(5 * SECOND).complete
+        assert exporter.flush(60 * SECOND).complete
     found = {span.name: span for span in collector.spans()}
     before, after = found["before"], found["after"]
     assert (before.resource["service.name"], before.resource.get("team")) == ("chat", None)
@@ -237,7 +237,7 @@ def test_never_two_server_spans_for_one_request(collector: Receiver) -> None:
             spans = tree(2, 10 * number, Site(name, "request"))
             spans[0].remote = parent
             exporter.offer(spans)
-        assert exporter.flush(5 * SECOND).complete
+        assert exporter.flush(60 * SECOND).complete
     kinds = Counter((span.name, span.kind) for span in collector.spans())
     assert sorted(name for name, kind in kinds if kind == "SERVER") == [
         *("caller", "client", "internal", "nothing", "producer"),
@@ -258,7 +258,7 @@ def test_a_service_thread_imports_nothing_of_opentelemetry() -> None:
         found = [name for name in sys.modules if name.startswith(("opentelemetry", "http.client", "ssl", "grpc"))]
         assert not found, found
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 
 def test_other_instrumentations_do_not_see_our_requests(collector: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_other_instrumentations_do_not_see_our_requests(collector: Receiver, mon
     with exporting(way_to(collector), threads) as exporter:
         for _ in range(2):
             exporter.offer(tree(1))
-            assert exporter.flush(5 * SECOND).complete
+            assert exporter.flush(60 * SECOND).complete
     assert seen == []
     assert suppressed == [None, True]
     assert context.get_value(context._SUPPRESS_INSTRUMENTATION_KEY) is None
@@ -299,7 +299,7 @@ FATES: dict[str, tuple[Behave, str, str]] = {
         "",
     ),
     "is busy without saying for how long": (first(1, refuse_with(502)), "exported", ""),
-    "is busy for longer than one request may take": (first(1, refuse_with(503, Retry_After="2")), "exported", ""),
+    "is busy for longer than one request may take": (first(1, refuse_with(503, Retry_After="4")), "exported", ""),
     "stays busy": (refuse_with(504, Retry_After="soon"), "failed", "504"),
     "hangs up once": (first(1, hang_up), "exported", ""),
     "always hangs up": (hang_up, "failed", "RemoteDisconnected"),
@@ -311,14 +311,23 @@ FATES: dict[str, tuple[Behave, str, str]] = {
     "never answers": (swallow, "failed", "TimeoutError"),
     "answers for ever": (drip, "failed", "TimeoutError"),
 }
+UNTIL_THE_TIME_IS_UP = {"never answers": 1.0, "answers for ever": 1.0} | {
+    "is busy for longer than one request may take": 3.0,
+    # Two more tries, after a quarter of a second and a half; then the time that is left is less than the next pause.
+    "stays busy": 1.35,
+    "always hangs up": 1.35,
+}
+"""How many seconds a request may take where that decides; 30 elsewhere, which no machine is late by."""
 
 
-@pytest.mark.parametrize(("behave", "fate", "reason"), FATES.values(), ids=FATES.keys())
-def test_every_span_has_one_fate_whatever_the_collector_does(behave: Behave, fate: str, reason: str) -> None:
-    with collecting(behave) as server, exporting(server.settings) as exporter:
+@pytest.mark.parametrize("what", FATES)
+def test_every_span_has_one_fate_whatever_the_collector_does(what: str) -> None:
+    behave, fate, reason = FATES[what]
+    timeout_ns = round(UNTIL_THE_TIME_IS_UP.get(what, 30) * SECOND)
+    with collecting(behave) as server, exporting(replace(server.settings, timeout_ns=timeout_ns)) as exporter:
         exporter.offer(tree(5))
         exporter.offer(tree(2, 100))
-        delivery = exporter.flush(30 * SECOND)
+        delivery = exporter.flush(60 * SECOND)
         counts = adds_up(exporter)
     assert delivery.settled
     assert delivery.complete == (fate == "exported")
@@ -384,7 +393,7 @@ def test_a_collector_that_refuses_every_size_gets_few_requests() -> None:
 def test_a_collector_that_rejects_two_spans_is_believed_where_it_can_be(offered: int, rejected: int) -> None:
     with collecting(reject_two) as server, exporting(server.settings) as exporter:
         exporter.offer(tree(offered))
-        delivery = exporter.flush(2 * SECOND)
+        delivery = exporter.flush(60 * SECOND)
         counts = adds_up(exporter)
     assert delivery == Delivery(offered, offered - rejected, rejected, 0, 0, 0, settled=True, reason="quota")
     assert not delivery.complete
@@ -395,10 +404,10 @@ def test_after_a_refused_size_later_requests_are_smaller(monkeypatch: pytest.Mon
     monkeypatch.setattr("instrument.otlp.exporter.LEAST_REQUEST_BYTES", 100)
     with collecting(at_most(100)) as server, exporting(server.settings) as exporter:
         exporter.offer(tree(150))
-        assert exporter.flush(2 * SECOND).complete
+        assert exporter.flush(60 * SECOND).complete
         tries = server.tries
         exporter.offer(tree(140, 1_000))
-        assert exporter.flush(2 * SECOND).complete
+        assert exporter.flush(60 * SECOND).complete
         adds_up(exporter)
     assert tries == 3  # refused, and two halves
     assert server.tries - tries == 2  # no more refusals
@@ -411,7 +420,7 @@ def test_one_span_that_is_too_large_fails_alone() -> None:
     with collecting(refuse_the_large) as server, exporting(server.settings) as exporter:
         exporter.offer([*tree(6), span(Site("large"), 50, 1)])
         exporter.offer(tree(4, 100))
-        delivery = exporter.flush(2 * SECOND)
+        delivery = exporter.flush(60 * SECOND)
         counts = adds_up(exporter)
     assert (delivery.exported, delivery.failed) == (10, 1)
     assert (counts["exported_trees"], counts["failed_trees"]) == (1, 1)
@@ -429,7 +438,7 @@ def test_a_request_keeps_within_both_limits() -> None:
         with exporting(settings) as exporter:
             exporter.offer(tree(9_000, site=Site("s", "op")))
             exporter.offer(tree(40, 20_000, attributes={"text": "x" * 50_000}))
-            assert exporter.flush(5 * SECOND).complete
+            assert exporter.flush(60 * SECOND).complete
     assert sum(spans for spans, _ in sizes) == 9_040
     assert max(spans for spans, _ in sizes) <= senders.Http.request_spans
     assert max(size for _, size in sizes) <= REQUEST_BYTES + 2_048  # the resource and the scope
@@ -449,9 +458,9 @@ def test_a_refusal_that_comes_before_the_body_was_read_is_understood() -> None:
         thread = threading.Thread(target=refuse_early)
         thread.start()
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        with exporting(Otlp(endpoint, compression="none", timeout_ns=SECOND)) as exporter:
+        with exporting(Otlp(endpoint, compression="none", timeout_ns=30 * SECOND)) as exporter:
             exporter.offer(tree(2, attributes={"text": "x" * 200_000}))
-            delivery = exporter.flush(4 * SECOND)
+            delivery = exporter.flush(60 * SECOND)
         thread.join()
     assert (delivery.failed, delivery.reason) == (2, "HTTP 413 Too Large")
 
@@ -463,7 +472,7 @@ def test_a_tree_that_grew_after_it_was_offered_is_counted_as_it_was_sent() -> No
         exporter.offer(shrunk)
         grown[0].device = (DeviceInterval(0, 1, 1, 2),)
         shrunk.clear()
-        assert exporter.flush(2 * SECOND).complete
+        assert exporter.flush(60 * SECOND).complete
         counts = adds_up(exporter)
     assert (counts["offered"], counts["exported"], counts["exported_trees"]) == (3, 3, 2)
 
@@ -474,73 +483,82 @@ def test_the_headers_of_the_profile_are_sent_on_one_kept_connection() -> None:
         with exporting(settings) as exporter:
             for number in (1, 2, 3):
                 exporter.offer(tree(1, number))
-                assert exporter.flush(2 * SECOND).complete
+                assert exporter.flush(60 * SECOND).complete
         assert len(server.open) == 1
     sent = server.headers[-1]
     assert (sent["Api-Key"], sent["X-Team"]) == ("s3cret", "a b")
     assert (sent["Content-Type"], sent["Content-Encoding"]) == ("application/x-protobuf", "gzip")
 
 
-def test_a_kept_connection_that_the_collector_has_closed_costs_no_wait() -> None:
+def test_a_kept_connection_that_the_collector_has_closed_costs_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(senders, "_FIRST_BACK_OFF_S", 3600)
     with collecting(take) as server, exporting(server.settings) as exporter:
         exporter.offer(tree(1))
-        assert exporter.flush(2 * SECOND).complete
+        assert exporter.flush(60 * SECOND).complete
         for connection in server.open:
             hang_up_now(connection)
-        began = time.monotonic()
         exporter.offer(tree(1, 10))
-        assert exporter.flush(2 * SECOND).complete
-        assert time.monotonic() - began < 0.2
+        assert exporter.flush(60 * SECOND).complete
 
 
 def test_a_collector_that_dies_and_comes_back_gets_what_is_offered_then() -> None:
     port = free_port()
-    with exporting(Otlp(f"http://127.0.0.1:{port}/v1/traces", timeout_ns=SECOND // 2)) as exporter:
+    with exporting(Otlp(f"http://127.0.0.1:{port}/v1/traces", timeout_ns=2 * SECOND)) as exporter:
         with collecting(take, port) as server:
             exporter.offer(tree(2))
-            assert exporter.flush(2 * SECOND).complete
+            assert exporter.flush(60 * SECOND).complete
             assert server.taken == ["op"] * 2
         exporter.offer(tree(3, 10))
-        lost = exporter.flush(2 * SECOND)
+        lost = exporter.flush(60 * SECOND)
         assert (lost.settled, lost.failed) == (True, 3)
         with collecting(take, port) as server:
             exporter.offer(tree(4, 20))
-            assert exporter.flush(2 * SECOND).exported == 6
+            assert exporter.flush(60 * SECOND).exported == 6
             assert server.taken == ["op"] * 4
         adds_up(exporter)
 
 
 def test_a_collector_that_comes_back_in_time_gets_everything() -> None:
     port = free_port()
-    with exporting(Otlp(f"http://127.0.0.1:{port}/v1/traces", timeout_ns=3 * SECOND)) as exporter:
+    with exporting(Otlp(f"http://127.0.0.1:{port}/v1/traces", timeout_ns=60 * SECOND)) as exporter:
         exporter.offer(tree(5))
         assert not exporter.flush(SECOND // 10).settled
         assert adds_up(exporter)["pending"] == 5
         with collecting(take, port):
-            assert exporter.flush(3 * SECOND).complete
+            assert exporter.flush(60 * SECOND).complete
 
 
 BLOCKED = {name: FATES[name][0] for name in ("never answers", "answers for ever", "stays busy", "always hangs up")}
 
 
+def keeps_within(bound_s: float, stop: Callable[[], float]) -> bool:
+    """Whether a stop takes no longer than that. A machine with other work may be late itself, but not every time."""
+    return any(stop() < bound_s for _ in range(10))
+
+
 @pytest.mark.parametrize("behave", BLOCKED.values(), ids=BLOCKED.keys())
 def test_stop_keeps_to_its_bound_and_counts_what_it_gave_up(behave: Behave) -> None:
-    with collecting(behave) as server:
-        exporter = Exporter(Otlp(server.settings.endpoint, timeout_ns=30 * SECOND), ORIGIN, dict)
-        exporter.start()
-        exporter.offer(tree(5))
-        unsettled = exporter.flush(SECOND // 10)
-        assert (unsettled.settled, unsettled.pending) == (False, 5)
-        for number in range(10):
-            exporter.offer(tree(2, 100 + 10 * number))
-        began = time.monotonic()
-        delivery = exporter.stop(SECOND // 4)
-        assert time.monotonic() - began < 0.6
-        counts = adds_up(exporter)
-        assert counts["pending"] == 0
-        assert (delivery.failed + delivery.dropped, delivery.failed >= 5, delivery.complete) == (25, True, False)
-        assert delivery.reason
-    assert [thread for thread in threading.enumerate() if thread.name == "instrument-otlp"] == []
+    def stop() -> float:
+        with collecting(behave) as server:
+            exporter = Exporter(server.settings, ORIGIN, dict)
+            exporter.start()
+            exporter.offer(tree(5))
+            unsettled = exporter.flush(SECOND // 10)
+            assert (unsettled.settled, unsettled.pending) == (False, 5)
+            wait_until(lambda: server.tries > 0)
+            for number in range(10):
+                exporter.offer(tree(2, 100 + 10 * number))
+            began = time.monotonic()
+            delivery = exporter.stop(SECOND // 4)
+            took_s = time.monotonic() - began
+            counts = adds_up(exporter)
+            assert counts["pending"] == 0
+            assert (delivery.failed + delivery.dropped, delivery.failed >= 5, delivery.complete) == (25, True, False)
+            assert delivery.reason
+        wait_until(lambda: "instrument-otlp" not in {thread.name for thread in threading.enumerate()})
+        return took_s
+
+    assert keeps_within(0.6, stop)
 
 
 def test_stop_uses_the_time_that_it_has_to_deliver() -> None:
@@ -548,19 +566,18 @@ def test_stop_uses_the_time_that_it_has_to_deliver() -> None:
         exporter = Exporter(server.settings, ORIGIN, dict)
         exporter.start()
         exporter.offer(tree(5))
-        assert exporter.stop(2 * SECOND) == Delivery(5, 5, 0, 0, 0, 0, settled=True)
+        assert exporter.stop(60 * SECOND) == Delivery(5, 5, 0, 0, 0, 0, settled=True)
 
 
-def test_stop_does_not_wait_out_a_long_back_off() -> None:
+def test_stop_does_not_wait_out_a_long_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(senders, "_FIRST_BACK_OFF_S", 3600)
     port = free_port()
-    exporter = Exporter(Otlp(f"http://127.0.0.1:{port}/v1/traces", timeout_ns=30 * SECOND), ORIGIN, dict)
+    exporter = Exporter(Otlp(f"http://127.0.0.1:{port}/v1/traces", timeout_ns=2 * 3600 * SECOND), ORIGIN, dict)
     exporter.start()
     exporter.offer(tree(5))
-    exporter.flush(SECOND)  # by now it waits for about a second
+    exporter.flush(SECOND)  # by now it waits for about an hour
     with collecting(take, port):
-        began = time.monotonic()
-        assert exporter.stop(SECOND // 2).complete
-        assert time.monotonic() - began < 0.5
+        assert exporter.stop(60 * SECOND).complete
 
 
 def test_after_stop_offers_count_as_dropped_until_the_next_start() -> None:
@@ -570,12 +587,12 @@ def test_after_stop_offers_count_as_dropped_until_the_next_start() -> None:
         assert not exporter.flush(0).settled  # nobody is there to send it
         exporter.start()
         exporter.start()
-        assert exporter.stop(2 * SECOND).complete
+        assert exporter.stop(60 * SECOND).complete
         assert not exporter.offer(tree(2, 10))
         assert adds_up(exporter)["dropped"] == 2
         exporter.start()
         assert exporter.offer(tree(3, 20))
-        assert exporter.stop(2 * SECOND).exported == 4
+        assert exporter.stop(60 * SECOND).exported == 4
         assert adds_up(exporter)["dropped"] == 2
 
 
@@ -592,14 +609,14 @@ def test_a_full_queue_drops_the_oldest_whole_trees(monkeypatch: pytest.MonkeyPat
     with collecting(take) as server:
         exporter._settings = server.settings
         exporter.start()
-        assert exporter.stop(2 * SECOND).exported == 100
+        assert exporter.stop(60 * SECOND).exported == 100
     assert set(server.taken) == {f"tree {number}" for number in range(20, 30)}
 
 
 def test_device_intervals_count_as_the_spans_that_they_become() -> None:
     with collecting(take) as server, exporting(server.settings) as exporter:
         exporter.offer([span(device=(DeviceInterval(0, 1, 1, 2), DeviceInterval(0, 2, 1, 2)))])
-        assert exporter.flush(2 * SECOND).exported == 3
+        assert exporter.flush(60 * SECOND).exported == 3
         adds_up(exporter)
     assert server.taken == ["op", "op (device)", "op (device)"]
 
@@ -622,7 +639,7 @@ def test_sums_hold_while_threads_offer_and_the_collector_wavers() -> None:
             exporter.flush(SECOND // 50)
         for thread in threads:
             thread.join()
-        delivery = exporter.flush(5 * SECOND)
+        delivery = exporter.flush(60 * SECOND)
         counts = adds_up(exporter)
     assert delivery.settled
     assert counts["offered"] == 4 * sum(1 + number % 30 for number in range(100))
@@ -645,7 +662,7 @@ def test_a_tree_that_cannot_be_said_fails_alone(monkeypatch: pytest.MonkeyPatch)
         exporter.offer([span(start_ns=-(2**62))])
         exporter.offer([object()])  # type: ignore[list-item]
         exporter.offer(tree(2, 10))
-        delivery = exporter.flush(2 * SECOND)
+        delivery = exporter.flush(60 * SECOND)
         adds_up(exporter)
     assert (delivery.exported, delivery.failed) == (4, 1)
     assert FAULTS.counts() == {"encoding of spans": 1, "offer of spans to the OTLP exporter": 1}
@@ -658,9 +675,9 @@ def test_a_fault_of_ours_fails_what_is_under_way_and_not_the_thread(monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr(senders, "compressor", None)
             exporter.offer(tree(2))
-            assert exporter.flush(2 * SECOND).failed == 2
+            assert exporter.flush(60 * SECOND).failed == 2
         exporter.offer(tree(2, 10))
-        assert exporter.flush(2 * SECOND).exported == 2
+        assert exporter.flush(60 * SECOND).exported == 2
         adds_up(exporter)
     assert FAULTS.counts() == {"OTLP export": 1}
     FAULTS.clear()
@@ -676,7 +693,7 @@ def test_a_failing_collector_is_logged_once_and_its_recovery_once(caplog: pytest
     with collecting(follow) as server, exporting(server.settings) as exporter:
         for number, _ in enumerate(behaviours):
             exporter.offer(tree(1, 1 + number))
-            exporter.flush(2 * SECOND)
+            exporter.flush(60 * SECOND)
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         "spans do not reach the OpenTelemetry collector (HTTP 400 Bad Request); the service is not affected, "
@@ -685,14 +702,17 @@ def test_a_failing_collector_is_logged_once_and_its_recovery_once(caplog: pytest
     ]
 
 
-@pytest.mark.parametrize(("spans", "within_s"), [(1, 2), (2_000, 0.8)])
-def test_few_spans_are_sent_soon_and_many_at_once_without_being_asked(spans: int, within_s: float) -> None:
+def test_few_spans_are_sent_without_being_asked() -> None:
     with collecting(take) as server, exporting(server.settings) as exporter:
-        exporter.offer(tree(spans))
-        deadline = time.monotonic() + within_s
-        while not server.taken and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert server.taken == ["op"] * spans
+        exporter.offer(tree(1))
+        wait_until(lambda: server.taken == ["op"])
+
+
+def test_many_spans_are_sent_at_once_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.otlp.exporter._BATCH_DELAY_S", 3600)
+    with collecting(take) as server, exporting(server.settings) as exporter:
+        exporter.offer(tree(2_000))
+        wait_until(lambda: server.taken == ["op"] * 2_000)
 
 
 # -------------------------------------------------------------------- settings that cannot work, TLS, gRPC, fork
@@ -725,7 +745,8 @@ def test_grpc_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
-def test_https_trusts_what_the_settings_name_and_nothing_else(tmp_path: Path) -> None:
+def test_https_trusts_what_the_settings_name_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(senders, "_FIRST_BACK_OFF_S", 3600)  # longer than the time of a request: it is tried once
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
     alternative = ["-addext", "subjectAltName=DNS:localhost"]
@@ -735,43 +756,45 @@ def test_https_trusts_what_the_settings_name_and_nothing_else(tmp_path: Path) ->
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
         server.socket = context.wrap_socket(server.socket, server_side=True)
-        settings = Otlp(f"https://localhost:{server.server_port}/v1/traces", timeout_ns=SECOND // 2)
+        settings = Otlp(f"https://localhost:{server.server_port}/v1/traces", timeout_ns=30 * SECOND)
         with exporting(settings) as exporter:
             exporter.offer(tree(1))
-            distrusted = exporter.flush(3 * SECOND)
+            distrusted = exporter.flush(60 * SECOND)
             assert (distrusted.failed, "CERTIFICATE_VERIFY_FAILED" in distrusted.reason) == (1, True)
         with exporting(replace(settings, certificate=str(certificate))) as exporter:
             exporter.offer(tree(2, 10))
-            assert exporter.flush(3 * SECOND).exported == 2
+            assert exporter.flush(60 * SECOND).exported == 2
 
 
 @pytest.mark.parametrize("listening", [False, True], ids=["refuses", "never answers"])
 def test_grpc_to_a_dead_collector_stops_within_its_bound(listening: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        if listening:
-            silent.listen()
-        settings = Otlp(f"http://127.0.0.1:{silent.getsockname()[1]}", "grpc", timeout_ns=20 * SECOND)
+    def stop() -> float:
+        settings = Otlp(f"http://127.0.0.1:{silent.getsockname()[1]}", "grpc", timeout_ns=60 * SECOND)
         exporter = Exporter(settings, ORIGIN, dict)
         exporter.start()
         exporter.offer(tree(5))
         assert not exporter.flush(SECOND // 2).settled
         began = time.monotonic()
         delivery = exporter.stop(SECOND // 2)
-        assert time.monotonic() - began < 1
+        took_s = time.monotonic() - began
         assert (delivery.failed, delivery.pending) == (5, 0)
         adds_up(exporter)
-    deadline = time.monotonic() + 2
-    while any(t.name == "instrument-otlp" for t in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+        wait_until(lambda: "instrument-otlp" not in {thread.name for thread in threading.enumerate()})
+        return took_s
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listening:
+            silent.listen()
+        assert keeps_within(1, stop)
     assert [record.name for record in caplog.records if record.name.startswith("opentelemetry")] == []
 
 
 def test_grpc_says_why_it_failed() -> None:
-    settings = Otlp(f"http://127.0.0.1:{free_port()}", "grpc", timeout_ns=SECOND // 2)
+    settings = Otlp(f"http://127.0.0.1:{free_port()}", "grpc", timeout_ns=2 * SECOND)
     with exporting(settings) as exporter:
         exporter.offer(tree(5))
-        delivery = exporter.flush(4 * SECOND)
+        delivery = exporter.flush(60 * SECOND)
     assert (delivery.settled, delivery.failed) == (True, 5)
     assert "UNAVAILABLE" in delivery.reason
 
@@ -789,7 +812,7 @@ FORK = """
     os.register_at_fork(after_in_child=exporter.after_fork_in_child)
     exporter.start()
     exporter.offer(tree("before", 1))
-    assert exporter.flush(5 * 10**9).complete
+    assert exporter.flush(60 * 10**9).complete
     exporter.offer(tree("queued", 2))
     child = os.fork()
     if not child:
@@ -797,10 +820,10 @@ FORK = """
         exporter.offer(tree("child", 2))
         assert exporter.counts()["pending"] == 1
         exporter.start()
-        delivery = exporter.stop(5 * 10**9)
+        delivery = exporter.stop(60 * 10**9)
         os._exit(0 if delivery.complete and delivery.exported == 1 else 1)
     exporter.offer(tree("parent", 3))
-    assert exporter.stop(5 * 10**9).exported == 3
+    assert exporter.stop(60 * 10**9).exported == 3
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
@@ -809,7 +832,7 @@ FORK = """
 def test_a_fork_in_the_middle_gives_two_exporters(collector: Receiver, protocol: str, compression: str) -> None:
     settings = way_to(collector, protocol, compression)
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FORK), settings.endpoint, protocol]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
     found = {span.name: span for span in collector.spans()}
     assert sorted(span.name for span in collector.spans()) == ["before", "child", "parent", "queued"]
