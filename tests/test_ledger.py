@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, Site, Span
 from instrument.trace.columns import Trace
 from instrument.trace.joined import Joined, join
-from instrument.trace.ledger import ledger
+from instrument.trace.ledger import ledger, timeline
 from instrument.trace.of_spans import trace_of
 
 CHAT = Site("POST /chat", "request")
@@ -300,6 +300,16 @@ def test_the_parts_of_each_request_are_those_of_a_look_at_every_nanosecond(seed:
     for place, row in enumerate(joined.rows.tolist()):
         assert found.times[place] == reference(trace, joined, place)
         assert sum(found.times[place].values()) == int(trace.total_ns[row])
+        moments = timeline(trace, joined, place)
+        edges = [int(trace.start_ns[row]), *(edge for one in moments for edge in one[1:3]), int(trace.end_ns[row])]
+        assert edges[::2] == edges[1::2]  # from its begin to its end, without a gap
+        spent = Counter[str]()
+        for one in moments:
+            spent[one.part] += one.end_ns - one.start_ns
+        in_batches = found.times[place].get("share of batches", 0) + found.times[place].get("waiting in batches", 0)
+        assert spent == Counter({**found.times[place], "share of batches": in_batches, "waiting in batches": 0}), (
+            "but for zeros"
+        )
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ batch's time is given out by weight, exactly once: of `length` ns and weights w 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -81,48 +81,104 @@ def given_ns(served: Served, trace: Trace) -> Int64s:
     return np.asarray(upto[0] - upto[1])
 
 
-def ledger(trace: Trace, joined: Joined) -> Ledger:
-    """What each request was spent on."""
-    given = given_ns(joined.served, trace)
-    work = _work(trace, joined)
-    batches = _batches(trace, joined)
+class Turns(NamedTuple):
+    """The turns of requests, those of each in the order of time.
+
+    `part` is a place among the `names` of parts. `row` is that of the span which had the turn, `NONE` between spans,
+    and `pair` that of the batch and the request among what is served, `NONE` outside of batches.
+    """
+
+    names: tuple[str, ...]
+    request: Int64s
+    part: Int64s
+    row: Int64s
+    pair: Int64s
+    start_ns: Int64s
+    length_ns: Int64s
+
+
+def turns_of(trace: Trace, joined: Joined) -> Turns:
+    """What went on in each request, turn by turn, but for what is unknown."""
+    work, batches = _work(trace, joined), _batches(trace, joined)
     between = _between(trace, joined, work, batches)
     names: dict[str, int] = {QUEUE: 0, STALL: 1, TRANSPORT: 2, SHARE: 3}
     part_of_site = np.array(
         [NONE if one is None else names.setdefault(one, len(names)) for one in map(phase_of, trace.sites)] or [NONE],
         dtype=np.int64,
     )
-    request = np.concatenate([between.request, work.request, batches.request])
-    starts = np.concatenate([between.start_ns, work.start_ns, batches.start_ns])
-    ends = np.concatenate([between.end_ns, work.end_ns, batches.end_ns])
+    request, starts, ends, pair = (
+        np.concatenate([getattr(one, name) for one in (between, work, batches)])
+        for name in ("request", "start_ns", "end_ns", "pair")
+    )
     in_batch = np.full(len(batches.row), names[SHARE])
     part = np.concatenate([between.row, part_of_site[trace.site[work.row]], in_batch])
-    pair = np.concatenate([np.full(len(between.row) + len(work.row), NONE), batches.pair])
     # By when spans began, also before the request; what begins and ends with a time between spans comes after it.
-    spans = np.concatenate([work.row, batches.row])
+    spans, none = np.concatenate([work.row, batches.row]), np.full(len(between.row), NONE)
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
     finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])
-    by_id = np.concatenate([np.zeros(len(between.row), dtype=np.int64), trace.span_id[spans]])
-    is_span = np.arange(len(starts)) >= len(between.row)
+    by_id = np.concatenate([none, trace.span_id[spans]])
+    is_span = np.arange(len(starts)) >= len(none)
     order = np.lexsort((np.arange(len(starts)), by_id, is_span, -finishes, begins))
     ranks = np.empty(len(starts), dtype=np.int64)
     ranks[order] = np.arange(len(order))
-    taken, lengths = turns(request, starts, ends, ranks)
+    taken, begun, lengths = turns(request, starts, ends, ranks)
+    row = np.concatenate([none, spans])[taken]
+    return Turns(tuple(names), request[taken], part[taken], row, pair[taken], begun, lengths)
+
+
+def ledger(trace: Trace, joined: Joined) -> Ledger:
+    """What each request was spent on."""
+    given, found = given_ns(joined.served, trace), turns_of(trace, joined)
     times: list[dict[str, int]] = [{} for _ in joined.rows]
-    _add_batches(times, joined, given, pair[taken], lengths)
-    own = np.flatnonzero(pair[taken] == NONE)
-    groups, firsts = numbered(request[taken[own]], part[taken[own]])
-    sums = Groups(groups, len(firsts)).sums(lengths[own]).tolist()
-    by_number = list(names)
-    for place, number, time_ns in zip(
-        request[taken[own[firsts]]].tolist(), part[taken[own[firsts]]].tolist(), sums, strict=True
-    ):
-        times[place][by_number[number]] = times[place].get(by_number[number], 0) + time_ns
+    _add_batches(times, joined, given, found.pair, found.length_ns)
+    own = np.flatnonzero(found.pair == NONE)
+    groups, firsts = numbered(found.request[own], found.part[own])
+    sums = Groups(groups, len(firsts)).sums(found.length_ns[own]).tolist()
+    keys = zip(found.request[own[firsts]].tolist(), found.part[own[firsts]].tolist(), sums, strict=True)
+    for place, number, time_ns in keys:
+        name = found.names[number]
+        times[place][name] = times[place].get(name, 0) + time_ns
     for its, wall_ns in zip(times, trace.total_ns[joined.rows].tolist(), strict=True):
         left = wall_ns - sum(its.values())
         if left:
             its[UNKNOWN] = left
     return Ledger(tuple(times), given)
+
+
+class Moment(NamedTuple):
+    """A turn of one request: which part it is, from when to when, and the rows as in `Turns`."""
+
+    part: str
+    start_ns: int
+    end_ns: int
+    row: int
+    pair: int
+
+
+def timeline(trace: Trace, joined: Joined, place: int) -> list[Moment]:
+    """All turns of one request in order, what is unknown among them: from its begin to its end without a gap.
+
+    A turn in a batch is `SHARE`, whatever of it was the request's own.
+    """
+    served = joined.served
+    its_own = replace(served, request=np.where(served.request == place, place, NONE))
+    found = turns_of(trace, replace(joined, of=np.where(joined.of == place, place, NONE), served=its_own))
+    row = int(joined.rows[place])
+    at_ns, end_ns = int(trace.start_ns[row]), int(trace.end_ns[row])
+    moments: list[Moment] = []
+    columns = (found.part, found.row, found.pair, found.start_ns, found.length_ns)
+    for part, span, pair, start_ns, length_ns in zip(*(column.tolist() for column in columns), strict=True):
+        if start_ns > at_ns:
+            moments.append(Moment(UNKNOWN, at_ns, start_ns, NONE, NONE))
+        name, at_ns = found.names[part], start_ns + length_ns
+        last = moments[-1] if moments else None
+        if last is not None and (last.part, last.row, last.pair, last.end_ns) == (name, span, pair, start_ns):
+            moments[-1] = last._replace(end_ns=at_ns)
+        else:
+            moments.append(Moment(name, start_ns, at_ns, span, pair))
+    if at_ns < end_ns:
+        moments.append(Moment(UNKNOWN, at_ns, end_ns, NONE, NONE))
+    return moments
 
 
 def _add_batches(times: list[dict[str, int]], joined: Joined, given: Int64s, pairs: Int64s, lengths: Int64s) -> None:

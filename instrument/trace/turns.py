@@ -9,15 +9,17 @@ from instrument.trace.columns import Int64s
 from instrument.trace.forest import NONE
 
 
-def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s]:
-    """The turns that intervals have within their group: of each turn the interval's place, and how long it is.
+def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """The turns that intervals have within their group: of each the interval's place, its begin and its length.
+
+    They come group by group in the order of time.
 
     An instant belongs to the interval of the highest rank, of which there are no two alike, among those of the group
     that go on then. Takes n log n however many are open at once.
     """
     filled = np.flatnonzero(starts < ends)
     if not len(filled):
-        return filled, filled
+        return filled, filled, filled
     groups, starts, ends = groups[filled], starts[filled], ends[filled]
     times, of_edges = np.concatenate([starts, ends]), np.concatenate([groups, groups])
     order = np.lexsort((times, of_edges))
@@ -30,7 +32,7 @@ def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[
     taken = np.flatnonzero(highest != NONE)  # nothing goes on from a group's last edge to the next group's first
     with_rank = np.empty(int(ranks.max()) + 1, dtype=np.int64)
     with_rank[ranks[filled]] = filled
-    return with_rank[highest[taken]], edges[taken + 1] - edges[taken]
+    return with_rank[highest[taken]], edges[taken], edges[taken + 1] - edges[taken]
 
 
 def _highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:

@@ -1,0 +1,191 @@
+"""Blame: what made a request slower than those of its endpoint mostly are, and who ran meanwhile.
+
+The part that made the difference is the one that exceeds its median over the endpoint's requests by most. Who caused it
+is what took most of that part's time: among the spans of others on the threads that the request waited for, or, where
+its own work was slow, the span right below that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from instrument.recording.histogram import percentiles_of
+from instrument.recording.spans import BLOCKED_BY, is_blocked_loop
+from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.forest import NONE, nearest, rows_of
+from instrument.trace.intervals import Union, union
+from instrument.trace.joined import Joined
+from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, timeline
+
+BETWEEN = (QUEUE, STALL)
+"""Parts in which a request waits for the threads that run its batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A span's name, how much of the part's time it ran, and the key or endpoint of the request that it was for.
+
+    `request` is empty where it was for none, or for the request itself.
+    """
+
+    name: str
+    request: str
+    ran_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The part of a request that exceeds what is typical by most, by how much, and what ran then, if it is known."""
+
+    part: str
+    part_ns: int
+    typical_ns: int
+    cause: Cause | None
+
+    @property
+    def excess_ns(self) -> int:
+        """By how much the part is longer than is typical."""
+        return self.part_ns - self.typical_ns
+
+
+def typical_times(times: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Of the requests of an endpoint the median of each part, of which a request may have none."""
+    names = {name for its in times for name in its}
+    return {name: percentiles_of(sorted(its.get(name, 0) for its in times), (0.5,))[0] for name in names}
+
+
+def blame(trace: Trace, joined: Joined, found: Ledger, place: int, typical: Mapping[str, int]) -> Blame | None:
+    """What made the request at a place slower than is typical; None for one that no part of is."""
+    times = found.times[place]
+    part = max(times, key=lambda name: (times[name] - typical.get(name, 0), name), default=None)
+    if part is None or times[part] <= typical.get(part, 0):
+        return None
+    moments = timeline(trace, joined, place)
+    return Blame(part, times[part], typical.get(part, 0), _cause(trace, joined, found, place, part, moments))
+
+
+def _cause(
+    trace: Trace, joined: Joined, found: Ledger, place: int, part: str, moments: Sequence[Moment]
+) -> Cause | None:
+    if part in (SHARE, WAITING):
+        return _of_batches(trace, joined, found, place, part, [one for one in moments if one.pair != NONE])
+    its = [(index, one) for index, one in enumerate(moments) if one.part == part]
+    when = union(*(np.array([edge[at] for _, edge in its], dtype=np.int64) for at in (1, 2)))
+    # A request, or a coroutine, may be around what takes the time and only wait itself.
+    works = trace.of_sites([site.kind != "request" and not site.suspends for site in trace.sites])
+    on_threads = np.isin(trace.thread_id, list(_threads(trace, joined, place, part, its, moments)))
+    others = _taking_most(trace, joined, when, works & on_threads & (joined.of != place))
+    rows = np.array(sorted({one.row for _, one in its if one.row != NONE}), dtype=np.int64)
+    if not len(rows):
+        return others
+    own = _taking_most(trace, joined, when, _below(trace, joined, place, rows))
+    if own is None or (others is not None and others.ran_ns >= own.ran_ns):
+        return others
+    return replace(own, request="")
+
+
+def _below(trace: Trace, joined: Joined, place: int, rows: Int64s) -> Bools:
+    """Which spans of a request lie below some of its own."""
+    family = np.flatnonzero(joined.of == place)
+    parents = rows_of(family, trace.parent[family].astype(np.int64))
+    is_one = np.isin(family, rows)
+    found = np.zeros(len(trace), dtype=np.bool_)
+    found[family[(nearest(parents, is_one) != NONE) & ~is_one]] = True
+    return found
+
+
+def _threads(
+    trace: Trace, joined: Joined, place: int, part: str, its: Iterable[tuple[int, Moment]], moments: Sequence[Moment]
+) -> set[int]:
+    """The threads that the request waited for while it had its turns in a part."""
+    served = joined.served.batch[joined.served.request == place]
+    if part in BETWEEN and len(served):
+        return set(trace.thread_id[served].tolist())
+    rows = [one.row for _, one in its]
+    if part == TRANSPORT:  # for whoever was to take it up
+        rows = [next((one.row for one in moments[index + 1 :] if one.row != NONE), NONE) for index, _ in its]
+    root = int(joined.rows[place])
+    return {int(trace.thread_id[root if row == NONE else row]) for row in rows or [root]}
+
+
+def _taking_most(trace: Trace, joined: Joined, when: Union, wanted: Bools) -> Cause | None:
+    """Of the topmost of the wanted spans those of one name, and for one request, that ran most of some time."""
+    low, high = int(when.starts[0]), int(when.ends[-1])
+    rows = np.flatnonzero(wanted & (trace.start_ns < high) & (trace.end_ns > low))
+    is_there = np.zeros(len(trace) + 1, dtype=np.bool_)  # the last is the parent of those without one
+    is_there[rows] = True
+    rows = rows[~is_there[trace.parent[rows]]]
+    if not len(rows):
+        return None
+    ran = when.within(trace.start_ns[rows], trace.end_ns[rows])
+    names = _names(trace, rows)
+    sums: dict[tuple[str, str], int] = {}
+    for row, name, ran_ns in zip(rows.tolist(), names, ran.tolist(), strict=True):
+        if ran_ns:
+            key = (name, called(trace, joined, _for_whom(joined, row)))
+            sums[key] = sums.get(key, 0) + ran_ns
+    if not sums:
+        return None
+    (name, request), ran_ns = max(sums.items(), key=lambda item: (item[1], item[0]))
+    return Cause(name, request, min(ran_ns, when.length_ns()))
+
+
+def _names(trace: Trace, rows: Int64s) -> list[str]:
+    """What spans are called: a stretch for which a loop was blocked by what blocked it."""
+    names = [trace.sites[site].name for site in trace.site[rows].tolist()]
+    is_blocked = np.array([is_blocked_loop(site) for site in trace.sites] or [False])[trace.site[rows]]
+    at = np.flatnonzero(is_blocked)
+    for index, told in zip(at.tolist(), trace.attributes.values(BLOCKED_BY, rows[at]), strict=True):
+        names[index] = str(told) if told else names[index]
+    return names
+
+
+def _for_whom(joined: Joined, row: int) -> int:
+    """The request that a span is for; of a batch the one that most of it is given to."""
+    if joined.of[row] != NONE:
+        return int(joined.of[row])
+    served = joined.served
+    first, last = np.searchsorted(served.batch, [row, row + 1])
+    if first == last:
+        return NONE
+    return int(served.request[first + int(np.argmax(served.weight[first:last]))])
+
+
+def _of_batches(
+    trace: Trace, joined: Joined, found: Ledger, place: int, part: str, moments: Sequence[Moment]
+) -> Cause | None:
+    """The batch in which the request spent most, and who of the others in it took most of that."""
+    if not moments:
+        return None
+    served = joined.served
+    spent = {one.pair: 0 for one in moments}
+    for one in moments:
+        spent[one.pair] += one.end_ns - one.start_ns
+
+    def of_part(pair: int) -> int:
+        own = min(spent[pair], int(found.given_ns[pair]))
+        return own if part == SHARE else spent[pair] - own
+
+    by_name: dict[tuple[str, str], int] = {}
+    for pair in spent:
+        row = int(served.batch[pair])
+        name, request = trace.sites[trace.site[row]].name, ""
+        if part == WAITING:
+            first, last = np.searchsorted(served.batch, [row, row + 1])
+            others = [at for at in range(int(first), int(last)) if served.request[at] != place]
+            most = max(others, key=lambda at: int(found.given_ns[at]), default=None)
+            request = "" if most is None else called(trace, joined, int(served.request[most])) or served.key[most]
+        by_name[name, request] = by_name.get((name, request), 0) + of_part(pair)
+    (name, request), ran_ns = max(by_name.items(), key=lambda item: (item[1], item[0]))
+    return Cause(name, request, ran_ns)
+
+
+def called(trace: Trace, joined: Joined, place: int) -> str:
+    """What a request is called: its first key, or its endpoint; "" for none."""
+    if place == NONE:
+        return ""
+    keys = joined.keys.get(place)
+    return keys[0] if keys else trace.sites[trace.site[joined.rows[place]]].name
