@@ -368,6 +368,19 @@ def test_a_kernel_beyond_all_times_is_refused(tmp_path: Path, start_ns: int, len
         chrome.load(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("watched", [0, 2**63 - 1]), ("kernels", [[0, "kernel", 0, 7, 0, 5, 4321, 2**63 - 1]])]
+)
+def test_what_was_watched_and_asked_for_beyond_all_times_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    watched = {"kernels": [Kernel("gemm", "kernel", 0, 7, BASE_NS, BASE_NS + 5)], "watched": (BASE_NS, BASE_NS + 9)}
+    path = chrome.dump(tmp_path / "trace.json", trace(span(1, 0, 10), **watched))
+    document = json.loads(path.read_text())
+    document["instrument"][key] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(TraceError, match="cannot read the trace"):
+        chrome.load(path)
+
+
 def test_a_tally_with_fewer_calls_than_none_is_refused(tmp_path: Path) -> None:
     original = trace(span(1, 0, 10))
     path = chrome.dump(tmp_path / "trace.json", original, Tally.of_spans(original.spans))

@@ -1,4 +1,4 @@
-"""Damaged files by the ten thousand are traces or `TraceError`, the same from both twins, in bounded memory."""
+"""Damaged files by the ten thousand are traces or `TraceError`, in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.parametrize("inputs", [1_000, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_damaged_files_load_or_are_refused_by_both_twins_alike(inputs: int) -> None:
+def test_damaged_files_load_or_are_refused(inputs: int) -> None:
     # A process of its own, because its memory is measured.
     command = [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fuzz_traces.py")), str(inputs)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

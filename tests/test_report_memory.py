@@ -9,11 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from golden_views import is_golden, text_of
 from hypothesis import given
@@ -21,32 +21,21 @@ from hypothesis import strategies as st
 from kineto import Kineto
 from paddle_golden import GOLDEN, golden_trace
 from test_report_kernels import recordings, span, trace_of
-from test_report_places import FAR, NEAR, SITES, any_spans, spans_of_tasks
+from test_report_places import FAR, NEAR, any_spans, spans_of_tasks
 
 import instrument
 from instrument import chrome, cli
 from instrument.profile.keys import loads
 from instrument.profile.model import STATES
 from instrument.recording.spans import HOST, Allocation, Allocations, Gpu, Origin, Sample, Site, Span, Trace
-from instrument.report import allocation_sums as allocations
-from instrument.report import places
+from instrument.report.allocation_sums import Allocator, Counted, Level, Sums, Use, counted
 from instrument.report.memory_view import BEFORE, Memory, PlaceMemory, memory
-from instrument.report.places import NOWHERE, SHARED, UNKNOWN
+from instrument.report.places import NOWHERE, SHARED, UNKNOWN, places
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording, document
 
 MS = 1_000_000
 MIB = 1 << 20
-
-
-@pytest.fixture(params=["native", "twin"], autouse=True)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test runs against both, but for those that say otherwise."""
-    if request.param == "twin":
-        for module in (allocations, places):
-            monkeypatch.setattr(module, "_native", None)
-    elif request.param == "native" and allocations._native is None:
-        pytest.skip("the loops in C are not in use")
 
 
 def view_of(trace: Trace, **options: Any) -> Memory:
@@ -314,7 +303,7 @@ def test_every_number_is_that_of_a_count_by_hand(trace: Trace, found: list[Alloc
     assert json.dumps(document(view))
 
 
-# ---------------------------------------------------------------- the twins
+# ---------------------------------------------------------------- of any kind
 
 any_numbers = st.one_of(NEAR, FAR)
 any_changes = st.builds(
@@ -323,36 +312,77 @@ any_changes = st.builds(
 )  # fmt: skip
 
 
+def counted_one_by_one(recording: Recording, state: str, apart: bool) -> Counted:
+    """The same, an allocation after the other."""
+    trace = recording.trace
+    its = [one for one in trace.allocations if 0 <= one.at_ns <= 62]
+    points = (np.array([getattr(one, name) for one in its], dtype=np.int64) for name in ("thread_id", "at_ns"))
+    where = places(recording, *points)
+    uses: dict[tuple[int, str, str, str], list[int]] = {}
+    sums: dict[int, list[int]] = {}
+    levels: dict[tuple[int, str], list[Any]] = {}
+    holders: dict[tuple[int, int], tuple[list[int], list[int], int]] = {}
+    earlier, threads = dict[int, int](), dict[str, None]()
+    for one, number in zip(its, where.number.tolist(), strict=True):
+        if state != "All" and (one.device == HOST) != (state == "CPU"):
+            continue
+        place, kind = where.names[number]
+        thread, size = f"thread {one.thread_id}", one.size_bytes
+        threads[thread] = None
+        use = uses.setdefault((one.device, place, kind, thread if apart else ""), [0] * 5)
+        of = sums.setdefault(one.device, [0] * 5)
+        before = holders.pop((one.device, one.address), None)
+        for held, held_of, held_bytes in [] if before is None else [before]:
+            held[4] -= held_bytes
+            held_of[4] -= held_bytes
+        for each in (use, of):
+            taken, given = max(size, 0), max(-size, 0)
+            each[:] = map(int.__add__, each, [size >= 0, size < 0, taken, given, taken])
+        if size >= 0:
+            holders[one.device, one.address] = use, of, size
+        earlier[one.device] = earlier.get(one.device, 0) + (max(-size, 0) if before is None else 0)
+        for what, first in (("allocated", one.allocated_bytes - size), ("reserved", one.reserved_bytes)):
+            now = getattr(one, f"{what}_bytes")
+            level = levels.setdefault((one.device, what), [first, first, 0, None, "", ""])
+            if now > level[1]:
+                level[1], level[3:] = now, [one.at_ns, place, thread]
+            level[2] = now
+    return Counted(
+        [Use(*key, Sums(*found)) for key, found in uses.items()],
+        [
+            Allocator(
+                device, Level(*levels[device, "allocated"]), Level(*levels[device, "reserved"]), earlier[device],
+                Sums(*found),
+            )
+            for device, found in sorted(sums.items())
+        ],
+        list(threads),
+        len(trace.allocations) - len(its),
+    )  # fmt: skip
+
+
 @given(
     any_spans(), st.lists(any_changes, max_size=60), st.integers(0, 60), st.sampled_from(["native", "other"]),
     st.sampled_from(STATES), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_both_count_the_same_whatever_there_is(
+def test_allocations_of_any_kind_are_counted_as_one_after_the_other(
     spans: list[Span], found: list[Allocation], held_from_ns: int, recorder: str, state: str, apart: bool, packed: bool
 ) -> None:
     """Allocations in any order too: another's file may have them so."""
     trace = Trace(Origin(1, "shop", 0, 0, recorder), 0, 60, spans, watched=(0, 62), held_from_ns=held_from_ns)
     trace.allocations = Allocations.of(found) if packed else found
-    if allocations._native is not None:
-        rows = Allocations.of(found)
-        assert allocations._in_c(trace, rows, array("i", [-1]) * len(found), (0, 62), state, apart) is not None
-    assert counted_in_python(trace, state, apart) == allocations.counted(trace, state, apart)
+    recording = Recording.of_trace(trace)
+    all_spans = np.ones(len(spans), dtype=np.bool_)
+    assert counted(recording, state, apart, all_spans) == counted_one_by_one(recording, state, apart)
 
 
-def counted_in_python(trace: Trace, state: str, apart: bool) -> allocations.Counted:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (allocations, places):
-            patch.setattr(module, "_native", None)
-        return allocations.counted(trace, state, apart)
-
-
-def test_both_count_the_same_of_many_tasks_that_take_turns_on_threads() -> None:
+def test_memory_is_told_of_many_tasks_that_take_turns_on_threads() -> None:
     chance = random.Random(5)
     found = [Allocation(0, 4 * at, chance.randrange(5), 8, at, at) for at in range(3000)]
-    trace = trace_of(*spans_of_tasks(chance), allocations=found, watched=(0, 12_000))
-    told = allocations.counted(trace, "All", True)
-    assert told == counted_in_python(trace, "All", True)
-    assert {SHARED, *SITES} <= {use.place for use in told.uses}
+    names = {
+        use.name for use in view_of(trace_of(*spans_of_tasks(chance), allocations=found, watched=(0, 12_000))).places
+    }
+    assert {SHARED, "f", "g", "Linear (up)"} <= names
 
 
 def test_addresses_that_come_and_go_by_the_thousand_are_held_as_long_as_they_are() -> None:
@@ -372,14 +402,11 @@ def test_addresses_that_come_and_go_by_the_thousand_are_held_as_long_as_they_are
         assert one.earlier_bytes == 0
 
 
-def test_what_c_does_not_take_is_left_to_python() -> None:
-    """Numbers and windows beyond 64 bits, more devices than any process has."""
-    trace = watched(span("f", 1, 0, 9), allocations=[Allocation(0, 5, 4321, 1 << 70, 1, 1 << 71)])
-    assert [(use.name, use.allocated_bytes) for use in view_of(trace).places] == [("f", 1 << 70)]
-    trace = replace(trace, allocations=allocations_of((1, 5, 5)), watched=(-(1 << 70), 1 << 70))
-    assert [use.allocated_bytes for use in view_of(trace).places] == [5]
+def test_times_that_no_clock_reads_are_outside_and_devices_may_be_many() -> None:
+    trace = watched(span("f", 1, 0, 9), allocations=[])
     far = Allocations.of(allocations_of((1, 5, 5))).moved((1 << 63) - 1)
-    assert [use.allocated_bytes for use in view_of(replace(trace, allocations=far)).places] == [5]
+    view = view_of(replace(trace, allocations=far))
+    assert (view.outside, view.places) == (1, ())
     many = [Allocation(device, 5, 4321, 1, 1, 1) for device in range(5000)]
     assert len(view_of(replace(trace, allocations=many)).devices) == 5000
 
@@ -438,7 +465,6 @@ print([place.name for place in found.places])
 """
 
 
-@pytest.mark.parametrize("kind", ["whichever is in use"], indirect=True)
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_what_a_thread_of_torch_takes_is_its_scopes_and_no_scopes_of_the_main_thread(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -470,7 +496,6 @@ def test_what_a_thread_of_torch_takes_is_its_scopes_and_no_scopes_of_the_main_th
 # ---------------------------------------------------------------- live
 
 
-@pytest.mark.parametrize("kind", ["whichever is in use"], indirect=True)
 def test_a_running_service_sees_what_its_process_holds_without_torch() -> None:
     session = instrument.start(loads("device: {nvml: off, host: 10ms}", environ={}))
     assert session is not None

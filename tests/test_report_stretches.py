@@ -1,4 +1,4 @@
-"""Loops over all spans say the same in C as in Python, and unions what sets of nanoseconds say."""
+"""Loops over all spans say the same in C as in Python."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_report_utilisation import WINDOW, made, traces
+from test_report_utilisation import made, traces
 
 from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, Site, Span, Trace
 from instrument.report import stretches
-from instrument.report.stretches import (
-    grouped,
-    length_ns,
-    packed,
-    shared_ns,
-    united,
-    unpacked,
-)
-
-PARTS = st.lists(st.tuples(st.integers(-30, 30), st.integers(0, 9)).map(lambda one: (one[0], one[0] + one[1])))
+from instrument.report.stretches import grouped, packed
 
 
 @pytest.fixture(params=["native", "twin"], autouse=True)
@@ -52,33 +43,6 @@ def test_a_site_without_a_label_and_one_beyond_the_last_are_refused() -> None:
             grouped([span], {}, 1)
         with pytest.raises(ValueError, match="greater than there are lists"):
             grouped([span], {span.site: 2}, 1)
-
-
-@given(st.lists(PARTS, max_size=5))
-def test_unions_say_what_sets_of_nanoseconds_say(several: list[list[Interval]]) -> None:
-    unions = [united([packed(parts)]) for parts in several]
-    of_all = [points(parts) for parts in several]
-    everything = set[int]().union(*of_all)
-    assert unpacked(united(map(packed, several))) == unpacked(united(unions))
-    parts = unpacked(united(unions))
-    assert points(parts) == everything
-    assert all(end < start for (_, end), (start, _) in itertools.pairwise(parts))
-    assert all(start < end for start, end in parts)
-    assert [length_ns(own) for own in unions] == [len(own) for own in of_all]
-    for own, own_points in zip(unions, of_all, strict=True):
-        assert shared_ns(own, united(unions)) == len(own_points)
-        assert shared_ns(own, unions[0]) == len(own_points & of_all[0])
-
-
-def test_stretches_of_any_length_of_time_are_added_up_in_full() -> None:
-    ends = -(1 << 62), (1 << 62)
-    assert length_ns(united([packed([ends])])) == 1 << 63
-
-
-def answers(trace: Trace) -> list[object]:
-    """Where the device intervals of a trace lie that enclose no other."""
-    outside, kept = stretches.innermost(trace.spans, WINDOW)
-    return [outside, {(id(span.site), device): sorted(unpacked(parts)) for span, device, parts in kept}]
 
 
 @given(
@@ -152,11 +116,3 @@ def test_a_line_that_there_is_not_is_refused() -> None:
     spans: list[Span] = [made(1, Site("f"), 0, 10, DeviceInterval(0, 0, 2, 4))]
     with pytest.raises(IndexError):
         stretches.placed(spans, {}, False, lambda _: 3, [stretches.Line(0, b"", b"")])
-
-
-@given(traces())
-def test_both_find_the_same_in_a_trace(trace: Trace) -> None:
-    found = answers(trace)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stretches, "_native", None)
-        assert found == answers(trace)

@@ -11,10 +11,7 @@ import os
 import sys
 from typing import Any
 
-PARTS = (
-    "_recorder", "_spans", "_lines", "_slices", "_allocations",
-    "_calls", "_places", "_stretches",
-)  # fmt: skip
+PARTS = ("_recorder", "_spans", "_lines", "_slices", "_stretches")
 """The native modules of the package."""
 
 

@@ -1,34 +1,24 @@
-"""What was taken and given back of memory, summed up by place: one pass over all allocations, with its twin in C
-(`_allocations.c`), which takes a tenth of the time.
-"""
+"""What was taken and given back of memory, summed up by place and by device."""
 
 from __future__ import annotations
 
-from array import array
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from instrument import native
-from instrument.recording.spans import HOST, Allocation, Allocations, Interval, Site, Trace
-from instrument.report.places import NAMES, NOWHERE, SHARED, UNKNOWN, innermost
+import numpy as np
+from numpy.typing import NDArray
 
-_native = native.find("_allocations")
+from instrument.recording.spans import HOST
+from instrument.report.places import places
+from instrument.report.view import Recording
+from instrument.trace.allocation_rows import rows_and_times
+from instrument.trace.columns import Bools, Int64s
+from instrument.trace.groups import Groups, numbered
 
-STATES = ("All", "CPU", "GPU")
-"""Which allocations count: all, those of the host, or those of devices."""
 
-_INT64 = 1 << 63
+class Sums(NamedTuple):
+    """What was taken and given back. `held_bytes` is what of `allocated_bytes` nobody had given back by the end."""
 
-
-class Use(NamedTuple):
-    """What was taken and given back at one place, a site or one of the names in `places`.
-
-    `held_bytes` is what of `allocated_bytes` nobody had given back by the end. `thread_id` is 0 where those of all
-    threads are together.
-    """
-
-    device: int
-    place: Site | str
-    thread_id: int
     allocations: int
     frees: int
     allocated_bytes: int
@@ -36,15 +26,26 @@ class Use(NamedTuple):
     held_bytes: int
 
 
+class Use(NamedTuple):
+    """What was taken and given back at one place. `thread` is empty where those of all threads are together."""
+
+    device: int
+    name: str
+    kind: str
+    thread: str
+    sums: Sums
+
+
 class Level(NamedTuple):
-    """How much an allocator had: at first, at most, and at the end. `at` is the allocation that reached the peak and
-    `place` where, -1 and None where none rose above what there was at first."""
+    """How much an allocator had: at first, at most, and at the end; when and where the peak was reached. `at_ns` is
+    None where none rose above what there was at first."""
 
     begin_bytes: int
     peak_bytes: int
     end_bytes: int
-    at: int
-    place: Site | str | None
+    at_ns: int | None
+    place: str
+    thread: str
 
 
 class Allocator(NamedTuple):
@@ -54,6 +55,7 @@ class Allocator(NamedTuple):
     allocated: Level
     reserved: Level
     earlier_bytes: int
+    sums: Sums
 
 
 class Counted(NamedTuple):
@@ -64,132 +66,82 @@ class Counted(NamedTuple):
 
     uses: list[Use]
     allocators: list[Allocator]
-    thread_ids: list[int]
+    threads: list[str]
     outside: int
 
 
-def counted(trace: Trace, state: str, apart: bool) -> Counted:
-    """The allocations of a trace in the time that was watched, by device and place, and `apart` by thread."""
-    window = trace.watched or trace.held
-    found = None
-    try:
-        packed = Allocations.of(trace.allocations)
-    except OverflowError:
-        told = trace.allocations
-        numbers = innermost(trace, [one.thread_id for one in told], [one.at_ns for one in told])
-    else:
-        cells = memoryview(packed.rows).cast("q")
-        thread_ids, times_ns = (array("q", cells[field::7].tobytes()) for field in (2, 1))
-        numbers = innermost(trace, thread_ids, times_ns, packed.base_ns)
-        found = _in_c(trace, packed, numbers, window, state, apart)
-    return _counted(trace, numbers, window, state, apart) if found is None else found
+def counted(recording: Recording, state: str, apart: bool, wanted: Bools) -> Counted:
+    """The allocations of a trace in the time that was watched, by device and place among the wanted spans, and `apart`
+    by thread. `state` says which of them count: All, those of the host (CPU), or those of devices (GPU)."""
+    facts = recording.facts
+    first, last = facts.watched or facts.held
+    rows, times_ns = rows_and_times(facts.allocations)
+    is_inside = (first <= times_ns) & (times_ns <= last)
+    kept = is_inside if state == "All" else is_inside & ((rows["device"] == HOST) == (state == "CPU"))
+    rows, times_ns = rows[kept], times_ns[kept]
+    where = places(recording, rows["thread_id"], times_ns, wanted)
+    known: dict[str, int] = {}
+    thread, firsts = numbered(rows["thread_id"])
+    names = [facts.threads.get(one) or f"thread {one}" for one in rows["thread_id"][firsts].tolist()]
+    of_name = np.array([known.setdefault(name, len(known)) for name in names], dtype=np.int64)[thread]
+    device, of_device = numbered(rows["device"])
+    follows, is_followed = _at_one_address(rows)
+    held_bytes = np.where(is_followed, 0, np.maximum(rows["size_bytes"], 0))
+
+    use, of_use = numbered(device, where.number, of_name if apart else np.zeros(len(rows), dtype=np.int64))
+    texts = list(known)
+    sums = list(_sums(rows["size_bytes"], held_bytes, Groups(use, len(of_use))))
+    uses = []
+    for row in np.sort(of_use).tolist():
+        (name, kind), of_thread = where.names[where.number[row]], texts[of_name[row]] if apart else ""
+        uses.append(Use(int(rows["device"][row]), name, kind, of_thread, sums[use[row]]))
+    earlier = np.where(follows, 0, np.minimum(rows["size_bytes"], 0))
+    groups = Groups(device, len(of_device))
+    earlier_bytes = (-one for one in groups.sums(earlier).tolist())
+
+    def level(its: Int64s, levels: NDArray[Any], begin_bytes: int) -> Level:
+        at = int(levels.argmax())
+        peak_bytes, end_bytes = int(levels[at]), int(levels[-1])
+        if peak_bytes <= begin_bytes:
+            return Level(begin_bytes, begin_bytes, end_bytes, None, "", "")
+        row = its[at]
+        place = where.names[where.number[row]][0]
+        return Level(begin_bytes, peak_bytes, end_bytes, int(times_ns[row]), place, texts[of_name[row]])
+
+    allocators = []
+    for its, earlier_of, sums_of in zip(
+        groups.members(), earlier_bytes, _sums(rows["size_bytes"], held_bytes, groups), strict=True
+    ):
+        begin = rows[its[0]]
+        allocated = level(its, rows["allocated_bytes"][its], int(begin["allocated_bytes"]) - int(begin["size_bytes"]))
+        reserved = level(its, rows["reserved_bytes"][its], int(begin["reserved_bytes"]))
+        allocators.append(Allocator(int(begin["device"]), allocated, reserved, earlier_of, sums_of))
+    threads = [names[one] for one in np.argsort(firsts).tolist()]
+    return Counted(uses, sorted(allocators), threads, int((~is_inside).sum()))
 
 
-def _in_c(
-    trace: Trace, packed: Allocations, numbers: array[int], window: Interval, state: str, apart: bool
-) -> Counted | None:
-    times = packed.base_ns, *window, trace.held[0]
-    if _native is None or not all(-_INT64 <= at_ns < _INT64 for at_ns in times):
-        return None
-    names = UNKNOWN, NOWHERE, SHARED
-    found = _native.memory(trace.spans, numbers, packed.rows, *times, STATES.index(state), apart, names)
-    if found is None:
-        return None
-    uses, allocators, thread_ids, outside = found
-    return Counted(
-        [Use(*use) for use in uses],
-        [Allocator(device, Level(*one), Level(*other), earlier) for device, one, other, earlier in sorted(allocators)],
-        thread_ids,
-        outside,
-    )
+def _sums(sizes: Int64s, held_bytes: Int64s, groups: Groups) -> Iterator[Sums]:
+    """Those of each group."""
+    is_taken = sizes >= 0
+    columns: Sequence[list[int]] = [
+        groups.sums(one).tolist()
+        for one in (is_taken, ~is_taken, np.maximum(sizes, 0), np.minimum(sizes, 0), held_bytes)
+    ]
+    for allocations, frees, allocated_bytes, freed_bytes, held in zip(*columns, strict=True):
+        yield Sums(allocations, frees, allocated_bytes, -freed_bytes, held)
 
 
-class _Used:
-    """A `Use` in the making."""
+def _at_one_address(rows: NDArray[Any]) -> tuple[Bools, Bools]:
+    """Which rows come next at their address after it was taken, and which have one that comes next there.
 
-    __slots__ = ("allocated_bytes", "allocations", "freed_bytes", "frees", "held_bytes")
-
-    def __init__(self) -> None:
-        self.allocations = self.frees = self.allocated_bytes = self.freed_bytes = self.held_bytes = 0
-
-
-class _Level:
-    """A `Level` in the making."""
-
-    __slots__ = ("at", "begin", "end", "peak", "place")
-
-    def __init__(self, begin: int) -> None:
-        self.begin = self.peak = self.end = begin
-        self.at = -1
-        self.place: Site | str | None = None
-
-    def reach(self, level_bytes: int, at: int, place: Site | str) -> None:
-        if level_bytes > self.peak:
-            self.peak, self.at, self.place = level_bytes, at, place
-        self.end = level_bytes
-
-    def told(self) -> Level:
-        return Level(self.begin, self.peak, self.end, self.at, self.place)
-
-
-class _Allocator:
-    """An `Allocator` in the making, and who holds an address, with how much."""
-
-    __slots__ = ("allocated", "earlier_bytes", "held", "reserved")
-
-    def __init__(self, first: Allocation) -> None:
-        self.allocated = _Level(first.allocated_bytes - first.size_bytes)
-        self.reserved = _Level(first.reserved_bytes)
-        self.held: dict[int, tuple[_Used, int]] = {}
-        self.earlier_bytes = 0
-
-
-def _counted(trace: Trace, numbers: array[int], window: Interval, state: str, apart: bool) -> Counted:
-    first, last = window
-    known_since_ns = trace.held[0]
-    uses: dict[tuple[int, Site | str, int], _Used] = {}
-    allocators: dict[int, _Allocator] = {}
-    thread_ids: dict[int, None] = {}
-    outside = 0
-    for at, (one, number) in enumerate(zip(trace.allocations, numbers, strict=True)):
-        if not first <= one.at_ns <= last:
-            outside += 1
-            continue
-        if state != "All" and (one.device == HOST) != (state == "CPU"):
-            continue
-        place = UNKNOWN if one.at_ns < known_since_ns else NAMES.get(number) or trace.spans[number].site
-        thread_ids[one.thread_id] = None
-        use = uses.setdefault((one.device, place, one.thread_id if apart else 0), _Used())
-        of = allocators.get(one.device)
-        if of is None:
-            of = allocators[one.device] = _Allocator(one)
-        size_bytes = one.size_bytes
-        before = of.held.pop(one.address, None)
-        if before is not None:
-            # Given back, or taken again where nobody told that it was given back.
-            holder, held_bytes = before
-            holder.held_bytes -= held_bytes
-        if size_bytes >= 0:
-            use.allocations += 1
-            use.allocated_bytes += size_bytes
-            use.held_bytes += size_bytes
-            of.held[one.address] = use, size_bytes
-        else:
-            use.frees += 1
-            use.freed_bytes -= size_bytes
-            if before is None:
-                of.earlier_bytes -= size_bytes
-        of.allocated.reach(one.allocated_bytes, at, place)
-        of.reserved.reach(one.reserved_bytes, at, place)
-    return Counted(
-        [
-            Use(*key, use.allocations, use.frees, use.allocated_bytes, use.freed_bytes, use.held_bytes)
-            for key, use in uses.items()
-        ],
-        [
-            Allocator(device, of.allocated.told(), of.reserved.told(), of.earlier_bytes)
-            for device, of in sorted(allocators.items())
-        ],
-        list(thread_ids),
-        outside,
-    )
+    What comes next gives back what was taken; or takes it again where nobody told that it was given back.
+    """
+    order = np.lexsort((rows["address"], rows["device"]))
+    address, device = rows["address"][order], rows["device"][order]
+    is_next = np.zeros(len(order) + 1, dtype=np.bool_)
+    is_next[1:-1] = (address[1:] == address[:-1]) & (device[1:] == device[:-1])
+    follows, is_followed = np.empty(len(order), dtype=np.bool_), np.empty(len(order), dtype=np.bool_)
+    was_taken = np.concatenate([[False], rows["size_bytes"][order[:-1]] >= 0])[: len(order)]
+    follows[order] = is_next[:-1] & was_taken
+    is_followed[order] = is_next[1:]
+    return follows, is_followed

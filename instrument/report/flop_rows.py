@@ -17,11 +17,12 @@ from itertools import accumulate
 import numpy as np
 
 from instrument.recording.spans import FLOPS, UNTIMED, flops_told
-from instrument.report.places import NAMES, NO_SPAN, innermost
+from instrument.report.places import rows_open
 from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import lengths_below
 from instrument.trace.columns import Trace
+from instrument.trace.forest import NONE
 from instrument.trace.groups import distinct
 
 
@@ -106,9 +107,9 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
     beside = [one for one in recording.facts.flops if one.flops > 0 and first <= one.at_ns < last]
     elsewhere = 0
     if beside:
-        asked = innermost(recording.trace, [one.thread_id for one in beside], [one.at_ns for one in beside])
-        for number, one in zip(asked, beside, strict=True):
-            if number in NAMES:
+        thread_ids, times_ns = (np.array([one[at] for one in beside], dtype=np.int64) for at in (0, 1))
+        for number, one in zip(rows_open(recording, thread_ids, times_ns).tolist(), beside, strict=True):
+            if number < 0:
                 elsewhere += one.flops
             else:
                 told.append((number, one.flops))
@@ -161,20 +162,20 @@ class _Tree:
         count, name_of, arounds, told = len(self._told), self._name_of, self._around, self._told
         # Each comes after the one around it. Of each the first of those right in it, and the next beside it; those of
         # none at the end.
-        below, first, beside = told.copy(), [NO_SPAN] * (count + 1), [NO_SPAN] * count
+        below, first, beside = told.copy(), [NONE] * (count + 1), [NONE] * count
         for number in range(count - 1, -1, -1):
             around = arounds[number]
-            if around != NO_SPAN:
+            if around != NONE:
                 below[around] += below[number]
             beside[number] = first[around]
             first[around] = number
         sums = [0] * len(self._names)
         calls: list[dict[int, None]] = [{} for _ in sums]
-        opened = [NO_SPAN] * len(sums)
-        number = first[NO_SPAN]
-        while number != NO_SPAN:
+        opened = [NONE] * len(sums)
+        number = first[NONE]
+        while number != NONE:
             name = name_of[number]
-            if opened[name] == NO_SPAN:
+            if opened[name] == NONE:
                 opened[name] = number
                 if self._is_asked[name]:
                     sums[name] += below[number]
@@ -183,9 +184,9 @@ class _Tree:
                 sums[name] += told[number]
                 calls[name][opened[name]] = None
             inner = first[number]
-            while inner == NO_SPAN and number != NO_SPAN:  # it is over, and maybe those around it
+            while inner == NONE and number != NONE:  # it is over, and maybe those around it
                 if opened[name_of[number]] == number:
-                    opened[name_of[number]] = NO_SPAN
+                    opened[name_of[number]] = NONE
                 inner, number = beside[number], arounds[number]
             number = inner
         return sums, calls
@@ -195,23 +196,23 @@ class _Tree:
         wanted = [name in names for name in self._names]
         found, inside = 0, list[bool]()
         for name, around, count in zip(self._name_of, self._around, self._told, strict=True):
-            inside.append((around != NO_SPAN and inside[around]) or (wanted[name] and self._is_asked[name]))
+            inside.append((around != NONE and inside[around]) or (wanted[name] and self._is_asked[name]))
             found += count if wanted[name] or inside[-1] else 0
         return found
 
 
 def _lines(trace: Trace, some: Sequence[int]) -> tuple[list[int], list[int]]:
     """Some rows and those around them on their lines, each once and after the one right around it, and of each the
-    number of that one, `NO_SPAN` for none."""
+    number of that one, `NONE` for none."""
     has = np.zeros(len(trace), dtype=np.bool_)
     new = np.array(some, dtype=np.int64)
     while len(new):
         has[new] = True
         new = distinct(trace.around[new])
-        new = new[(new != NO_SPAN) & ~has[new]]
+        new = new[(new != NONE) & ~has[new]]
     rows = np.flatnonzero(has)
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
-    number_of = np.full(len(trace) + 1, NO_SPAN, dtype=np.int64)
+    number_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
     number_of[rows] = np.arange(len(rows))
     return rows.tolist(), number_of[trace.around[rows]].tolist()
 

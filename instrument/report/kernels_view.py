@@ -7,21 +7,23 @@ device intervals of our spans: stretches of a stream between two events, of whic
 from __future__ import annotations
 
 import re
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import sub
+from typing import Any, NamedTuple
 
-from instrument.recording.spans import Interval, Kernel, Site, Trace
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.spans import UNTIMED, Interval
 from instrument.report.coverage import Coverage
-from instrument.report.places import SHARED, UNKNOWN, name_of, name_of_site, places
-from instrument.report.stretches import innermost, length_ns, united
+from instrument.report.places import NOT_TOLD, SHARED, UNKNOWN, Places, places
 from instrument.report.table import (
     MISSING,
     bounded,
     columns,
     in_unit,
+    name_of_site,
     named_table,
     number,
     safe,
@@ -33,6 +35,11 @@ from instrument.report.table import (
     title,
 )
 from instrument.report.view import Options, Recording, SortKey
+from instrument.trace.columns import FARTHEST_NS, Int32s, Int64s
+from instrument.trace.forest import NONE
+from instrument.trace.groups import Groups, numbered
+from instrument.trace.intervals import clipped, enclosing_none, lengths_by_group, lie_in
+from instrument.trace.kernel_columns import KernelColumns
 
 KERNELS = "torch.profiler"
 STRETCHES = "pairs of events"
@@ -165,33 +172,27 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     `sorted_by` takes every key, as `SortKey` says; those of host time alone mean the total. `rows` and `least_ns`
     (of a row's total) bound the tables; `unit` is that of times. The other options mean nothing here.
     """
-    trace = recording.trace
+    facts = recording.facts
     # torch.profiler may have been beside for memory alone.
-    beside = trace.watched is not None and (trace.kernels or not any(span.device for span in trace.spans))
-    found = _of_torch(trace) if beside else _of_events(trace)
-    total_ns = sum(used.total_ns for used in found.by_name.values())
-    uses = [used.use(name, total_ns) for name, used in found.by_name.items()]
+    beside = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
+    found = _of_torch(recording) if beside else _of_events(recording)
+    total_ns = sum(found.kernels.took_ns.tolist())
+    uses = found.uses(total_ns)
     key = _key(options)
     column, sign = COLUMNS.get(key.column, "total_ns"), 1 if key.ascending else -1
     uses.sort(key=lambda use: (sign * getattr(use, column), -use.total_ns, use.name))
-    by_place = sorted(found.places(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))
-    window_ns = found.window[1] - found.window[0]
+    by_place = sorted(found.by_place(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))
     return Kernels(
         source=found.source,
         window=found.window,
-        calls=sum(use.calls for use in uses),
+        calls=len(found.kernels.name),
         total_ns=total_ns,
-        devices=tuple(
-            DeviceKernels(device, used.count, used.total_ns, used.busy_ns, share(used.busy_ns, window_ns))
-            for device, used in sorted(found.by_device.items())
-        ),
+        devices=tuple(found.devices()),
         kernels=bounded(uses, options, lambda use: use.total_ns, lambda rest: _other_kernels(rest, total_ns)),
         places=bounded(by_place, options, lambda use: use.total_ns, lambda rest: _other_places(rest, total_ns)),
-        others=tuple(
-            OtherWork(kind, used.count, used.total_ns, used.busy_ns) for kind, used in sorted(found.others.items())
-        ),
+        others=tuple(found.other_work()),
         outside=found.outside,
-        coverage=tuple(_seen(trace, found)),
+        coverage=tuple(_seen(recording, found)),
         _options=options,
     )
 
@@ -231,151 +232,139 @@ def _sorting(options: Options) -> str:
     return ORDER.get(key.column, "total time") + (", least first" if key.ascending else "")
 
 
-class _Used:
-    """Calls of one name, device or place, as they come."""
+class _Work(NamedTuple):
+    """What ran on devices, as columns: `name` is a place in names, and times are clipped to the window."""
 
-    def __init__(self) -> None:
-        self.count = self.total_ns = self.max_ns = 0
-        self.min_ns: int | None = None
-        self._parts: dict[int, array[int]] = {}
-
-    def add(self, device: int, parts: array[int]) -> None:
-        """Stretches on a device: start and end as numbers by turns."""
-        took_ns = list(map(sub, parts[1::2], parts[::2]))
-        self.count += len(took_ns)
-        self.total_ns += sum(took_ns)
-        self.max_ns = max(self.max_ns, max(took_ns))
-        least_ns = min(took_ns)
-        self.min_ns = least_ns if self.min_ns is None else min(self.min_ns, least_ns)
-        self._on(device).extend(parts)
-
-    def _on(self, device: int) -> array[int]:
-        on_device = self._parts.get(device)
-        if on_device is None:
-            on_device = self._parts[device] = array("q")
-        return on_device
+    name: Int32s
+    device: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
 
     @property
-    def busy_ns(self) -> int:
-        """The union on each device."""
-        return sum(length_ns(united([parts.tobytes()])) for parts in self._parts.values())
+    def took_ns(self) -> Int64s:
+        return self.end_ns - self.start_ns
 
-    def use(self, name: str, all_ns: int) -> KernelUse:
-        ratio = share(self.total_ns, all_ns)
-        return KernelUse(name, self.count, self.total_ns, self.max_ns, self.min_ns or 0, self.busy_ns, ratio)
+    def only(self, wanted: NDArray[Any]) -> _Work:
+        return _Work(*(column[wanted] for column in self))
 
 
-class _Found:
-    """What is known of the kernels of a trace in a window."""
+class _Sums(NamedTuple):
+    """Sums and extremes over the work of each group, by its number. Of one without work `calls` is 0."""
 
-    def __init__(self, source: str, window: Interval) -> None:
-        self.source = source
-        self.window = window
-        self.by_name: dict[str, _Used] = {}
-        self.by_device: dict[int, _Used] = {}
-        self.by_place: dict[tuple[str, str], tuple[_Used, Counter[str]]] = {}
-        self.others: dict[str, _Used] = {}
-        self.outside = 0
+    calls: list[int]
+    total_ns: list[int]
+    max_ns: list[int]
+    min_ns: list[int]
+    busy_ns: list[int]
 
-    def clipped(self, start_ns: int, end_ns: int) -> Interval | None:
-        """As much as lies in the window; None, and counted, where nothing does."""
-        first, last = self.window
-        if start_ns >= first and end_ns <= last:
-            return start_ns, end_ns
-        if start_ns >= last or end_ns <= first:
-            self.outside += 1
-            return None
-        return max(start_ns, first), min(end_ns, last)
-
-    def used(self, name: str, device: int) -> tuple[_Used, _Used]:
-        """Where a kernel counts: by its name and by its device."""
-        if name not in self.by_name:
-            self.by_name[name] = _Used()
-        if device not in self.by_device:
-            self.by_device[device] = _Used()
-        return self.by_name[name], self.by_device[device]
-
-    def place(self, name: str, kind: str, kernel: str, device: int, parts: array[int]) -> None:
-        """Count stretches of a kernel for the place that asked for it."""
-        used, by_kernel = self.by_place.setdefault((name, kind), (_Used(), Counter()))
-        used.add(device, parts)
-        by_kernel[kernel] += sum(parts[1::2]) - sum(parts[::2])
-
-    def places(self, all_ns: int) -> Iterable[PlaceUse]:
-        for (name, kind), (used, by_kernel) in self.by_place.items():
-            heaviest = max(by_kernel, key=lambda kernel: (by_kernel[kernel], kernel))
-            total_ns = used.total_ns
-            yield PlaceUse(name, kind, used.count, total_ns, used.busy_ns, share(total_ns, all_ns), heaviest)
+    @classmethod
+    def of(cls, work: _Work, groups: NDArray[Any], count: int) -> _Sums:
+        """Work on several devices is busy on each of them."""
+        its, took_ns = Groups(groups, count), work.took_ns
+        on_device, firsts = numbered(groups, numbered(work.device)[0])
+        unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
+        busy_ns = Groups(groups[firsts], count).sums(unions_ns)
+        found = (its.sizes(), its.sums(took_ns), its.most(took_ns, 0), its.least(took_ns, FARTHEST_NS), busy_ns)
+        return cls(*(column.tolist() for column in found))
 
 
-def _of_torch(trace: Trace) -> _Found:
-    found = _Found(KERNELS, trace.watched or (0, 0))
-    work: dict[tuple[str, str, int], array[int]] = {}
-    counted, stretches = list[Kernel](), array("q")
-    for kernel in trace.kernels:
-        name, kind, device, _, start_ns, end_ns, *_ = kernel
-        part = found.clipped(start_ns, end_ns)
-        if part is None:
-            continue
-        if kind == "kernel":
-            counted.append(kernel)
-            stretches.extend(part)
-        key = kind, name if kind == "kernel" else "", device
-        if key not in work:
-            work[key] = array("q")
-        work[key].extend(part)
-    for (kind, name, device), parts in work.items():
-        users = found.used(name, device) if kind == "kernel" else [found.others.setdefault(kind, _Used())]
-        for used in users:
-            used.add(device, parts)
-    if not any(kernel.thread_id for kernel in counted):
+class _Found(NamedTuple):
+    """What is known of the kernels of a trace in a window: kernels, other work by its kind, and of each kernel the
+    place that asked for it, where any is known. `outside` counts what lies outside of the window."""
+
+    source: str
+    window: Interval
+    names: tuple[str, ...]
+    kernels: _Work
+    others: Mapping[str, _Work]
+    places: Places | None
+    outside: int
+
+    def uses(self, total_ns: int) -> list[KernelUse]:
+        sums = _Sums.of(self.kernels, self.kernels.name, len(self.names))
+        return [
+            KernelUse(name, calls, its_ns, max_ns, min_ns, busy_ns, share(its_ns, total_ns))
+            for name, calls, its_ns, max_ns, min_ns, busy_ns in zip(self.names, *sums, strict=True)
+            if calls
+        ]
+
+    def devices(self) -> list[DeviceKernels]:
+        numbers, firsts = numbered(self.kernels.device)
+        sums, window_ns = _Sums.of(self.kernels, numbers, len(firsts)), self.window[1] - self.window[0]
+        return [
+            DeviceKernels(device, calls, total_ns, busy_ns, share(busy_ns, window_ns))
+            for device, calls, total_ns, busy_ns in sorted(
+                zip(self.kernels.device[firsts].tolist(), sums.calls, sums.total_ns, sums.busy_ns, strict=True)
+            )
+        ]
+
+    def other_work(self) -> list[OtherWork]:
+        found = []
+        for kind, work in sorted(self.others.items()):
+            (calls,), (total_ns,), _, _, (busy_ns,) = _Sums.of(work, np.zeros(len(work.name), dtype=np.int64), 1)
+            if calls:
+                found.append(OtherWork(kind, calls, total_ns, busy_ns))
         return found
-    for (place, name, device), parts in _asked_for(trace, counted, stretches).items():
-        if isinstance(place, str):
-            found.place(place, "", name, device, parts)
-        else:
-            found.place(name_of_site(place), place.kind, name, device, parts)
-    return found
+
+    def by_place(self, total_ns: int) -> list[PlaceUse]:
+        if self.places is None:
+            return []
+        number, known = self.places
+        sums, heaviest = _Sums.of(self.kernels, number, len(known)), dict[int, tuple[int, str]]()
+        pairs, firsts = numbered(number, self.kernels.name)
+        of_pairs = Groups(pairs, len(firsts)).sums(self.kernels.took_ns).tolist()
+        columns = (number[firsts].tolist(), self.kernels.name[firsts].tolist(), of_pairs)
+        for place, name, took_ns in zip(*columns, strict=True):
+            heaviest[place] = max(heaviest.get(place, (took_ns, "")), (took_ns, self.names[name]))
+        return [
+            PlaceUse(*known[place], calls, took_ns, busy_ns, share(took_ns, total_ns), heaviest[place][1])
+            for place, (calls, took_ns, busy_ns) in enumerate(zip(sums.calls, sums.total_ns, sums.busy_ns, strict=True))
+            if calls
+        ]
 
 
-def _asked_for(
-    trace: Trace, counted: Sequence[Kernel], stretches: array[int]
-) -> Mapping[tuple[Site | str, str, int], array[int]]:
-    """Where kernels lie, by the place that asked for them, their name and device; `stretches` are start and end of each
-    in the window."""
-    asked = places(trace, [one.thread_id for one in counted], [one.launched_ns for one in counted])
-    known_since_ns = trace.held[0]
-    found: dict[tuple[Site | str, str, int], array[int]] = {}
-    parts = zip(stretches[::2], stretches[1::2], strict=True)
-    for (name, _, device, _, _, _, thread_id, launched_ns), part, place in zip(counted, parts, asked, strict=True):
-        if not thread_id or launched_ns < known_since_ns:
-            key: tuple[Site | str, str, int] = UNKNOWN, name, device
-        else:
-            key = place if isinstance(place, str) else place.site, name, device
-        if key not in found:
-            found[key] = array("q")
-        found[key].extend(part)
-    return found
+def _of_torch(recording: Recording) -> _Found:
+    """What a profiler saw that saw every kernel."""
+    window = recording.facts.watched or (0, 0)
+    its = KernelColumns.of(recording.facts.kernels)
+    is_inside = lie_in(its.start_ns, its.end_ns, window)
+    work = _Work(its.name, its.device, *clipped(its.start_ns, its.end_ns, window))
+    by_kind = {kind: is_inside & (its.kind == number) for number, kind in enumerate(its.kinds)}
+    counted = by_kind.pop("kernel", np.zeros(len(its), dtype=np.bool_))
+    asked = None
+    if its.thread_id[counted].any():
+        asked = places(recording, its.thread_id[counted], its.launched_ns[counted])
+        asked.number[its.thread_id[counted] == 0] = NOT_TOLD
+    others = {kind: work.only(wanted) for kind, wanted in by_kind.items()}
+    return _Found(KERNELS, window, its.names, work.only(counted), others, asked, int((~is_inside).sum()))
 
 
-def _of_events(trace: Trace) -> _Found:
-    found = _Found(STRETCHES, trace.held)
-    found.outside, kept = innermost(trace.spans, trace.held)
-    for span, device, stretches in kept:
-        if span.site.kind == "copy":
-            found.others.setdefault("copy", _Used()).add(device, array("q", stretches))
-        else:
-            for used in found.used(name_of(span), device):
-                used.add(device, array("q", stretches))
-    return found
+def _of_events(recording: Recording) -> _Found:
+    """The device intervals of spans that enclose no other on their stream, so that their sum counts nothing twice."""
+    trace, window = recording.columns, recording.facts.held
+    its = trace.device
+    is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
+    kept = np.flatnonzero(is_timed)
+    kept = kept[enclosing_none(numbered(its.device[kept], its.stream[kept])[0], its.start_ns[kept], its.end_ns[kept])]
+    is_inside = lie_in(its.start_ns[kept], its.end_ns[kept], window)
+    outside, kept = int((~is_inside).sum()), kept[is_inside]
+    names: dict[str, int] = {}
+    of_site = [names.setdefault(name_of_site(site), len(names)) for site in trace.sites]
+    site = trace.site[its.row[kept]]
+    name = np.array([*of_site, NONE], dtype=np.int32)[site]
+    work = _Work(name, its.device[kept], *clipped(its.start_ns[kept], its.end_ns[kept], window))
+    is_copy = np.array([*(trace.kinds == "copy"), False])[site]
+    others = {"copy": work.only(is_copy)}
+    return _Found(STRETCHES, window, tuple(names), work.only(~is_copy), others, None, outside)
 
 
-def _seen(trace: Trace, found: _Found) -> list[str]:
+def _seen(recording: Recording, found: _Found) -> list[str]:
     if found.source == STRETCHES:
-        return Coverage.of(trace).lines()
-    since, until = (number((at_ns - trace.start_ns) / 1e9) for at_ns in found.window)
-    is_ours = trace.origin.recorder != "other"
-    spans = f", beside {len(trace.spans)} spans" if is_ours else ""
+        return Coverage.of_recording(recording).lines()
+    facts = recording.facts
+    since, until = (number((at_ns - facts.start_ns) / 1e9) for at_ns in found.window)
+    is_ours = facts.origin.recorder != "other"
+    spans = f", beside {len(recording.columns)} spans" if is_ours else ""
     return [
         f"Kernels: all that {'torch.profiler' if is_ours else 'its profiler'} saw from {since} s to {until} s{spans}"
     ]

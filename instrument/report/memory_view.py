@@ -8,12 +8,11 @@ gauges: resident memory of the process and, of each device, what torch's allocat
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from instrument.recording.spans import HOST, Sample, Site, Trace, is_operator
-from instrument.report.allocation_sums import Allocator, Counted, Level, Use, counted
-from instrument.report.places import NOWHERE, SHARED, UNKNOWN, name_of_site
-from instrument.report.stretches import sites
+from instrument.recording.spans import HOST, Sample, is_operator
+from instrument.report.allocation_sums import Allocator, Level, counted
+from instrument.report.places import NOWHERE, SHARED, UNKNOWN
 from instrument.report.table import (
     MISSING,
     compact,
@@ -26,7 +25,7 @@ from instrument.report.table import (
     title,
     wrapped,
 )
-from instrument.report.view import Options, Recording
+from instrument.report.view import Facts, Options, Recording
 
 BEFORE = "(before it began)"
 """Where a peak was reached that nothing rose above in the time that was watched."""
@@ -189,28 +188,27 @@ def memory(recording: Recording, options: Options) -> Memory:
     `rows` bounds the places, `threads: apart` tells them by thread too. `state` is CPU for the host's memory alone and
     GPU for that of devices. `unit` is that of times. The other options mean nothing here.
     """
-    trace = recording.trace
-    if any(map(is_operator, sites(trace.spans))):  # all memory is taken in one or two of them, whoever asked for it
-        trace = replace(trace, spans=[span for span in trace.spans if not is_operator(span.site)])
-    apart = options.threads == "apart"
-    found = counted(trace, options.state, apart)
-    uses = _places(trace, found.uses, apart)
+    trace, facts = recording.columns, recording.facts
+    # All memory is taken in one or two operators of torch's, whoever asked for it.
+    wanted = trace.of_sites([not is_operator(site) for site in trace.sites])
+    found = counted(recording, options.state, options.threads == "apart", wanted)
+    uses = [PlaceMemory(use.device, use.name, use.kind, use.thread, *use.sums) for use in found.uses]
     column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
     uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
     shown, rest = uses[: options.rows], uses[options.rows :] if options.rows else []
-    watched = trace.watched
+    since_ns, until_ns = (at_ns - facts.start_ns for at_ns in facts.watched) if facts.watched else (None, None)
     return Memory(
-        since_ns=None if watched is None else watched[0] - trace.start_ns,
-        until_ns=None if watched is None else watched[1] - trace.start_ns,
-        spans=len(trace.spans),
-        places_since_ns=trace.held[0] - trace.start_ns,
-        threads=tuple(_thread_name(trace, thread_id) for thread_id in found.thread_ids),
-        peaks=tuple(peak for allocator in found.allocators for peak in _peaks(trace, allocator)),
-        devices=tuple(_devices(found)),
+        since_ns=since_ns,
+        until_ns=until_ns,
+        spans=int(wanted.sum()),
+        places_since_ns=facts.held[0] - facts.start_ns,
+        threads=tuple(found.threads),
+        peaks=tuple(peak for allocator in found.allocators for peak in _peaks(facts, allocator)),
+        devices=tuple(DeviceMemory(one.device, *one.sums, one.earlier_bytes) for one in found.allocators),
         places=(*shown, *([_together(rest)] if rest else [])),
-        gauged=tuple(_gauged(trace.samples, trace.start_ns, options.state)),
+        gauged=tuple(_gauged(facts.samples, facts.start_ns, options.state)),
         outside=found.outside,
-        is_ours=trace.origin.recorder != "other",
+        is_ours=facts.origin.recorder != "other",
         _options=options,
     )
 
@@ -233,65 +231,38 @@ def _gauged(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[Ga
                 yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
 
 
-def _places(trace: Trace, found: Sequence[Use], apart: bool) -> list[PlaceMemory]:
-    """The places, those of one name and kind together."""
-    merged: dict[tuple[int, str, str, str], list[Use]] = {}
-    for use in found:
-        thread = _thread_name(trace, use.thread_id) if apart else ""
-        merged.setdefault((use.device, *_name_and_kind(use.place), thread), []).append(use)
-    return [PlaceMemory(*key, *_sums(uses)) for key, uses in merged.items()]
-
-
-def _devices(found: Counted) -> Iterator[DeviceMemory]:
-    uses: dict[int, list[Use]] = {}
-    for use in found.uses:
-        uses.setdefault(use.device, []).append(use)
-    for allocator in found.allocators:
-        yield DeviceMemory(allocator.device, *_sums(uses[allocator.device]), allocator.earlier_bytes)
-
-
-def _peaks(trace: Trace, allocator: Allocator) -> Iterator[Peak]:
-    yield _peak(trace, allocator.device, "allocated", allocator.allocated)
+def _peaks(facts: Facts, allocator: Allocator) -> Iterator[Peak]:
+    yield _peak(facts, allocator.device, "allocated", allocator.allocated)
     if allocator.reserved.peak_bytes:
-        yield _peak(trace, allocator.device, "reserved", allocator.reserved)
+        yield _peak(facts, allocator.device, "reserved", allocator.reserved)
 
 
-def _peak(trace: Trace, device: int, what: str, level: Level) -> Peak:
-    at_ns, place, thread = trace.watched[0] if trace.watched else trace.start_ns, BEFORE, ""
-    if level.place is not None:
-        one = trace.allocations[level.at]
-        at_ns, thread = one.at_ns, _thread_name(trace, one.thread_id)
-        place = _name_and_kind(level.place)[0]
-    return Peak(
-        device, what, level.peak_bytes, at_ns - trace.start_ns, place, thread, level.begin_bytes, level.end_bytes
-    )
+def _peak(facts: Facts, device: int, what: str, level: Level) -> Peak:
+    place, at_ns = level.place, level.at_ns
+    if at_ns is None:
+        place, at_ns = BEFORE, facts.watched[0] if facts.watched else facts.start_ns
+    since_ns = at_ns - facts.start_ns
+    return Peak(device, what, level.peak_bytes, since_ns, place, level.thread, level.begin_bytes, level.end_bytes)
 
 
 def _is_of(state: str, device: int) -> bool:
     return state == "All" or (device == HOST) == (state == "CPU")
 
 
-def _name_and_kind(site: Site | str) -> tuple[str, str]:
-    return (site, "") if isinstance(site, str) else (name_of_site(site), site.kind)
-
-
-def _thread_name(trace: Trace, thread_id: int) -> str:
-    return trace.threads.get(thread_id) or f"thread {thread_id}"
-
-
 def _together(uses: Sequence[PlaceMemory]) -> PlaceMemory:
     devices = {use.device for use in uses}
     device = devices.pop() if len(devices) == 1 else None
-    return PlaceMemory(device, "", "", "", *_sums(uses), remaining=len(uses))
-
-
-def _sums(uses: Sequence[Use | PlaceMemory]) -> tuple[int, int, int, int, int]:
-    return (
-        sum(use.allocations for use in uses),
-        sum(use.frees for use in uses),
-        sum(use.allocated_bytes for use in uses),
-        sum(use.freed_bytes for use in uses),
-        sum(use.held_bytes for use in uses),
+    return PlaceMemory(
+        device=device,
+        name="",
+        kind="",
+        thread="",
+        allocations=sum(use.allocations for use in uses),
+        frees=sum(use.frees for use in uses),
+        allocated_bytes=sum(use.allocated_bytes for use in uses),
+        freed_bytes=sum(use.freed_bytes for use in uses),
+        held_bytes=sum(use.held_bytes for use in uses),
+        remaining=len(uses),
     )
 
 

@@ -1,125 +1,54 @@
-"""Where something happened: the innermost span that was open on the same thread at the time.
-
-Time alone would not do: another thread's spans are open at the same time. Nor do a thread and a time where several
-tasks of an event loop take turns on it, so that nobody can tell which was at work; and a generator's span is passed
-over, because its consumer may have been at work instead.
-"""
+"""Where something happened: the innermost span that was open on the same thread at the time, told by its site."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from math import inf
+from typing import NamedTuple
 
-from instrument import native
-from instrument.recording.spans import Site, Span, Trace
+import numpy as np
 
-_native = native.find("_places")
-
-SHARED = "(several tasks were open)"
-"""The place of what happened while several tasks had spans open on the thread."""
-
-NOWHERE = "(no span was open)"
-"""The place of what happened on a thread without an open span."""
+from instrument.report.table import name_of_site
+from instrument.report.view import Recording
+from instrument.trace.columns import Bools, Int64s
+from instrument.trace.forest import NONE
+from instrument.trace.innermost import innermost
 
 UNKNOWN = "(not known)"
 """The place of what cannot be told from the file: no call of the host is known."""
 
-NO_SPAN = -1
-"""What stands for the number of a span where none was open."""
+NOWHERE = "(no span was open)"
+"""The place of what happened on a thread without an open span."""
 
-SEVERAL = -2
-"""What stands for it where several tasks had some."""
+SHARED = "(several tasks were open)"
+"""The place of what happened while several tasks had spans open on the thread."""
 
-NAMES = {NO_SPAN: NOWHERE, SEVERAL: SHARED}
-"""How the places are called where no number of a span stands."""
-
-
-def places(trace: Trace, thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | str]:
-    """The place of what happened on each thread at each time, in any order, as `innermost` finds it."""
-    spans = trace.spans
-    return [NAMES[number] if number < 0 else spans[number] for number in innermost(trace, thread_ids, times_ns)]
+NOT_TOLD = 0
+"""The number of `UNKNOWN` among places, which those of the others follow."""
 
 
-def innermost(trace: Trace, thread_ids: Sequence[int], times_ns: Sequence[int], base_ns: int = 0) -> array[int]:
-    """Of each thread and time the number of the innermost span that was open, or what stands for it.
+class Places(NamedTuple):
+    """Where each of many things happened: `number` is a place in `names`, each the name of a site and its kind."""
 
-    Times are counted from `base_ns`. Spans are half-open: what happens at a span's end is not in it. Of another
-    profiler's trace the calls that ask a device for work are no places. Takes some 0.1 us for each span and time in C.
-    """
-    launches = trace.origin.recorder == "other"
-    found = None
-    if _native is not None:
-        with suppress(OverflowError):
-            found = _native.innermost(trace.spans, array("q", thread_ids), array("q", times_ns), base_ns, launches)
-    if found is not None:
-        return array("i", found)
-    return _innermost(trace.spans, thread_ids, [base_ns + at_ns for at_ns in times_ns], launches)
+    number: Int64s
+    names: tuple[tuple[str, str], ...]
 
 
-def _innermost(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int], launches: bool) -> array[int]:
-    points: dict[int, list[int]] = {}
-    for at, thread_id in enumerate(thread_ids):
-        points.setdefault(thread_id, []).append(at)
-    numbers: dict[int, list[int]] = {thread_id: [] for thread_id in points}
-    for number, span in enumerate(spans):
-        if span.thread_id in numbers and not (launches and "correlation" in span.attributes):
-            numbers[span.thread_id].append(number)
-    found = array("i", [NO_SPAN]) * len(times_ns)
-    for thread_id, its in points.items():
-        its.sort(key=times_ns.__getitem__)
-        of_thread = numbers[thread_id]
-        of_thread.sort(key=lambda number: (spans[number].start_ns, -spans[number].end_ns, spans[number].span_id))
-        for at, number in zip(its, _sweep(spans, of_thread, [times_ns[at] for at in its]), strict=True):
-            found[at] = number
-    return found
+def rows_open(recording: Recording, thread_ids: Int64s, times_ns: Int64s, wanted: Bools | None = None) -> Int64s:
+    """The row of the innermost of the wanted spans, as `innermost` finds it. Of another profiler's trace the calls that
+    ask a device for work are no places."""
+    trace = recording.columns
+    wanted = np.ones(len(trace), dtype=np.bool_) if wanted is None else wanted.copy()
+    if recording.facts.origin.recorder == "other":
+        wanted[trace.attributes.having("correlation")] = False
+    return innermost(trace, wanted, thread_ids, times_ns)
 
 
-def _sweep(spans: Sequence[Span], numbers: Iterable[int], times_ns: Iterable[int]) -> Iterator[int]:
-    """The innermost of some spans, by their begin, at each time, earliest first."""
-    opened: list[int] = []
-    place = NO_SPAN
-    coming = iter(numbers)
-    number = next(coming, None)
-    # Until the first of these times the place stays what it is.
-    nearest_end_ns = inf
-    next_start_ns: float = spans[number].start_ns if number is not None else inf
-    for at_ns in times_ns:
-        if at_ns >= nearest_end_ns or at_ns >= next_start_ns:
-            opened = [one for one in opened if spans[one].end_ns > at_ns]
-            while number is not None and spans[number].start_ns <= at_ns:
-                span = spans[number]
-                if span.end_ns > at_ns and span.active_ns >= span.total_ns:
-                    opened.append(number)
-                number = next(coming, None)
-            next_start_ns = spans[number].start_ns if number is not None else inf
-            nearest_end_ns = min([spans[one].end_ns for one in opened], default=inf)
-            place = _last(spans, opened) if opened else NO_SPAN
-        yield place
-
-
-def _last(spans: Sequence[Span], opened: Sequence[int]) -> int:
-    """The last of the spans that are open, unless those of other tasks are not all around it."""
-    last = spans[opened[-1]]
-    open_spans = [spans[one] for one in opened]
-    if all(span.task_id == last.task_id for span in open_spans):
-        return opened[-1]
-    above = {span.span_id: span for span in open_spans}
-    around = {last.span_id}
-    span: Span | None = above.get(last.parent_id)
-    while span is not None and span.span_id not in around:
-        around.add(span.span_id)
-        span = above.get(span.parent_id)
-    is_one = all(span.span_id in around or span.task_id == last.task_id for span in open_spans)
-    return opened[-1] if is_one else SEVERAL
-
-
-def name_of(place: Span | str) -> str:
-    """How a table calls a place."""
-    return place if isinstance(place, str) else name_of_site(place.site)
-
-
-def name_of_site(site: Site) -> str:
-    """The layer with its path, else the name."""
-    return f"{site.name} ({site.instance})" if site.instance else site.name
+def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, wanted: Bools | None = None) -> Places:
+    """The places of what happened on threads at times, in any order."""
+    trace = recording.columns
+    names = {(UNKNOWN, ""): NOT_TOLD, (NOWHERE, ""): 1, (SHARED, ""): 2}
+    of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]
+    rows = rows_open(recording, thread_ids, times_ns, wanted)
+    told = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
+    number = np.where(rows < 0, -rows, told)
+    number[times_ns < recording.facts.held[0]] = NOT_TOLD
+    return Places(number, tuple(names))

@@ -17,13 +17,13 @@ import numpy as np
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import FIRSTS, PREPARING, FirstCall, ImportTime, Site, Startup
 from instrument.recording.tally import Row, Totals
-from instrument.report.places import name_of_site
 from instrument.report.table import (
     GAP,
     LINE,
     MISSING,
     bounded,
     in_unit,
+    name_of_site,
     named_table,
     number,
     safe,

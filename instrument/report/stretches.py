@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from instrument import native
-from instrument.recording.spans import UNTIMED, Interval, Site, Span, intersect, length, union
+from instrument.recording.spans import UNTIMED, Interval, Site, Span, length, union
 
 _native = native.find("_stretches")
 
@@ -35,38 +35,10 @@ def unpacked(stretches: bytes) -> list[Interval]:
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def united(parts: Iterable[bytes]) -> bytes:
-    """The union of stretches, in order and disjoint, without empty ones."""
-    if _native is not None:
-        together: bytes = _native.united(parts)
-        return together
-    filled = (part for stretches in parts for part in unpacked(stretches) if part[0] < part[1])
-    return packed(union(filled))
-
-
-def shared_ns(left: bytes, right: bytes) -> int:
-    """How long what two unions have in common is."""
-    if _native is not None:
-        shared: int = _native.shared_ns(left, right)
-        return shared
-    return length(intersect(unpacked(left), unpacked(right)))
-
-
-def length_ns(disjoint: bytes) -> int:
-    """How long a union is."""
-    return shared_ns(disjoint, disjoint)
-
-
 def sites(spans: Sequence[Span]) -> list[Site]:
     """The sites of the spans, each once, by first sight."""
     found: list[Site] | None = None if _native is None else _native.sites(spans)
     return list({span.site: None for span in spans}) if found is None else found
-
-
-def having(spans: Sequence[Span], attribute: str) -> list[Span]:
-    """The spans that have an attribute."""
-    found: list[Span] | None = None if _native is None else _native.having(spans, attribute)
-    return [span for span in spans if attribute in span.attributes] if found is None else found
 
 
 def grouped(spans: Sequence[Span], labels: Mapping[Site, int], count: int) -> tuple[list[Span], ...]:
@@ -79,42 +51,6 @@ def grouped(spans: Sequence[Span], labels: Mapping[Site, int], count: int) -> tu
             if span.site in add:
                 add[span.site](span)
     return found
-
-
-def innermost(spans: Sequence[Span], window: Interval) -> tuple[int, list[tuple[Span, int, bytes]]]:
-    """The timed intervals that enclose no other on their stream, so that their sum counts nothing twice.
-
-    How many of them lie outside of the window, and of each site and device one of its spans, the device, and where they
-    lie in it.
-    """
-    first, last = window
-    if _native is not None and -FARTHEST_NS < first <= last < FARTHEST_NS:
-        found: tuple[int, list[tuple[Span, int, bytes]]] | None = _native.innermost(spans, first, last, UNTIMED)
-        if found is not None:
-            return found
-    streams: dict[tuple[int, int], list[tuple[int, int, Span]]] = {}
-    for span in spans:
-        for one in span.device:
-            if one.label not in UNTIMED:
-                streams.setdefault((one.device, one.stream), []).append((one.start_ns, -one.end_ns, span))
-    outside = 0
-    kept: dict[tuple[Site, int], tuple[Span, list[Interval]]] = {}
-    for (device, _), on_stream in streams.items():
-        on_stream.sort(key=lambda item: item[:2])
-        # From the last to begin back: one encloses another if it ends no sooner than any that begins later.
-        least_end_ns = 1 - min(minus_end_ns for _, minus_end_ns, _ in on_stream)
-        for start_ns, minus_end_ns, span in reversed(on_stream):
-            end_ns = -minus_end_ns
-            if end_ns >= least_end_ns and start_ns < end_ns:
-                continue
-            if start_ns < end_ns:
-                least_end_ns = end_ns
-            if (start_ns >= last or end_ns <= first) and not (first <= start_ns and end_ns <= last):
-                outside += 1
-                continue
-            part = max(start_ns, first), min(end_ns, last)
-            kept.setdefault((span.site, device), (span, []))[1].append(part)
-    return outside, [(span, device, packed(its)) for (_, device), (span, its) in kept.items()]
 
 
 class Line(NamedTuple):

@@ -11,24 +11,14 @@ from instrument.profile.model import VIEWS
 from instrument.report.benchmark_view import benchmark
 from instrument.report.events_view import events
 from instrument.report.instrumentation import instrumentation
-from instrument.report.kernels_view import kernels
-from instrument.report.memory_view import memory
 from instrument.report.phases_view import phases
 from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.view import Options, Recording, View, document
 
 ON_COLUMNS = (
-    "brief",
-    "overview",
-    "device",
-    "requests",
-    "operators",
-    "copies",
-    "distribution",
-    "user",
-    "cost",
-    "startup",
-)
+    "brief", "overview", "device", "requests", "operators", "kernels", "copies", "memory", "distribution", "user",
+    "cost", "startup",
+)  # fmt: skip
 """Views that are made with numpy, which a service imports when it is to make one of them, and else not."""
 
 
@@ -42,8 +32,7 @@ def _made_on_columns(name: str) -> Callable[[Recording, Options], View]:
 
 _MADE: Mapping[str, Callable[[Recording, Options], View]] = {
     "benchmark": benchmark, "classes": classes, "events": events,
-    "instances": instances, "kernels": kernels, "memory": memory, "ops": ops, "phases": phases,
-    **{name: _made_on_columns(name) for name in ON_COLUMNS},
+    "instances": instances, "ops": ops, "phases": phases, **{name: _made_on_columns(name) for name in ON_COLUMNS},
 }  # fmt: skip
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _MADE[name] for name in VIEWS}

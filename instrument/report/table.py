@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
+from instrument.recording.spans import Site
 from instrument.report.view import UNITS, Options
 
 Line = TypeVar("Line")
@@ -41,6 +42,11 @@ def safe(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def name_of_site(site: Site) -> str:
+    """The layer with its path, else the name."""
+    return f"{site.name} ({site.instance})" if site.instance else site.name
 
 
 def columns(text: str) -> int:

@@ -24,7 +24,16 @@ from instrument.report.view import Recording
 from instrument.trace.columns import Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct
-from instrument.trace.intervals import Union, at_once, lengths_by_group, lie_in, shared_ns, union, union_by_group
+from instrument.trace.intervals import (
+    Union,
+    at_once,
+    clipped,
+    lengths_by_group,
+    lie_in,
+    shared_ns,
+    union,
+    union_by_group,
+)
 from instrument.trace.owners import owners
 
 
@@ -305,7 +314,7 @@ def utilisation(recording: Recording) -> Utilisation:
     owner = owners(trace, trace.of_kind("request"))
     whole, cut = requests_within(trace, owner, window)
     is_request = trace.of_kind("request")
-    in_flight = union(*_clipped(trace.start_ns[is_request], trace.end_ns[is_request], window))
+    in_flight = union(*clipped(trace.start_ns[is_request], trace.end_ns[is_request], window))
     its = trace.device
     is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
     is_inside = lie_in(its.start_ns, its.end_ns, window)
@@ -317,7 +326,7 @@ def utilisation(recording: Recording) -> Utilisation:
         timed = is_timed[kept]
         if not outside and not timed.any():
             continue
-        edges = _clipped(its.start_ns[kept], its.end_ns[kept], window)
+        edges = clipped(its.start_ns[kept], its.end_ns[kept], window)
         all_of_it = _Work(its.row[kept], its.stream[kept], its.label[kept], *edges, its.uncertainty_ns[kept])
         work = all_of_it.only(timed)
         busy = work.union()
@@ -337,10 +346,6 @@ def utilisation(recording: Recording) -> Utilisation:
         _trace=trace,
         _uses=uses,
     )
-
-
-def _clipped(starts: Int64s, ends: Int64s, window: Interval) -> tuple[Int64s, Int64s]:
-    return np.maximum(starts, window[0]), np.minimum(ends, window[1])
 
 
 def requests_within(trace: Trace, owner: Int32s, window: Interval) -> tuple[Int64s, int]:

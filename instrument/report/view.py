@@ -15,7 +15,20 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from instrument.errors import TraceError
 from instrument.profile.model import SORT_KEYS, STATES, TIME_UNITS, TRACER_OPTIONS
 from instrument.recording.lines import Lines
-from instrument.recording.spans import Cost, Flops, Gpu, Interval, Kernel, Origin, Sample, Site, Span, Startup, Trace
+from instrument.recording.spans import (
+    Allocation,
+    Cost,
+    Flops,
+    Gpu,
+    Interval,
+    Kernel,
+    Origin,
+    Sample,
+    Site,
+    Span,
+    Startup,
+    Trace,
+)
 from instrument.recording.tally import Tally
 
 if TYPE_CHECKING:
@@ -150,7 +163,11 @@ class Facts(Protocol):
     @property
     def origin(self) -> Origin: ...
     @property
+    def watched(self) -> Interval | None: ...
+    @property
     def kernels(self) -> Sequence[Kernel]: ...
+    @property
+    def allocations(self) -> Sequence[Allocation]: ...
     @property
     def flops(self) -> Sequence[Flops]: ...
     @property

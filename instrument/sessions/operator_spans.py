@@ -25,7 +25,6 @@ from instrument.recording.spans import (
     Trace,
     flops_told,
 )
-from instrument.report.places import places
 
 UNCERTAINTY_NS = 1_000
 """How well the place of a kernel on the host's clock is known."""
@@ -97,9 +96,9 @@ class _Operators:
         """Put each topmost operator below the span around it, within which it and what is in it lie."""
         tops = self.tops
         middles = [(span.start_ns + span.end_ns) // 2 for span in tops]
-        found = places(self._trace, [span.thread_id for span in tops], middles)
+        found = _open_at(self._trace.spans, [span.thread_id for span in tops], middles)
         for top, around in zip(tops, found, strict=True):
-            pending: list[tuple[Span, Span | None]] = [(top, None if isinstance(around, str) else around)]
+            pending: list[tuple[Span, Span | None]] = [(top, around)]
             while pending:
                 span, outer = pending.pop()
                 if outer is None:
@@ -166,18 +165,29 @@ def _tell_device_times(trace: Trace, operators: list[Span]) -> None:
     work = [one for one in trace.kernels if one.thread_id and one.kind != "copy"]
     if not work:
         return
-    of_operators = replace(trace, spans=operators)
-    asked = places(of_operators, [one.thread_id for one in work], [one.launched_ns for one in work])
+    asked = _open_at(operators, [one.thread_id for one in work], [one.launched_ns for one in work])
     overlapped = _overlapped(work)
     found: dict[int, list[DeviceInterval]] = {}
     for number, (place, one) in enumerate(zip(asked, work, strict=True)):
-        if not isinstance(place, str):
+        if place is not None:
             label = "overlapped" if number in overlapped else "exclusive"
             interval = DeviceInterval(one.device, one.stream, one.start_ns, one.end_ns, label, UNCERTAINTY_NS)
             found.setdefault(place.span_id, []).append(interval)
     for span in operators:
         if span.span_id in found:
             span.device = tuple(found[span.span_id])
+
+
+def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
+    """The innermost of the spans that was open on each thread at each time, None where none was or nobody can tell."""
+    import numpy as np  # which a service imports when torch.profiler has seen something, and else not
+
+    from instrument.trace.innermost import innermost
+    from instrument.trace.of_spans import trace_of
+
+    points = (np.array(column, dtype=np.int64) for column in (thread_ids, times_ns))
+    rows = innermost(trace_of(spans), np.ones(len(spans), dtype=np.bool_), *points)
+    return [None if row < 0 else spans[row] for row in rows.tolist()]
 
 
 def _overlapped(work: Sequence[Kernel]) -> set[int]:

@@ -22,6 +22,10 @@ class Groups:
         self._firsts = np.flatnonzero(np.diff(its, prepend=-1)) if len(its) else np.zeros(0, dtype=np.int64)
         self._known = its[self._firsts]
 
+    def members(self) -> list[Int64s]:
+        """The places of the numbers of each group that has any, in order."""
+        return np.split(self._order, self._firsts[1:]) if len(self._firsts) else []
+
     def sizes(self) -> Int64s:
         """How many numbers each group has."""
         return self._spread(np.diff(self._firsts, append=len(self._order)), 0)

@@ -102,6 +102,25 @@ def lie_in(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) ->
     return np.asarray(~outside)
 
 
+def clipped(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> tuple[Int64s, Int64s]:
+    """What of intervals that have a part in the window lies in it."""
+    return np.maximum(starts, window[0]), np.minimum(ends, window[1])
+
+
+def enclosing_none(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
+    """Which intervals enclose no other of their group that is not empty. Of equal ones that is the last one, and of
+    empty ones each."""
+    order = np.lexsort((-ends, starts, groups))
+    filled = starts[order] < ends[order]
+    known = distinct(ends)
+    ranks = groups[order] * (len(known) + 1) + np.searchsorted(known, ends[order])
+    # From the last to begin back: one encloses another if it ends no sooner than any that begins later.
+    least = np.minimum.accumulate(np.where(filled, ranks, FARTHEST)[::-1])[::-1]
+    found = np.empty(len(order), dtype=np.bool_)
+    found[order] = ~filled | (ranks < np.append(least[1:], FARTHEST))
+    return found
+
+
 def shared_ns(left: Union, right: Union) -> int:
     """How long what two have in common is."""
     return int(left.within(right.starts, right.ends).sum())

@@ -282,7 +282,7 @@ class Metadata:
     def _watched(self) -> Interval | None:
         if "watched" not in self._facts:
             return None
-        first, last = (self.base_ns + checked(at_ns, int) for at_ns in self._facts["watched"])
+        first, last = (checked(self.base_ns + checked(at_ns, int), int) for at_ns in self._facts["watched"])
         return first, max(first, last)
 
     def _kernels(self) -> list[Kernel]:
@@ -303,7 +303,8 @@ class Metadata:
                 at_ns + (base_ns if thread else 0) for at_ns, thread in zip(launched_ns, threads, strict=True)
             ]
             # With the base, or its length, a time may lie beyond 64 bits, which views take times to have.
-            is_within = min(starts_ns) >= -INT64 and min(lengths_ns) >= 0 and max(ends_ns) < INT64
+            is_within = min(*starts_ns, *launches_ns) >= -INT64 and max(*ends_ns, *launches_ns) < INT64
+            is_within = is_within and min(lengths_ns) >= 0
             if not is_within or not KINDS_OF_WORK.keys() >= set(kinds):
                 raise ValueError("a kernel in it is none; it is damaged")
             index(min(places))

@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from instrument import native
 from instrument.recording.spans import AttributeValue, DeviceInterval, Site, Span
 from instrument.trace.columns import Attributes, DeviceIntervals, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE
-
-_native = native.find("_stretches")
 
 
 class AttributesOfSpans:
@@ -32,12 +29,8 @@ class AttributesOfSpans:
         return np.flatnonzero(np.fromiter(map(bool, of_spans), np.bool_, len(self._spans)))
 
     def having(self, name: str) -> Int64s:
-        """The rows that have one of that name. What a file said of the others stays the text that it is."""
-        found = None if _native is None else _native.having(self._spans, name)
-        if found is None:
-            return np.flatnonzero([name in span.attributes for span in self._spans])
-        known = set(map(id, found))
-        return np.flatnonzero([id(span) in known for span in self._spans] if known else np.zeros(0))
+        """The rows that have one of that name."""
+        return np.flatnonzero([name in span.attributes for span in self._spans])
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
         """What those of some rows say under a name."""

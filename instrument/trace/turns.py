@@ -28,14 +28,14 @@ def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[
     place_of = np.empty(len(order), dtype=np.int64)
     place_of[order] = np.cumsum(is_new) - 1
     edges = times[is_new]
-    highest = _highest(place_of[: len(filled)], place_of[len(filled) :], ranks[filled], len(edges))
-    taken = np.flatnonzero(highest != NONE)  # nothing goes on from a group's last edge to the next group's first
+    ranked = highest(place_of[: len(filled)], place_of[len(filled) :], ranks[filled], len(edges))
+    taken = np.flatnonzero(ranked != NONE)  # nothing goes on from a group's last edge to the next group's first
     with_rank = np.empty(int(ranks.max()) + 1, dtype=np.int64)
     with_rank[ranks[filled]] = filled
-    return with_rank[highest[taken]], edges[taken], edges[taken + 1] - edges[taken]
+    return with_rank[ranked[taken]], edges[taken], edges[taken + 1] - edges[taken]
 
 
-def _highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
+def highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
     """Of each of some places the highest rank of those that reach over it, `NONE` without any.
 
     Two blocks of a power of two places, which may lie over one another, are as much as one reaches over. Blocks are
