@@ -191,7 +191,7 @@ def test_each_instant_is_the_turn_of_the_highest_that_goes_on(parts: list[tuple[
         those = [n for n, (one, start, length) in enumerate(parts) if one == group and start <= at < start + length]
         expected.update([max(those, key=ranks.__getitem__)] if those else [])
     found: Counter[int] = Counter()
-    for place, length in zip(*turns(groups, starts, ends, np.array(ranks, dtype=np.int64)), strict=True):
+    for place, _, length in zip(*turns(groups, starts, ends, np.array(ranks, dtype=np.int64)), strict=True):
         found[int(place)] += int(length)
     assert found == expected
 

@@ -48,6 +48,9 @@ def add(verbs: Verbs) -> None:
         metavar="V[,V]",
         help="which reports, in this order (default: brief, or events where --tracer-option or --threads is given)",
     )
+    parser.add_argument(
+        "--request", metavar="KEY", help="the life of one request, by its key or the number of its span, and no view"
+    )
     parser.add_argument("--tracer-option", choices=TRACER_OPTIONS, help="default: Default")
     parser.add_argument("--state", choices=STATES, default="All")
     parser.add_argument("--sorted-by", choices=SORT_KEYS, default="default")
@@ -111,8 +114,9 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _reported(options: argparse.Namespace) -> int:
+    from instrument.report.request_life import request_life
     from instrument.report.summary import summary, summary_document, views_for
-    from instrument.report.view import Options
+    from instrument.report.view import Options, document
 
     given = {
         "tracer_option": options.tracer_option,
@@ -128,12 +132,18 @@ def _reported(options: argparse.Namespace) -> int:
     views, asked = options.view or views_for(given), Options.of(given)
     documents = []
     for place, (header, facts, recording) in enumerate(_recordings(options)):
-        if options.json:
+        if options.request is not None:
+            life = request_life(recording, options.request, asked)
+            documents.append({**facts, "request": document(life)})
+            text = "\n".join(life.lines())
+        elif options.json:
             documents.append({**facts, **summary_document(views, recording, asked)})
         else:
+            text = summary(views, recording, asked)
+        if not options.json:
             if header:
                 sys.stdout.write("\n" * (place > 0) + f"{header}\n\n")
-            sys.stdout.write(summary(views, recording, asked))
+            sys.stdout.write(text)
     if options.json:
         json.dump({"processes": documents} if options.by else documents[0], sys.stdout, indent=2)
         sys.stdout.write("\n")

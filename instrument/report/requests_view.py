@@ -15,7 +15,7 @@ device are `copy in` and `copy out` and other copies `copy`, layers are `compute
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ from instrument.report.table import (
 )
 from instrument.report.utilisation import EndpointUse, requests_within, utilisation
 from instrument.report.view import UNITS, Options, Recording, SortKey
+from instrument.trace.blame import Blame, blame, typical_times
 from instrument.trace.columns import Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined, join
@@ -56,6 +57,12 @@ IN_ORDER = (
 """Phases as they mostly follow each other; others come after them, by their time."""
 
 COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
+
+ENOUGH = 3
+"""So many requests of an endpoint say what is typical of it."""
+
+NOTABLE = 20
+"""By a smaller part of its wall than the twentieth no request is called slow."""
 
 SLOWEST = 5
 """How many of the slowest requests are listed where `rows` does not say it."""
@@ -130,6 +137,8 @@ class SlowRequest:
 
     `span_id` is that of the Chrome trace. `trace_id` and `collector_span_id` are those of the collector, as it prints
     them, empty where they are not known: the collector has the request if the profile's `capture` kept it.
+    It is known to its processes by `keys`, and `blame` says what made it slower than its endpoint's requests mostly
+    are, where there are `ENOUGH` of them and it is more than a `NOTABLE` part of the wall.
     """
 
     name: str
@@ -143,6 +152,8 @@ class SlowRequest:
     phases: tuple[PhaseTime, ...]
     unknown_ns: int
     unknown_ratio: float | None
+    keys: tuple[str, ...] = ()
+    blame: Blame | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +246,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         wall_ns=wall_ns,
         endpoints=bounded(endpoints, options, lambda endpoint: endpoint.wall_ns, rest),
         devices=_devices(recording, options),
-        slowest=tuple(_slow(of_requests[place], recording, options) for place in longest),
+        slowest=_slowest([of_requests[place] for place in longest], of_requests, recording, options),
         blocked=blocked_loops(trace, options),
         _options=options,
     )
@@ -364,6 +375,30 @@ def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]
     )
 
 
+def _slowest(
+    slowest: Sequence[_Request], all_of_it: Sequence[_Request], recording: Recording, options: Options
+) -> tuple[SlowRequest, ...]:
+    """The slowest requests, each beside those of its endpoint."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    of_sites: dict[str, list[_Request]] = {}
+    for one in all_of_it:
+        of_sites.setdefault(trace.sites[trace.site[one.row]].name, []).append(one)
+    typical: dict[str, Mapping[str, int]] = {}
+    found = []
+    for one in slowest:
+        name, place = trace.sites[trace.site[one.row]].name, int(joined.of[one.row])
+        told = None
+        if len(of_sites[name]) >= ENOUGH:
+            if name not in typical:
+                typical[name] = typical_times([{**its.phases, UNKNOWN: its.unknown_ns} for its in of_sites[name]])
+            told = blame(trace, joined, recording.once(request_ledger), place, typical[name])
+            if told is not None and told.excess_ns * NOTABLE < int(trace.total_ns[one.row]):
+                told = None
+        slow = _slow(one, recording, options)
+        found.append(replace(slow, keys=joined.keys.get(place, ()), blame=told))
+    return tuple(found)
+
+
 def _slow(one: _Request, recording: Recording, options: Options) -> SlowRequest:
     trace, facts, row = recording.columns, recording.facts, one.row
     site, start_ns, error = trace.sites[trace.site[row]], int(trace.start_ns[row]), int(trace.error[row])
@@ -479,7 +514,8 @@ def _phase_lines(endpoints: Sequence[Endpoint], unit: str) -> list[str]:
 def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
     error = f", {safe(one.error)}" if one.error else ""
     name = shorten(safe(one.name) or "(no name)", LINE // 2)
-    lines = wrapped(f"{place}. {name}: {_time(one.wall_ns, unit)} {unit}{error}")
+    key = f", key {shorten(safe(one.keys[0]), LINE // 2)}" if one.keys else ""
+    lines = wrapped(f"{place}. {name}: {_time(one.wall_ns, unit)} {unit}{error}{key}")
     at = f"{number(one.begin_ns / 1e9)} s after the start of the trace, span {one.span_id}"
     lines += wrapped(f"   began {f'{one.began}, ' if one.began else ''}{at}")
     if one.trace_id:
@@ -487,4 +523,17 @@ def _slow_lines(place: int, one: SlowRequest, unit: str) -> list[str]:
         lines += wrapped(f"   in the collector, if it was kept: trace {one.trace_id}{own}")
     largest = sorted(one.phases, key=lambda phase: -phase.summed_ns)
     parts = [f"{shorten(_name(phase), LINE // 2)} {tenths(phase.ratio, 1)}" for phase in largest]
-    return [*lines, *wrapped("   " + ", ".join([*parts, f"unknown {tenths(one.unknown_ratio, 1)}"]))]
+    lines += wrapped("   " + ", ".join([*parts, f"unknown {tenths(one.unknown_ratio, 1)}"]))
+    return lines if one.blame is None else [*lines, *wrapped(f"   {blame_text(one.blame, unit)}")]
+
+
+def blame_text(told: Blame, unit: str) -> str:
+    """What made a request slow, in a line."""
+    cause = ""
+    if told.cause is not None:
+        whose = f" of {shorten(safe(told.cause.request), LINE // 3)}" if told.cause.request else ""
+        name = shorten(safe(told.cause.name), LINE // 3)
+        cause = f"; {_time(told.cause.ran_ns, unit)} {unit} of it were {name}{whose}"
+    part = shorten(safe(told.part), LINE // 3)
+    typical = f"{_time(told.part_ns, unit)} {unit}, typical {_time(told.typical_ns, unit)}"
+    return f"slower by {part}: {typical}{cause}"

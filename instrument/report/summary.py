@@ -17,7 +17,7 @@ from instrument.report.view import Options, Recording, View, document
 
 ON_COLUMNS = (
     "brief", "overview", "device", "requests", "operators", "kernels", "copies", "memory", "distribution", "user",
-    "cost", "startup",
+    "cost", "startup", "batches",
 )  # fmt: skip
 """Views that are made with numpy, which a service imports when it is to make one of them, and else not."""
 

@@ -1,0 +1,153 @@
+"""The `batches` view: how large batches were, how long they took, and what of them was waste.
+
+A batch is a span that says which requests it serves (`batch:` in a rule, or `scope(name, batch=...)`). Weights say how
+much each request takes of it, such as tokens: where they differ and all are padded to the heaviest, the rest is waste.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from instrument.recording.histogram import percentiles_of
+from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
+from instrument.report.coverage import Coverage, none_held
+from instrument.report.requests_view import joined_requests
+from instrument.report.table import MISSING, bounded, compact, named_table, section_title, share, tenths, title
+from instrument.report.view import UNITS, Options, Recording
+from instrument.trace.columns import Int64s, Trace
+from instrument.trace.groups import Groups
+from instrument.trace.joined import THOUSANDTHS, Served
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batches of one name. `items` are the requests in them, one for each batch that it was in.
+
+    `fill` is the mean size over the largest one seen. `per_item_ns` is the time of all batches by their items.
+    `weight` is the sum of the weights where they are told, and `padding` the share of the heaviest item's weight times
+    the size that no item had. `unbound` items have keys that no request is known by. One with `remaining` stands for so
+    many names that were left out.
+    """
+
+    name: str
+    batches: int
+    items: int
+    mean_size: float
+    p50_size: int
+    max_size: int
+    fill: float | None
+    summed_ns: int
+    p50_ns: int
+    p99_ns: int
+    per_item_ns: float | None
+    weight: float | None
+    padding: float | None
+    unbound: int
+    remaining: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """The view: all batches that are held, by name."""
+
+    coverage: Coverage
+    rows: tuple[Batches, ...]
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """A table of sizes and one of times."""
+        unit = self._options.unit
+        lines = [*title("Batches Report"), *self.coverage.lines(), f"Time unit: {unit}", ""]
+        if not self.rows:
+            otherwise = "No batch was recorded: a rule with `batch:` says which requests a call serves."
+            return [*lines, *none_held("batch", otherwise, complete=self.coverage.complete), ""]
+        lines += section_title("Sizes")
+        header = ["Batch", "Count", "Items", "Mean", "p50", "Max", "Fill", "Weight", "Padding", "Unbound"]
+        cells = [
+            [
+                _name(one),
+                str(one.batches),
+                str(one.items),
+                compact(one.mean_size),
+                str(one.p50_size),
+                str(one.max_size),
+                tenths(one.fill, 1),
+                MISSING if one.weight is None else compact(one.weight),
+                tenths(one.padding, 1),
+                str(one.unbound),
+            ]
+            for one in self.rows
+        ]
+        lines += named_table(header, cells, 0)
+        lines += [
+            "Fill: the mean size over the largest one. Padding: of the heaviest item's weight times the size,",
+            "what no item had. Unbound: items with keys that no request is known by.",
+            "",
+            *section_title("Times"),
+        ]
+        cells = []
+        for one in self.rows:
+            times = (one.summed_ns, one.p50_ns, one.p99_ns, one.per_item_ns)
+            shown = [MISSING if time_ns is None else compact(time_ns / UNITS[unit]) for time_ns in times]
+            rate = MISSING if not one.summed_ns else compact((one.weight or one.items) * 1e9 / one.summed_ns)
+            cells.append([_name(one), *shown, rate])
+        lines += named_table(["Batch", "Sum", "p50", "p99", "An item", "A second"], cells, 0)
+        return [*lines, "A second: items, or the weight of items where it is told, in a second of batches.", ""]
+
+
+def batches(recording: Recording, options: Options) -> BatchTimes:
+    """The view of the spans that are held. `rows` and `least_ns` bound the tables, whose order is by time."""
+    trace, served = recording.columns, recording.once(joined_requests).served
+    rows = trace.attributes.having(BATCH_KEYS)
+    has_weights = np.isin(rows, trace.attributes.having(BATCH_WEIGHTS))
+    names = [trace.sites[site].name for site in trace.site[rows].tolist()]
+    by_name: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        by_name.setdefault(name, []).append(place)
+    found = [
+        _batches(name, trace, served, rows[places], bool(has_weights[places].any())) for name, places in by_name.items()
+    ]
+    found.sort(key=lambda one: (-one.summed_ns, one.name))
+
+    def rest(others: Sequence[Batches]) -> Batches:
+        places = [place for one in others for place in by_name[one.name]]
+        return _batches("", trace, served, np.sort(rows[places]), all(has_weights[places]), remaining=len(others))
+
+    shown = bounded(found, options, lambda one: one.summed_ns, rest)
+    return BatchTimes(Coverage.of_recording(recording), shown, options)
+
+
+def _batches(name: str, trace: Trace, served: Served, rows: Int64s, has_weights: bool, remaining: int = 0) -> Batches:
+    places = np.searchsorted(rows, served.batch).clip(max=len(rows) - 1)
+    pairs = np.flatnonzero(rows[places] == served.batch)
+    groups, weights = Groups(places[pairs], len(rows)), served.weight[pairs]
+    sizes, sums, heaviest = groups.sizes(), groups.sums(weights), groups.most(weights, 0)
+    times = sorted(trace.total_ns[rows].tolist())
+    summed_ns, items = sum(times), len(pairs)
+    padded = int((heaviest * sizes).sum())
+    p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
+    largest = int(sizes.max())
+    return Batches(
+        name=name,
+        batches=len(rows),
+        items=items,
+        mean_size=items / len(rows),
+        p50_size=percentiles_of(sorted(sizes.tolist()), (0.5,))[0],
+        max_size=largest,
+        fill=share(items, largest * len(rows)),
+        summed_ns=summed_ns,
+        p50_ns=p50_ns,
+        p99_ns=p99_ns,
+        per_item_ns=summed_ns / items if items else None,
+        weight=int(sums.sum()) / THOUSANDTHS if has_weights else None,
+        padding=share(padded - int(sums.sum()), padded) if has_weights else None,
+        unbound=int((served.request[pairs] < 0).sum()),
+        remaining=remaining,
+    )
+
+
+def _name(one: Batches) -> str:
+    return f"(remaining {one.remaining})" if one.remaining else one.name

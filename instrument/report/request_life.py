@@ -1,0 +1,176 @@
+"""One request's life: its ledger, what made it slow, and turn by turn what went on, as text with a bar for each.
+
+Turns in batches one after another, and the stalls between them, are one line where there are many: a request of a
+thousand tokens is a thousand batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from instrument.errors import TraceError
+from instrument.profile.document import nearest
+from instrument.report.requests_view import ENOUGH, blame_text, joined_requests, request_ledger
+from instrument.report.table import LINE, compact, safe, section_title, share, shorten, tenths, title, wrapped
+from instrument.report.view import UNITS, Options, Recording
+from instrument.trace.blame import Blame, blame, typical_times
+from instrument.trace.columns import Trace
+from instrument.trace.forest import NONE
+from instrument.trace.joined import Joined
+from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
+
+FEW = 40
+"""Turns that have a line each."""
+
+BAR = 32
+"""Columns of a bar, which stand for the wall."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What went on from `begin_ns` after the request's begin: `times` turns, of them all if there are several.
+
+    `name` is the span's, empty between spans. `own_ns` is the request's share where it is in batches, which had up to
+    `size` requests.
+    """
+
+    part: str
+    name: str
+    begin_ns: int
+    length_ns: int
+    times: int
+    own_ns: int | None
+    size: int | None
+    thread_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLife:
+    """A request by its `keys` and endpoint: `parts`, which add up to the wall, what made it slow, and its turns."""
+
+    name: str
+    keys: tuple[str, ...]
+    span_id: int
+    begin_ns: int
+    wall_ns: int
+    error: str
+    parts: Mapping[str, int]
+    blame: Blame | None
+    turns: tuple[Turn, ...]
+    _options: Options
+
+    def lines(self) -> list[str]:
+        """The text."""
+        unit = self._options.unit
+        error = f", {safe(self.error)}" if self.error else ""
+        keys = f", key {' '.join(map(safe, self.keys))}" if self.keys else ""
+        name = shorten(safe(self.name) or "(no name)", LINE // 2)
+        at = f"{compact(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
+        lines = [*title("Request Report"), *wrapped(f"{name}: {_time(self.wall_ns, unit)} {unit}{error}{keys}")]
+        lines += [f"Began {at}", "", *section_title("Where the time went")]
+        width = max(map(len, self.parts), default=0) + 2
+        for part, time_ns in sorted(self.parts.items(), key=lambda item: (-item[1], item[0])):
+            ratio = share(time_ns, self.wall_ns)
+            lines.append(f"{safe(part):<{width}}{_time(time_ns, unit):>10} {unit}{tenths(ratio, 1):>8}")
+        if self.blame is not None:
+            lines += ["", *wrapped(blame_text(self.blame, unit).capitalize())]
+        lines += ["", *section_title("Turn by turn")]
+        for one in self.turns:
+            lines.append(self._bar(one, unit))
+        return [*lines, "", "Each instant is the turn of what began last; a bar is the turn's place in the wall.", ""]
+
+    def _bar(self, one: Turn, unit: str) -> str:
+        scale = BAR / max(self.wall_ns, 1)
+        first = min(int(one.begin_ns * scale), BAR - 1)
+        length = max(1, min(BAR - first, round(one.length_ns * scale)))
+        bar = (" " * first + "#" * length).ljust(BAR)
+        many = f" x {one.times}" if one.times > 1 else ""
+        said = one.part if not one.name or one.name == one.part else f"{one.part}: {one.name}"
+        if one.own_ns is not None:
+            said = f"{one.name}{many}, {tenths(share(one.own_ns, one.length_ns), 1)} its own of {one.size}"
+        room = LINE - BAR - 26
+        times = f"{_time(one.begin_ns, unit):>10}{_time(one.length_ns, unit):>11}"
+        return f"{times}  |{bar}| {shorten(safe(said), room)}".rstrip()
+
+
+def request_life(recording: Recording, asked: str, options: Options) -> RequestLife:
+    """The life of the request of a key, or of the span of that number; of several with one key, the longest.
+
+    Raises `TraceError` where there is none.
+    """
+    trace, joined, found = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
+    place = _place_of(trace, joined, asked)
+    row = int(joined.rows[place])
+    begin_ns = int(trace.start_ns[row])
+    site = trace.sites[trace.site[row]]
+    names = [trace.sites[number].name for number in trace.site[joined.rows].tolist()]
+    alike = [its for its, name in zip(found.times, names, strict=True) if name == site.name]
+    told = blame(trace, joined, found, place, typical_times(alike)) if len(alike) >= ENOUGH else None
+    moments = timeline(trace, joined, place)
+    error = int(trace.error[row])
+    return RequestLife(
+        name=site.name,
+        keys=joined.keys.get(place, ()),
+        span_id=int(trace.span_id[row]),
+        begin_ns=begin_ns - recording.facts.start_ns,
+        wall_ns=int(trace.total_ns[row]),
+        error="" if error == NONE else trace.errors[error],
+        parts=found.times[place],
+        blame=told,
+        turns=tuple(_turns(trace, joined, found, moments, begin_ns)),
+        _options=options,
+    )
+
+
+def _place_of(trace: Trace, joined: Joined, asked: str) -> int:
+    by_key = [place for place, keys in joined.keys.items() if asked in keys]
+    if not by_key and asked.isdecimal():
+        rows = np.flatnonzero(trace.span_id[joined.rows] == min(int(asked), 1 << 62))
+        by_key = rows.tolist()
+    if by_key:
+        return max(by_key, key=lambda place: int(trace.total_ns[joined.rows[place]]))
+    keys = [key for its in joined.keys.values() for key in its]
+    near = nearest(asked, keys)
+    hint = f"; nearest is {near!r}" if near else ""
+    raise TraceError(
+        f"asked for the request {asked!r:.80}, found {len(joined.rows)} requests, {len(keys)} keys, and none of them "
+        f"that{hint}; give a key, or the number of a request's span as the view requests has it"
+    )
+
+
+def _turns(trace: Trace, joined: Joined, found: Ledger, moments: Sequence[Moment], begin_ns: int) -> Iterator[Turn]:
+    served = joined.served
+
+    def name_of(one: Moment) -> str:
+        return "" if one.row == NONE else trace.sites[trace.site[one.row]].name
+
+    groups: list[list[Moment]] = []
+    for in_engine, run in groupby(moments, lambda one: one.part in (SHARE, STALL)):
+        its = list(run)
+        groups += [its] if in_engine and len(moments) > FEW else [[one] for one in its]
+    for its in groups:
+        in_batches = [one for one in its if one.pair != NONE]
+        first = in_batches[0] if in_batches else its[0]
+        own = size = None
+        if in_batches:
+            own = sum(min(one.end_ns - one.start_ns, int(found.given_ns[one.pair])) for one in in_batches)
+            batches = served.batch[[one.pair for one in in_batches]]
+            size = int((np.searchsorted(served.batch, batches + 1) - np.searchsorted(served.batch, batches)).max())
+        yield Turn(
+            part=first.part,
+            name=name_of(first),
+            begin_ns=its[0].start_ns - begin_ns,
+            length_ns=its[-1].end_ns - its[0].start_ns,
+            times=max(1, len(in_batches)),
+            own_ns=own,
+            size=size,
+            thread_id=None if first.row == NONE else int(trace.thread_id[first.row]),
+        )
+
+
+def _time(time_ns: int, unit: str) -> str:
+    return compact(time_ns / UNITS[unit])

@@ -1,0 +1,94 @@
+"""The view `batches`, and one request's life: what they say, and how they are laid out."""
+
+from __future__ import annotations
+
+import pytest
+from golden_views import is_golden, text_of
+from test_ledger import ENGINE, STEP, engine, made
+
+from instrument.errors import TraceError
+from instrument.recording.spans import Origin, Site, Span, Trace
+from instrument.report.batches_view import batches
+from instrument.report.request_life import RequestLife, request_life
+from instrument.report.requests_view import requests
+from instrument.report.view import Options, Recording
+
+US = Options(unit="us")
+PREFILL = Site("engine.prefill", "step")
+
+
+def recording_of(spans: list[Span]) -> Recording:
+    spans = sorted(spans, key=lambda span: span.start_ns)
+    return Recording.of_trace(Trace(Origin(1, "shop", 0, 1_700_000_000 * 10**9), 0, 2000, spans))
+
+
+def mixed() -> list[Span]:
+    """The engine's requests and steps, a prefill with weights that differ, and a batch without anyone."""
+    return [
+        *engine(),
+        made(20, PREFILL, 1000, 1400, thread=ENGINE, batch=["a", "b", "c"], weights=[100, 50, 10.5]),
+        made(21, STEP, 1400, 1500, thread=ENGINE, batch=[]),
+    ]
+
+
+def test_the_layout_of_batches() -> None:
+    assert is_golden("batches", text_of(batches(recording_of(mixed()), US)))
+
+
+def test_batches_have_their_sizes_and_what_of_them_was_padding() -> None:
+    step, prefill = batches(recording_of(mixed()), US).rows
+    assert (step.name, step.batches, step.items, step.max_size, step.unbound) == ("engine.step", 6, 8, 2, 1)
+    assert step.fill == 8 / 12
+    assert step.per_item_ns == step.summed_ns / 8
+    assert (prefill.weight, prefill.padding) == (160.5, pytest.approx(1 - 160.5 / 300))
+    (rest,) = batches(recording_of(mixed()), Options(least_ns=10**9)).rows
+    assert (rest.remaining, rest.batches, rest.items) == (2, 7, 11)
+
+
+def test_without_batches_it_says_how_to_get_some() -> None:
+    text = text_of(batches(recording_of([made(1, STEP, 0, 5)]), US))
+    assert "No batch was recorded: a rule with `batch:` says which requests a call serves." in text
+
+
+def life_of(asked: str, spans: list[Span] | None = None) -> RequestLife:
+    return request_life(recording_of(spans or engine()), asked, US)
+
+
+def test_the_layout_of_a_requests_life() -> None:
+    assert is_golden("request_life", text_of(life_of("a")))
+
+
+def test_a_request_is_found_by_its_key_or_the_number_of_its_span() -> None:
+    assert life_of("b").span_id == life_of("5").span_id == 5
+    assert life_of("b").parts == dict(life_of("5").parts)
+    with pytest.raises(TraceError, match=r"asked for the request 'bb', found 2 requests, 2 keys, .*; nearest is 'b'"):
+        life_of("bb")
+    with pytest.raises(TraceError, match="asked for the request '9"):
+        life_of("9" * 50)
+
+
+def test_a_thousand_batches_are_one_line() -> None:
+    spans = [made(1, Site("POST /chat", "request"), 0, 20_000, key="a")]
+    spans += [made(n + 2, STEP, 100 + 15 * n, 110 + 15 * n, thread=ENGINE, batch=["a", "z"]) for n in range(1000)]
+    life = life_of("a", spans)
+    assert [(one.part, one.times, one.own_ns, one.length_ns) for one in life.turns] == [
+        ("queue", 1, None, 100),
+        ("share of batches", 1000, 5000, 14_995),
+        ("unknown", 1, None, 4905),
+    ]
+    assert "engine.step x 1000, 33.3% its own of 2" in text_of(life)
+
+
+def test_slow_requests_say_what_made_them_slow() -> None:
+    chat, tokenise = Site("POST /chat", "request"), Site("tokenise", "phase")
+    spans = []
+    for number in range(5):
+        start, lasts = 300 * number, 200 if number == 3 else 20
+        spans.append(made(2 * number + 1, chat, start, start + lasts + 10, key=f"r{number}"))
+        spans.append(made(2 * number + 2, tokenise, start + 5, start + 5 + lasts, parent=2 * number + 1))
+    view = requests(recording_of(spans), US)
+    slow, *others = view.slowest
+    assert (slow.keys, slow.blame and slow.blame.part, [one.blame for one in others]) == (
+        ("r3",), "tokenise", [None] * 4,
+    )  # fmt: skip
+    assert "slower by tokenise: 0.2 us, typical 0.02" in text_of(view)
