@@ -202,6 +202,8 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
     ('{"flops": 1, "x": "flops", "flops": null}', {"x": "flops"}),
     ('{"flops": {"a": 1}, "x": 1, "flops": 5}', {"flops": 5, "x": 1}),
     ('{"x": [1], "flops": 7, "y": {"é": 2}}', {"flops": 7}),
+    ('{"a \\"flops" : 1, "x": "\\"flops\\": 5"}', {'a "flops': 1, "x": '"flops": 5'}),
+    ('{"x": "{", "flops" : 5}', {"x": "{", "flops": 5}),
 ]
 
 
