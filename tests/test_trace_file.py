@@ -22,8 +22,10 @@ from raw_spans import traces
 import instrument
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.recording.spans import Origin, Site, Span, Trace, by_start
+from instrument.recording.spans import HOST, Allocation, Kernel, Origin, Site, Span, Trace, by_start
 from instrument.recording.tally import Tally
+from instrument.report.summary import summary
+from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.of_spans import trace_of
 
@@ -73,6 +75,33 @@ def test_numpy_reads_it_without_us(tmp_path: Path) -> None:
         assert arrays["thread_ids"][arrays["thread"]].tolist() == [span.thread_id for span in spans]
         sites = json.loads(bytes(arrays["metadata"]))["trace"]["sites"]
         assert [sites[place]["name"] for place in arrays["site"]] == [span.site.name for span in spans]
+
+
+def test_what_torch_profiler_saw_stands_in_columns_and_once_stood_in_the_metadata(tmp_path: Path) -> None:
+    kernels = [
+        Kernel("gemm", "kernel", 0, 7, 2_000, 2_500, 4321, 1_900), Kernel("gemm", "kernel", 1, 7, 2_100, 2_100),
+        Kernel("", "copy", 0, 9, 2_100, 2_900, 4322, 1_000), Kernel("fill\x00", "fill", 0, 9, 2_900, 2_901),
+    ]  # fmt: skip
+    allocations = [
+        Allocation(HOST, 1_990, 4321, 64, 1 << 45, 64, 128), Allocation(0, 2_050, 4322, -512, 5, -448),
+    ]  # fmt: skip
+    facts = {"kernels": kernels, "allocations": allocations, "watched": (1_000, 3_000)}
+    trace = Trace(Origin(1, "shop", 0, 0), 500, 3_500, [], **facts)
+    path = file.dump(tmp_path / "recording.npz", trace)
+    with np.load(path) as arrays:
+        found = {name: arrays[name] for name in arrays.files}
+    start_ns = 500 + np.cumsum(found["kernel_start_ns_steps"], dtype=np.int64)
+    assert start_ns.tolist() == [kernel.start_ns for kernel in kernels]
+    assert found["allocation_size_bytes"].tolist() == [64, -512]
+    again = file.load(path).facts
+    assert (list(again.kernels), list(again.allocations)) == (kernels, allocations)
+    known = json.loads(bytes(found["metadata"]))
+    document = json.loads(chrome.dump(tmp_path / "trace.json", trace).read_text())["instrument"]
+    known["layout"], known["trace"] = 1, document
+    found["metadata"] = np.frombuffer(json.dumps(known).encode(), dtype=np.uint8)
+    np.savez(path, **{name: its for name, its in found.items() if not name.startswith(("kernel_", "allocation_"))})
+    again = file.load(path).facts
+    assert (list(again.kernels), list(again.allocations)) == (kernels, allocations)
 
 
 def test_it_is_for_its_owner_only_and_zipfile_finds_no_fault_in_it(tmp_path: Path) -> None:
@@ -141,7 +170,10 @@ def test_arrays_that_say_anything_are_a_sound_trace_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("saved")
-    path = file.dump(folder / "recording.npz", program(4, 30))
+    trace = program(4, 30)
+    trace.watched, trace.allocations = (trace.start_ns, trace.end_ns), [Allocation(0, trace.start_ns, 1, 5, 6, 7)]
+    trace.kernels = [Kernel("gemm", "kernel", 0, 7, trace.start_ns, trace.end_ns, 1, trace.start_ns)]
+    path = file.dump(folder / "recording.npz", trace)
     with np.load(path) as arrays:
         found = {name: arrays[name].copy() for name in arrays.files}
     name = data.draw(st.sampled_from(sorted(set(found) - {"metadata"})))
@@ -153,9 +185,11 @@ def test_arrays_that_say_anything_are_a_sound_trace_or_refused(
         found[name] = data.draw(st.sampled_from([found[name][:-1], np.zeros(3), found[name].reshape(1, -1)]))
     np.savez(path, **found)
     try:
-        file.load(path).trace()
+        saved = file.load(path)
     except TraceError:
         return
+    assert len(saved.trace().spans) == len(saved.columns)
+    summary(["kernels", "memory"], Recording.of_saved(saved), Options())
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"\x93NUMPY"])

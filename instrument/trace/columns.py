@@ -191,11 +191,11 @@ def _refuse_unsound(trace: Trace) -> None:
     if any(len(one) != count for one in columns) or any(len(one) != len(its) for one in of_device):
         raise ValueError("its columns are of different lengths; it is damaged")
     for starts, ends in ((trace.start_ns, trace.end_ns), (its.start_ns, its.end_ns)):
-        if not _lie_within(starts, -FARTHEST_NS, FARTHEST_NS) or not _lie_within(ends, -FARTHEST_NS, FARTHEST_NS):
+        if not lie_within(starts, -FARTHEST_NS, FARTHEST_NS) or not lie_within(ends, -FARTHEST_NS, FARTHEST_NS):
             raise ValueError("it has a time that no clock reads; it is damaged")
         if (ends < starts).any():
             raise ValueError("something in it ends before it starts; it is damaged")
-    if not _lie_within(trace.active_ns, -FARTHEST_NS, FARTHEST_NS) or not _lie_within(
+    if not lie_within(trace.active_ns, -FARTHEST_NS, FARTHEST_NS) or not lie_within(
         trace.self_ns, -FARTHEST_NS, FARTHEST_NS
     ):
         raise ValueError("it has a length of time that no clock reads; it is damaged")
@@ -203,12 +203,13 @@ def _refuse_unsound(trace: Trace) -> None:
         (trace.site, 0, len(trace.sites)), (trace.error, NONE, len(trace.errors)), (its.label, 0, len(its.labels)),
         (its.row, 0, count),
     )  # fmt: skip
-    if not all(_lie_within(*each) for each in tables) or (its.row[1:] < its.row[:-1]).any():
+    if not all(lie_within(*each) for each in tables) or (its.row[1:] < its.row[:-1]).any():
         raise ValueError("it names what is in none of its tables; it is damaged")
     # Of an id that is there twice one of the rows is found for both; `np.unique` takes thirty times as long.
     if (rows_of(trace.span_id, trace.span_id) != np.arange(count)).any():
         raise ValueError("two spans in it have one id; it is damaged")
 
 
-def _lie_within(column: NDArray[Any], first: int, end: int) -> bool:
+def lie_within(column: NDArray[Any], first: int, end: int) -> bool:
+    """Whether all numbers are from the first to before the end."""
     return not len(column) or bool(first <= column.min() and column.max() < end)

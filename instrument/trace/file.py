@@ -31,9 +31,13 @@ from instrument.trace.layout import Column, packed, unpacked
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, metadata
 from instrument.trace.of_spans import spans_of, trace_of
 from instrument.trace.text import LIMIT_SPANS, checked, encode, safe
+from instrument.trace.watched import packed_allocations, packed_kernels, unpacked_allocations, unpacked_kernels
 
-LAYOUT = 1
-"""Version of what the arrays are."""
+LAYOUT = 2
+"""Version of what the arrays are. In 1, kernels and allocations stood in the metadata."""
+
+READ = (1, 2)
+"""The versions that are read."""
 
 LIMIT_BYTES = 2 << 30
 """Most bytes that `load` unpacks."""
@@ -117,7 +121,10 @@ def _write(file: Any, columns: Trace, facts: spans.Trace, tally: Tally | None) -
     more["samples"] = [
         [one.name, one.device, one.at_ns - base_ns, one.value] for one in facts.samples if one.value is not None
     ]
-    pieces = metadata(facts, base_ns, sites, tally, 0)
+    kernels, names = packed_kernels(facts.kernels, base_ns)
+    arrays |= kernels | packed_allocations(facts.allocations, base_ns)
+    more["kernel_names"] = names
+    pieces = metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0)
     known = "".join(piece if isinstance(piece, str) else piece.decode() for piece in pieces)
     text = f'{{"layout":{LAYOUT},"spans":{encode(safe(more))},"trace":{known}}}'
     arrays["metadata"] = np.frombuffer(text.encode(), dtype=np.uint8)
@@ -151,12 +158,16 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
     with _refusals(path):
         arrays = _arrays(Path(path), limit_bytes)
         known = json.loads(arrays.pop("metadata").tobytes())
-        if known["layout"] != LAYOUT:
+        if known["layout"] not in READ:
             raise ValueError(f"its layout is {known['layout']!r:.20}; read it with the version that wrote it")
         about = Metadata(checked(known["trace"], dict))
         more = checked(known["spans"], dict)
         columns = unpacked(arrays, more, about.sites)
         facts = about.trace([], [_sample(about.base_ns, *each) for each in more["samples"]])
+        if known["layout"] == LAYOUT:
+            names = [checked(name, str) for name in more["kernel_names"]]
+            facts.kernels = unpacked_kernels(arrays, names, about.base_ns)
+            facts.allocations = unpacked_allocations(arrays, about.base_ns)
         saved = Saved(columns, facts, about.tally())
         if saved.tally is None and int(columns.level.sum(dtype=np.int64)) > LIMIT_LINKS:
             saved = replace(saved, tally=saved.counted())
