@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import instrument
 from instrument import Profiler, chrome, loader, profiled, scope
 from instrument.recording.spans import Origin, Site, Span, Trace, length, union
-from instrument.report.benchmark_view import Loops, benchmark, counted, line_of
+from instrument.report.benchmark_view import benchmark
+from instrument.report.loops import Loops, counted, line_of
 from instrument.report.step_counts import Benchmark, Loop, Spread
 from instrument.report.summary import summary_document
 from instrument.report.view import Options, Recording

@@ -19,7 +19,7 @@ from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace, union
 from instrument.report.phases_view import OTHERS, PhaseRow, Phases, phases
 from instrument.report.table import columns
-from instrument.report.units import phase_of, steps_of
+from instrument.report.units import phase_of
 from instrument.report.view import Options, Recording, document
 
 MS = 1_000_000
@@ -259,6 +259,8 @@ def test_phases_on_other_threads_are_named_and_not_counted() -> None:
     use = view(trace)
     assert (use.beside, use.beside_ns) == (1, 20 * MS)
     assert "Not counted: 1 call of phases in no step, 20 ms" in text_of(use)
+    trace.spans[2].parent_id = 1
+    assert totals(trace) == {"step": (1, 30.0), "forward": (2, 20.0), "others": (None, 10.0)}, "where a step began it"
 
 
 def test_of_phases_that_begin_and_end_at_once_the_one_around_is_under_way() -> None:
@@ -270,17 +272,6 @@ def test_of_phases_that_begin_and_end_at_once_the_one_around_is_under_way() -> N
     assert [(row.name, row.host.total_ns // MS) for row in view(trace).rows] == [
         ("step", 100), ("outer", 40), ("others", 60),
     ]  # fmt: skip
-
-
-def test_parents_that_run_in_a_circle_are_in_no_step() -> None:
-    """Of a task without steps, beside tasks that have some: it is asked which step it was begun in."""
-    trace = made((STEP, 0, 50), (STEP, 10, 60), (site("forward"), 5, 20), (site("forward"), 5, 30))
-    for span, (thread_id, task_id, parent_id) in zip(
-        trace.spans, [(1, 1, 0), (1, 2, 0), (9, 3, 4), (9, 3, 3)], strict=True
-    ):
-        span.thread_id, span.task_id, span.parent_id = thread_id, task_id, parent_id
-    found = view(trace)
-    assert (found.beside, found.beside_ns) == (2, 40 * MS)
 
 
 def test_rows_and_least_leave_the_largest_in_their_order_and_sum_the_rest() -> None:
@@ -330,7 +321,14 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
     def reaches(span: Span) -> bool:
         return span.start_ns < last and span.end_ns > first
 
-    steps = steps_of(span for span in trace.spans if span.site.kind == "step" and reaches(span))
+    def key_of(span: Span) -> tuple[int, int]:
+        return span.thread_id, span.task_id
+
+    steps = dict[tuple[int, int], list[Span]]()
+    for span in sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns)):
+        own = steps.setdefault(key_of(span), []) if span.site.kind == "step" and reaches(span) else None
+        if own is not None and (not own or span.start_ns >= own[-1].end_ns):
+            own.append(span)
     by_id = {span.span_id: span for span in trace.spans}
     has_tasks = len({thread for thread, _ in steps}) < len(steps)
     key_of_step = {step.span_id: key for key, own in steps.items() for step in own}
@@ -339,7 +337,7 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
         up = by_id.get(span.parent_id)
         while up is not None and up.span_id not in key_of_step:
             up = by_id.get(up.parent_id)
-        return up.span_id if up is not None and has_tasks else 0
+        return up.span_id if up is not None else 0
 
     def stood_still(span: Span) -> bool:
         return bool(phase_of(span.site)) and span.active_ns < span.total_ns
@@ -354,17 +352,15 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
         around = steps.get((step.thread_id, 0), []) if step.task_id else []
         return any(one.start_ns <= step.start_ns < one.end_ns for one in around)
 
-    steps = {key: [step for step in own if not above(step) and not lies_in(step)] for key, own in steps.items()}
-    steps = {key: own for key, own in steps.items() if own}
+    if has_tasks:
+        steps = {key: [step for step in own if not above(step) and not lies_in(step)] for key, own in steps.items()}
+        steps = {key: own for key, own in steps.items() if own}
     key_of_step = {step.span_id: key for key, own in steps.items() for step in own}
 
     def begin(step: Span, key: tuple[int, int]) -> int:
         own = union((s.start_ns, s.end_ns) for s in trace.spans if s.site.kind == "loader" and key_of(s) == key)
         since = max((one.end_ns for one in steps[key] if one.end_ns <= step.start_ns and one is not step), default=0)
         return max((a for a, b in own if since <= a and b <= step.start_ns), default=step.start_ns)
-
-    def key_of(span: Span) -> tuple[int, int]:
-        return span.thread_id, span.task_id
 
     requests = [s for s in trace.spans if s.site.kind == "request" and s.root_id == s.span_id and reaches(s)]
     units: dict[tuple[int, int], list[tuple[int, int]]]
@@ -381,10 +377,6 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
         found = [key for key in (key_of(span), (span.thread_id, 0)) if key in units]
         found += [key_of_step[above(span)]] if above(span) else []
         return [*found, (-1, -1)][0]
-
-    of_phases = [span for span in trace.spans if phase_of(span.site)]
-    has_tasks |= any(map(stood_still, of_phases))
-    has_tasks |= any(span.task_id and key_of(span) not in steps for span in of_phases)
 
     def end_of(span: Span) -> int:
         """Where what is known of it ends: of a generator that stood still, in the step in which it began."""

@@ -86,6 +86,60 @@ def test_unions_of_groups_keep_these_apart(parts: list[tuple[int, int, int]], is
     assert intervals.lengths_by_group(groups, starts, ends, 5).tolist() == lengths
 
 
+OF_GROUPS = st.lists(st.tuples(st.integers(0, 4), st.integers(-20, 60), st.integers(0, 15)), max_size=20)
+
+
+def far_apart(parts: list[tuple[int, int, int]], is_far: bool) -> tuple[Any, Any, Any]:
+    """The columns of parts; far ones are so many hours from those of other groups that 64 bits do not hold them."""
+    starts, ends = columns_of([(start, length) for _, start, length in parts])
+    groups = np.array([group for group, *_ in parts], dtype=np.int64)
+    shift = groups * (1 << 59) * is_far
+    return groups, starts + shift, ends + shift
+
+
+@given(OF_GROUPS, OF_GROUPS, st.booleans())
+def test_what_lies_in_a_union_is_asked_of_its_group_alone(
+    parts: list[tuple[int, int, int]], asked: list[tuple[int, int, int]], is_far: bool
+) -> None:
+    its = intervals.union_by_group(*far_apart(parts, is_far))
+    groups, starts, ends = far_apart(asked, is_far)
+    known = list(zip(*(one.tolist() for one in its), strict=True))
+    queries = list(zip(groups.tolist(), starts.tolist(), ends.tolist(), strict=True))
+    begun = [[n for n, (one, start, _) in enumerate(known) if one == group and start <= at] for group, at, _ in queries]
+    assert its.begun(groups, starts).tolist() == [max(places, default=NONE) for places in begun]
+    lies = [[n for n, (one, start, end) in enumerate(known) if one == group and start <= at < end]
+            for group, at, _ in queries]  # fmt: skip
+    assert its.at(groups, starts).tolist() == [max(places, default=NONE) for places in lies]
+    shared = [
+        [max(min(end, until) - max(start, since), 0) for one, start, end in known if one == group]
+        for group, since, until in queries
+    ]
+    assert its.within(groups, starts, ends).tolist() == list(map(sum, shared))
+    expected = [
+        (which, place)
+        for which, (group, since, until) in enumerate(queries)
+        for place, (one, start, end) in enumerate(known)
+        if one == group and ((start < until and since < end) or start <= since == until < end)
+    ]
+    found = its.overlapping(groups, starts, ends)
+    assert list(zip(*(one.tolist() for one in found), strict=True)) == expected
+
+
+@given(OF_GROUPS, st.booleans())
+def test_intervals_that_follow_one_another_are_those_taken_one_by_one(
+    parts: list[tuple[int, int, int]], is_far: bool
+) -> None:
+    groups, starts, ends = far_apart(parts, is_far)
+    expected = []
+    for group in range(5):
+        until = None
+        for place in sorted(np.flatnonzero(groups == group).tolist(), key=lambda n: (starts[n], -ends[n])):
+            if until is None or starts[place] >= until:
+                expected.append(place)
+                until = ends[place]
+    assert intervals.successive(groups, starts, ends).tolist() == expected
+
+
 # Groups and forests
 
 
@@ -191,8 +245,8 @@ def test_each_instant_is_the_turn_of_the_highest_that_goes_on(parts: list[tuple[
         those = [n for n, (one, start, length) in enumerate(parts) if one == group and start <= at < start + length]
         expected.update([max(those, key=ranks.__getitem__)] if those else [])
     found: Counter[int] = Counter()
-    for place, _, length in zip(*turns(groups, starts, ends, np.array(ranks, dtype=np.int64)), strict=True):
-        found[int(place)] += int(length)
+    for place, start, end in zip(*turns(groups, starts, ends, np.array(ranks, dtype=np.int64)), strict=True):
+        found[int(place)] += int(end - start)
     assert found == expected
 
 

@@ -30,7 +30,7 @@ from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recorder.scopes import OFF
 from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
-from instrument.report.benchmark_view import counted
+from instrument.report.loops import counted
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger

@@ -11,46 +11,19 @@ from the index `skip` on, counted from 0. A rate is over the time on the clock: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from instrument.recording.spans import Interval, Span, Trace, length, union
-from instrument.report.coverage import Coverage, none_held
-from instrument.report.step_counts import SECOND_NS, Benchmark, Loop, Spread
-from instrument.report.stretches import Timeline
-from instrument.report.table import MISSING, WHOLE_DIGITS, compact, safe, section_title, shorten, table, tenths, title
-from instrument.report.units import starts_of
-from instrument.report.view import UNITS, Options, Recording
+import numpy as np
 
-NO_STEP = (
-    "No step was recorded. A step is what lies between two calls of `Profiler.step()`, or a span of kind `step`: "
-    'with scope("train", kind="step").'
-)
-NAME_WIDTH = 25
-
-
-@dataclass(frozen=True, slots=True)
-class Loops:
-    """The loops by the name of their steps. `coverage` is None where the steps were counted as they went by."""
-
-    coverage: Coverage | None
-    loops: tuple[Loop, ...]
-    _options: Options
-
-    def lines(self) -> list[str]:
-        """A table for each loop."""
-        unit = self._options.unit
-        lines = [*title("Benchmark Report"), *(self.coverage.lines() if self.coverage is not None else [])]
-        lines += [f"Time unit: {unit}; ips: in a second", ""]
-        if not self.loops:
-            return [
-                *lines,
-                *none_held("step", NO_STEP, complete=self.coverage is None or self.coverage.complete),
-                "",
-            ]
-        for loop in self.loops:
-            lines += [*section_title(shorten(safe(loop.name) or "(no name)", NAME_WIDTH)), *_loop_lines(loop, unit), ""]
-        return [*lines, "p50, p99: within 0.8 %. Averages are over the steps that were timed.", ""]
+from instrument.recording.spans import Interval
+from instrument.report.coverage import Coverage
+from instrument.report.loops import Loops, counted
+from instrument.report.step_counts import Benchmark, Loop
+from instrument.report.units import LOADER, PROFILERS, begins_of, number_told, waits_of
+from instrument.report.view import Options, Recording
+from instrument.trace.columns import Bools, Int64s, Trace
+from instrument.trace.groups import numbered, ranked
+from instrument.trace.intervals import Unions, union
 
 
 def benchmark(recording: Recording, options: Options) -> Loops:
@@ -61,96 +34,73 @@ def benchmark(recording: Recording, options: Options) -> Loops:
     """
     if recording.benchmark is not None:
         return counted(recording.benchmark, options)
-    trace = recording.trace
-    return Loops(Coverage.of(trace), _loops(trace, options.skip_first), options)
+    loops = _loops(recording.columns, recording.facts.held, options.skip_first)
+    return Loops(Coverage.of_recording(recording), loops, options)
 
 
-def counted(steps: Benchmark, options: Options) -> Loops:
-    """The view of steps that were counted as they went by."""
-    loop = steps.loop()
-    return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
+class _Steps(NamedTuple):
+    """Steps by their rows: when each begins and ends, how long it waited for loaders, and whether it is cut."""
+
+    row: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+    reader_ns: Int64s
+    is_cut: Bools
+
+    def at(self, places: Int64s) -> _Steps:
+        """Those at some places."""
+        return _Steps(
+            self.row[places], self.start_ns[places], self.end_ns[places], self.reader_ns[places], self.is_cut[places]
+        )
 
 
-def line_of(steps: Benchmark, unit: str | None = None) -> str:
-    """Averages as one line, in seconds; `unit` names the samples."""
-    loop = steps.loop()
-    of = "steps" if loop.samples is None else unit or "samples"
-    reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
-    batch = MISSING if loop.batch is None else f"{loop.batch.mean / SECOND_NS:.5f}"
-    rate = MISSING if loop.rate is None else f"{loop.rate.mean:.3f}"
-    return f"{reader}batch_cost: {batch} s ips: {rate} {of}/s"
+def _loops(trace: Trace, held: Interval, skip: int) -> tuple[Loop, ...]:
+    """The loops by the name of their steps, in the order in which these are first seen."""
+    rows = np.flatnonzero(trace.of_kind("step"))
+    if not len(rows):
+        return ()
+    steps = _steps(trace, rows, held)
+    numbers: dict[str, int] = {}
+    number_of = np.array([numbers.setdefault(site.name, len(numbers)) for site in trace.sites])
+    number = number_of[trace.site[steps.row]]
+    order = np.lexsort((trace.span_id[steps.row], trace.start_ns[steps.row], number))
+    of_names = np.split(order, np.flatnonzero(np.diff(number[order])) + 1)
+    its = {int(number[places[0]]): steps.at(places) for places in of_names}
+    names, seen = list(numbers), dict.fromkeys(number_of[trace.site[rows]].tolist())
+    return tuple(_loop(names[key], trace, its[key], skip) for key in seen)
 
 
-# From spans.
+def _steps(trace: Trace, rows: Int64s, held: Interval) -> _Steps:
+    """These steps. One of a task waits for loaders of that task, another one for those of its thread."""
+    thread = ranked(trace.thread_id)[1]
+    line, some = numbered(thread, trace.task_id)
+    line = np.where(trace.task_id == 0, len(some) + thread, line)
+    loaders = np.flatnonzero(trace.of_kind(LOADER))
+    of_tasks = loaders[trace.task_id[loaders] != 0]
+    of_waits = np.concatenate([loaders, of_tasks])
+    lines = np.concatenate([len(some) + thread[loaders], line[of_tasks]])
+    waits = waits_of(lines, trace.start_ns[of_waits], trace.end_ns[of_waits])
+    rows = rows[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], line[rows]))]
+    steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
+    is_profilers = trace.of_sites([site.function == PROFILERS for site in trace.sites])
+    begins = begins_of(steps, is_profilers[rows], waits)
+    is_cut = trace.clipped[rows] | (begins < held[0]) | (steps.ends > held[1])
+    return _Steps(rows, begins, steps.ends, waits.within(steps.groups, begins, steps.ends), is_cut)
 
 
-def _loops(trace: Trace, skip: int) -> tuple[Loop, ...]:
-    steps: dict[tuple[int, int], list[Span]] = {}
-    loads: dict[tuple[int, int | None], list[Interval]] = {}
-    names: dict[str, list[tuple[Span, int, Sequence[Interval]]]] = {}
-    for span in trace.spans:
-        kind = span.site.kind
-        if kind == "step":
-            names.setdefault(span.site.name, [])
-            steps.setdefault((span.thread_id, span.task_id), []).append(span)
-        elif kind == "loader":
-            part = span.start_ns, span.end_ns
-            loads.setdefault((span.thread_id, None), []).append(part)
-            loads.setdefault((span.thread_id, span.task_id), []).append(part)
-    waits = {key: union(parts) for key, parts in loads.items()}
-    for (thread_id, task_id), own in steps.items():
-        own.sort(key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
-        its = waits.get((thread_id, task_id or None), [])
-        for span, start_ns in zip(own, starts_of(own, its), strict=True):
-            names[span.site.name].append((span, start_ns, its))
-    for timed in names.values():
-        timed.sort(key=lambda one: (one[0].start_ns, one[0].span_id))
-    return tuple(_loop(name, timed, trace.held, skip) for name, timed in names.items())
-
-
-def _loop(name: str, steps: list[tuple[Span, int, Sequence[Interval]]], held: Interval, skip: int) -> Loop:
-    """The loop of steps, each with when it begins and the waits for loaders that it may have had."""
-    found = Benchmark(skip=0)
-    timelines: dict[int, Timeline] = {}
-    took: list[Interval] = []
-    for index, (span, start_ns, waits) in enumerate(steps):
-        number = span.attributes.get("step")
-        if (number if isinstance(number, int) and not isinstance(number, bool) else index) < skip:
+def _loop(name: str, trace: Trace, steps: _Steps, skip: int) -> Loop:
+    """The loop of steps in their order."""
+    found, timed = Benchmark(skip=0), list[int]()
+    told = (trace.attributes.values(key, steps.row) for key in ("step", "samples"))
+    columns = (one.tolist() for one in (steps.end_ns - steps.start_ns, steps.reader_ns, steps.is_cut))
+    for place, (number, samples, batch_ns, reader_ns, is_cut) in enumerate(zip(*told, *columns, strict=True)):
+        known = number_told(number)
+        if (place if known is None else known) < skip:
             found.skipped += 1
-            continue
-        if span.clipped or start_ns < held[0] or span.end_ns > held[1]:
+        elif is_cut:
             found.cut += 1
-            continue
-        if id(waits) not in timelines:
-            timelines[id(waits)] = Timeline(waits)
-        samples = span.attributes.get("samples")
-        is_count = isinstance(samples, (int, float)) and not isinstance(samples, bool) and samples >= 0
-        reader_ns = timelines[id(waits)].within(start_ns, span.end_ns)
-        found.add(span.end_ns - start_ns, reader_ns, samples if is_count else None)  # type: ignore[arg-type]
-        took.append((start_ns, span.end_ns))
-    return found.loop(name, length(union(took)))
-
-
-# The text.
-
-
-def _loop_lines(loop: Loop, unit: str) -> list[str]:
-    cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
-    lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
-    if loop.samples is not None:
-        lines.append(f"Samples: {compact(loop.samples, 15)}")
-    if loop.reader_ratio is not None:
-        lines.append(f"Reader: {tenths(loop.reader_ratio, 1)} of batch_cost")
-    rows = [("batch_cost", loop.batch, UNITS[unit]), (f"ips ({loop.rate_of})", loop.rate, 1)]
-    if loop.reader is not None:
-        rows.insert(0, ("reader_cost", loop.reader, UNITS[unit]))
-    room = WHOLE_DIGITS if unit == "ns" else 7
-    cells = [[name, *_cells(spread, scale, room)] for name, spread, scale in rows]
-    return [*lines, "", *table(["", "Ave.", "p50", "p99", "Min.", "Max."], cells, [16, *[10] * 5])]
-
-
-def _cells(spread: Spread | None, scale: int, room: int) -> Iterable[str]:
-    values: Sequence[float | None] = [None] * 5
-    if spread is not None:
-        values = [spread.mean, spread.p50, spread.p99, spread.least, spread.most]
-    return [MISSING if value is None else compact(value / scale, room) for value in values]
+        else:
+            is_count = isinstance(samples, (int, float)) and not isinstance(samples, bool) and samples >= 0
+            found.add(batch_ns, reader_ns, samples if is_count else None)
+            timed.append(place)
+    return found.loop(name, union(steps.start_ns[timed], steps.end_ns[timed]).length_ns())

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from instrument.recording.spans import NO_DEVICE_TIME, Cost
-from instrument.report.benchmark_view import Loops, benchmark
+from instrument.report.benchmark_view import benchmark
 from instrument.report.device_view import Device, device
+from instrument.report.loops import Loops
 from instrument.report.phases_view import Phases, phases
 from instrument.report.requests_view import Endpoint, PhaseTime, RequestTimes, requests
 from instrument.report.self_times_view import FunctionTimes, ops, path_text

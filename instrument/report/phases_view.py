@@ -19,15 +19,14 @@ each. `others` is what lies on a stream and in no stretch of a phase.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from instrument.recording.spans import PHASES, Span
+from instrument.recording.spans import PHASES
 from instrument.report.coverage import Coverage, none_held
-from instrument.report.stretches import placed, summed
+from instrument.report.phase_calls import Streams, calls_of, streams_of
 from instrument.report.table import MISSING, in_unit, named_table, number, section_title, share, tenths, title
-from instrument.report.units import LOADER, OPTIMIZER, UnitLine, Units
+from instrument.report.units import LOADER, OPTIMIZER, units_of
 from instrument.report.view import Options, Recording
 
 ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
@@ -173,150 +172,62 @@ def phases(recording: Recording, options: Options) -> Phases:
     `rows` and `least_ns` leave the phases with most time; the order is that of a step. `skip_first` leaves out the
     first steps of each thread, by the number that a step bears or else by their begin. n log n for n phases.
     """
-    trace = recording.trace
-    found = Units(trace, options.skip_first)
-    shares = _Shares(found)
-    told = Coverage.of(trace)
-    units = [unit for line in found.lines for unit in line.units]
-    is_counted = found.of != "window"
-    timed, cut = shares.whole * is_counted, (len(units) - shares.whole) * is_counted
-    if not units or (not shares.own_ns and not found.beside):
-        return Phases(told, found.of, timed, found.skipped, 0, cut, (), {}, 0, 0, options)
-    streams = _Streams(trace.spans, found, shares)
-    lengths = [end - start for start, end, _ in units]
-    base_ns = sum(lengths)
-    rest_ns = base_ns - sum(sum(own) for own in shares.own_ns.values())
+    trace, facts = recording.columns, recording.facts
+    units = units_of(trace, facts.held, options.skip_first)
+    calls = calls_of(trace, units, facts.held)
+    told = Coverage.of_recording(recording)
+    lengths_ns = (units.its.ends - units.its.starts).tolist()
+    whole, count, is_counted = int(units.is_whole.sum()), len(lengths_ns), units.of != "window"
+    timed, cut = whole * is_counted, (count - whole) * is_counted
+    own_ns = calls.by_phase()
+    if not count or (not own_ns and not calls.beside_ns):
+        return Phases(told, units.of, timed, units.skipped, 0, cut, (), {}, 0, 0, options)
+    streams = streams_of(trace, units, calls)
+    base_ns = sum(lengths_ns)
+    rest_ns = base_ns - sum(map(sum, own_ns.values()))
     rows = [
-        PhaseRow(name, len(own), _times(own, sum(own), base_ns), streams.of_phase(name))
-        for name, own in sorted(shares.own_ns.items(), key=lambda item: _place(item[0]))
+        PhaseRow(name, len(own), _times(own, sum(own), base_ns), _of_phase(streams, name, len(own)))
+        for name, own in sorted(own_ns.items(), key=lambda item: _place(item[0]))
     ]
-    unit_row = PhaseRow(found.of, len(units), _times(lengths, base_ns, base_ns), streams.of_units(len(units)))
-    others = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), streams.of_others())
-    before, is_short = found.before, trace.held[0] > trace.start_ns
+    on_devices = _on_devices(streams, streams.units, count, streams.base_ns)
+    unit_row = PhaseRow(units.of, count, _times(lengths_ns, base_ns, base_ns), on_devices)
+    rest = _rest(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
+    others = PhaseRow(OTHERS, None, _rest(rest_ns, base_ns), rest)
+    before, is_short = units.before, facts.held[0] > facts.start_ns
+    whole_ns = sum((units.its.ends - units.its.starts)[units.is_whole].tolist())
     return Phases(
         coverage=told,
-        of=found.of,
+        of=units.of,
         timed=timed,
-        skipped=found.skipped if is_short else max(before, found.skipped),
-        overwritten=max(before - found.skipped, 0) if is_short else 0,
+        skipped=units.skipped if is_short else max(before, units.skipped),
+        overwritten=max(before - units.skipped, 0) if is_short else 0,
         cut=cut,
         rows=(unit_row, *_shown(rows, options, base_ns, streams.base_ns), others),
-        mean_ns=shares.means() if is_counted else {},
-        beside=len(found.beside),
-        beside_ns=sum(found.beside),
+        mean_ns=_means(calls.whole_ns, whole, whole_ns) if is_counted else {},
+        beside=len(calls.beside_ns),
+        beside_ns=sum(calls.beside_ns),
         _options=options,
     )
 
 
-class _Shares:
-    """How long each call of a phase was the one under way within a unit.
-
-    `own_ns` are these times by phase, `phase_of_call` the numbers of phases by that of the call.
-    """
-
-    def __init__(self, found: Units) -> None:
-        self.own_ns: dict[str, list[int]] = {}
-        self.phase_of_call: list[int] = []
-        self.whole = 0
-        self._whole_ns = 0
-        self._timed: dict[str, int] = {}
-        names = found.names
-        optimizer = names.index(OPTIMIZER) if OPTIMIZER in names else None
-        for line in found.lines:
-            for start, end, is_whole in line.units:
-                self.whole += is_whole
-                self._whole_ns += (end - start) * is_whole
-            if not line.calls:
-                continue
-            first = len(self.phase_of_call)
-            own: dict[int, int] = {}
-            self._cut(line, line.turns(optimizer), own, first, names)
-            self.phase_of_call.extend(phase for *_, phase in line.calls)
-            for place, own_ns in own.items():
-                self.own_ns.setdefault(names[line.calls[place][-1]], []).append(own_ns)
-
-    def _cut(
-        self,
-        line: UnitLine,
-        turns: Iterable[tuple[int, int, int]],
-        own: dict[int, int],
-        first: int,
-        names: Sequence[str],
-    ) -> None:
-        """The parts of the turns that lie in units."""
-        units, pieces, timed = line.units, line.pieces, self._timed
-        index = 0
-        for start, end, place in turns:
-            while index < len(units) and units[index][1] <= start:
-                index += 1
-            at = index
-            while at < len(units) and (units[at][0] < end or units[at][0] == start):
-                since, until, is_whole = units[at]
-                piece_start, piece_end = max(start, since), min(end, until)
-                own[place] = own.get(place, 0) + piece_end - piece_start
-                pieces.append((piece_start, piece_end, first + place))
-                if is_whole:
-                    name = names[line.calls[place][-1]]
-                    timed[name] = timed.get(name, 0) + piece_end - piece_start
-                if until >= end:
-                    break
-                at += 1
-
-    def means(self) -> dict[str, float]:
-        """The mean time of each phase in a whole unit, and of the others."""
-        if not self.whole:
-            return {}
-        rest_ns = self._whole_ns - sum(self._timed.values())
-        means = {phase: self._timed[phase] / self.whole for phase in sorted(self._timed, key=_place)}
-        return {**means, OTHERS: rest_ns / self.whole}
+def _means(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, float]:
+    """The mean time of each phase in a whole unit, and of the others."""
+    if not whole:
+        return {}
+    means = {phase: times_ns[phase] / whole for phase in sorted(times_ns, key=_place)}
+    return {**means, OTHERS: (whole_ns - sum(times_ns.values())) / whole}
 
 
-class _Streams:
-    """The device time of units and phases: sums over streams of what was put there, and of each stream the union."""
+def _of_phase(streams: Streams, name: str, count: int) -> PhaseTimes | None:
+    """The device time of the calls of a phase, and of each."""
+    return _on_devices(streams, streams.calls.get(name, ()), count, streams.phases.get(name, 0))
 
-    def __init__(self, spans: Sequence[Span], found: Units, shares: _Shares) -> None:
-        spans, units, calls = placed(
-            spans, {key: line.number for key, line in found.by_key.items()}, found.of == "request", found.number_of,
-            [line.packed() for line in found.lines],
-        )  # fmt: skip
-        unit_count, call_count = sum(len(line.units) for line in found.lines), len(shares.phase_of_call)
-        one, numbers = array("q", bytes(8)), array("q", range(max(unit_count, call_count)))
-        each_unit, all_units, each_call, all_calls, of_phases = summed(
-            spans,
-            [
-                (units, numbers[:unit_count]),
-                (units, one * unit_count),
-                (calls, numbers[:call_count]),
-                (calls, one * call_count),
-                (calls, array("q", shares.phase_of_call)),
-            ],
-        )
-        self._units = [device_ns for device_ns in each_unit if device_ns is not None]
-        self.base_ns, self._covered_ns = (sum(its or 0 for its in every) for every in (all_units, all_calls))
-        self._calls: dict[str, list[int]] = {}
-        for phase, device_ns in zip(shares.phase_of_call, each_call, strict=True):
-            if device_ns is not None:
-                self._calls.setdefault(found.names[phase], []).append(device_ns)
-        self._phases = {name: device_ns or 0 for name, device_ns in zip(found.names, of_phases, strict=False)}
-        self._counts = {name: len(own) for name, own in shares.own_ns.items()}
 
-    def of_units(self, count: int) -> PhaseTimes | None:
-        """Of all units, and of each."""
-        return self._of(self._units, count, self.base_ns)
-
-    def of_phase(self, name: str) -> PhaseTimes | None:
-        """Of the calls of one phase, and of each."""
-        return self._of(self._calls.get(name, []), self._counts[name], self._phases.get(name, 0))
-
-    def of_others(self) -> PhaseTimes | None:
-        """What is of no phase."""
-        return _rest(self.base_ns - self._covered_ns, self.base_ns) if self._units else None
-
-    def _of(self, each: list[int], count: int, total_ns: int) -> PhaseTimes | None:
-        """Of so many calls, of which those of `each` put something on a stream."""
-        if not self._units:
-            return None
-        return _times(each if len(each) == count else [*each, 0], total_ns, self.base_ns, count)
+def _on_devices(streams: Streams, each: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
+    """Of so many units or calls, of which those of `each` put something on a stream."""
+    if not streams.units:
+        return None
+    return _times(each if len(each) == count else [*each, 0], total_ns, streams.base_ns, count)
 
 
 def _times(each: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from instrument.recording.histogram import bucket
 from instrument.recording.spans import FIRSTS, PREPARING, FirstCall, ImportTime, Site, Startup
 from instrument.recording.tally import Row, Totals
@@ -37,7 +35,7 @@ from instrument.report.table import (
 )
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Trace
-from instrument.trace.forest import NONE, nearest
+from instrument.trace.forest import NONE, nearest_above
 
 IMPORTS = "Imports, outside of spans"
 WORDS = {"load": "Loading", "compile": "Compiling"}
@@ -388,7 +386,7 @@ def _held_after(trace: Trace, request_ns: int) -> dict[str, int]:
     around = trace.of_sites(
         [site.kind == "request" or bool(phase) for site, phase in zip(trace.sites, phases, strict=True)]
     )
-    is_within = np.append(nearest(trace.parent, around) != NONE, np.False_)[trace.parent]
+    is_within = nearest_above(trace.parent, around) != NONE
     late = (trace.start_ns >= request_ns) & ~trace.clipped & ~is_within
     return {
         WORDS[name]: sum(trace.total_ns[late & trace.of_sites([phase == name for phase in phases])].tolist())

@@ -1,6 +1,6 @@
 """The steps of a loop, counted as they go by in constant memory: what they cost, and how long they waited for input.
 
-`report.benchmark` prints what was counted, and counts the steps of a saved trace in the same way.
+`report.loops` prints what was counted, and `report.benchmark_view` counts the steps of a saved trace in the same way.
 """
 
 from __future__ import annotations

@@ -8,16 +8,14 @@ from typing import Any
 
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
-from instrument.report.benchmark_view import benchmark
 from instrument.report.events_view import events
 from instrument.report.instrumentation import instrumentation
-from instrument.report.phases_view import phases
 from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.view import Options, Recording, View, document
 
 ON_COLUMNS = (
     "brief", "overview", "device", "requests", "operators", "kernels", "copies", "memory", "distribution", "user",
-    "cost", "startup", "batches",
+    "cost", "startup", "batches", "benchmark", "phases",
 )  # fmt: skip
 """Views that are made with numpy, which a service imports when it is to make one of them, and else not."""
 
@@ -31,8 +29,8 @@ def _made_on_columns(name: str) -> Callable[[Recording, Options], View]:
 
 
 _MADE: Mapping[str, Callable[[Recording, Options], View]] = {
-    "benchmark": benchmark, "classes": classes, "events": events,
-    "instances": instances, "ops": ops, "phases": phases, **{name: _made_on_columns(name) for name in ON_COLUMNS},
+    "classes": classes, "events": events, "instances": instances, "ops": ops,
+    **{name: _made_on_columns(name) for name in ON_COLUMNS},
 }  # fmt: skip
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _MADE[name] for name in VIEWS}

@@ -28,7 +28,7 @@ from instrument.instrumentors.loaders import Waiting, listen, loader
 from instrument.profile.model import STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.recorder.scopes import OFF
 from instrument.recording.spans import HOST, Sample
-from instrument.report.benchmark_view import counted, line_of
+from instrument.report.loops import counted, line_of
 from instrument.report.step_counts import Benchmark, Loop
 from instrument.report.summary import summary
 from instrument.report.view import Options

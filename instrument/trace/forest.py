@@ -78,6 +78,11 @@ def nearest(above: NDArray[np.int32], wanted: NDArray[np.bool_]) -> NDArray[np.i
     return found
 
 
+def nearest_above(parents: NDArray[np.int32], wanted: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """The nearest wanted row above each, -1 where there is none."""
+    return np.append(nearest(parents, wanted), np.int32(NONE))[parents]
+
+
 def by_level(level: NDArray[np.int32]) -> list[NDArray[np.int64]]:
     """The rows of each level, topmost first, each level's in their order."""
     order = stable_order(level, int(level.max(initial=0)) + 1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct
 
 Int64s = NDArray[np.int64]
@@ -55,38 +56,107 @@ def union(starts: NDArray[Any], ends: NDArray[Any]) -> Union:
     return Union(starts, ends)
 
 
-def union_by_group(
-    groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
-) -> tuple[Int64s, Int64s, Int64s]:  # fmt: skip
-    """The union of the intervals of each group: the groups in order, and the begins and ends of their unions."""
+class Unions(NamedTuple):
+    """Where something was by group: the groups one after another, what is of each sorted and disjoint.
+
+    Of `union_by_group` none is empty or touches another of its group.
+    """
+
+    groups: Int64s
+    starts: Int64s
+    ends: Int64s
+
+    def begun(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
+        """The place of the last of each of some groups that has begun at a time, `NONE` where none has."""
+        starts, asked = _on_one_axis((self.groups, self.starts), (groups, times))
+        places = np.searchsorted(starts, asked, side="right") - 1
+        places[np.append(self.groups, NONE)[places] != groups] = NONE
+        return np.asarray(places)
+
+    def at(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
+        """The place of the one of each of some groups in which a time lies, `NONE` where it lies in none."""
+        places = self.begun(groups, times)
+        return np.where(times < np.append(self.ends, -FARTHEST)[places], places, NONE)
+
+    def within(self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
+        """How much of a group lies in each of some intervals."""
+        return self._until(groups, ends) - self._until(groups, starts)
+
+    def _until(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
+        """How much lies before each of some times of a group, and in the groups before it."""
+        before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
+        starts, asked = _on_one_axis((self.groups, self.starts), (groups, times))
+        index = np.searchsorted(starts, asked, side="right")
+        is_own = np.concatenate([[NONE], self.groups])[index] == groups
+        last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
+        return np.asarray(before[index] - is_own * np.maximum(last_ends - times, 0))
+
+    def overlapping(
+        self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
+    ) -> tuple[Int64s, Int64s]:  # fmt: skip
+        """Which of some intervals have something in common with which places of their group, in their order.
+
+        One without length has it with that in which it lies.
+        """
+        own_starts, own_ends, starts, ends = _on_one_axis(
+            (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
+        )
+        firsts = np.searchsorted(own_ends, starts, side="right")
+        stops = np.searchsorted(own_starts, np.where(starts < ends, ends, ends + 1))
+        counts = np.maximum(stops - firsts, 0)
+        which = np.repeat(np.arange(len(groups)), counts)
+        return which, np.arange(len(which)) + (firsts - np.cumsum(counts) + counts)[which]
+
+
+def union_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Unions:
+    """The union of the intervals of each group."""
     filled = starts < ends
     if not filled.all():
         groups, starts, ends = groups[filled], starts[filled], ends[filled]
     groups, starts, ends = (np.asarray(one, dtype=np.int64) for one in (groups, starts, ends))
     if not len(starts):
-        return groups, starts, ends
-    shifted_starts, shifted_ends = _apart(groups, starts, ends)
+        return Unions(groups, starts, ends)
+    shifted_starts, shifted_ends = _on_one_axis((groups, starts), (groups, ends))
     order = np.argsort(shifted_starts, kind="stable")
     shifted_starts, reached = shifted_starts[order], np.maximum.accumulate(shifted_ends[order])
     firsts = np.flatnonzero(np.concatenate([[True], shifted_starts[1:] > reached[:-1]]))
     groups, starts = groups[order][firsts], starts[order][firsts]
-    return groups, starts, np.maximum.reduceat(ends[order], firsts)
+    return Unions(groups, starts, np.maximum.reduceat(ends[order], firsts))
 
 
-def _apart(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
-    """Begins and ends, moved so that groups follow one another, none touching the next.
+def _on_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
+    """Times of groups, moved so that groups follow one another, none touching the next.
 
     A million groups times hours would not fit into 64 bits: there times are taken by their rank.
     """
-    least, most, count = int(starts.min()), int(ends.max()), int(groups.max()) + 1
-    width = most - least + 2
-    if int(groups.min()) < 0 or count * width >= FARTHEST:
-        _, groups = np.unique(groups, return_inverse=True)
-        times = distinct(np.concatenate([starts, ends]))
-        starts, ends = np.searchsorted(times, starts), np.searchsorted(times, ends)
-        least, width = 0, len(times) + 1
-    shift = groups * width - least
-    return np.asarray(starts + shift), np.asarray(ends + shift)
+    groups, times = ([np.asarray(one, dtype=np.int64) for one in its] for its in zip(*columns, strict=True))
+    filled = [one for one in times if len(one)]
+    least, most = min((int(one.min()) for one in filled), default=0), max((int(one.max()) for one in filled), default=0)
+    count, width = max((int(one.max()) for one in groups if len(one)), default=0) + 1, most - least + 2
+    if min((int(one.min()) for one in groups if len(one)), default=0) < 0 or count * width >= FARTHEST:
+        known, ranks = distinct(np.concatenate(groups)), distinct(np.concatenate(times))
+        groups = [np.searchsorted(known, one) for one in groups]
+        times = [np.searchsorted(ranks, one) for one in times]
+        least, width = 0, len(ranks) + 1
+    return [its * width - least + one for its, one in zip(groups, times, strict=True)]
+
+
+def successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
+    """The places of those of each group that begin in none before it of these, by group and begin.
+
+    Of several that begin at once it is the longest.
+    """
+    order = np.lexsort((-ends, starts, groups))
+    starts, ends = _on_one_axis((groups[order], starts[order]), (groups[order], ends[order]))
+    count = len(order)
+    # Of each the first that begins when it is over: the way from the first of all leads through those of all groups.
+    after = np.append(np.maximum(np.searchsorted(starts, ends), np.arange(1, count + 1)), count)
+    taken = np.zeros(count + 1, dtype=np.bool_)
+    taken[0] = True
+    while after[0] < count:
+        taken[after[np.flatnonzero(taken)]] = True
+        after = after[after]
+    return np.asarray(order[np.flatnonzero(taken[:count])])
 
 
 def lengths_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any], count: int) -> Int64s:

@@ -121,9 +121,9 @@ def turns_of(trace: Trace, joined: Joined) -> Turns:
     order = np.lexsort((np.arange(len(starts)), by_id, is_span, -finishes, begins))
     ranks = np.empty(len(starts), dtype=np.int64)
     ranks[order] = np.arange(len(order))
-    taken, begun, lengths = turns(request, starts, ends, ranks)
+    taken, begun, ended = turns(request, starts, ends, ranks)
     row = np.concatenate([none, spans])[taken]
-    return Turns(tuple(names), request[taken], part[taken], row, pair[taken], begun, lengths)
+    return Turns(tuple(names), request[taken], part[taken], row, pair[taken], begun, ended - begun)
 
 
 def ledger(trace: Trace, joined: Joined) -> Ledger:

@@ -10,9 +10,7 @@ from instrument.trace.forest import NONE
 
 
 def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """The turns that intervals have within their group: of each the interval's place, its begin and its length.
-
-    They come group by group in the order of time.
+    """The turns that intervals have within their group, by group and time: the interval's place, begin and end of each.
 
     An instant belongs to the interval of the highest rank, of which there are no two alike, among those of the group
     that go on then. Takes n log n however many are open at once.
@@ -32,7 +30,7 @@ def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[
     taken = np.flatnonzero(ranked != NONE)  # nothing goes on from a group's last edge to the next group's first
     with_rank = np.empty(int(ranks.max()) + 1, dtype=np.int64)
     with_rank[ranks[filled]] = filled
-    return with_rank[ranked[taken]], edges[taken], edges[taken + 1] - edges[taken]
+    return with_rank[ranked[taken]], edges[taken], edges[taken + 1]
 
 
 def highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
