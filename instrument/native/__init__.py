@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-PARTS = ("_recorder", "_spans", "_lines", "_slices", "_stretches")
+PARTS = ("_recorder", "_spans", "_lines", "_slices")
 """The native modules of the package."""
 
 

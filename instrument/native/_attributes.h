@@ -224,37 +224,4 @@ share_attributes(heap_t *kept, PyObject *spans, Py_ssize_t first)
     return text == NULL ? -1 : 0;
 }
 
-/* Whether a span has an attribute, which is looked for in the text without reading it. -1 with an error. */
-static inline int
-has_attribute(Span *span, PyObject *name)
-{
-    if (span->attributes == NULL)
-        return 0;
-    if (!is_unread(span)) {
-        PyObject *attributes = Py_NewRef(span->attributes);
-        int has = PyDict_CheckExact(attributes) ? PyDict_Contains(attributes, name)
-                                                : PySequence_Contains(attributes, name);
-        Py_DECREF(attributes);
-        return has;
-    }
-    Py_ssize_t size;
-    const char *wanted = PyUnicode_AsUTF8AndSize(name, &size);
-    if (wanted == NULL)
-        return -1;
-    cursor_t in = unread_text(span);
-    part_t key;
-    int has = 0;
-    if (!take(&in, '{'))
-        return 0;
-    do {
-        blanks(&in);
-        if (!plain_string(&in, &key.text, &key.length) || !take(&in, ':'))
-            break;
-        blanks(&in);
-        if (key.length == (size_t)size && memcmp(key.text, wanted, key.length) == 0) /* the last of a name counts */
-            has = is_scalar(&in);
-    } while (skip_value(&in, 1) && take(&in, ','));
-    return has;
-}
-
 #endif

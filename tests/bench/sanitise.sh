@@ -50,8 +50,7 @@ LD_PRELOAD=$preload "$python" -c 'from instrument import native; assert not nati
 tests=(tests/test_recorder.py tests/test_recorder_faults.py tests/test_programs.py tests/test_parentage.py
     tests/test_functions.py tests/test_capture.py
     tests/test_spans.py tests/test_tally.py tests/test_lines.py tests/test_chrome.py tests/test_chrome_allocations.py
-    tests/test_chrome_foreign.py tests/test_report_stretches.py tests/test_report_phases.py
-    tests/test_report_calls.py)
+    tests/test_chrome_foreign.py tests/test_report_phases.py)
 only=(--deselect "tests/test_functions.py::test_off_by_environment_returns_the_very_function_and_records_nothing"
     -k "not pure and not greenlet and not bomb and not never_in_memory")
 # That test's process has no environment, and with that no sanitiser. Greenlets copy whole stacks, which AddressSanitizer
