@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from instrument.recording.spans import Trace
 from instrument.report.table import number, wrapped
 from instrument.report.view import Recording
 
@@ -25,15 +24,8 @@ class Coverage:
     until_ns: int
 
     @classmethod
-    def of(cls, trace: Trace) -> Coverage:
-        """That of all spans of a trace."""
-        first, last = trace.held
-        complete = first == trace.start_ns
-        return cls(len(trace.spans), complete, first - trace.start_ns, last - trace.start_ns)
-
-    @classmethod
     def of_recording(cls, recording: Recording) -> Coverage:
-        """The same, without a look at each span."""
+        """That of the spans that are held."""
         facts = recording.facts
         first, last = facts.held
         return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
