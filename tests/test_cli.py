@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,7 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
             with process.session()._lock.held():
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.1)
-            time.sleep(30)
+            time.sleep(600)
         if "reading" in sys.argv:
             verdicts = process.session().selection.verdicts
 
@@ -181,15 +180,13 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
 
             process.session().selection.verdicts = interrupted
             process.session().summary()
-            time.sleep(30)
+            time.sleep(600)
         chrome.dump = slow
         """,
     )
     for arguments in ([], ["locked"], ["reading"]):
-        started = time.monotonic()
         done = run("run", "--profile", "profile.yaml", "--", "main.py", *arguments)
         assert (done.returncode, "Summary of " in done.stderr) == (-signal.SIGTERM, True), done.stderr
-        assert time.monotonic() - started < 8
     assert len(traces()) == 3
 
 
