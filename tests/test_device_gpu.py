@@ -644,11 +644,11 @@ def test_memory_of_a_device_is_the_scopes_of_the_thread_that_took_it(real: Any, 
     def elsewhere() -> None:
         with instrument.scope("elsewhere"):
             opened.set()
-            taken.wait(30)
+            taken.wait(60)
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    opened.wait(30)
+    opened.wait(60)
     with torch.profiler.profile(profile_memory=True) as watching, instrument.scope("decode"):
         time.sleep(0.01)
         block = torch.empty(96 << 20, dtype=torch.uint8, device="cuda")

@@ -180,7 +180,7 @@ if {cuda}:
     for _ in range(3):
         with instrument.scope("forward", device=True):
             torch.work(1000)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not session._timing.is_settled(time.monotonic_ns()):
         assert time.monotonic() < end
     print(sum(row.totals.device_ns > 0 for row in session.tally().rows()), type(session._timing.timer.driver).__name__)

@@ -259,7 +259,7 @@ def torch(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def settled(running: Session) -> Any:
     timing = running._timing
     assert timing is not None
-    end, now_ns = time.monotonic() + 10, time.monotonic_ns()
+    end, now_ns = time.monotonic() + 60, time.monotonic_ns()
     while not timing.is_settled(now_ns):
         assert time.monotonic() < end, "the resolver does not come to an end"
         time.sleep(0.001)

@@ -256,7 +256,7 @@ def test_slow_handlers_run_beside_the_loop_in_the_order_of_the_windows() -> None
     go, seen = threading.Event(), []
 
     def slow(window: Window) -> None:
-        assert go.wait(20)
+        assert go.wait(60)
         seen.append((window.index, len(window.trace.spans), threading.current_thread().name))
 
     with Profiler(schedule=schedule(record=1), on_trace_ready=InBackground(slow)) as profiler:
@@ -288,7 +288,7 @@ def test_windows_that_come_faster_than_they_are_written_are_given_up_oldest_firs
     assert session is not None
 
     def slow(window: Window) -> None:
-        assert go.wait(20)
+        assert go.wait(60)
         seen.append(window.index)
 
     with Profiler(schedule=schedule(record=1), on_trace_ready=InBackground(slow)) as profiler:
@@ -309,7 +309,7 @@ def test_large_windows_that_wait_are_bounded_by_their_spans(monkeypatch: pytest.
     go, seen = threading.Event(), []
 
     def slow(window: Window) -> None:
-        assert go.wait(20)
+        assert go.wait(60)
         seen.append((window.index, len(window.trace.spans)))
 
     with Profiler(schedule=lambda step: "RECORD_AND_RETURN", on_trace_ready=InBackground(slow)) as profiler:
@@ -333,19 +333,19 @@ def test_stop_waits_only_so_long_and_says_what_was_given_up(
 
     def stuck(window: Window) -> None:
         begun.set()
-        go.wait(20)
+        go.wait(60)
         seen.append(window.index)
 
     with Profiler(schedule=schedule(record=1), on_trace_ready=InBackground(stuck)) as profiler:
         steps(profiler, 3)
-        assert begun.wait(20)
+        assert begun.wait(60)
         thread = profiler._backlog._thread
         assert thread is not None
     assert profiler.failures == 2
     assert "a handler of a Profiler still runs after" in caplog.text
     assert "window 1, steps 1 to 1 was given up: ExportError: they were not written within 0.01 s" in caplog.text
     go.set()
-    thread.join(20)
+    thread.join(60)
     assert (seen, thread.is_alive()) == ([0], False)
 
 
@@ -393,7 +393,7 @@ def test_a_fork_while_windows_are_written_leaves_the_child_without_them() -> Non
     go, seen = threading.Event(), []
 
     def slow(window: Window) -> None:
-        assert go.wait(20)
+        assert go.wait(60)
         seen.append(window.index)
 
     with Profiler(schedule=schedule(record=1), on_trace_ready=InBackground(slow)) as profiler:

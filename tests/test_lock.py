@@ -33,11 +33,11 @@ def test_a_signal_to_a_thread_that_does_not_hold_it_is_not_put_off() -> None:
     def hold() -> None:
         with lock.held():
             busy.set()
-            done.wait(20)
+            done.wait(60)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    assert busy.wait(20)
+    assert busy.wait(60)
     assert not lock.postpone(signal.SIGUSR1)
     with lock.held(0.01) as held:
         assert not held

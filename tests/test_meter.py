@@ -149,7 +149,7 @@ def test_a_real_receiver_holds_what_was_served(protocol: str) -> None:
         app = Served()
         app.ask("/items/200", 20)
         app.ask("/items/500", 5)
-        instrument.flush(10)
+        instrument.flush(60)
         instrument.stop()
         requests: dict[Any, int] = {}
         for point in found.points():
@@ -247,7 +247,7 @@ def test_requests_that_are_open_are_told_as_such() -> None:
         app._app = asgi.App(wait, Exchanges(RequestsRule()))
         thread = threading.Thread(target=app.ask, args=("/",))
         thread.start()
-        assert is_inside.wait(30)
+        assert is_inside.wait(60)
         instrument.flush()
         (active,) = newest(server.metrics, ACTIVE).values()
         assert (told(active.attributes), active.as_int) == ({"http.request.method": "GET", "url.scheme": "http"}, 1)
@@ -456,7 +456,7 @@ def test_calls_of_functions_beyond_the_limit_are_one_series_together(
         for _ in range(2):
             for number in range(12):
                 getattr(many, f"f{number}")()
-            instrument.flush(10)
+            instrument.flush(60)
         instrument.stop()
         found = newest(server.metrics, CALLS)
         assert sum(point.count for point in found.values()) == 24
@@ -470,7 +470,7 @@ def test_calls_count_on_after_reloads_that_take_a_rule_away_and_bring_it_back(re
         for count, rules in ((10, "limits: {spans_per_request: 50}\n"), (0, RULES), (7, RULES)):
             for _ in range(count):
                 globals()["work"]()
-            assert instrument.flush(10) is not None
+            assert instrument.flush(60) is not None
             session.reload(profile(url(server), rules))
         instrument.stop()
         (point,) = newest(server.metrics, CALLS).values()
@@ -553,7 +553,7 @@ def test_exemplars_point_to_the_requests_that_are_kept_and_to_no_other(protocol:
         app = Served()
         app.ask("/items/200", 20)
         app.ask("/items/500", 5)
-        instrument.flush(10)
+        instrument.flush(60)
         instrument.stop()
         kept = {(span.trace_id, span.span_id): span for span in found.spans()}
         assert len(kept) == 5
@@ -657,7 +657,7 @@ def test_what_waits_for_a_thread_of_an_executor_is_told_by_pool() -> None:
 
             def work() -> None:
                 started.release()
-                gate.wait(30)
+                gate.wait(60)
 
             try:
                 before = queued_tasks().get("ThreadPoolExecutor", 0)
@@ -672,6 +672,6 @@ def test_what_waits_for_a_thread_of_an_executor_is_told_by_pool() -> None:
             finally:
                 gate.set()
             for pool in pools:
-                pool.submit(int).result(30)
+                pool.submit(int).result(60)
             assert told_lengths(server)["test_meter_pool"] == 0
         instrument.stop()

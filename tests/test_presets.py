@@ -196,7 +196,7 @@ for path in ("/", "/", "/health"):
     assert open_(f"http://127.0.0.1:{listener.getsockname()[1]}{path}").read() == b"fine"
 server.close()
 server.task_dispatcher.shutdown()
-thread.join(30)
+thread.join(60)
 """
 
 

@@ -158,11 +158,11 @@ def test_a_module_whose_import_a_reload_meets_half_way_is_attached_when_it_has_e
     going, go_on = threading.Event(), threading.Event()
     sys.modules["reload_gate"] = gate = type(sys)("reload_gate")
     vars(gate).update(going=going, go_on=go_on)
-    write("half.py", "import reload_gate\nreload_gate.going.set()\nreload_gate.go_on.wait(20)\ndef late(): return 1\n")
+    write("half.py", "import reload_gate\nreload_gate.going.set()\nreload_gate.go_on.wait(60)\ndef late(): return 1\n")
     importing = threading.Thread(target=importlib.import_module, args=("half",))
     importing.start()
     try:
-        assert going.wait(20)
+        assert going.wait(60)
         session.reload(loads('functions: [{match: "half:late"}]', environ={}))
         go_on.set()
         importing.join()
@@ -705,7 +705,7 @@ def test_stop_waits_for_the_reload_that_a_caller_has_begun() -> None:
     served.start()
     with connected(own_socket()) as caller:
         caller.sendall(b'{"reload": null}\n')
-        assert begun.wait(20)
+        assert begun.wait(60)
         served.stop(20)
     assert done.is_set()
     assert not own_socket().exists()
@@ -737,7 +737,7 @@ def test_what_is_taken_on_of_a_profile_is_all_but_what_needs_a_start(name: str) 
 
 def exit_code(child: int) -> int:
     """How a child ended. One that hangs is killed, and fails the test."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > end:
             os.kill(child, signal.SIGKILL)

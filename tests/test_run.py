@@ -126,7 +126,7 @@ def test_a_forked_child_begins_its_threads_at_its_own_first_span() -> None:
             os._exit(0)
         if child():
             engine.step(1)
-            until = time.monotonic() + 30
+            until = time.monotonic() + 60
             while "instrument-otlp" not in {THREADS} and time.monotonic() < until:
                 time.sleep(0.01)
             told("busy", *sorted({THREADS}))
