@@ -172,9 +172,8 @@ def test_an_asynchronous_one_is_its_call_and_its_wait_with_the_time_in_flight(to
     (start_ns, end_ns), (wait_ns, waited_ns), _ = first["times"]
     assert call == {"bytes": 4096}
     assert list(wait) == ["in_flight_ns"]
-    assert wait["in_flight_ns"] > 20_000_000 > end_ns - start_ns
-    assert 0 <= start_ns + wait["in_flight_ns"] - waited_ns + 1_000_000 <= 2_000_000
-    assert wait_ns >= end_ns
+    assert wait["in_flight_ns"] > 20_000_000
+    assert start_ns < end_ns <= wait_ns <= start_ns + wait["in_flight_ns"] <= waited_ns
 
 
 def test_sends_and_receives_say_with_whom_and_batches_of_them_are_seen(told: Told) -> None:
