@@ -6,7 +6,6 @@ import gc
 import inspect
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,7 +286,9 @@ def test_a_profile_ends_by_itself_after_so_many_runs(
     ready = session()
     for _ in range(5):
         ready.run(None, {"x": X})
-        time.sleep(0.05)
+        for thread in threading.enumerate():
+            if thread.name == "instrument-onnxruntime":
+                thread.join()
     selection.undo()
     spans = recorder.spans()
     parents = {node.parent_id for node in selection.nodes_within(spans)}
