@@ -452,7 +452,10 @@ def test_a_file_that_is_replaced_or_written_in_place_is_followed() -> None:
     assert module.second is original
 
 
-def test_a_file_that_is_found_half_written_is_no_error_for_good(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_is_found_half_written_is_no_error_for_good(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "GRACE_S", 60)  # who writes may have to wait for a processor
     session = begin(WATCHED)
     whole = WATCHED + 'functions: [{match: "reloaded:first"}, {match: "reloaded:second"}]'
     with Path("profile.yaml").open("w") as file:
