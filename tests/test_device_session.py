@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import importlib.util
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -100,7 +99,7 @@ def test_functions_scopes_tasks_and_generators_have_device_time(torch: Any, sess
         await asyncio.sleep(0)
 
     torch.cuda.init()
-    torch.work(400 * MS)  # the rest queues behind it: how late the host asks for a piece cannot lengthen any interval
+    torch.work(1000 * MS)  # the rest queues behind it: how late the host asks for a piece cannot lengthen any interval
     with instrument.scope("request", kind="request"):
         layer(30)
         with instrument.scope("decode", device=True):
@@ -154,7 +153,7 @@ def test_a_replayed_graph_is_one_span_and_its_capture_is_undisturbed(torch: Any,
             torch.work(5 * MS)
         time.sleep(0.05)  # the resolver looks meanwhile
         graph.capture_end()
-        torch.work(200 * MS)  # the replays queue behind it, however late the host asks for them
+        torch.work(1000 * MS)  # the replays queue behind it, however late the host asks for them
         for _ in range(2):
             graph.replay()
     assert shown(settled(running)) == outline(
@@ -211,7 +210,7 @@ def test_a_window_of_a_loop_says_which_device_times_had_not_come(torch: Any, ses
 
     with instrument.Profiler(schedule=instrument.schedule(record=1), on_trace_ready=look) as profiler:
         # The first is longer than a loaded machine may need to the end of its step.
-        for waits, work_ns in ((False, 1000 * MS), (True, 50 * MS)):
+        for waits, work_ns in ((False, 2000 * MS), (True, 50 * MS)):
             with instrument.scope("decode", device=True):
                 torch.work(work_ns)
             if waits:
@@ -318,10 +317,10 @@ def test_the_cost_of_device_time_is_part_of_the_cost(torch: Any, session: Any, f
 )
 def test_the_profile_says_whether_the_lock_is_kept(torch: Any, session: Any, text: str, held: bool) -> None:
     running = session(text)
-    torch.work(0)
+    torch.work(1000 * MS)  # the rest queues behind it
     with instrument.scope("work", device=True):
         torch.work(100 * MS)
-    assert re.fullmatch(r"work \[(exclusive|launch-bound) 1[01]\d ms\]", shown(settled(running)))
+    assert shown(settled(running)) == "work [exclusive 100 ms]"
     assert running._timing.timer.driver.holds_gil is held
 
 
@@ -415,10 +414,12 @@ def test_a_context_that_nobody_can_use_is_asked_for_at_a_walk(
     settled(running)
     fake_driver.fail("cuCtxSetCurrent", 201, -1)
     fake_driver.forget_calls()
+    began = time.monotonic()
     with instrument.scope("work", device=True):
         torch.work(MS)
     time.sleep(0.3)
-    assert fake_driver.calls("cuCtxSetCurrent") < 400  # it was asked 100 000 times
+    # It was asked 300 000 times a second.
+    assert fake_driver.calls("cuCtxSetCurrent") < 1300 * (time.monotonic() - began)
     fake_driver.fail("cuCtxSetCurrent", 0, 0)
 
 
@@ -431,8 +432,10 @@ def test_an_open_span_alone_is_looked_at_twice_a_second(torch: Any, session: Any
         resolver = running._timing.timer.resolver
         assert counted(lambda: resolver.asleep)
         fake_driver.forget_calls()
+        began = time.monotonic()
         time.sleep(1)
-        assert fake_driver.calls("cuCtxSetCurrent") < 30  # 100 in each second otherwise
+        # 100 in each second otherwise.
+        assert fake_driver.calls("cuCtxSetCurrent") < 30 * (time.monotonic() - began)
         with instrument.scope("work", device=True):
             torch.work(MS)
         settled(running)
