@@ -710,7 +710,7 @@ os.execv(sys.executable, [sys.executable, "service.py"])
 def test_instrument_run_says_that_another_sitecustomize_keeps_ours_away(folder: Path) -> None:
     write("shadow/sitecustomize.py", "")
     write("launcher.py", LAUNCHER)
-    write("service.py", "import os, sys, time\nos.write(1, b'serving')\ntime.sleep(12)\nsys.exit(3)\n")
+    write("service.py", "import os, sys, time\nos.write(1, b'serving')\ntime.sleep(20)\nsys.exit(3)\n")
     write_profile("")
     ours = run("launcher.py", instrumented=True)
     assert (ours.code, ours.out) == (3, "serving")
