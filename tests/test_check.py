@@ -17,7 +17,8 @@ import pytest
 import instrument
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import STATES, Verdict, over_processes
-from instrument.profile.keys import BESIDE, VARIABLES, loads
+from instrument.profile.keys import loads
+from instrument.profile.values import BESIDE, VARIABLES
 
 SERVICE = """
 import itertools

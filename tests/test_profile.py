@@ -20,7 +20,8 @@ from jsonschema import Draft202012Validator
 import instrument
 from instrument.errors import InstrumentError, ProfileError
 from instrument.profile import keys as module
-from instrument.profile.keys import DURATION_UNITS, KEYS, SIZE_UNITS, load, loads
+from instrument.profile import values
+from instrument.profile.keys import KEYS, load, loads
 from instrument.profile.kinds import KINDS
 from instrument.profile.model import (
     COMPRESSIONS,
@@ -54,6 +55,7 @@ from instrument.profile.model import (
     Where,
 )
 from instrument.profile.presets import PRESETS
+from instrument.profile.values import DURATION_UNITS, SIZE_UNITS
 from instrument.recording.spans import PHASES
 
 SCHEMA = json.loads(Path(module.__file__).with_name("profile.schema.json").read_text("utf-8"))
@@ -930,10 +932,10 @@ class TestSchema:
     def test_its_patterns_are_those_of_the_loader(self) -> None:
         patterns = {part["pattern"] for part in parts(SCHEMA) if isinstance(part.get("pattern"), str)}
         plain = {re.sub(r"^\^(?:\(\?:(.*)\)\??|(.*))\$$", r"\1\2", pattern) for pattern in patterns}
-        syntaxes = {name for name in vars(module) if name.endswith("_SYNTAX")}
+        syntaxes = {name for name in vars(values) if name.endswith("_SYNTAX")}
         # One is a part of another, and of one the schema also tells the bounds.
         for name in syntaxes - {"COMPARED_SYNTAX", "PERCENT_SYNTAX"}:
-            assert getattr(module, name) in plain, name
+            assert getattr(values, name) in plain, name
         for units in (DURATION_UNITS, SIZE_UNITS):
             assert any(pattern.endswith(f"(?:{'|'.join(units)})") for pattern in plain), units
 

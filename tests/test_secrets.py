@@ -12,8 +12,9 @@ import pytest
 
 from instrument.errors import ExportError, ProfileError
 from instrument.otlp.senders import sender_for
-from instrument.profile.keys import KEYS, VARIABLES, loads
+from instrument.profile.keys import KEYS, loads
 from instrument.profile.model import Otlp
+from instrument.profile.values import VARIABLES
 
 CANARY = "c4n4ry"
 SHAPES = [

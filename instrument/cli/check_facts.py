@@ -10,8 +10,9 @@ from typing import Any
 from instrument import native
 from instrument.device import cuda
 from instrument.instrumentors.verdict import Verdict
-from instrument.profile.keys import BESIDE, KEYS, setting
+from instrument.profile.keys import KEYS, setting
 from instrument.profile.model import Profile
+from instrument.profile.values import BESIDE
 
 ATTACHED_SHOWN = 20
 """The most targets of a rule that `check` shows line by line where all is well."""

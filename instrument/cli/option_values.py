@@ -7,8 +7,8 @@ import re
 from typing import TypeAlias
 
 from instrument.profile.document import nearest
-from instrument.profile.keys import SIZE_UNITS
 from instrument.profile.model import VIEWS
+from instrument.profile.values import SIZE_UNITS
 from instrument.report.view import UNITS
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

@@ -1,0 +1,373 @@
+"""How single values of `profile.yaml` are read: quantities, patterns, paths, conditions, headers, and variables.
+
+Each takes a node of the document and returns what the profile holds, or refuses it with what is allowed. The `*_SYNTAX`
+are also those of `profile.schema.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from instrument.profile.document import (
+    Node,
+    Read,
+    clip,
+    nearest,
+    one_of,
+    one_or_more,
+    quantity,
+    spelled,
+    string,
+)
+from instrument.profile.model import AUTO_NS, COMPRESSIONS, PROTOCOLS, Capture, Rate, Usual, Where
+from instrument.runtime.control_groups import memory_bytes
+
+DURATION_UNITS: Mapping[str, int] = {
+    "ns": 1, "us": 1_000, "ms": 1_000_000, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9,
+}  # fmt: skip
+SIZE_UNITS: Mapping[str, int] = {
+    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+RATE_UNITS: Mapping[str, int] = {"s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
+
+PERCENT_SYNTAX = r"[0-9]{1,3}(?:\.[0-9]{1,18})?%"
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
+def share(node: Node) -> float:
+    # Plain text too: YAML 1.1 takes 1e-3 for text.
+    number = node.kind in ("int", "float") or (node.kind == "text" and node.plain)
+    if not number or not _DECIMAL.fullmatch(node.text) or not 0 <= float(node.text) <= 1:
+        node.refuse("a number from 0 to 1")
+    return float(node.text)
+
+
+def expression(node: Node) -> str:
+    text: str = string(node)
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as problem:
+        node.refuse(f"a regular expression, and this is none: {problem}")
+    return text
+
+
+def percent(node: Node) -> float:
+    # At most 18 digits a side, as for other quantities: more mean a mistake.
+    text = spelled(PERCENT_SYNTAX, "a percentage above 0%, up to 100%, such as 1%", _with_percent)(node)
+    share = float(text[:-1]) / 100
+    if not 0 < share <= 1:
+        node.refuse("a percentage above 0%, up to 100%, such as 1%")
+    return share
+
+
+def _with_percent(text: str) -> str:
+    return text + "%"
+
+
+def duration(example: str, least: str = "") -> Read:
+    return quantity(DURATION_UNITS, example, least)
+
+
+def size(example: str, least: str = "") -> Read:
+    return quantity(SIZE_UNITS, example, least)
+
+
+_read_ring = size("64MiB", least="64KiB")
+
+
+def ring_size(node: Node) -> int:
+    """The size of the rings, which this machine must have: they are written round and round, so all of it is used."""
+    size_bytes: int = _read_ring(node)
+    memory = memory_bytes()
+    if memory is not None and size_bytes > memory:
+        gib = max(memory / 2**30, 0.01)
+        node.refuse(f"at most the memory that this machine has for the process, {gib:.2f} GiB")
+    return size_bytes
+
+
+_read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
+
+
+def interval(node: Node) -> int | None:
+    """How often gauges are read, in ns."""
+    if node.is_off:
+        return None
+    return AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
+
+
+_read_blocked = quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")
+
+
+def duration_or_off(node: Node) -> int | None:
+    return None if node.is_off else _read_blocked(node)
+
+
+def folder_or_off(node: Node) -> str | None:
+    return None if node.is_off else _socket_folder(node)
+
+
+def _with_colon(text: str) -> str:
+    """`chat.engine.Engine.step` as `chat.engine:Engine.step`; a class starts with a capital, as a rule."""
+    segments = text.split(".")
+    split = next((index for index, segment in enumerate(segments) if segment[:1].isupper()), len(segments) - 1)
+    return ".".join(segments[:split]) + ":" + ".".join(segments[split:])
+
+
+def _with_fields(text: str) -> str:
+    return re.sub(r"\{(\w+)\}", lambda part: "{" + nearest(part[1], ("service", "run", "pid", "window")) + "}", text)
+
+
+_SEGMENT = r"(?:\*\*?|\*?\w+(?:\*\w+)*\*?)"
+_LAYER_SEGMENT = _SEGMENT.replace(r"\w", r"[\w-]")
+NAME_SYNTAX = r"\w+(?:\.\w+)*:\w+(?:\.\w+)*"
+FUNCTION_SYNTAX = rf"!?{_SEGMENT}(?:\.{_SEGMENT})*:{_SEGMENT}(?:\.{_SEGMENT})*|{NAME_SYNTAX}\+"
+LAYER_SYNTAX = rf"!?{_LAYER_SEGMENT}(?:\.{_LAYER_SEGMENT})*"
+KEYS_SYNTAX = r"[^\W\d]\w*(?:\.[^\W\d]\w*|\[\])*"
+ARGUMENT_SYNTAX = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
+CLASS_SYNTAX = r"[^\W\d]\w*"
+CHROME_SYNTAX = r"(?:[^{}]|\{(?:service|run|pid|window)\})+"
+RECORDING_SYNTAX = rf"{CHROME_SYNTAX}\.npz"
+SUMMARY_SYNTAX = rf"stderr|stdout|(?=[\s\S]*[./\\]){CHROME_SYNTAX}"
+PATH_SYNTAX = r"/[^\s*?#]*\*?"
+REQUEST_NAME_SYNTAX = r"(?=.*\{(?:method|route)\})(?:[^{}]|\{(?:method|route)\})+"
+REQUEST_ATTRIBUTE_SYNTAX = (
+    r"http\.request\.header\.[a-z0-9-]+|url\.path|url\.query|client\.address|user_agent\.original"
+)
+SOCKET_SYNTAX = r"auto|off|(?=[^{}]*/)[^{}]{1,80}"
+URL_SYNTAX = r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:[/?][^\s#]*)?"
+USUAL_SYNTAX = r"p([1-9][0-9]?(?:\.[0-9]{1,3})?)\*([1-9][0-9]{0,2}(?:\.[0-9]{1,3})?)"
+COMPARED_SYNTAX = r"([<>]=?) ?([+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?)"
+WHERE_SYNTAX = rf"{COMPARED_SYNTAX}|[^<>][\s\S]*"
+ATTRIBUTE_SYNTAX = r"\S(?:[\s\S]{0,254}\S)?"
+RATE_SYNTAX = r"([1-9][0-9]{0,8})/(s|min|h)"
+HEADER_NAME_SYNTAX = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
+HEADER_VALUE_SYNTAX = r"[\t -~]*"
+
+_WILDCARDS = "no empty segment; * stands for any part of a segment, ** alone for any number of segments"
+function_pattern = spelled(
+    FUNCTION_SYNTAX,
+    f"module:qualname with one ':' and {_WILDCARDS}; + after the name of a method for its overrides in subclasses, too",
+    _with_colon,
+)
+function_name = spelled(NAME_SYNTAX, "module:qualname of one function, such as train:step", _with_colon)
+layer_pattern = spelled(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
+class_name = spelled(
+    CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
+)
+keys_path = spelled(
+    KEYS_SYNTAX,
+    "a parameter's name or return, or a path below it such as request.request_id or batch.requests[].id",
+)
+argument_path = spelled(ARGUMENT_SYNTAX, "a parameter's name, or a dotted path below it such as request.prompt")
+chrome_path = spelled(CHROME_SYNTAX, "a path, in braces only {service}, {run}, {pid} and {window}", _with_fields)
+recording_path = spelled(
+    RECORDING_SYNTAX,
+    "a path that ends in .npz, in braces only {service}, {run}, {pid} and {window}",
+    lambda text: f"{re.sub(r'(?:[.](?:json|gz|npz))*$', '', _with_fields(text))}.npz",
+)
+path_pattern = spelled(
+    PATH_SYNTAX, "a path such as /health, or /internal/* for all that begin so", lambda text: f"/{text}"
+)
+request_name = spelled(
+    REQUEST_NAME_SYNTAX, "text with {method} or {route} in it, and no other braces", lambda _: "{method} {route}"
+)
+request_attribute = spelled(
+    REQUEST_ATTRIBUTE_SYNTAX,
+    "http.request.header.<name in small letters>, url.path, url.query, client.address or user_agent.original",
+    lambda text: f"http.request.header.{text.lower()}",
+)
+_socket_folder = spelled(
+    SOCKET_SYNTAX,
+    "off, auto, or a folder of the user's, with a '/' in it, at most 80 characters and no braces",
+    lambda text: nearest(text, ("auto", "off")),
+)
+summary_target = spelled(
+    SUMMARY_SYNTAX,
+    "stderr, stdout, or a path as for chrome, with a '/' or '.' in it",
+    lambda text: nearest(text, ("stderr", "stdout")),
+)
+
+
+def rate(node: Node) -> Rate:
+    parts = re.fullmatch(RATE_SYNTAX, node.text) if node.kind == "text" else None
+    if not parts:
+        near = f"{node.text}/min" if node.kind == "int" else ""
+        allowed = "a count a second, minute or hour, such as 5/s, 30/min, 100/h"
+        node.refuse(allowed, near=near if re.fullmatch(RATE_SYNTAX, near) else "")
+    return Rate(int(parts[1]), RATE_UNITS[parts[2]])
+
+
+_read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the endpoint's own such as p99*1.5, or ")
+
+
+def slow_limit(node: Node) -> int | Usual:
+    """A time in ns, or one by what is usual."""
+    text = node.text if node.kind == "text" else ""
+    parts = re.fullmatch(USUAL_SYNTAX, text)
+    if parts:
+        return Usual(round(float(parts[1]) / 100, 6), float(parts[2]))
+    meant = re.fullmatch(USUAL_SYNTAX, re.sub(r"[ %]", "", text.lower()).replace("x", "*"))
+    if meant:
+        node.refuse("a percentile of the endpoint's own such as p99*1.5", near=meant[0])
+    found: int = _read_slow(node)
+    return found
+
+
+def capture(**values: Any) -> Capture:
+    slow = values.pop("slow", None)
+    return Capture(**values, **{"slow_over" if isinstance(slow, Usual) else "slow_ns": slow})
+
+
+_COMPARED = "text, a number, true or false, a comparison such as '>=500', or a list of these"
+
+
+def _compared(node: Node) -> tuple[str, str | bool | int | float]:
+    """How an attribute must be: the operator, and the value that it is compared with."""
+    if node.kind == "bool":
+        if node.text.lower() not in ("true", "false"):
+            node.refuse("true or false; put text in quotes", near=f'"{node.text}"')
+        return "=", node.text.lower() == "true"
+    if node.kind in ("int", "float") and _DECIMAL.fullmatch(node.text):
+        return "=", _number(node.text)
+    if node.kind != "text" or not re.fullmatch(WHERE_SYNTAX, node.text):
+        node.refuse(_COMPARED)
+    parts = re.fullmatch(COMPARED_SYNTAX, node.text)
+    return (parts[1], _number(parts[2])) if parts else ("=", node.text)
+
+
+def _number(text: str) -> int | float:
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else float(text)
+
+
+_read_compared = one_or_more(_compared)
+
+
+def conditions(node: Node) -> tuple[Where, ...]:
+    if node.kind != "mapping":
+        node.refuse("a mapping of attributes to what they must be, such as {tenant: x}")
+    found = []
+    with node.document.all_or_nothing():
+        for name, (key, value) in node.pairs.items():
+            if not re.fullmatch(ATTRIBUTE_SYNTAX, name):
+                key.note("an attribute's name of at most 256 characters", found=f"the name {clip(name)!r}")
+            elif value.kind != "null":
+                found.append(Where(name, value.attempt(_read_compared)))
+    return tuple(found)
+
+
+def url(node: Node) -> str:
+    """A collector's URL, or empty text for none, which a quoted reference to an unset variable gives."""
+    if node.kind == "text" and not node.text:
+        return ""
+    text = string(node)
+    allowed = "http://host:port or https://host:port, with or without a path, credentials only in headers"
+    if not re.fullmatch(URL_SYNTAX, text):
+        near = f"http://{text}"
+        node.refuse(allowed, near=near if re.fullmatch(URL_SYNTAX, near) else "")
+    try:
+        _ = urlsplit(text).port
+    except ValueError as error:
+        node.refuse(allowed, found=f"{node.shown} ({error})")
+    return text
+
+
+def readable_file(node: Node) -> str:
+    """The path of a file that is there and may be read."""
+    path = string(node)
+    if not os.access(path, os.R_OK) or not Path(path).is_file():
+        node.refuse("the path of a file that is there and that this process may read")
+    return path
+
+
+def seconds(node: Node) -> int:
+    """A timeout variable in seconds, as OpenTelemetry's Python SDK takes it, in nanoseconds."""
+    if not _DECIMAL.fullmatch(node.text) or not 0.001 <= float(node.text) < 2**33:
+        node.refuse("a number of seconds, from 0.001")
+    return int(float(node.text) * 10**9)
+
+
+def headers(node: Node) -> tuple[tuple[str, str], ...]:
+    if node.kind != "mapping":
+        node.refuse("a mapping of header names to texts", found="no mapping (not shown)")
+    headers = []
+    with node.document.all_or_nothing():
+        for name, (key, value) in node.pairs.items():
+            if not re.fullmatch(HEADER_NAME_SYNTAX, name):
+                key.note("letters, digits and !#$%&'*+.^_`|~-", found=f"the header name {clip(name)!r}")
+            elif value.kind != "null":
+                headers.append((name, value.attempt(_header_value)))
+    return tuple(headers)
+
+
+def _header_value(node: Node) -> str:
+    # Header values are secrets as a rule: no message shows one.
+    if node.kind != "text":
+        node.refuse("text; put the value in quotes", found="a value that is no text (not shown)")
+    if not re.fullmatch(HEADER_VALUE_SYNTAX, node.text):
+        node.refuse("printable ASCII on one line", found="a character that no header may hold")
+    return node.text
+
+
+def header_list(node: Node) -> tuple[tuple[str, str], ...]:
+    """A headers variable: `name=value,name=value`, URL-encoded."""
+    headers = []
+    for part in filter(None, (part.strip() for part in node.text.split(","))):
+        name, equals, value = (unquote(piece.strip()) for piece in part.partition("="))
+        if not equals or not re.fullmatch(HEADER_NAME_SYNTAX, name) or not re.fullmatch(HEADER_VALUE_SYNTAX, value):
+            node.refuse("name=value,name=value, URL-encoded", found="a list of another form (not shown)")
+        headers.append((name, value))
+    return tuple(headers)
+
+
+def texts_told(node: Node, key: str) -> list[str]:
+    """One text of a rule or several, as messages call the rule by them, each once."""
+    _, found = node.pairs.get(key, (node, node))
+    return list(dict.fromkeys(text.told for text in found.items or (found,) if text.kind == "text"))
+
+
+def sides(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The patterns that select, and those that exclude without their '!'."""
+    match = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
+    return match, tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
+
+
+def traces_url(endpoint: str, *, prefix: bool) -> str:
+    parts = urlsplit(endpoint)
+    if parts.path.strip("/") and not prefix:
+        return endpoint
+    return urlunsplit(parts._replace(path=parts.path.rstrip("/") + "/v1/traces"))
+
+
+def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
+    return tuple((f"OTEL_EXPORTER_OTLP_{signal}{setting}", read) for signal in ("TRACES_", ""))
+
+
+VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
+    "service": (("OTEL_SERVICE_NAME", string),),
+    "export.otlp.endpoint": _otlp_variables("ENDPOINT", url),
+    "export.otlp.protocol": _otlp_variables("PROTOCOL", one_of(*PROTOCOLS)),
+    "export.otlp.headers": _otlp_variables("HEADERS", header_list),
+    "export.otlp.timeout": _otlp_variables("TIMEOUT", seconds),
+    "export.otlp.compression": _otlp_variables("COMPRESSION", one_of(*COMPRESSIONS)),
+    "export.otlp.certificate": _otlp_variables("CERTIFICATE", readable_file),
+    "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", readable_file),
+    "export.otlp.client_key": _otlp_variables("CLIENT_KEY", readable_file),
+}
+"""The variables that give a setting which the profile leaves out, the first that is set and not empty."""
+
+BESIDE: Mapping[str, str] = {
+    "OTEL_RESOURCE_ATTRIBUTES": "resource attributes",
+    "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "resource detectors",
+    "OTEL_METRICS_EXPORTER": "metrics exporter",
+    "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": "metrics temporality",
+    "OTEL_PROPAGATORS": "propagators",
+}
+"""The other variables of OpenTelemetry that what is sent to a collector follows, and what they say. `none` for the
+metrics exporter means that no metrics are sent; the propagators are those by which requests find their caller's trace.
+These and `VARIABLES` are all of its variables that are honoured."""
