@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from raw_spans import counted
+
 from instrument import chrome
 from instrument.errors import ProfileError, TraceError
 from instrument.profile import keys
@@ -127,7 +129,7 @@ def sample_trace(seed: int) -> tuple[Trace, Tally | None]:
         startup = Startup(950, chance.choice([None, 900]), chance.choice([None, (), imports]), firsts[seed % 4 :])
         facts = {"startup": startup}
     trace = Trace(Origin(4711, "chat", 0, 10**18), 1000, 1100, spans, {11: "Main", 12: "w\n"}, {"lost": 3}, **facts)
-    return trace, Tally.of_spans(spans, trace.threads) if seed % 2 else None
+    return trace, counted(spans, trace.threads) if seed % 2 else None
 
 
 def foreign(seed: int) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hypothesis import strategies as st
 
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
+from instrument.recording.tally import Tally
+from instrument.trace.counting import tally_of
+from instrument.trace.of_spans import trace_of
 
 WINDOW = (20, 120)
 
@@ -73,6 +76,11 @@ def above(span: Span, by_id: dict[int, Span]) -> list[Span]:
         found.append(up)
         up = by_id.get(up.parent_id)
     return found
+
+
+def counted(spans: Iterable[Span], threads: Mapping[int, str] | None = None) -> Tally:
+    """The tally of spans."""
+    return tally_of(trace_of(list(spans)), threads)
 
 
 def counted_paths(spans: Iterable[Span]) -> tuple[dict[int, CallPath], set[int]]:

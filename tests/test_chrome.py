@@ -19,6 +19,7 @@ import chrome_rules
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raw_spans import counted
 
 from instrument import chrome
 from instrument.chrome import reading, slices
@@ -196,7 +197,7 @@ def test_every_trace_comes_back_and_shows_whole(tmp_path: Path, spans: list[Span
         window=7,
         cost=Cost(12, 51.25, 10**9),
     )
-    tally = Tally.of_spans(spans, original.threads)
+    tally = counted(spans, original.threads)
     path = chrome.dump(tmp_path / name, original, tally)
     loaded, loaded_tally = chrome.load(path)
     assert_same(loaded, original)
@@ -305,19 +306,20 @@ def test_every_arrow_is_drawn_or_counted(tmp_path: Path, spans: list[Span]) -> N
 @given(spans_of_a_tree(), st.sampled_from([0, 60]), st.sampled_from([7, 4096]), st.integers(0, 3))
 def test_both_twins_write_the_same_bytes(tmp_path: Path, spans: list[Span], more: int, batch: int, twice: int) -> None:
     spans += [span(100 + i, i // 3, 40 - i % 4, root_id=100 + i % 5, task_id=i % 7) for i in range(more)]
+    tally = counted(spans)
     spans += [span(one.span_id, 5, 9, parent=1, task_id=one.task_id + 1) for one in spans[:twice]]
     path, original = tmp_path / "trace.json", trace(*spans, threads={4712: "worker\n0"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slices, "BATCH", batch)
-        native = chrome.dump(path, original, Tally.of_spans(spans)).read_bytes()
+        native = chrome.dump(path, original, tally).read_bytes()
         patch.setattr(slices, "_native", None)
-        assert native == chrome.dump(path, original, Tally.of_spans(spans)).read_bytes()
+        assert native == chrome.dump(path, original, tally).read_bytes()
 
 
 def test_a_place_whose_work_is_a_function_of_the_process_comes_back_without_it(tmp_path: Path) -> None:
     site = Site("Linear", "layer", instance="head", device=True, work=lambda: None)  # type: ignore[arg-type, return-value]
     original = trace(Span(site, 1, 0, 1, 1, 0, 0, 10, 10, 10))
-    path = chrome.dump(tmp_path / "trace.json", original, Tally.of_spans(original.spans))
+    path = chrome.dump(tmp_path / "trace.json", original, counted(original.spans))
     (found,) = chrome.load(path)[0].spans
     assert (found.site.key, found.site.work) == (site.key, None)
 
@@ -336,7 +338,7 @@ def test_intervals_that_claim_one_place_come_back_as_they_stand_in_the_file(tmp_
 def test_a_file_without_a_tally_has_it_counted_from_its_spans(tmp_path: Path) -> None:
     original = trace(span(1, 0, 10), span(2, 2, 5, parent=1))
     _, tally = chrome.load(chrome.dump(tmp_path / "trace.json", original))
-    assert rows_of(tally) == rows_of(Tally.of_spans(original.spans))
+    assert rows_of(tally) == rows_of(counted(original.spans))
 
 
 def test_such_a_tally_may_be_asked_for_later_but_a_file_that_nests_too_deep_is_refused_at_once(
@@ -383,7 +385,7 @@ def test_what_was_watched_and_asked_for_beyond_all_times_is_refused(tmp_path: Pa
 
 def test_a_tally_with_fewer_calls_than_none_is_refused(tmp_path: Path) -> None:
     original = trace(span(1, 0, 10))
-    path = chrome.dump(tmp_path / "trace.json", original, Tally.of_spans(original.spans))
+    path = chrome.dump(tmp_path / "trace.json", original, counted(original.spans))
     document = json.loads(path.read_text())
     ((_, _, calls, *_),) = document["instrument"]["tally"]["rows"]
     assert calls == 1
@@ -394,7 +396,7 @@ def test_a_tally_with_fewer_calls_than_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tally_is_saved_whether_or_not_its_spans_are(tmp_path: Path) -> None:
-    tally = Tally.of_spans([span(1, -900, 10**12, error="OSError"), span(2, 3, 900, parent=1)], {4711: "Main"})
+    tally = counted([span(1, -900, 10**12, error="OSError"), span(2, 3, 900, parent=1)], {4711: "Main"})
     loaded, loaded_tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace(), tally))
     assert loaded.spans == []
     assert rows_of(loaded_tally) == rows_of(tally)
@@ -637,7 +639,7 @@ def test_lone_surrogates_in_names_are_replaced_everywhere(tmp_path: Path) -> Non
         losses={bad: 1},
         notes=(bad,),
     )
-    path = chrome.dump(tmp_path / "trace.json", original, Tally.of_spans(original.spans, original.threads))
+    path = chrome.dump(tmp_path / "trace.json", original, counted(original.spans, original.threads))
     assert "\\ud83d" not in path.read_text()
     shown_whole(path)
     assert chrome.load(path)[0].spans[0].site.name == "\ufffd"

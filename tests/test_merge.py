@@ -17,13 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle.recordings import program
-from raw_spans import traces
+from raw_spans import counted, traces
 
 from instrument import chrome, clock
 from instrument.cli import main
 from instrument.errors import TraceError
 from instrument.recording.spans import LINK, DeviceInterval, Gpu, Origin, Site, Span, Trace
-from instrument.recording.tally import Tally
 from instrument.trace import file
 from instrument.trace.file import Saved
 from instrument.trace.merge import merge
@@ -33,7 +32,7 @@ from instrument.trace.of_spans import trace_of
 def saved(trace: Trace, *, pid: int = 1, boot: str = "b", **more: Any) -> Saved:
     """A trace as the file of a process."""
     facts = replace(trace, spans=[], origin=replace(trace.origin, pid=pid, boot=boot, **more))
-    return Saved(trace_of(trace.spans), facts, Tally.of_spans(trace.spans, trace.threads))
+    return Saved(trace_of(trace.spans), facts, counted(trace.spans, trace.threads))
 
 
 def told(spans: list[Span]) -> Counter[Any]:

@@ -15,6 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from otlp_spans import ORIGIN
 from programs import Machine, Tracked, program, recursive
+from raw_spans import counted
 
 from instrument.instrumentors import contexts
 from instrument.otlp import packing
@@ -22,7 +23,6 @@ from instrument.profile.model import Capture
 from instrument.recorder.recorder import PureRecorder, Recorder
 from instrument.recording.ring import Row
 from instrument.recording.spans import ITEMS, LINK, Site, Span
-from instrument.recording.tally import Tally
 from instrument.sessions.capture import Trees
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "200"))
@@ -171,7 +171,7 @@ def test_spans_of_random_programs_that_recur_count_as_they_were_counted_live(
         Machine([recorder]).run_program(steps, in_loop=in_loop)
         live, saved = (
             {(tuple(site.key for site in row.path), row.thread_id): row.totals for row in tally.rows()}
-            for tally in (recorder.tally(), Tally.of_spans(recorder.spans()))
+            for tally in (recorder.tally(), counted(recorder.spans()))
         )
         assert live == saved, f"program {seed}: {steps}"
         recorder.reset()

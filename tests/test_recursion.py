@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from otlp_spans import ORIGIN
+from raw_spans import counted
 
 from instrument import chrome
 from instrument.recording.spans import DeviceInterval, Site, Span, Trace
@@ -174,9 +175,8 @@ def test_a_recursion_on_another_thread_counts_its_time_there(recorder: Any) -> N
     assert all(row.totals.total_ns == spans[row.thread_id].total_ns for row in rows)
 
 
-@pytest.mark.parametrize("counts_natively", [True, False])
 def test_a_saved_trace_without_a_tally_has_of_a_recursion_the_tally_that_was_live(
-    recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts_natively: bool
+    recorder: Any, tmp_path: Path
 ) -> None:
     def even(depth: int) -> None:
         leaf_()
@@ -218,12 +218,10 @@ def test_a_saved_trace_without_a_tally_has_of_a_recursion_the_tally_that_was_liv
     with pytest.raises(ValueError):
         fail_(4)
     live = recorder.tally()
-    if not counts_natively:
-        monkeypatch.setattr("instrument.recording.tally._native", None)
     trace = Trace(ORIGIN, 0, time.monotonic_ns(), recorder.spans(), live.threads)
     loaded, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace))
     assert {len(row.path) for row in tally.rows()} == {1, 2, 3, 4}
-    assert every_total(tally) == every_total(Tally.of_spans(trace.spans)) == every_total(live)
+    assert every_total(tally) == every_total(counted(trace.spans)) == every_total(live)
     assert tally.threads == live.threads
     of_live, of_saved = (
         summary(["events", "ops"], Recording.of_trace(loaded, lambda tally=tally: tally), Options())
@@ -238,18 +236,11 @@ def test_the_device_time_of_a_call_inside_another_of_its_path_counts_once_of_spa
         Span(site, number, number - 1, 1, thread, 0, start, end, end - start, end - start, device=(stretch,))
         for number, thread, start, end in [(1, 1, 0, 40), (2, 1, 1, 9), (3, 2, 2, 8), (4, 1, 45, 48)]
     ]
-    (main, other) = Tally.of_spans(spans).rows()
+    (main, other) = counted(spans).rows()
     # The last one began after those around it had ended.
     assert (main.totals.calls, main.totals.total_ns, main.totals.device_ns) == (3, 43, 90)
     assert (main.totals.elapsed_ns, main.totals.min_ns, main.totals.max_ns) == (50 + 45, 8, 50)
     assert (other.totals.calls, other.totals.total_ns, other.totals.device_ns) == (1, 6, 45)
-
-
-def test_spans_of_a_damaged_file_whose_ids_run_in_a_circle_are_each_counted() -> None:
-    site = Site("again")
-    parents = {1: 3, 2: 1, 3: 2, 4: 3, 5: 0, 6: 5, 7: 7}
-    spans = [Span(site, own, parent, 1, 1, 0, own, 100 - own, 1, 1) for own, parent in parents.items()]
-    assert Tally.of_spans(spans).calls == len(spans)
 
 
 def test_a_full_tally_counts_what_comes_later_by_site(recorder: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_spans import counted_paths, traces
+from raw_spans import counted, counted_paths, traces
 
 import instrument
 from instrument import chrome, profiled, scope
@@ -22,7 +22,6 @@ from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import UNTIMED, Cost, DeviceInterval, Origin, Site, Span, Trace
-from instrument.recording.tally import Tally
 from instrument.report.cost_view import InstrumentationCost, SiteCost, cost
 from instrument.report.summary import summary
 from instrument.report.utilisation import NO_EVENTS
@@ -75,7 +74,7 @@ def upkeep() -> Upkeep:
 
 def running(trace: Trace) -> Recording:
     return Recording(
-        lambda: Tally.of_spans(trace.spans, trace.threads),
+        lambda: counted(trace.spans, trace.threads),
         lambda: trace,
         cost=trace.cost,
         losses=trace.losses,

@@ -14,7 +14,7 @@ import pytest
 from golden_views import is_golden, of_tally, text_of
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_spans import counted_paths, traces
+from raw_spans import counted, counted_paths, traces
 
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recording.histogram import bucket
@@ -982,7 +982,7 @@ def test_a_call_path_may_be_deeper_than_pythons_stack() -> None:
 def test_spans_with_device_work_count_shared_time_once() -> None:
     span = Span(op("matmul"), 1, 0, 1, 9, 0, 1_000_000, 3_000_000, 2_000_000, 2_000_000)
     span.device = (DeviceInterval(0, 7, 2_000_000, 5_000_000),)
-    (row,) = rows_of(Tally.of_spans([span]))
+    (row,) = rows_of(counted([span]))
     assert (row.total_ns, row.host_ns, row.device_ns) == (4_000_000, 2_000_000, 3_000_000)
     assert (row.ratio, row.ave_ns, row.p50_ns, row.min_ns) == (1.0, 4_000_000, 4_000_000, 4_000_000)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_spans import counted
 
 import instrument
 from instrument import scope
@@ -37,7 +38,6 @@ from instrument.recording.spans import (
     Trace,
     assign_self_times,
 )
-from instrument.recording.tally import Tally
 from instrument.report.summary import VIEW_OF, made, summary, summary_document
 from instrument.report.table import LINE, columns, in_unit, safe, section_title
 from instrument.report.view import UNITS, Options, Recording, Upkeep
@@ -199,7 +199,7 @@ OPTIONS = {
 def running(trace: Trace) -> Recording:
     """The recording of a process that has these spans and still runs."""
     return Recording(
-        lambda: Tally.of_spans(trace.spans, trace.threads), lambda: trace, cost=trace.cost, losses=trace.losses,
+        lambda: counted(trace.spans, trace.threads), lambda: trace, cost=trace.cost, losses=trace.losses,
         notes=trace.notes, window_ns=trace.end_ns, recorder="native", make_startup=lambda: trace.startup,
         collector_ids=lambda span: (span.root_id, 2**64 - 1),
         make_upkeep=lambda: Upkeep(

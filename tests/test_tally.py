@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_spans import counted_paths
+from raw_spans import counted, counted_paths
 
 from instrument.recording.histogram import PACKED, bucket, bucket_middle, percentiles, percentiles_of
 from instrument.recording.spans import Site, Span
@@ -48,6 +48,17 @@ def span_lists(draw: st.DrawFn) -> list[Span]:
     return spans
 
 
+def alone(span: Span, *, is_inner: bool) -> Totals:
+    """The totals of one call; of one inside another, its total and its device time are in that of the outer one."""
+    took_ns = span.total_ns if is_inner else span.elapsed_ns
+    sums = (0, span.self_ns, 0, 0) if is_inner else (span.total_ns, span.self_ns, span.device_ns, took_ns)
+    moved_bytes = span.attributes.get("bytes", 0) if span.site.kind == "copy" else 0
+    assert isinstance(moved_bytes, int)
+    return Totals(
+        1, int(span.error is not None), *sums, took_ns, took_ns, moved_bytes, span.start_ns, {bucket(took_ns): 1}
+    )
+
+
 def plain(tally: Tally) -> dict[object, Totals]:
     return {(tuple(site.key for site in row.path), row.thread_id): row.totals for row in tally.rows()}
 
@@ -80,12 +91,12 @@ def test_a_percentile_of_nothing_is_none() -> None:
 
 @given(span_lists(), st.randoms(use_true_random=False))
 def test_merging_is_exact_and_its_order_does_not_matter(spans: list[Span], chance: random.Random) -> None:
-    whole = plain(Tally.of_spans(spans))
+    whole = plain(counted(spans))
     parts = []
     paths, inner = counted_paths(spans)
     for span in spans:
         part = Tally()
-        part.totals(paths[span.span_id], span.thread_id).add(span, is_inner=span.span_id in inner)
+        part.totals(paths[span.span_id], span.thread_id).merge(alone(span, is_inner=span.span_id in inner))
         parts.append(part)
     chance.shuffle(parts)
     merged = Tally()
@@ -95,10 +106,24 @@ def test_merging_is_exact_and_its_order_does_not_matter(spans: list[Span], chanc
     assert merged.calls == len(spans)
 
 
+def test_a_span_with_the_id_of_no_span_is_around_none() -> None:
+    """As all views of spans have it; only a damaged file has one."""
+    spans = [Span(Site("nobody"), 0, 0, 0, 1, 0, 0, 9, 9, 9), Span(Site("top"), 5, 0, 5, 1, 0, 3, 4, 1, 1)]
+    assert [tuple(site.name for site in row.path) for row in counted(spans).rows()] == [("nobody",), ("top",)]
+
+
+def test_calls_of_a_tally_come_as_one_meets_them_from_the_roots_down() -> None:
+    a, b, c = Site("a"), Site("b"), Site("c")
+    facts = [(a, 1, 0, 0, 9), (b, 2, 1, 2, 8), (c, 3, 2, 3, 4), (c, 4, 0, 1, 2), (b, 5, 1, 1, 2)]
+    spans = [Span(site, own, up, 1, 1, 0, start, end, 1, 1) for site, own, up, start, end in facts]
+    rows = counted(reversed(spans)).rows()
+    assert [tuple(site.name for site in row.path) for row in rows] == [("a",), ("a", "b"), ("a", "b", "c"), ("c",)]
+
+
 def test_bytes_are_summed_for_copies_only() -> None:
     copied = Span(SITES[3], 1, 0, 1, 1, 0, 0, 5, 5, 5, attributes={"bytes": 64})
     other = Span(SITES[0], 2, 0, 2, 1, 0, 0, 5, 5, 5, attributes={"bytes": 64})
-    moved = {row.path[0].name: row.totals.moved_bytes for row in Tally.of_spans([copied, other]).rows()}
+    moved = {row.path[0].name: row.totals.moved_bytes for row in counted([copied, other]).rows()}
     assert moved == {"copy": 64, "a": 0}
 
 
@@ -128,7 +153,7 @@ def test_a_corrected_tally_takes_the_cost_of_the_probes_out_of_the_self_time_aro
 @given(span_lists(), span_lists())
 def test_correction_does_not_depend_on_when_tallies_are_merged(left: list[Span], right: list[Span]) -> None:
     def charged(spans: list[Span]) -> Tally:
-        tally = Tally.of_spans(spans)
+        tally = counted(spans)
         tally.charge(lambda site: len(site.name) * 7.0)
         return tally
 
@@ -189,7 +214,7 @@ def test_sites_of_one_name_and_line_that_differ_in_their_phase_have_lines_of_the
     tally = recorder.tally()
     merged = Tally()
     merged.merge(tally)
-    for found in (tally, merged, Tally.of_spans(recorder.spans())):
+    for found in (tally, merged, counted(recorder.spans())):
         rows = sorted(found.rows(), key=lambda row: row.totals.first_ns)
         assert [(row.path[0].name, dict(row.path[0].attributes)["phase"], row.totals.calls) for row in rows] == expected
     assert not recorder.lines().tree.located().shared

@@ -17,7 +17,7 @@ from fuzz_traces import changed_bytes, sample_trace
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle.recordings import program
-from raw_spans import traces
+from raw_spans import counted, traces
 
 import instrument
 from instrument import chrome
@@ -51,7 +51,7 @@ def test_any_spans_come_back_exactly(tmp_path_factory: pytest.TempPathFactory, t
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_is_known_beside_the_spans_comes_back_as_from_chrome(seed: int, tmp_path: Path) -> None:
     trace = program(seed, 120)
-    tally = Tally.of_spans(trace.spans, trace.threads)
+    tally = counted(trace.spans, trace.threads)
     expected, expected_tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace, tally))
     saved = saved_and_read(tmp_path, trace, tally)
     assert facts(saved.trace()) == facts(expected)

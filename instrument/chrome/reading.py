@@ -57,14 +57,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Callable[[], Tally]]:
     """As `load`, but a tally that the file does not have is counted when it is asked for: a fifth of the time."""
     saved = load_columns(path, limit_bytes=limit_bytes)
-    trace, tally = saved.trace(), saved.tally
-    del saved  # which is half as large as what was made of it
-
-    def make_tally() -> Tally:
-        with _refusals(path):
-            return _counted(trace) if tally is None else tally
-
-    return trace, make_tally
+    return saved.trace(), saved.counted
 
 
 def load_columns(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
@@ -219,7 +212,3 @@ def _refuse_endless(found: columns.Trace) -> None:
     backward = np.count_nonzero(found.parent > np.arange(len(found)))
     if backward > LIMIT_BACKWARD or int(found.level.sum()) + len(found) > LIMIT_LINKS:
         raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
-
-
-def _counted(trace: Trace) -> Tally:
-    return Tally.of_spans(trace.spans, trace.threads, limit_links=LIMIT_LINKS)

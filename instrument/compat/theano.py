@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -141,7 +142,7 @@ class _Torch:
                 trace = seen.join(self.session.trace_of(self.session.take(self._since_ns, seen.end_ns)))
                 if any(is_operator(span.site) for span in trace.spans):
                     whole = [span for span in trace.spans if not span.clipped]
-                    self.tally = Tally.of_spans(whole, trace.threads)
+                    self.tally = Recording.of_trace(replace(trace, spans=whole)).tally
         return self.tally
 
 

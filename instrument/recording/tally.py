@@ -16,20 +16,16 @@ below that of the overflow, for all its calls whose path came too late.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from instrument import native
-from instrument.recording.histogram import bucket, merge, percentiles, unpacked
-from instrument.recording.spans import Site, Span, by_start
+from instrument.recording.histogram import merge, percentiles, unpacked
+from instrument.recording.spans import Site
 
 OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 """Counts the calls whose call path came after the tally was full."""
 
-
-_native = native.find("_spans")
 
 LARGEST_COPY_BYTES = 1 << 50
 """No machine copies more at once; a damaged file that says so does not spoil the sum."""
@@ -79,29 +75,6 @@ class Totals:
         del totals.histogram
         totals.packed = [packed]
         return totals
-
-    def add(self, span: Span, *, is_inner: bool = False) -> None:
-        """Count one span; where it is of an inner call, the time of the outer one holds its total and device time."""
-        elapsed_ns = span.total_ns if is_inner else span.elapsed_ns
-        if not self.calls:
-            self.min_ns = self.max_ns = elapsed_ns
-            self.first_ns = span.start_ns
-        self.calls += 1
-        self.errors += span.error is not None
-        self.self_ns += span.self_ns
-        if not is_inner:
-            self.total_ns += span.total_ns
-            self.device_ns += span.device_ns
-            self.elapsed_ns += elapsed_ns
-        self.min_ns = min(self.min_ns, elapsed_ns)
-        self.max_ns = max(self.max_ns, elapsed_ns)
-        self.first_ns = min(self.first_ns, span.start_ns)
-        index = bucket(elapsed_ns)
-        self.histogram[index] = self.histogram.get(index, 0) + 1
-        if span.site.kind == "copy":
-            moved = span.attributes.get("bytes")
-            if isinstance(moved, int) and 0 <= moved <= LARGEST_COPY_BYTES:
-                self.moved_bytes += moved
 
     def merge(self, other: Totals) -> None:
         """Add another node's totals to these."""
@@ -251,127 +224,3 @@ class Tally:
     def calls(self) -> int:
         """All calls counted."""
         return sum(row.totals.calls for row in self.rows())
-
-    @classmethod
-    def of_spans(
-        cls, spans: Iterable[Span], threads: Mapping[int, str] | None = None, *, limit_links: int | None = None
-    ) -> Tally:
-        """Count spans, for a trace that carries no tally of its own, as recorders do. Self times must be set.
-
-        Raises `ValueError` where the call paths have more than `limit_links` sites in all, as no program's have.
-        """
-        names = dict(threads or {})
-        tally = cls()
-        ordered = list(spans)
-        links = 0
-        lines = []
-        for line in _counted(ordered) or _counted_in_python(ordered):
-            links += len(line[0])
-            if limit_links is not None and links > limit_links:
-                raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
-            lines.append(line)
-        if any(len(set(path)) < len(path) for path, _, _ in lines):
-            lines = [*_counted_with_recursion(ordered)]
-        for path, thread_id, totals in lines:
-            tally.threads.setdefault(thread_id, names.get(thread_id, f"thread {thread_id}"))
-            tally.totals(path, thread_id).merge(totals)
-        return tally
-
-
-def _counted(spans: list[Span]) -> Iterator[tuple[tuple[Site, ...], int, Totals]] | None:
-    """Path, thread and totals of every call path, counted in C; None where that cannot be."""
-    found = None if _native is None else _native.count(spans, LARGEST_COPY_BYTES)
-    return None if found is None else _lines(*found)
-
-
-def _lines(
-    nodes: list[tuple[int, Site]], cells: list[tuple[Any, ...]]
-) -> Iterator[tuple[tuple[Site, ...], int, Totals]]:
-    for node, thread_id, *sums in cells:
-        path = []
-        while node >= 0:
-            node, site = nodes[node]
-            path.append(site)
-        yield tuple(reversed(path)), thread_id, Totals(*sums)
-
-
-def _counted_in_python(spans: list[Span]) -> Iterator[tuple[tuple[Site, ...], int, Totals]]:
-    """The same, span by span. Sorts the list."""
-    by_start(spans)
-    by_id = {span.span_id: span for span in spans}
-    nodes: dict[int, Node] = {}
-    root = Node(-1, OVERFLOW, None)
-
-    def node_of(span: Span) -> Node:
-        chain: dict[int, Site] = {}
-        above: Span | None = span
-        while above is not None and above.span_id not in nodes and above.span_id not in chain:
-            chain[above.span_id] = above.site
-            above = by_id.get(above.parent_id)
-        node = root if above is None else nodes.get(above.span_id, root)
-        for span_id, site in reversed(chain.items()):
-            below = node.children.get(site)
-            if below is None:
-                below = node.children[site] = Node(len(nodes), site, node)
-            node = nodes[span_id] = below
-        return node
-
-    cells: dict[tuple[Node, int], Totals] = {}
-    for span in spans:
-        cell = node_of(span), span.thread_id
-        if cell not in cells:
-            cells[cell] = Totals()
-        cells[cell].add(span)
-    for (node, thread_id), totals in cells.items():
-        yield node.path(), thread_id, totals
-
-
-BEFORE_ALL = -(1 << 63)
-"""No later than the begin of any span."""
-
-
-def _counted_with_recursion(spans: list[Span]) -> Iterator[tuple[tuple[Site, ...], int, Totals]]:
-    """The same with recursion folded as recorders fold it: from the roots down, 4 us a span. Sorts the list.
-
-    What is around a call is told by its parents: a generator's that in which it began, whoever else resumed it.
-    """
-    by_start(spans)
-    ids = {span.span_id for span in spans}
-    below: dict[int | None, list[Span]] = {}
-    for span in spans:
-        below.setdefault(span.parent_id if span.parent_id in ids else None, []).append(span)
-    root = Node(-1, Site("(root)"), None)
-    cells: dict[tuple[Node, int], Totals] = {}
-    ends: dict[tuple[Node, int], int] = {}  # of the calls around, the latest
-    seen: set[int] = set()
-    # All of them once more for a damaged file, whose ids may run in a circle.
-    for first in itertools.chain(below.get(None, ()), spans):
-        pending: list[tuple[Span, Node, int | None]] = [(first, root, None)]
-        while pending:
-            span, node, ended_ns = pending.pop()
-            if ended_ns is not None:
-                ends[node, span.thread_id] = ended_ns
-                continue
-            if id(span) in seen:
-                continue
-            seen.add(id(span))
-            node = _folded(node, span.site)
-            cell = node, span.thread_id
-            before_ns = ends.get(cell, BEFORE_ALL)
-            cells.setdefault(cell, Totals()).add(span, is_inner=before_ns >= span.start_ns)
-            ends[cell] = max(before_ns, span.end_ns)
-            pending.append((span, node, before_ns))
-            pending += [(inside, node, None) for inside in reversed(below.get(span.span_id, ()))]
-    for (node, thread_id), totals in cells.items():
-        yield node.path(), thread_id, totals
-
-
-def _folded(parent: Node, site: Site) -> Node:
-    """The node of a site called under a parent, on first sight that of its path which is of the site, if one is."""
-    known = parent.children.get(site)
-    if known is None:
-        again: Node | None = parent
-        while again is not None and again.site is not site:
-            again = again.parent
-        known = parent.children[site] = again or Node(0, site, parent)
-    return known

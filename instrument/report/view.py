@@ -296,8 +296,14 @@ class Recording:
         A trace without that has it counted from its spans. Raises `TraceError` for one of a file that is not sound, so
         that no view has to look whether parents run in a circle or an id comes twice.
         """
+
+        def counted(recording: Recording) -> Tally:
+            from instrument.trace.counting import tally_of
+
+            return tally_of(recording.columns, trace.threads)
+
         found = cls(
-            make_tally or (lambda: Tally.of_spans(trace.spans, trace.threads)),
+            make_tally or (lambda: counted(found)),
             lambda: trace,
             cost=trace.cost,
             losses=trace.losses,

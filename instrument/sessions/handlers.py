@@ -115,7 +115,7 @@ class Window:
 
     def tally(self) -> Tally:
         """The totals of the window's spans, open ones as far as they lie in it."""
-        return Tally.of_spans(self.trace.spans, self.trace.threads)
+        return Recording.of_trace(self.trace).tally
 
     def summary(
         self, *, views: Sequence[str] = ("events",), beside: str | os.PathLike[str] | None = None, **options: Any

@@ -56,7 +56,7 @@ def templates(export: Export) -> tuple[str, ...]:
     return found
 
 
-def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: Tally) -> Written:
+def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: Tally | None) -> Written:
     """Write a trace as each of the files that the profile asks for; one that fails keeps no other from it."""
     ways: list[tuple[str, Callable[..., Path]]] = [] if export.chrome is None else [(export.chrome.path, chrome.dump)]
     paths: list[Path] = []

@@ -214,13 +214,14 @@ class Session:
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
 
     def _prepare_recordings(self) -> None:
-        """Import what recordings take, also for the end: what is imported then makes Python forget that a
-        `KeyboardInterrupt` ended the program, which would exit with 1 and not by the signal."""
-        if self.profile.export.recording is None:
+        """Import what recordings and tallies of windows take, also for the end: what is imported then makes Python
+        forget that a `KeyboardInterrupt` ended the program, which would exit with 1 and not by the signal."""
+        export = self.profile.export
+        if export.recording is None and (export.chrome is None or self.profile.schedule is None):
             return
         problem = saving.why_no_recordings()
-        if problem:
-            instead = "" if self.profile.export.chrome is not None else "; Chrome traces are written in their place"
+        if problem and export.recording is not None:
+            instead = "" if export.chrome is not None else "; Chrome traces are written in their place"
             self.account.complain(f"export.recording: {problem}{instead}")
         else:
             saving.prepare()
@@ -509,7 +510,7 @@ class Session:
             self._budget.change(profile.budget)
         self.profile = profile
         self._watch_generations()
-        if profile.export != before.export:
+        if (profile.export, profile.schedule) != (before.export, before.schedule):
             self._prepare_recordings()
         self.generation += 1
         self._digest = profile.digest
@@ -823,15 +824,23 @@ class Session:
         self.selection.finish_nodes()
         trace = self.trace(start_ns, end_ns, index, origin)
         if start_ns <= self.start_ns and self.end_ns is not None and end_ns >= self.end_ns:
-            trace, tally = replace(trace, cost=self.cost()), self.tally()
+            trace = replace(trace, cost=self.cost())
+            tally: Tally | None = self.tally()
         else:
-            tally = self._charged(Tally.of_spans(trace.spans, trace.threads))
+            tally = self._counted(trace)
         written = saving.write(export, lambda template: place.path(template, index), trace, tally)
         for problem in written.problems:
             self.account.complain(problem)
         if written.paths:
             self._newest_files = written.paths
             self._make_room()
+
+    def _counted(self, trace: Trace) -> Tally | None:
+        """The tally of a window; None where numpy is not to be had: whoever reads the file then counts its spans."""
+        try:
+            return self._charged(Recording.of_trace(trace).tally)
+        except ImportError:
+            return None
 
     def _make_room(self) -> None:
         """Keep all that sessions of this service have left in files within `limits.disk`."""

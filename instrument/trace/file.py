@@ -27,6 +27,7 @@ from instrument.recording.tally import Tally
 from instrument.runtime import atomic
 from instrument.trace.archive import write_archive
 from instrument.trace.columns import Trace
+from instrument.trace.counting import tally_of
 from instrument.trace.layout import Column, packed, unpacked
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, metadata
 from instrument.trace.of_spans import spans_of, trace_of
@@ -60,7 +61,7 @@ class Saved:
         if self.tally is not None:
             return self.tally
         try:
-            return Tally.of_spans(spans_of(self.columns), self.facts.threads, limit_links=LIMIT_LINKS)
+            return tally_of(self.columns, self.facts.threads, limit_links=LIMIT_LINKS)
         except ValueError as problem:
             raise TraceError(f"cannot count the calls of the recording: {problem}") from problem
 

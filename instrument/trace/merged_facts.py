@@ -15,9 +15,9 @@ from instrument.recording.spans import HOST, Cost, FirstCall, Sample, Startup
 from instrument.recording.tally import Tally
 from instrument.trace.apart import Numbers, Part
 from instrument.trace.columns import Trace
+from instrument.trace.counting import tally_of
 from instrument.trace.file import Saved
 from instrument.trace.metadata import LIMIT_LINKS
-from instrument.trace.of_spans import spans_of
 
 OF_ALL = ("system_cpu",)
 """Gauges of the host that are no process's own."""
@@ -54,7 +54,7 @@ def merged_tally(parts: Sequence[Part], numbers: Numbers, columns: Trace, thread
             mine = np.zeros(len(columns), dtype=np.bool_)
             for part in its:
                 mine[part.row[part.is_kept]] = True
-            merged.merge(Tally.of_spans(spans_of(columns.only(mine)), threads, limit_links=LIMIT_LINKS))
+            merged.merge(tally_of(columns.only(mine), threads, limit_links=LIMIT_LINKS))
             continue
         for part in counting:
             for row in part.saved.counted().rows():

@@ -92,11 +92,12 @@ def make(count: int, in_tasks: bool) -> Any:
 
 def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
     from instrument import chrome
-    from instrument.recording.tally import Tally
+    from instrument.trace.counting import tally_of
+    from instrument.trace.of_spans import trace_of
 
     trace = make(count, in_tasks)
     started = time.perf_counter()
-    tally = Tally.of_spans(trace.spans, trace.threads)
+    tally = tally_of(trace_of(trace.spans), trace.threads)
     found = {"tally s": time.perf_counter() - started}
     for suffix in (".json", ".json.gz"):
         best = best_processor = float("inf")

@@ -1,0 +1,220 @@
+"""The tally of a trace: the totals of its spans by call path and thread, as recorders count them.
+
+Recursion is folded as they fold it: a call of a site that is on its path already counts at the node where that stands,
+and where a call around it on the same node and thread had not ended, it is an inner call, whose total and device time
+do not count. What is around a call is told by its parents: a generator's that in which it began, whoever else resumed
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.histogram import LAST_BUCKET, bucket_start
+from instrument.recording.spans import Site
+from instrument.recording.tally import LARGEST_COPY_BYTES, Tally, Totals
+from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
+from instrument.trace.forest import NONE, by_level
+from instrument.trace.groups import Groups, distinct, numbered
+from instrument.trace.intervals import lengths_by_group
+
+_STARTS = np.array([bucket_start(index) for index in range(LAST_BUCKET + 1)], dtype=np.int64)
+
+
+class _Paths:
+    """Call paths as nodes, each with its site's number and the node above it, and of each call of a site in one, its
+    node: `recurring` are those in which a call may have another one of the same node around it."""
+
+    def __init__(self) -> None:
+        self.site: list[int] = []
+        self.parent: list[int] = []
+        self.depth: list[int] = []
+        self.recurring: set[int] = set()
+        self._below: dict[tuple[int, int], int] = {}
+        self._known_sites: set[int] = set()
+
+    def below(self, parent: int, site: int) -> int:
+        """The node of a site that is called in another, on first sight that of its path which is of the site."""
+        node = self._below.get((parent, site))
+        if node is None:
+            node = self._below[parent, site] = self._folded(parent, site)
+        return node
+
+    def _folded(self, parent: int, site: int) -> int:
+        if site in self._known_sites:
+            on_path = [parent]
+            while (node := on_path[-1]) != NONE:
+                if self.site[node] == site:
+                    self.recurring.update(on_path)
+                    return node
+                on_path.append(self.parent[node])
+        self._known_sites.add(site)
+        self.site.append(site)
+        self.parent.append(parent)
+        self.depth.append(1 if parent == NONE else self.depth[parent] + 1)
+        return len(self.site) - 1
+
+    def sites(self, node: int) -> list[int]:
+        """Those of a node's path, the topmost first."""
+        found = []
+        while node != NONE:
+            found.append(self.site[node])
+            node = self.parent[node]
+        return found[::-1]
+
+
+def tally_of(trace: Trace, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
+    """The tally of all spans; `threads` are the names of some.
+
+    Raises `ValueError` where the call paths have more than `limit_links` sites in all, as no program's have.
+    """
+    tally, names = Tally(), dict(threads or {})
+    if not len(trace):
+        return tally
+    paths = _Paths()
+    node_of = _nodes(trace, paths)
+    cell_of, rows = numbered(node_of, numbered(trace.thread_id)[0])
+    nodes = node_of[rows]
+    if limit_links is not None and int(np.array(paths.depth)[nodes].sum()) > limit_links:
+        raise ValueError("its calls lie in one another deeper than any program's; it is damaged")
+    totals = _totals(trace, cell_of, len(rows), _inner(trace, node_of, paths.recurring))
+    path_of: dict[int, tuple[Site, ...]] = {}
+    node_numbers, thread_ids = nodes.tolist(), trace.thread_id[rows].tolist()
+    for cell in _in_order(trace, cell_of, len(rows)):
+        node, thread_id = node_numbers[cell], thread_ids[cell]
+        path = path_of.get(node)
+        if path is None:
+            path = path_of[node] = tuple(map(trace.sites.__getitem__, paths.sites(node)))
+        tally.threads.setdefault(thread_id, names.get(thread_id, f"thread {thread_id}"))
+        tally.append(path, thread_id, totals[cell])
+    return tally
+
+
+def _nodes(trace: Trace, paths: _Paths) -> Int64s:
+    """Of each row its node. Sites that mean the same place are one."""
+    known: dict[tuple[object, ...], int] = {}
+    places = np.array([known.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
+    node_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last one is above those that have no parent
+    for rows in by_level(trace.level):
+        above, sites = node_of[trace.parent[rows]], places[trace.site[rows]]
+        if len(rows) == 1:  # as in a chain, of which there may be thousands of levels
+            node_of[rows[0]] = paths.below(int(above[0]), int(sites[0]))
+            continue
+        numbers, some = numbered(above + 1, sites)
+        nodes = map(paths.below, above[some].tolist(), sites[some].tolist())
+        node_of[rows] = np.fromiter(nodes, np.int64, len(some))[numbers]
+    return node_of[:-1]
+
+
+def _inner(trace: Trace, node_of: Int64s, recurring: set[int]) -> Bools:
+    """Which calls began before one around them of the same node and thread had ended."""
+    inner = np.zeros(len(trace), dtype=np.bool_)
+    if not recurring:
+        return inner
+    is_recurring = np.zeros(int(node_of.max()) + 1, dtype=np.bool_)
+    is_recurring[list(recurring)] = True
+    rows = np.flatnonzero(is_recurring[node_of])
+    around = _around_of_node(trace, node_of, rows)
+    # The latest end of all that are around: pointers are doubled.
+    latest, up = np.full(len(trace), -FARTHEST_NS, dtype=np.int64), around.copy()
+    latest[rows] = np.where(around[rows] == NONE, -FARTHEST_NS, trace.end_ns[around[rows]])
+    rows = found = rows[around[rows] != NONE]
+    while len(rows):
+        its = up[rows]
+        later, farther = latest[its], up[its]
+        latest[rows] = np.maximum(latest[rows], later)
+        up[rows] = farther
+        rows = rows[farther != NONE]
+    inner[found] = latest[found] >= trace.start_ns[found]
+    return inner
+
+
+def _around_of_node(trace: Trace, node_of: Int64s, rows: Int64s) -> Int32s:
+    """Of some rows the nearest one above that is of the same node and thread."""
+    around = np.full(len(trace), NONE, dtype=np.int32)
+    up = trace.parent[rows]
+    while True:
+        goes_on = up != NONE
+        rows, up = rows[goes_on], up[goes_on]
+        if not len(rows):
+            return around
+        same = (node_of[up] == node_of[rows]) & (trace.thread_id[up] == trace.thread_id[rows])
+        around[rows[same]] = up[same]
+        rows, up = rows[~same], trace.parent[up[~same]]
+
+
+def _totals(trace: Trace, cells: Int64s, count: int, inner: Bools) -> list[Totals]:
+    """The totals of each cell."""
+    device_ns, elapsed_ns = _device_and_elapsed(trace)
+    elapsed_ns[inner] = trace.total_ns[inner]
+    moved = np.zeros(len(trace), dtype=np.int64)
+    copied = np.intersect1d(trace.attributes.having("bytes"), np.flatnonzero(trace.of_kind("copy")))
+    moved[copied] = [
+        value if isinstance(value, int) and 0 <= value <= LARGEST_COPY_BYTES else 0
+        for value in trace.attributes.values("bytes", copied)
+    ]
+    groups, outer = Groups(cells, count), ~inner
+    columns: list[NDArray[np.int64]] = [
+        groups.sizes(),
+        groups.sums(trace.error != NONE),
+        groups.sums(trace.total_ns * outer),
+        groups.sums(trace.self_ns),
+        groups.sums(device_ns * outer),
+        groups.sums(elapsed_ns * outer),
+        groups.least(elapsed_ns, 0),
+        groups.most(elapsed_ns, 0),
+        groups.sums(moved),
+        groups.least(trace.start_ns, 0),
+    ]
+    buckets = np.searchsorted(_STARTS, elapsed_ns, side="right") - 1
+    keys, sizes = np.unique(cells * (LAST_BUCKET + 1) + buckets, return_counts=True)
+    histograms: list[dict[int, int]] = [{} for _ in range(count)]
+    its, of_buckets = np.divmod(keys, LAST_BUCKET + 1)
+    for cell, index, calls in zip(its.tolist(), of_buckets.tolist(), sizes.tolist(), strict=True):
+        histograms[cell][index] = calls
+    return list(map(Totals, *(column.tolist() for column in columns), histograms))
+
+
+def _device_and_elapsed(trace: Trace) -> tuple[Int64s, Int64s]:
+    """Of each row the length of the union of its device intervals, and of these and its host interval."""
+    device_ns, elapsed_ns = np.zeros(len(trace), dtype=np.int64), trace.total_ns.copy()
+    rows, its = distinct(trace.device.row), trace.device
+    if len(rows):
+        places = np.searchsorted(rows, its.row)
+        device_ns[rows] = lengths_by_group(places, its.start_ns, its.end_ns, len(rows))
+        places = np.concatenate([places, np.arange(len(rows))])
+        starts = np.concatenate([its.start_ns, trace.start_ns[rows]])
+        ends = np.concatenate([its.end_ns, trace.end_ns[rows]])
+        elapsed_ns[rows] = lengths_by_group(places, starts, ends, len(rows))
+    return device_ns, elapsed_ns
+
+
+def _in_order(trace: Trace, cells: Int64s, count: int) -> list[int]:
+    """The cells as one meets them from the roots down, of calls side by side those first that begin first.
+
+    Of some that begin together the longer ones come first, then by id.
+    """
+    rank = np.empty(len(trace), dtype=np.int64)
+    rank[np.lexsort((trace.span_id, -trace.end_ns, trace.start_ns))] = np.arange(len(trace))
+    by_depth, parent = by_level(trace.level), trace.parent
+    sizes = np.ones(len(trace) + 1, dtype=np.int64)  # of a row and all below it
+    for rows in reversed(by_depth[1:]):
+        if len(rows) == 1:
+            sizes[parent[rows[0]]] += sizes[rows[0]]
+        else:
+            np.add.at(sizes, parent[rows], sizes[rows])
+    places = np.full(len(trace) + 1, NONE, dtype=np.int64)
+    for rows in by_depth:
+        if len(rows) == 1:
+            places[rows[0]] = places[parent[rows[0]]] + 1
+            continue
+        rows = rows[np.lexsort((rank[rows], places[parent[rows]]))]
+        before = np.cumsum(sizes[rows]) - sizes[rows]
+        firsts = np.flatnonzero(np.diff(parent[rows], prepend=NONE - 1))
+        before -= np.repeat(before[firsts], np.diff(firsts, append=len(rows)))
+        places[rows] = places[parent[rows]] + 1 + before
+    found: list[int] = np.argsort(Groups(cells, count).least(places[:-1], 0)).tolist()
+    return found
