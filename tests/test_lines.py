@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -353,30 +354,19 @@ def test_live_views_are_those_of_the_tally(make_recorder: Any, seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_calls_by_shape_are_the_same_by_lines_that_have_been_made(make_recorder: Any, seed: int) -> None:
+def test_every_call_is_one_of_the_shape_of_its_sites_probe(make_recorder: Any, seed: int) -> None:
     """Also where two sites are one place, and their probes are of two shapes: no line tells whose its calls were."""
     chance = random.Random(seed)
     recorder = make_recorder()
-    for site in chance.sample(SITES, 6):
-        recorder.note_shape(site, chance.choice(["plain", "method", "generator"]))
+    shapes = {site: chance.choice(["plain", "method", "generator"]) for site in chance.sample(SITES, 6)}
+    for site, shape in shapes.items():
+        recorder.note_shape(site, shape)
     record(recorder, chance)
-    expected = recorder.shape_calls()
-    assert sum(expected.values()) == recorder.calls
-    for merged in (True, False):
-        assert recorder.shape_calls(recorder.lines(merged=merged)) == expected
-    assert recorder.shape_calls(Lines.of_tally(recorder.tally())) == expected
-
-
-def test_lines_with_calls_spare_the_cost_its_own_look_at_them(
-    make_recorder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = make_recorder()
-    if not recorder.native:
-        pytest.skip("the recorder in Python has no lines of its own")
-    for name in "abc":
-        recorder.close(recorder.open(Site(name)))
-    monkeypatch.setattr(type(recorder), "calls_by", lambda *_: pytest.fail("looked at all totals again"))
-    assert recorder.shape_calls(recorder.lines(merged=True)) == {"scope": 3}
+    expected = Counter[str]()
+    for site, calls in recorder.site_calls().items():
+        expected[shapes.get(site, "scope")] += calls
+    assert Counter(recorder.shape_calls()) == expected
+    assert expected.total() == recorder.calls
 
 
 def test_what_is_held_is_told_without_making_spans(make_recorder: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from instrument.recorder.core_methods import CoreMethods
 from instrument.recording.histogram import unpacked
-from instrument.recording.lines import CALLS, Lines, Numbers
+from instrument.recording.lines import Lines, Numbers
 from instrument.recording.paths import NOT_BELOW, CallTree, shaped
 from instrument.recording.ring import Cursor, Row
 from instrument.recording.rows import Held, Taken, span_of
@@ -43,14 +43,10 @@ class Readback(CoreMethods):
         site_of, count = tree.site_of, len(tree.sites)
         return {site: calls for site, calls in zip(tree.sites, self.calls_by(site_of, count), strict=False) if calls}
 
-    def shape_calls(self, lines: Lines | None = None) -> dict[str, int]:
-        """How often probes of each shape were called, as `measure_costs` names them; of some lines of this recorder, if
-        they are given, which takes a tenth of the time."""
+    def shape_calls(self) -> dict[str, int]:
+        """How often probes of each shape were called, as `measure_costs` names them."""
         of_nodes, names = self._shapes_by_node()
-        # A line may be of several nodes, whose probes need not have one shape; then the nodes are asked.
-        if lines is None or lines.tree is not self._paths or lines.tree.located().shared:
-            return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
-        return dict(zip(names, lines.sums(of_nodes, len(names)).column(CALLS), strict=False))
+        return dict(zip(names, self.calls_by(of_nodes, len(names)), strict=False))
 
     def _shapes_by_node(self) -> tuple[array[int], tuple[str, ...]]:
         """Of each call path the number of its probe's shape, and the shapes."""

@@ -157,7 +157,6 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
 
     `rows` bounds the table of sites to those that cost most, `least_ns` to those that cost so much.
     """
-    recording.lines(merged=True)  # which tell what it has cost
     spent, upkeep = recording.cost, recording.upkeep
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
     coverage, asked, missing = _held(recording)

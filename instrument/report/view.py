@@ -181,8 +181,8 @@ class Recording:
 
     `make_tally`, `make_lines`, `make_trace`, `make_columns`, `make_held`, `make_startup`, `make_upkeep` and `make_cost`
     are called when somebody first reads what they make. `make_lines` makes the tally's lines, all threads as one where
-    it is told so, at less cost; `make_cost` gets them where they have been made. `make_columns` makes the trace's
-    columns where it has them, and `facts` are what such a trace knows beside them; else both are those of the trace.
+    it is told so, at less cost. `make_columns` makes the trace's columns where it has them, and `facts` are what such a
+    trace knows beside them; else both are those of the trace.
     `make_held` tells of the spans that are held without making them, None where it cannot. `window_ns` is the length of
     the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace id and
     the span id under which a span of the trace went to the collector. `benchmark` has counted the steps of a loop as
@@ -205,7 +205,7 @@ class Recording:
         make_startup: Callable[[], Startup | None] = lambda: None,
         make_lines: Callable[[bool], Lines] | None = None,
         make_held: Callable[[], HeldSpans | None] = lambda: None,
-        make_cost: Callable[[Lines | None], Cost | None] = lambda lines: None,
+        make_cost: Callable[[], Cost | None] = lambda: None,
         make_columns: Callable[[], columns.Trace] | None = None,
         facts: Facts | None = None,
     ) -> None:
@@ -243,7 +243,7 @@ class Recording:
     @cached_property
     def cost(self) -> Cost | None:
         """What the instrumentation has cost, None where nobody knows."""
-        return self._cost or self._make_cost(self._lines.get(True) or self._lines.get(False))
+        return self._cost or self._make_cost()
 
     @cached_property
     def trace(self) -> Trace:

@@ -17,7 +17,6 @@ from instrument.instrumentors.verdict import Verdict, without_others
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
 from instrument.recording import board
-from instrument.recording.lines import Lines
 from instrument.recording.spans import Cost, Span
 from instrument.report.view import Upkeep
 from instrument.runtime.faults import FAULTS, logger
@@ -79,13 +78,13 @@ class Account:
 
     # ---------------------------------------------------------------- what it tells
 
-    def cost(self, window_ns: int, lines: Lines | None = None) -> Cost:
+    def cost(self, window_ns: int) -> Cost:
         """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.
 
-        By the calls of `lines` if they are given, else by those of the tally as it is now. A generator counts as one
-        step, whatever it made. Device times add what a pair of events costs on this device.
+        By the calls of the tally as it is now. A generator counts as one step, whatever it made. Device times add what
+        a pair of events costs on this device.
         """
-        calls = self.recorder.shape_calls(lines)
+        calls = self.recorder.shape_calls()
         probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
         mean_ns = (probes_ns + self.pairs_ns()) / counted if counted else 0.0
         cold_ns = mean_ns + self.costs.cold_ns if counted else 0.0

@@ -698,7 +698,7 @@ class Session:
             self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside)[0]),
             make_lines=lambda merged: RECORDER.lines(merged=merged),
             make_held=self._held,
-            make_cost=lambda lines: self.account.cost(window_ns, lines),
+            make_cost=lambda: self.account.cost(window_ns),
             losses=self.losses(),
             notes=self.notes(),
             window_ns=window_ns,
