@@ -156,6 +156,7 @@ def make_recorder(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     def make(ring_bytes: int = 1 << 22) -> Any:
         own = request.param(ring_bytes)
+        own.begin(ring_bytes, {})  # as a session does: into memory that others can read
         undos.append(contexts.watch(own))
         own.on = True
         return own

@@ -392,7 +392,7 @@ AsyncGenerator_finalize(AsyncGenerator *self)
     if (self->finaliser != NULL && !has_ended(self)) {
         if (told(PyObject_CallOneArg(self->finaliser, (PyObject *)self)) < 0)
             PyErr_WriteUnraisable((PyObject *)self);
-    } else if (self->stretch != NULL && self->stretch->frame != NULL && self->stretch->frame->frame.state != CLOSED) {
+    } else if (self->stretch != NULL && self->stretch->frame != NULL && self->stretch->frame->frame->state != CLOSED) {
         Stretch *stretch = self->stretch;
         int failed = self->under_way == NULL ? told(Stretch_resume(stretch, NULL)) : 0;
         Py_CLEAR(self->generator);

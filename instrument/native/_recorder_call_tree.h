@@ -109,6 +109,15 @@ min_ns_of(PyObject *site)
     return min_ns;
 }
 
+/* Keep a node that is of no tree any more for the next one. */
+static void
+make_spare(Core *core, node_t *node)
+{
+    node_t **spare = core->memory != NULL && memory_of(node) == core->memory ? &core->spare : &core->private_spare;
+    node->parent = *spare;
+    *spare = node;
+}
+
 static node_t *
 new_node(Core *core, node_t *parent, PyObject *site)
 {
@@ -120,11 +129,12 @@ new_node(Core *core, node_t *parent, PyObject *site)
         core->nodes = nodes;
         core->node_slots = slots;
     }
-    node_t *node = core->spare;
-    if (node != NULL) {
-        core->spare = node->parent;
+    int has_room = core->memory != NULL && core->memory->at->parts[PART_NODES].used < core->memory->at->parts[PART_NODES].slots;
+    node_t **spare = core->spare != NULL ? &core->spare : &core->private_spare, *node = *spare;
+    if (node != NULL && (spare == &core->spare || !has_room)) {
+        *spare = node->parent;
         memset(node, 0, sizeof *node);
-    } else if ((node = new_lines(sizeof *node)) == NULL) {
+    } else if ((node = new_lines_in(core->memory, PART_NODES, sizeof *node)) == NULL) {
         return NULL;
     }
     node->site = Py_NewRef(site);
@@ -136,11 +146,12 @@ new_node(Core *core, node_t *parent, PyObject *site)
     node->min_ns = min_ns_of(site);
     if (add_child(parent, node) < 0) {
         Py_CLEAR(node->site);
-        node->parent = core->spare;
-        core->spare = node;
+        make_spare(core, node);
         return NULL;
     }
     core->nodes[core->node_count++] = node;
+    tell_site(core, site);
+    node->is_known = 1;
     return node;
 }
 

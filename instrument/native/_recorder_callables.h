@@ -102,14 +102,16 @@ take_frame(void)
     if (frame != NULL) {
         free_frames = frame->above;
     } else {
-        frame = new_lines(sizeof(frame_t));
-        if (frame == NULL)
-            return NULL;
-        frame->is_extra = frame_count >= FRAMES_KEPT;
-        frame_count++;
+        frame = take_slot(frame_memory, PART_FRAMES);
+        if (frame == NULL) {
+            frame = new_lines(sizeof(frame_t));
+            if (frame == NULL)
+                return NULL;
+            frame->is_extra = frame_count >= FRAMES_KEPT;
+            frame_count++;
+        }
     }
     frame->state = OPEN; /* one that has been released holds nothing */
-    frame->start_ns = frame->counted_from_ns = 0;
     return frame;
 }
 
@@ -121,6 +123,7 @@ release_frame(frame_t *frame)
         frame_count--;
         return;
     }
+    frame->start_ns = frame->counted_from_ns = 0; /* whoever looks for open spans passes it */
     frame->above = free_frames;
     free_frames = frame;
 }
@@ -258,7 +261,7 @@ call_in_span(Function *self, PyObject *site, path_t *path, PyObject *const *args
     Py_INCREF(current);
     current->top = frame;
     publish_begun(core, current, frame);
-    frame->start_ns = frame->counted_from_ns = read_clock(core);
+    begin_frame(frame, read_clock(core));
     PyObject *result = NULL;
     node_t *node = frame->node;
     totals_t *totals = node->totals;

@@ -3,7 +3,7 @@
 static inline void
 count(Core *core, reason_t reason)
 {
-    core->reasons[reason]++;
+    core->counted->reasons[reason]++;
 }
 
 /* Whether what has just been raised while we worked is the host's: by a signal handler that came in while code of ours

@@ -163,7 +163,7 @@ nearest_open(Published *published)
 static PyObject *
 remote_in(const Core *core, PyObject *request)
 {
-    PyObject *attributes = request == NULL ? NULL : ((Frame *)request)->frame.attributes, *remote = NULL;
+    PyObject *attributes = request == NULL ? NULL : ((Frame *)request)->frame->attributes, *remote = NULL;
     if (attributes != NULL && PyDict_Check(attributes) &&
         (remote = PyDict_GetItemWithError(attributes, core->remote_key)) == NULL)
         PyErr_Clear();
@@ -589,7 +589,7 @@ publish_here(Core *core)
 static inline int
 is_open_request(PyObject *request)
 {
-    return request != NULL && ((Frame *)request)->frame.state != CLOSED;
+    return request != NULL && ((Frame *)request)->frame->state != CLOSED;
 }
 
 static PyObject *

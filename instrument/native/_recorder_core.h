@@ -8,13 +8,14 @@ Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwar
         return NULL;
     self->uid = ++last_uid;
     self->next_id = 2;
+    self->counted = &self->own_counted;
     self->node_limit = NODE_LIMIT;
     self->rings = PyList_New(0);
     self->counts = PyDict_New();
     self->user_sites = PyDict_New();
     self->passes = PyDict_New();
     self->variable = PyContextVar_New("instrument_current", NULL);
-    self->ended = empty_ring();
+    self->ended = empty_ring(self);
     if (self->rings == NULL || self->counts == NULL || self->user_sites == NULL || self->passes == NULL ||
         self->variable == NULL || self->ended == NULL)
         Py_CLEAR(self);
@@ -99,16 +100,22 @@ Core_dealloc(Core *self)
     PyMem_Free(self->named);
     Py_XDECREF(self->passes);
     Py_XDECREF(self->no_scope);
+    Py_XDECREF(self->told_sites);
     for (uint32_t i = 0; i < self->node_count; i++) {
         PyMem_Free(self->nodes[i]->table);
         Py_DECREF(self->nodes[i]->site);
-        free_lines(self->nodes[i]);
+        free_lines_in(self->nodes[i], PART_NODES);
     }
-    while (self->spare != NULL) {
-        node_t *spare = self->spare;
-        self->spare = spare->parent;
-        free_lines(spare);
+    for (node_t *spare = self->spare, *next; spare != NULL; spare = next) {
+        next = spare->parent;
+        free_lines_in(spare, PART_NODES);
     }
+    for (node_t *spare = self->private_spare, *next; spare != NULL; spare = next) {
+        next = spare->parent;
+        free_lines_in(spare, PART_NODES);
+    }
+    if (self->memory != NULL)
+        leave_memory(self->memory);
     PyMem_Free(self->nodes);
     PyMem_Free(self->root.table);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -260,6 +267,7 @@ static PyMethodDef Core_methods[] = {
      "copy_context($self)\n--\n\nAs contextvars.copy_context; the copy knows the current span."},
     {"forget_current", (PyCFunction)Core_forget_current, METH_NOARGS, "Forget what is open in this context."},
     {"_forget_all", (PyCFunction)Core_forget_all, METH_NOARGS, "Forget what is open in every context."},
+    {"attach", (PyCFunction)Core_attach, METH_VARARGS, "Record into a file from the next reset on."},
     {"_reset", (PyCFunction)Core_reset, METH_O, "Forget every row and total; a new limit in bytes, or None."},
     {"_preset", (PyCFunction)Core_preset, METH_VARARGS, "For tests: the next identity and this thread's head."},
     {"start_ticks", (PyCFunction)Core_start_ticks, METH_NOARGS, "Begin to read the time stamp counter."},
@@ -276,8 +284,6 @@ static PyMemberDef Core_members[] = {
     {"on", T_BOOL, offsetof(Core, on), 0, "whether spans begin"},
     {"node_limit", T_UINT, offsetof(Core, node_limit), 0, "call paths that the tally keeps"},
     {"node_count", T_UINT, offsetof(Core, node_count), READONLY, "call paths known"},
-    {"ended_rows", T_ULONGLONG, offsetof(Core, ended_rows), READONLY, "rows of rings that were given up"},
-    {"ended_too_short", T_ULONGLONG, offsetof(Core, ended_too_short), READONLY, "the same of `too_short`"},
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
     {"passes", T_OBJECT, offsetof(Core, passes), READONLY, "what counts the calls of each muted site"},
     {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
@@ -293,9 +299,9 @@ Core_irregular(Core *self, void *Py_UNUSED(closure))
 {
     PyObject *all = PyDict_Copy(self->counts);
     for (int i = 0; all != NULL && i < REASON_COUNT; i++) {
-        if (self->reasons[i] == 0)
+        if (self->counted->reasons[i] == 0)
             continue;
-        PyObject *times = PyLong_FromUnsignedLongLong(self->reasons[i]);
+        PyObject *times = PyLong_FromUnsignedLongLong(self->counted->reasons[i]);
         if (times == NULL || PyDict_SetItemString(all, REASONS[i], times) < 0)
             Py_CLEAR(all);
         Py_XDECREF(times);
@@ -325,7 +331,23 @@ Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(closure))
     return 0;
 }
 
+static PyObject *
+Core_ended_rows(Core *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(self->counted->ended_rows);
+}
+
+static PyObject *
+Core_ended_too_short(Core *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(self->counted->ended_too_short);
+}
+
 static PyGetSetDef Core_getset[] = {
+    {"ended_rows", (getter)Core_ended_rows, NULL, "rows of rings that were given up", NULL},
+    {"ended_too_short", (getter)Core_ended_too_short, NULL, "the same of `too_short`", NULL},
+    {"memory_fd", (getter)Core_memory_fd, NULL, "descriptor of the memory that others can read, or -1", NULL},
+    {"_memory_head", (getter)Core_memory_head, NULL, "the memory's header and the text behind it, or None", NULL},
     {"irregular", (getter)Core_irregular, NULL, "irregular events by what happened", NULL},
     {"scope_type", (getter)Core_scope_type, (setter)Core_set_scope_type, "what scope makes", NULL},
     {NULL},

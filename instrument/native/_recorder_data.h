@@ -23,6 +23,7 @@
 #define STACK_MARGIN (64 << 10)
 #define LINE 64 /* bytes that the processor fetches at once */
 #define BUCKETS_WAITING 7
+
 /* What is counted beside the spans. In C, because what is lost for want of memory cannot wait for some. */
 typedef enum {
     CROSSED,
@@ -90,6 +91,7 @@ typedef struct node {
     unsigned char is_request : 1, is_copy : 1;
     char is_device; /* whether its site asks for device time */
     char may_recur;  /* whether a call of it may run inside another one */
+    char is_known;   /* whether it is of the tree of now: others are spare */
     struct node **table; /* by the site's address, linear probing; an edge to a node that is not below has its mark */
     int64_t min_ns; /* what is shorter, and has neither children nor an error, gets no row */
     uint64_t ring_number; /* of the ring that `totals` are of: that of the thread that was here last, or 0 */
@@ -118,6 +120,8 @@ typedef struct totals {
     int64_t first_total_ns;       /* of the call that began first */
     uint64_t steps;               /* of generators, also of those that go on */
     chunk_t *chunks[CHUNKS];
+    uint64_t ring_number; /* of the ring that has them: who reads from outside finds them by this */
+    uint32_t node;
 } totals_t;
 
 /* One cache line. What few spans have lies in a tuple of its own, (active ns or -1, name of the error, attributes), or is
@@ -162,16 +166,18 @@ typedef struct frame {
     uint32_t place : 31;   /* while spans are renamed: its number among those that are open, from 1 on, or 0 */
 } frame_t;
 
+_Static_assert(REASON_COUNT <= REASONS_MOST, "a recording has room for all reasons");
 _Static_assert(sizeof(frame_t) == 2 * LINE, "a frame is two cache lines");
 
 typedef struct {
     PyObject_HEAD
-    frame_t frame;
+    frame_t *frame; /* its own, where others can read it */
     struct stretch *stretch; /* whose span it is, or NULL */
 } Frame;
 
 struct core;
 struct published;
+struct memory;
 
 typedef struct current {
     PyObject_HEAD
@@ -223,6 +229,9 @@ typedef struct ring {
     PyObject *name;
     char ended;
     book_t totals;
+    uint64_t generation; /* of the recording that it counts in, or 0 */
+    uint64_t folded;     /* rows that the totals have: of use to the recorder in Python alone */
+    char label[LABEL_BYTES];
 } Ring;
 
 typedef struct {
@@ -271,12 +280,17 @@ typedef struct core {
     node_t **nodes;
     uint32_t node_count, node_slots, node_limit;
     node_t *overflow;
-    node_t *spare; /* given up by a reset, each by its `parent`; kept, for what nobody finds may still point there */
+    /* Given up by a reset, each by its `parent`; kept, for what nobody finds may still point there. First those that can
+     * be read from outside. */
+    node_t *spare, *private_spare;
     uint32_t edges; /* marked entries in the tables of nodes */
     PyObject *rings; /* list of Ring */
-    uint64_t ended_rows, ended_too_short, row_budget;
+    uint64_t row_budget;
     Ring *ended; /* its totals are those of the rings that were given up */
-    uint64_t reasons[REASON_COUNT];
+    struct memory *memory; /* where others can read what is recorded, or NULL */
+    counted_t *counted; /* there, or `own_counted` */
+    counted_t own_counted;
+    PyObject *told_sites; /* of which the memory says what they are, by their addresses */
     PyObject *counts; /* what Python code counts, by its text */
     Scope *no_scope; /* what `scope` gives where there is no memory for one */
     PyObject *user_sites; /* sites of scopes of kind user, by name; of a muted one a scope that is handed out again */
@@ -385,5 +399,7 @@ static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dund
     *str_answer_size,
     *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,
     *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_ag_frame, *str_anext, *str_asend, *str_athrow,
-    *str_aclose, *str_throw, *str_close, *str_items, *str_first_item, *str_last_item, *str_longest_gap;
+    *str_aclose, *str_throw, *str_close, *str_items, *str_first_item, *str_last_item, *str_longest_gap,
+    *str_error_key, *str_name, *str_module, *str_qualname, *str_file, *str_line, *str_instance, *str_suspends,
+    *str_attributes;
 static PyObject *name_of_type; /* the descriptor of `type.__name__` */

@@ -25,7 +25,7 @@ Stretch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void
 drop_inner(Stretch *self)
 {
-    frame_t *own = self->frame != NULL ? &self->frame->frame : NULL;
+    frame_t *own = self->frame != NULL ? self->frame->frame : NULL;
     frame_t *frame = self->inner;
     self->inner = NULL;
     while (frame != NULL) {
@@ -96,7 +96,7 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
     if (self->lost)
         Py_RETURN_NONE;
     Pass *pass = pass_of(core, self->site);
-    if (pass != NULL && (self->frame == NULL || self->inner == &self->frame->frame)) {
+    if (pass != NULL && (self->frame == NULL || self->inner == self->frame->frame)) {
         if (self->frame == NULL) {
             self->lost = 1;
             count_passed(pass);
@@ -116,7 +116,7 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
             Py_RETURN_NONE;
         }
         self->frame->stretch = self;
-        self->resumed_ns = self->frame->frame.start_ns;
+        self->resumed_ns = self->frame->frame->start_ns;
         Py_RETURN_NONE;
     }
     Ring *ring;
@@ -126,7 +126,7 @@ Stretch_resume(Stretch *self, PyObject *Py_UNUSED(none))
             return NULL;
         Py_RETURN_NONE;
     }
-    frame_t *own = &self->frame->frame;
+    frame_t *own = self->frame->frame;
     int64_t now_ns = read_clock(core);
     int64_t gap_ns = now_ns - self->suspended_ns;
     frame_t *frame = self->inner;
@@ -183,7 +183,7 @@ Stretch_suspend(Stretch *self, PyObject *Py_UNUSED(none))
     Core *core = self->core;
     if (self->frame == NULL || self->inner != NULL)
         Py_RETURN_NONE;
-    frame_t *own = &self->frame->frame;
+    frame_t *own = self->frame->frame;
     int64_t now_ns = read_clock(core);
     int64_t step_ns = now_ns - self->resumed_ns;
     Ring *ring;
@@ -249,7 +249,7 @@ Stretch_yielded(Stretch *self, PyObject *Py_UNUSED(none))
 static int
 tell_items(Stretch *self)
 {
-    frame_t *frame = &self->frame->frame;
+    frame_t *frame = self->frame->frame;
     struct {
         PyObject *name;
         int64_t value;
@@ -279,9 +279,9 @@ tell_items(Stretch *self)
 static PyObject *
 Stretch_finish(Stretch *self, PyObject *error)
 {
-    if (self->frame == NULL || self->frame->frame.state == CLOSED)
+    if (self->frame == NULL || self->frame->frame->state == CLOSED)
         Py_RETURN_NONE;
-    frame_t *frame = &self->frame->frame;
+    frame_t *frame = self->frame->frame;
     if (self->inner == NULL) { /* a signal handler has ended it in the middle of a step */
         PyObject *pair = frame->pair;
         frame->pair = NULL;

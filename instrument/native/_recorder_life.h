@@ -84,12 +84,27 @@ give_up_nodes(Core *core)
         memset(old[i], 0, sizeof *old[i]);
         /* Until it is taken again it counts as the overflow, for an open span that no chain holds any more. */
         old[i]->site = overflow->site;
-        old[i]->parent = core->spare;
-        core->spare = old[i];
+        make_spare(core, old[i]);
     }
     PyMem_Free(old);
     PyMem_Free(root.table);
     return sites;
+}
+
+/* Whatever is recorded from now on is the memory's next generation. Until the next mark nodes change hands. */
+static void
+begin_generation(Core *core)
+{
+    mark_moving(core);
+    if (core->memory == NULL)
+        return;
+    recording_t *at = core->memory->at;
+    at->generation++;
+    at->parts[PART_FACTS].used = at->parts[PART_DETAILS].used = 0;
+    for (int number = 0; number < PART_COUNT; number++)
+        at->parts[number].unseen = 0;
+    if (core->told_sites != NULL)
+        PyDict_Clear(core->told_sites);
 }
 
 static PyObject *
@@ -102,8 +117,10 @@ Core_reset(Core *self, PyObject *argument)
         self->row_budget = ring_bytes / sizeof(row_t);
     }
     PyObject *rings = PyList_New(0), **old_sites = NULL;
-    Ring *ended = rings == NULL ? NULL : empty_ring();
+    begin_generation(self);
+    Ring *ended = rings == NULL ? NULL : empty_ring(self);
     if (ended == NULL || (self->overflow != NULL && (old_sites = give_up_nodes(self)) == NULL)) {
+        mark_moving(self);
         Py_XDECREF(rings);
         Py_XDECREF((PyObject *)ended);
         return PyErr_NoMemory();
@@ -113,8 +130,9 @@ Core_reset(Core *self, PyObject *argument)
     self->uid = ++last_uid;
     self->rings = rings;
     self->ended = ended;
-    self->ended_rows = self->ended_too_short = 0;
-    memset(self->reasons, 0, sizeof(self->reasons));
+    self->counted->ended_rows = self->counted->ended_too_short = 0;
+    memset(self->counted->reasons, 0, sizeof(self->counted->reasons));
+    mark_moving(self);
     PyDict_Clear(self->counts);
     Py_DECREF(old_ended);
     free_rings(old_rings); /* last: it may run code of the host's */
@@ -123,6 +141,72 @@ Core_reset(Core *self, PyObject *argument)
         Py_DECREF(old_sites[i]);
     PyMem_Free(old_sites);
     Py_RETURN_NONE;
+}
+
+/* Record into a file from the next reset on: attach(descriptor, whether it lies on a disk). The file is the recorder's
+ * from then on; its header says what lies where. */
+static PyObject *
+Core_attach(Core *self, PyObject *args)
+{
+    static char has_handlers;
+    int fd, is_file;
+    if (!PyArg_ParseTuple(args, "ip:attach", &fd, &is_file))
+        return NULL;
+    if (self->told_sites == NULL && (self->told_sites = PyDict_New()) == NULL)
+        return NULL;
+    if (!has_handlers && pthread_atfork(before_fork, drop_fork_copy, after_fork_in_child) != 0)
+        return PyErr_NoMemory();
+    has_handlers = 1;
+    memory_t *memory = map_memory(fd, is_file), *before = self->memory;
+    if (memory == NULL)
+        return NULL;
+    /* Free frames that nobody outside could read are given up; the next ones lie there. */
+    while (free_frames != NULL) {
+        frame_t *frame = free_frames;
+        free_frames = frame->above;
+        if (memory_of(frame) == NULL)
+            frame_count--;
+        free_lines_in(frame, PART_FRAMES);
+    }
+    while (free_frame_object_count > 0) {
+        Frame *frame = free_frame_objects[--free_frame_object_count];
+        PyObject_GC_UnTrack(frame);
+        free_lines_in(frame->frame, PART_FRAMES);
+        PyObject_GC_Del(frame);
+    }
+    while (self->spare != NULL) {
+        node_t *node = self->spare;
+        self->spare = node->parent;
+        node->parent = self->private_spare;
+        self->private_spare = node;
+    }
+    if (before != NULL)
+        leave_memory(before);
+    memory->core = self;
+    memory->next = memories;
+    memories = frame_memory = self->memory = memory;
+    frames_at = (uintptr_t)part_at(memory, PART_FRAMES);
+    frames_bytes = memory->at->parts[PART_FRAMES].slots * memory->at->parts[PART_FRAMES].stride;
+    memory->at->counted = *self->counted;
+    self->counted = &memory->at->counted;
+    Py_RETURN_NONE;
+}
+
+/* The descriptor of the memory, -1 where there is none that others could read. */
+static PyObject *
+Core_memory_fd(Core *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLong(self->memory != NULL && has_fd(self->memory) ? self->memory->fd : -1);
+}
+
+/* The memory's header and the text behind it, to be written; None without a memory. */
+static PyObject *
+Core_memory_head(Core *self, void *Py_UNUSED(closure))
+{
+    if (self->memory == NULL)
+        Py_RETURN_NONE;
+    const part_t *text = &self->memory->at->parts[PART_TEXT];
+    return PyMemoryView_FromMemory((char *)self->memory->at, (Py_ssize_t)(text->offset + text->slots), PyBUF_WRITE);
 }
 
 /* For tests: put counters near their ends, the next span's identity and the calling thread's head. */

@@ -213,7 +213,7 @@ Core_rename(Core *self, PyObject *const *args, Py_ssize_t nargs)
         PyErr_SetString(PyExc_TypeError, "rename(frame, site)");
         return NULL;
     }
-    rename_to(self, &((Frame *)args[0])->frame, args[1]);
+    rename_to(self, ((Frame *)args[0])->frame, args[1]);
     Py_RETURN_NONE;
 }
 

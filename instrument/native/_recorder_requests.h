@@ -24,12 +24,12 @@ Core_open(Core *self, PyObject *const *args, Py_ssize_t nargs)
 static int
 take_attributes(Core *core, Frame *self, PyObject *given)
 {
-    if (self->frame.state == CLOSED)
+    if (self->frame->state == CLOSED)
         return 0;
-    PyObject *before = self->frame.attributes, *name, *value;
+    PyObject *before = self->frame->attributes, *name, *value;
     if (before == given)
         return 0;
-    self->frame.attributes = Py_NewRef(given);
+    self->frame->attributes = Py_NewRef(given);
     int failed = 0;
     for (Py_ssize_t at = 0; !failed && before != NULL && PyDict_Check(before) &&
                             PyDict_Next(before, &at, &name, &value);) {
@@ -134,7 +134,7 @@ Core_begun_ns(Core *Py_UNUSED(self), PyObject *given)
         PyErr_SetString(PyExc_TypeError, "begun_ns(frame)");
         return NULL;
     }
-    const frame_t *frame = &((Frame *)given)->frame;
+    const frame_t *frame = ((Frame *)given)->frame;
     return PyLong_FromLongLong(frame->start_ns);
 }
 

@@ -1,21 +1,5 @@
 /* Hot: the calling thread's ring. Cold: rings that are made, read and given up. A part of `_recorder.c`. */
 
-/* Rows are mapped, not allocated: only touched pages cost memory, and what is given up goes back to the system at once,
- * which the C library does not do with the heap that it keeps for each thread. */
-static size_t
-mapped_bytes(uint64_t capacity)
-{
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    return (capacity * sizeof(row_t) + page - 1) / page * page;
-}
-
-static row_t *
-map_rows(uint64_t capacity)
-{
-    void *rows = mmap(NULL, mapped_bytes(capacity), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return rows == MAP_FAILED ? NULL : rows;
-}
-
 /* Give up the rows. A ring without rows is of no use to its thread any more, but a reader may still hold it. */
 static void
 free_rows_of(Ring *ring)
@@ -27,7 +11,7 @@ free_rows_of(Ring *ring)
     for (uint64_t i = 0; rows != NULL && i < written; i++)
         Py_XDECREF(rows[i].rare);
     if (rows != NULL)
-        munmap(rows, mapped_bytes(ring->capacity));
+        unmap_rows(rows, mapped_bytes(ring->capacity), written * sizeof(row_t));
 }
 
 static void
@@ -37,7 +21,8 @@ Ring_dealloc(Ring *self)
     free_book(&self->totals);
     Py_XDECREF(self->current);
     Py_XDECREF(self->name);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    if (!give_slot(self, PART_RINGS))
+        PyObject_Free(self);
 }
 
 static PyObject *
@@ -287,7 +272,7 @@ shrink(Ring *ring)
     if (capacity == ring->capacity)
         return;
     size_t kept = mapped_bytes(capacity), mapped = mapped_bytes(ring->capacity);
-    if (ring->rows != NULL && kept < mapped && munmap((char *)ring->rows + kept, mapped - kept) < 0)
+    if (ring->rows != NULL && kept < mapped && unmap_rows((char *)ring->rows + kept, mapped - kept, 0) < 0)
         return;
     ring->capacity = capacity;
     ring->mask = capacity - 1;
@@ -316,15 +301,18 @@ retire(Core *core)
         }
         uint32_t totals_count = ring->totals.slots * PAGE;
         for (uint32_t n = 0; n < totals_count; n++)
-            if (known_totals(&ring->totals, n) != NULL && totals_of(&core->ended->totals, n) == NULL)
+            if (known_totals(&ring->totals, n) != NULL && totals_of(core->ended, n) == NULL)
                 return; /* no memory to take its totals over: it stays */
+        mark_moving(core);
         for (uint32_t n = 0; n < totals_count; n++) {
             totals_t *from = known_totals(&ring->totals, n);
             if (from != NULL)
-                merge_totals(core, totals_of(&core->ended->totals, n), from);
+                merge_totals(core, totals_of(core->ended, n), from);
         }
-        core->ended_rows += ring->head;
-        core->ended_too_short += ring->too_short;
+        core->counted->ended_rows += ring->head;
+        core->counted->ended_too_short += ring->too_short;
+        ring->generation = 0;
+        mark_moving(core);
         if (PyList_SetSlice(core->rings, i, i + 1, NULL) < 0) {
             PyErr_Clear();
             return;
@@ -333,12 +321,19 @@ retire(Core *core)
     }
 }
 
+/* A ring without rows. It holds neither a place for weak references nor anything that the collector looks for, so it may
+ * lie where others can read it. */
 static Ring *
-empty_ring(void)
+empty_ring(Core *core)
 {
-    Ring *ring = PyObject_New(Ring, &RingType);
-    if (ring != NULL)
-        memset((char *)ring + sizeof(PyObject), 0, sizeof(Ring) - sizeof(PyObject));
+    void *slot = take_slot(core->memory, PART_RINGS);
+    Ring *ring = slot != NULL ? slot : PyObject_Malloc(sizeof(Ring));
+    if (ring == NULL)
+        return (Ring *)PyErr_NoMemory();
+    memset(ring, 0, sizeof(Ring));
+    PyObject_Init((PyObject *)ring, &RingType);
+    ring->generation = core->memory != NULL ? core->memory->at->generation : 0;
+    ring->number = ++last_ring;
     return ring;
 }
 
@@ -382,17 +377,17 @@ new_ring(Core *core)
     uint64_t quarter = free_rows(core) / 4, capacity = SMALLEST_RING;
     while (capacity * 2 <= quarter)
         capacity *= 2;
-    Ring *ring = empty_ring();
+    Ring *ring = empty_ring(core);
     if (ring == NULL) {
         Py_DECREF(name);
         return NULL;
     }
     ring->name = name;
-    ring->number = ++last_ring;
+    write_label(ring->label, name);
     ring->capacity = capacity;
     ring->mask = capacity - 1;
     ring->thread_id = (long)PyThread_get_thread_native_id();
-    ring->rows = map_rows(capacity);
+    ring->rows = map_rows(core->memory, capacity);
     if (ring->rows == NULL) {
         Py_DECREF(ring);
         return (Ring *)PyErr_NoMemory();

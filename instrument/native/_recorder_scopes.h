@@ -8,7 +8,7 @@ static frame_t *
 open_span(Core *core, int which, Frame *given)
 {
     if (which == GIVEN)
-        return given->frame.state == CLOSED ? NULL : &given->frame;
+        return given->frame->state == CLOSED ? NULL : given->frame;
     Ring *ring;
     Current *current = current_of(core, &ring);
     if (current == NULL)
@@ -18,7 +18,7 @@ open_span(Core *core, int which, Frame *given)
         frame = current->base->frame;
     if (frame == NULL || which == INNERMOST)
         return frame;
-    return is_open_request(frame->request) ? &((Frame *)frame->request)->frame : NULL;
+    return is_open_request(frame->request) ? ((Frame *)frame->request)->frame : NULL;
 }
 
 /* An attribute that is kept as it is: one that runs no code and takes little memory. */
@@ -169,7 +169,7 @@ Scope_dealloc(Scope *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     Py_SET_REFCNT(self, 1);
-    if (self->frame != NULL && self->frame->frame.state == OPEN)
+    if (self->frame != NULL && self->frame->frame->state == OPEN)
         end_dropped(self);
     Py_CLEAR(self->core);
     Py_CLEAR(self->site);

@@ -5,7 +5,7 @@
 static void
 Frame_dealloc(Frame *self)
 {
-    frame_t *frame = &self->frame;
+    frame_t *frame = self->frame;
     Py_SET_REFCNT(self, 1);
     if (frame->request == (PyObject *)self)
         frame->request = NULL; /* borrowed */
@@ -15,52 +15,62 @@ Frame_dealloc(Frame *self)
     Py_CLEAR(frame->pair);
     if (frame->published != NULL)
         Py_DECREF(take_published(frame));
-    if (free_frame_object_count < OBJECTS_KEPT) {
+    frame->start_ns = 0; /* whoever looks for open spans passes it */
+    if ((uintptr_t)frame - frames_at < frames_bytes && free_frame_object_count < OBJECTS_KEPT) {
         free_frame_objects[free_frame_object_count++] = self;
         return;
     }
     PyObject_GC_UnTrack(self);
+    free_lines_in(frame, PART_FRAMES);
     PyObject_GC_Del(self);
 }
 
 static inline Frame *
 new_frame_object(void)
 {
-    if (free_frame_object_count > 0) {
-        Frame *kept = free_frame_objects[--free_frame_object_count];
-        kept->frame.start_ns = 0;
-        return kept;
+    if (free_frame_object_count > 0)
+        return free_frame_objects[--free_frame_object_count];
+    frame_t *frame = new_lines_in(frame_memory, PART_FRAMES, sizeof *frame);
+    Frame *made = frame == NULL ? (Frame *)PyErr_NoMemory() : PyObject_GC_New(Frame, &FrameType);
+    if (made == NULL) {
+        free_lines_in(frame, PART_FRAMES);
+        return NULL;
     }
-    Frame *made = PyObject_GC_New(Frame, &FrameType);
-    if (made != NULL) {
-        memset((char *)made + sizeof(PyObject), 0, sizeof(Frame) - sizeof(PyObject));
-        made->frame.self = (PyObject *)made;
-        PyObject_GC_Track(made);
-    }
+    made->frame = frame;
+    made->stretch = NULL;
+    frame->self = (PyObject *)made;
+    PyObject_GC_Track(made);
     return made;
 }
 
 static int
 Frame_traverse(Frame *self, visitproc visit, void *arg)
 {
-    if (self->frame.request != (PyObject *)self)
-        Py_VISIT(self->frame.request);
-    Py_VISIT(self->frame.attributes);
-    Py_VISIT(self->frame.published);
+    if (self->frame->request != (PyObject *)self)
+        Py_VISIT(self->frame->request);
+    Py_VISIT(self->frame->attributes);
+    Py_VISIT(self->frame->published);
     return 0;
 }
 
 static int
 Frame_clear(Frame *self)
 {
-    Py_XDECREF(take_published(&self->frame));
+    Py_XDECREF(take_published(self->frame));
     return 0;
 }
 
-static PyMemberDef Frame_members[] = {
-    {"span_id", T_ULONGLONG, offsetof(Frame, frame.span_id), READONLY, "identity of the span"},
-    {"root_id", T_ULONGLONG, offsetof(Frame, frame.root_id), READONLY, "identity of the tree's root"},
-    {"task", T_ULONGLONG, offsetof(Frame, frame.task), READONLY, "identity of the task, 0 outside of one"},
+/* A number of its frame, by where that stands. */
+static PyObject *
+Frame_number(Frame *self, void *offset)
+{
+    return PyLong_FromUnsignedLongLong(*(const uint64_t *)((const char *)self->frame + (size_t)offset));
+}
+
+static PyGetSetDef Frame_getset[] = {
+    {"span_id", (getter)Frame_number, NULL, "identity of the span", (void *)offsetof(frame_t, span_id)},
+    {"root_id", (getter)Frame_number, NULL, "identity of the tree's root", (void *)offsetof(frame_t, root_id)},
+    {"task", (getter)Frame_number, NULL, "identity of the task, 0 outside of one", (void *)offsetof(frame_t, task)},
     {NULL},
 };
 
@@ -73,7 +83,7 @@ static PyTypeObject FrameType = {
     .tp_dealloc = (destructor)Frame_dealloc,
     .tp_traverse = (traverseproc)Frame_traverse,
     .tp_clear = (inquiry)Frame_clear,
-    .tp_members = Frame_members,
+    .tp_getset = Frame_getset,
 };
 
 /* Whether a call of a node is open on a thread, from a frame upwards, also in what its context was copied under. */
@@ -155,6 +165,14 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
         frame->is_inner = (char)is_open_around(current, current->top, ring, frame->node);
 }
 
+/* From now on the span is open, also to whoever reads from outside: all else that it has is written before. */
+static inline void
+begin_frame(frame_t *frame, int64_t now_ns)
+{
+    frame->counted_from_ns = now_ns;
+    __atomic_store_n(&frame->start_ns, now_ns, __ATOMIC_RELEASE);
+}
+
 static int
 note_remote(Core *core, Frame *frame)
 {
@@ -162,9 +180,9 @@ note_remote(Core *core, Frame *frame)
     PyObject *remote = PyObject_CallNoArgs(ask);
     Py_DECREF(ask);
     if (remote != NULL && remote != Py_None) {
-        PyObject *attributes = frame->frame.attributes ? PyDict_Copy(frame->frame.attributes) : PyDict_New();
+        PyObject *attributes = frame->frame->attributes ? PyDict_Copy(frame->frame->attributes) : PyDict_New();
         if (attributes != NULL && PyDict_SetItem(attributes, core->remote_key, remote) == 0)
-            Py_XSETREF(frame->frame.attributes, attributes);
+            Py_XSETREF(frame->frame->attributes, attributes);
         else
             Py_XDECREF(attributes);
     }
@@ -199,7 +217,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     Frame *self = new_frame_object();
     if (self == NULL)
         return NULL;
-    frame_t *frame = &self->frame;
+    frame_t *frame = self->frame;
     frame->state = state;
     Ring *ring;
     Current *current = current_of(core, &ring);
@@ -240,7 +258,7 @@ open_frame(Core *core, PyObject *site, PyObject *attributes, char state)
     current->top = frame;
     publish_begun(core, current, frame);
     Py_DECREF(current);
-    frame->start_ns = frame->counted_from_ns = read_clock(core);
+    begin_frame(frame, read_clock(core));
     if (is_timed_on_device(core, frame) && begin_on_device(core, frame, NULL) < 0) {
         PyObject *type, *raised, *traceback;
         PyErr_Fetch(&type, &raised, &traceback);
@@ -271,7 +289,7 @@ totals_here(Ring *ring, node_t *node)
 {
     if (node->ring_number == ring->number)
         return node->totals;
-    totals_t *totals = totals_of(&ring->totals, node->index);
+    totals_t *totals = totals_of(ring, node->index);
     if (totals != NULL) {
         node->totals = totals;
         node->ring_number = ring->number;
@@ -342,7 +360,8 @@ write_row(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active
         row->rare = rare;
         row->node = node->index;
         row->task = (uint32_t)(frame->task >> 4);
-        ring->head++;
+        /* Whoever reads from outside finds a row whole as soon as it is counted. */
+        __atomic_store_n(&ring->head, ring->head + 1, __ATOMIC_RELEASE);
         __builtin_prefetch(&ring->rows[ring->head & ring->mask], 1);
     }
     totals_t *totals = totals_here(ring, frame->node);
@@ -403,6 +422,8 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
         }
         if (frame->node->is_copy && frame->attributes != NULL)
             moved_bytes = bytes_in(frame->attributes);
+        if (core->memory != NULL)
+            write_detail(core, frame->span_id, active_ns, error, frame->attributes);
     }
     if (ring->rows == NULL) { /* reset meanwhile, and no memory for a new one */
         Py_XDECREF(rare);
@@ -505,11 +526,11 @@ is_answer(Core *core, Frame *ended, PyObject *error)
     if (core->answers == NULL || !PyDict_CheckExact(core->answers) || !PyExceptionInstance_Check(error))
         return 0;
     long status = status_of(core, error);
-    if (status >= 0 && ended != NULL && ended->frame.node->is_request) {
+    if (status >= 0 && ended != NULL && ended->frame->node->is_request) {
         PyObject *number = PyLong_FromLong(status);
-        PyObject *attributes = ended->frame.attributes ? PyDict_Copy(ended->frame.attributes) : PyDict_New();
+        PyObject *attributes = ended->frame->attributes ? PyDict_Copy(ended->frame->attributes) : PyDict_New();
         if (number != NULL && attributes != NULL && PyDict_SetItem(attributes, str_status, number) == 0)
-            Py_XSETREF(ended->frame.attributes, Py_NewRef(attributes));
+            Py_XSETREF(ended->frame->attributes, Py_NewRef(attributes));
         else
             count(core, NO_DETAILS);
         PyErr_Clear();
@@ -526,7 +547,7 @@ static int
 close_frame(Core *core, Frame *self, PyObject *error, int anywhere)
 {
     int64_t end_ns = read_clock(core);
-    frame_t *frame = &self->frame;
+    frame_t *frame = self->frame;
     if (frame->state == CLOSED) {
         count(core, ENDED_TWICE);
         return 0;

@@ -8,8 +8,9 @@ known_totals(const book_t *book, uint32_t index)
 }
 
 static totals_t *
-totals_of(book_t *book, uint32_t index)
+totals_of(Ring *ring, uint32_t index)
 {
+    book_t *book = &ring->totals;
     uint32_t number = index / PAGE;
     if (number >= book->slots) {
         uint32_t wanted = book->slots ? book->slots : 8;
@@ -25,8 +26,10 @@ totals_of(book_t *book, uint32_t index)
     if (book->pages[number] == NULL && (book->pages[number] = PyMem_Calloc(PAGE, sizeof(totals_t *))) == NULL)
         return NULL;
     totals_t **totals = &book->pages[number][index % PAGE];
-    if (*totals == NULL)
-        *totals = new_lines(sizeof(totals_t));
+    if (*totals == NULL && (*totals = new_lines_in(memory_of(ring), PART_TOTALS, sizeof(totals_t))) != NULL) {
+        (*totals)->node = index;
+        (*totals)->ring_number = ring->number;
+    }
     return *totals;
 }
 
@@ -43,7 +46,7 @@ bucket_of(uint64_t value)
 static int
 carry(chunk_t *chunk, uint32_t at, uint64_t times)
 {
-    if (chunk->high == NULL && (chunk->high = PyMem_Calloc(64, sizeof *chunk->high)) == NULL)
+    if (chunk->high == NULL && (chunk->high = new_piece(chunk, PART_HIGHS, 64 * sizeof *chunk->high)) == NULL)
         return -1;
     chunk->high[at] += times;
     return 0;
@@ -54,7 +57,7 @@ chunk_of(totals_t *totals, uint32_t bucket)
 {
     chunk_t **chunk = &totals->chunks[bucket >> 6];
     if (*chunk == NULL)
-        *chunk = PyMem_Calloc(1, sizeof(chunk_t));
+        *chunk = new_piece(totals, PART_CHUNKS, sizeof(chunk_t));
     return *chunk;
 }
 
@@ -63,14 +66,14 @@ count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t times)
 {
     chunk_t *chunk = chunk_of(totals, bucket);
     if (chunk == NULL) {
-        core->reasons[NO_DETAILS] += times;
+        core->counted->reasons[NO_DETAILS] += times;
         return;
     }
     uint16_t *low = &chunk->low[bucket & 63];
     if (times > (uint64_t)(UINT16_MAX - *low)) {
         uint64_t sum = *low + (times & UINT16_MAX);
         if (carry(chunk, bucket & 63, (times >> LOW_BITS) + (sum >> LOW_BITS)) < 0) {
-            core->reasons[NO_DETAILS] += times - (uint64_t)(UINT16_MAX - *low);
+            core->counted->reasons[NO_DETAILS] += times - (uint64_t)(UINT16_MAX - *low);
             *low = UINT16_MAX; /* no memory to count on in */
         } else {
             *low = (uint16_t)sum;
@@ -167,10 +170,10 @@ free_book(book_t *book)
             totals_t *totals = book->pages[p][i];
             for (uint32_t c = 0; totals != NULL && c < CHUNKS; c++) {
                 if (totals->chunks[c] != NULL)
-                    PyMem_Free(totals->chunks[c]->high);
-                PyMem_Free(totals->chunks[c]);
+                    free_piece(totals->chunks[c]->high, PART_HIGHS);
+                free_piece(totals->chunks[c], PART_CHUNKS);
             }
-            free_lines(totals);
+            free_lines_in(totals, PART_TOTALS);
         }
         PyMem_Free(book->pages[p]);
     }

@@ -88,6 +88,13 @@ class Core(Opened):
         self._begin_tree(overflow, [])
         self._reset(None)
 
+    memory_fd = -1
+    _memory_head: memoryview | None = None
+
+    def attach(self, fd: int, is_file: bool, /) -> None:
+        """Record into a file from the next reset on."""
+        raise OSError("the recorder in Python records into memory of its own")
+
     def _reset(self, ring_bytes: int | None) -> None:
         if ring_bytes is not None:
             self._ring_bytes = ring_bytes

@@ -10,7 +10,7 @@ from typing import Any
 from instrument.recorder.core_methods import CoreMethods
 from instrument.recording.histogram import unpacked
 from instrument.recording.lines import Lines, Numbers
-from instrument.recording.paths import NOT_BELOW, CallTree, shaped
+from instrument.recording.paths import CallTree, shaped, tally_of
 from instrument.recording.ring import Cursor, Row
 from instrument.recording.rows import Held, Taken, span_of
 from instrument.recording.spans import Site, Span
@@ -107,34 +107,9 @@ class Readback(CoreMethods):
 
     def tally(self) -> Tally:
         """A copy of all totals up to now, by call path and thread: 3 us for each pair of both."""
-        tally = Tally()
-        books = [(ring.thread_id, ring.name, ring.copied_totals()) for ring in self.rings()]
-        books.append((0, "(ended threads)", self.ended_totals()))
-        tree = self.paths()
-        site_of, parents, places, _ = tree.located()
-        paths: dict[int, tuple[Site, ...]] = {NOT_BELOW: ()}
-        lines: dict[int, dict[int, Totals]] = {}
-        for thread_id, name, book in books:
-            if not book:
-                continue
-            tally.threads.setdefault(thread_id, name)
-            of_thread = lines.setdefault(thread_id, {})
-            for _, index, totals in sorted((totals.first_ns, index, totals) for index, totals in _as_totals(book)):
-                place = places[index]
-                known = of_thread.get(place)
-                if known is not None:
-                    known.merge(totals)
-                    continue
-                of_thread[place] = totals
-                missing, above = [], place
-                while above not in paths:
-                    missing.append(above)
-                    above = parents[above]
-                path = paths[above]
-                for node in reversed(missing):
-                    path = paths[node] = (*path, tree.sites[site_of[node]])
-                tally.append(path, thread_id, totals)
-        return tally
+        books = [(ring.thread_id, ring.name, _as_totals(ring.copied_totals())) for ring in self.rings()]
+        books.append((0, "(ended threads)", _as_totals(self.ended_totals())))
+        return tally_of(self.paths(), books)
 
     def firsts(self) -> dict[Site, tuple[int, int]]:
         """When the first call of each site began that has ended, and how long it took on the host, in ns."""
@@ -248,7 +223,6 @@ def _asks_for_device_time(site: Site) -> bool:
     return site.device
 
 
-def _as_totals(book: dict[int, Any]) -> Iterator[tuple[int, Totals]]:
+def _as_totals(book: dict[int, Any]) -> list[tuple[int, Totals]]:
     """A book's totals by the number of their node. The native core gives tuples."""
-    for index, cell in book.items():
-        yield index, cell if isinstance(cell, Totals) else Totals.of_core(cell)
+    return [(index, cell if isinstance(cell, Totals) else Totals.of_core(cell)) for index, cell in book.items()]

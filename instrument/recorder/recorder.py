@@ -27,6 +27,7 @@ from instrument.recorder.http_status import ANSWERS
 from instrument.recorder.muting import Muting
 from instrument.recorder.readback import Readback
 from instrument.recorder.shelf import DECIDED_ROOTS, HELD_ROWS, Shelf
+from instrument.recording.memory_layout import GOODBYE, RUNNING
 from instrument.recording.paths import CallTree
 from instrument.recording.rows import STREAM
 from instrument.recording.spans import PHASES, REMOTE, AttributeValue, Site, link_of
@@ -57,6 +58,9 @@ OPEN_SCOPE_LIMIT = 10_000
 NAMES_OF_PLACE = 256
 """Names that the spans of one place may be given while they are open."""
 
+LEAST_MEMORY_BYTES = 64 << 20
+"""Room for rings that a memory has at least: what is not touched takes nothing, and a later session may want more."""
+
 STEP = "step"
 """The shape of what is no probe: a step of a generator after its first."""
 
@@ -85,6 +89,13 @@ class _Recording(Muting, Readback):
         ] = {}  # with the functions that have a switch of their own
         self.shapes: dict[Site, str] = {}
         """How the probe of a site is made, as `measure_costs` names it; `scope` where it is not said."""
+        self.no_memory = "no session has begun"
+        """Why nobody else can read what is recorded, "" where they can."""
+        self.memory_path = ""
+        """The file that it is recorded into, "" for one without a name."""
+        self._memory_of: tuple[str, int] | None = None  # the directory, and the process that has a file there
+        self._memory_bytes = 0
+        self._facts: Mapping[str, Any] = {}
         self._shapes_noted = 0
         # How often a shape had been noted, how many nodes there were; the number of each one's shape, and their names.
         self._shapes_of_nodes: tuple[int, int, array[int], tuple[str, ...]] = (0, 0, array("i"), ())
@@ -283,10 +294,56 @@ class _Recording(Muting, Readback):
         self._counters.clear()
         self._scope_sites.clear()
 
+    def begin(self, ring_bytes: int, facts: Mapping[str, Any], directory: str = "") -> None:
+        """As `reset`, and record into memory that others can read from now on: see `instrument.recording.memory`.
+
+        With a directory it is a file there, which outlives the process without anybody's help. `facts` are for whoever
+        reads: what the process and its session are. Where there can be no such memory `no_memory` says why, and what is
+        recorded ends with the process.
+        """
+        from instrument.recording import memory
+
+        room_bytes = ring_bytes if directory else max(ring_bytes, LEAST_MEMORY_BYTES)
+        wanted = directory, os.getpid() if directory else 0
+        if self._memory_of != wanted or room_bytes > self._memory_bytes or self._memory_head is None:
+            try:
+                made = memory.make(room_bytes, directory)
+                try:
+                    self.attach(made.fd, bool(directory))
+                except BaseException:
+                    os.close(made.fd)
+                    raise
+                self.no_memory, self.memory_path = "", made.path
+                self._memory_of, self._memory_bytes = wanted, room_bytes
+            except (OSError, ValueError) as problem:
+                self.no_memory = str(problem)
+        self.reset(ring_bytes)
+        self.tell(facts)
+
+    def tell(self, facts: Mapping[str, Any]) -> None:
+        """Say in the memory that this process records into it, and what others are to know of its session."""
+        self._facts = facts
+        if self._memory_head is not None:
+            from instrument.recording import memory
+
+            memory.say_whose(self._memory_head, RUNNING, facts)
+
+    def say_goodbye(self) -> None:
+        """Say in the memory that the session has ended in order."""
+        if self._memory_head is not None:
+            from instrument.recording import memory
+
+            memory.say_state(self._memory_head, GOODBYE)
+
     def after_fork_in_child(self) -> None:
         """Start clean in a forked child: own rings, no parents from before the fork."""
         self._reading = RLock()
-        self.reset()
+        if self._memory_of is not None and self._memory_of[0]:
+            self.begin(self._memory_bytes, self._facts, self._memory_of[0])
+        else:
+            self.reset()
+            if self._memory_of is not None:
+                self.tell(self._facts)
         self._forget_all()
 
 

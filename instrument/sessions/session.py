@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,7 @@ class Session:
         self._snapshot: Snapshot | None = None
 
     def _start(self) -> None:
-        RECORDER.reset(self.profile.limits.ring_bytes)
+        RECORDER.begin(self.profile.limits.ring_bytes, self._facts())
         if self.profile.export.summary is not None:
             prepare(self.profile.export.summary.views)
         self._begin()
@@ -514,6 +514,7 @@ class Session:
             self._prepare_recordings()
         self.generation += 1
         self._digest = profile.digest
+        RECORDER.tell(self._facts())
         if self._exporter is not None:
             self._exporter.origin = self.origin()
         if self._is_read() and not was_read:
@@ -557,6 +558,10 @@ class Session:
             boot=clock.boot_id(),
             wall_error_ns=clock.wall_error_ns(),
         )
+
+    def _facts(self) -> Mapping[str, Any]:
+        """What others are to know who read this process's recording."""
+        return {"origin": asdict(self.origin())}
 
     def cost(self) -> Cost:
         """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.
@@ -800,6 +805,7 @@ class Session:
                 _attempt("last window", self._deliver)
             elif self._exporter is not None:
                 self._exporter.stop(0)
+            RECORDER.say_goodbye()
             # Until here an exit or a SIGTERM has waited for this end.
             while self._last_undos:
                 _attempt("way back", self._last_undos.pop())
@@ -894,6 +900,7 @@ class Session:
         if self._timing is not None:
             self._timing.after_fork_in_child()
         self._begin()
+        RECORDER.tell(self._facts())
         if self._outbox is not None:
             self._outbox.after_fork_in_child()
         if self._exporter is not None:

@@ -1,0 +1,265 @@
+/* Cold: what outside readers cannot follow an object for, as JSON: what sites are, and what few rows have. A part of
+ * `_recorder.c`. Nothing here runs code of the host's: of values those are told whose types are Python's own. */
+
+#define DETAIL_TEXT_BYTES 4096
+#define FACT_TEXT_BYTES 8192
+#define VALUES_TOLD 128 /* of a list */
+
+/* Text with an end. What does not fit makes it `full`, and nothing more is written. */
+typedef struct {
+    char *at, *end;
+    char full;
+} text_t;
+
+static inline void
+put(text_t *text, const char *bytes, size_t count)
+{
+    if (text->full || (size_t)(text->end - text->at) < count) {
+        text->full = 1;
+        return;
+    }
+    memcpy(text->at, bytes, count);
+    text->at += count;
+}
+
+static inline void
+put_word(text_t *text, const char *word)
+{
+    put(text, word, strlen(word));
+}
+
+static void
+put_escaped(text_t *text, Py_UCS4 c)
+{
+    char escaped[16];
+    int count;
+    if (c > 0xFFFF)
+        count = snprintf(escaped, sizeof escaped, "\\u%04x\\u%04x", (unsigned)(0xD800 + ((c - 0x10000) >> 10)),
+                         (unsigned)(0xDC00 + ((c - 0x10000) & 0x3FF)));
+    else
+        count = snprintf(escaped, sizeof escaped, "\\u%04x", (unsigned)c);
+    put(text, escaped, (size_t)count);
+}
+
+static void
+put_characters(text_t *text, int kind, const void *data, Py_ssize_t length)
+{
+    put(text, "\"", 1);
+    Py_ssize_t i = 0;
+    if (kind == PyUnicode_1BYTE_KIND && text->end - text->at > length) { /* what most are: up to the first that is not plain */
+        const unsigned char *from = data;
+        char *to = text->at;
+        for (; i < length && from[i] >= 0x20 && from[i] <= 0x7E && from[i] != '"' && from[i] != '\\'; i++)
+            *to++ = (char)from[i];
+        text->at = to;
+    }
+    for (; i < length && !text->full; i++) {
+        Py_UCS4 c = PyUnicode_READ(kind, data, i);
+        if (c < 0x20 || c > 0x7E || c == '"' || c == '\\')
+            put_escaped(text, c);
+        else if (text->at < text->end)
+            *text->at++ = (char)c;
+        else
+            text->full = 1;
+    }
+    put(text, "\"", 1);
+}
+
+static void
+put_number(text_t *text, long long number)
+{
+    char digits[24], *at = digits + sizeof digits;
+    unsigned long long left = number < 0 ? 0 - (unsigned long long)number : (unsigned long long)number;
+    do {
+        *--at = (char)('0' + left % 10);
+        left /= 10;
+    } while (left != 0);
+    if (number < 0)
+        *--at = '-';
+    put(text, at, (size_t)(digits + sizeof digits - at));
+}
+
+static void
+put_float(text_t *text, double value)
+{
+    if (value != value) {
+        put_word(text, "NaN");
+    } else if (value - value != 0) {
+        put_word(text, value > 0 ? "Infinity" : "-Infinity");
+    } else {
+        char *digits = PyOS_double_to_string(value, 'r', 0, Py_DTSF_ADD_DOT_0, NULL);
+        put_word(text, digits != NULL ? digits : "null");
+        PyMem_Free(digits);
+    }
+}
+
+/* One value; null for what is none that JSON has. */
+static void
+put_value(text_t *text, PyObject *value, int depth)
+{
+    if (PyUnicode_CheckExact(value)) {
+        put_characters(text, PyUnicode_KIND(value), PyUnicode_DATA(value), PyUnicode_GET_LENGTH(value));
+    } else if (PyBytes_CheckExact(value)) {
+        put_characters(text, PyUnicode_1BYTE_KIND, PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value));
+    } else if (PyBool_Check(value)) {
+        put_word(text, value == Py_True ? "true" : "false");
+    } else if (PyLong_CheckExact(value)) {
+        int overflow;
+        long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (overflow)
+            put_word(text, "null");
+        else
+            put_number(text, number);
+    } else if (PyFloat_CheckExact(value)) {
+        put_float(text, PyFloat_AS_DOUBLE(value));
+    } else if (depth == 0 && (PyTuple_CheckExact(value) || PyList_CheckExact(value))) {
+        put(text, "[", 1);
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value) && i < VALUES_TOLD; i++) {
+            if (i > 0)
+                put(text, ",", 1);
+            put_value(text, PySequence_Fast_GET_ITEM(value, i), 1);
+        }
+        put(text, "]", 1);
+    } else {
+        put_word(text, "null");
+    }
+}
+
+static void
+put_pair(text_t *text, PyObject *name, PyObject *value)
+{
+    if (text->at[-1] != '{')
+        put(text, ",", 1);
+    put_value(text, name, 1);
+    put(text, ":", 1);
+    put_value(text, value, 0);
+}
+
+/* Attributes by their names; objects that are names of ours alone are not told. */
+static void
+put_attributes(text_t *text, PyObject *attributes)
+{
+    PyObject *name, *value;
+    put(text, "{", 1);
+    for (Py_ssize_t at = 0; PyDict_Next(attributes, &at, &name, &value) && !text->full;)
+        if (PyUnicode_CheckExact(name))
+            put_pair(text, name, value);
+    put(text, "}", 1);
+}
+
+/* The attributes of a site: pairs of both. Makes no object that the collector knows. */
+static void
+put_pairs(text_t *text, PyObject *pairs)
+{
+    put_word(text, text->at[-1] == '{' ? "\"attributes\":{" : ",\"attributes\":{");
+    for (Py_ssize_t i = 0; PyTuple_CheckExact(pairs) && i < PyTuple_GET_SIZE(pairs) && !text->full; i++) {
+        PyObject *pair = PyTuple_GET_ITEM(pairs, i);
+        if (PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2 && PyUnicode_CheckExact(PyTuple_GET_ITEM(pair, 0)))
+            put_pair(text, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1));
+    }
+    put(text, "}", 1);
+}
+
+static size_t
+padded(size_t bytes)
+{
+    return (bytes + 7) & ~(size_t)7;
+}
+
+/* Write what a row has beside its numbers to the ring of details: before the row, so that who finds the row finds it. */
+static SELDOM void
+write_detail(Core *core, uint64_t span_id, int64_t active_ns, PyObject *error, PyObject *attributes)
+{
+    part_t *part = &core->memory->at->parts[PART_DETAILS];
+    if (part->slots == 0)
+        return;
+    uint64_t used = part->used, room = DETAIL_BLOCK_BYTES - used % DETAIL_BLOCK_BYTES;
+    char *area = part_at(core->memory, PART_DETAILS);
+    const size_t most = sizeof(detail_t) + DETAIL_TEXT_BYTES;
+    if (room < most) {
+        if (room >= sizeof(detail_t))
+            memset(area + used % part->slots, 0, sizeof(detail_t)); /* nothing more in this block */
+        used += room;
+    }
+    detail_t *detail = (detail_t *)(area + used % part->slots);
+    text_t text = {.at = (char *)(detail + 1), .end = (char *)detail + most};
+    if (error != NULL || (attributes != NULL && PyDict_Check(attributes))) {
+        put_word(&text, "{");
+        if (error != NULL && PyUnicode_CheckExact(error))
+            put_pair(&text, str_error_key, error);
+        char *before = text.at;
+        if (attributes != NULL && PyDict_Check(attributes)) {
+            put_word(&text, before[-1] == '{' ? "\"attributes\":" : ",\"attributes\":");
+            put_attributes(&text, attributes);
+        }
+        if (text.full || text.at == text.end) { /* without the attributes, whose place is not bounded */
+            part->unseen++;
+            text.full = 0;
+            text.at = before;
+        }
+        put_word(&text, "}");
+    }
+    detail->span_id = span_id;
+    detail->active_ns = active_ns;
+    detail->text_bytes = (uint32_t)(text.at - (char *)(detail + 1));
+    detail->size_bytes = (uint32_t)padded(sizeof *detail + detail->text_bytes);
+    __atomic_store_n(&part->used, used + detail->size_bytes, __ATOMIC_RELEASE);
+}
+
+/* Say what a site is, once. */
+static void
+tell_site(Core *core, PyObject *site)
+{
+    if (core->memory == NULL)
+        return;
+    PyObject *address = PyLong_FromVoidPtr(site);
+    int known = address == NULL || core->told_sites == NULL ? 1 : PyDict_Contains(core->told_sites, address);
+    if (known != 0 || PyDict_SetItem(core->told_sites, address, Py_None) < 0)
+        goto end;
+    part_t *part = &core->memory->at->parts[PART_FACTS];
+    fact_t *fact = (fact_t *)(part_at(core->memory, PART_FACTS) + part->used);
+    size_t room = part->slots - part->used, most = sizeof *fact + FACT_TEXT_BYTES;
+    if (room < most) {
+        part->unseen++;
+        goto end;
+    }
+    PyObject *const names[] = {str_name,   str_kind,   str_module, str_qualname, str_file,       str_line,
+                               str_instance, str_device, str_min_ns, str_suspends, str_attributes};
+    text_t text = {.at = (char *)(fact + 1), .end = (char *)fact + most};
+    put_word(&text, "{");
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        PyObject *value = PyObject_GetAttr(site, names[i]);
+        char *before = text.at;
+        if (value == NULL) {
+            PyErr_Clear();
+            continue;
+        }
+        if (names[i] == str_attributes)
+            put_pairs(&text, value);
+        else
+            put_pair(&text, names[i], value);
+        Py_DECREF(value);
+        if (text.full || text.end - text.at < 1) { /* without this one */
+            part->unseen++;
+            text.full = 0;
+            text.at = before;
+        }
+    }
+    put_word(&text, "}");
+    fact->site = (uint64_t)(uintptr_t)site;
+    fact->text_bytes = (uint32_t)(text.at - (char *)(fact + 1));
+    fact->size_bytes = (uint32_t)padded(sizeof *fact + fact->text_bytes);
+    __atomic_store_n(&part->used, part->used + fact->size_bytes, __ATOMIC_RELEASE);
+end:
+    PyErr_Clear();
+    Py_XDECREF(address);
+}
+
+/* The thread's name, as far as there is room, for who cannot follow the object. */
+static void
+write_label(char *label, PyObject *name)
+{
+    text_t text = {.at = label, .end = label + LABEL_BYTES - 1};
+    if (PyUnicode_Check(name))
+        put_characters(&text, PyUnicode_KIND(name), PyUnicode_DATA(name), PyUnicode_GET_LENGTH(name));
+}

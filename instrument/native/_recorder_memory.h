@@ -1,0 +1,383 @@
+/* Cold: the memory in which others can read what is recorded, and its pieces. A part of `_recorder.c`.
+ *
+ * One mapping of fixed size, shared with whoever is given its descriptor, in parts of equal slots: the very structures
+ * that spans touch lie there, so that nothing is written twice. A part that is full counts what it turns away, which lies
+ * in private memory then. The mapping stays as long as the process, for anything may point into it. A forked child has a
+ * mapping of its own at the same addresses before any code of Python's runs in it. */
+
+#define FIRST_FD 256 /* the service's own descriptors have the numbers that they would have without us */
+
+typedef struct memory {
+    recording_t *at;
+    size_t size_bytes;
+    int fd; /* -1: nobody outside can read it */
+    dev_t device;
+    ino_t inode;
+    char is_file; /* whose blocks on the disk are kept, for a full disk would end the process */
+    void *free[PART_COUNT]; /* slots that were given back, each with the next one's address */
+    unsigned char *taken; /* pages of rows, one by one */
+    size_t page_bytes, pages;
+    struct core *core; /* whose it is */
+    struct memory *next; /* all of the process's */
+} memory_t;
+
+static memory_t *memories, *frame_memory;
+/* Where frames lie that are kept for the next spans: those of `frame_memory`, or all where there is none. */
+static uintptr_t frames_at, frames_bytes = UINTPTR_MAX;
+
+static inline char *
+part_at(const memory_t *memory, int part)
+{
+    return (char *)memory->at + memory->at->parts[part].offset;
+}
+
+/* The memory that an address lies in, NULL for a private one. */
+static memory_t *
+memory_of(const void *address)
+{
+    for (memory_t *memory = memories; memory != NULL; memory = memory->next)
+        if ((uintptr_t)address - (uintptr_t)memory->at < memory->size_bytes)
+            return memory;
+    return NULL;
+}
+
+/* A zeroed slot; NULL where the part is full, which is counted, or without a memory. */
+static void *
+take_slot(memory_t *memory, int number)
+{
+    if (memory == NULL)
+        return NULL;
+    part_t *part = &memory->at->parts[number];
+    void **slot = memory->free[number];
+    if (slot != NULL) {
+        memory->free[number] = *slot;
+        *slot = NULL;
+    } else if (part->used < part->slots) {
+        slot = (void **)(part_at(memory, number) + part->used * part->stride);
+        part->used++;
+    } else {
+        part->unseen++;
+    }
+    return slot;
+}
+
+/* Give a slot back. False for what lies in private memory. */
+static int
+give_slot(void *slot, int number)
+{
+    memory_t *memory = memory_of(slot);
+    if (memory == NULL)
+        return 0;
+    memset(slot, 0, memory->at->parts[number].stride);
+    *(void **)slot = memory->free[number];
+    memory->free[number] = slot;
+    return 1;
+}
+
+/* Zeroed memory where the owner lies, or a private one; NULL without any. */
+static void *
+new_piece(const void *owner, int number, size_t size)
+{
+    void *piece = take_slot(memory_of(owner), number);
+    return piece != NULL ? piece : PyMem_Calloc(1, size);
+}
+
+static void
+free_piece(void *piece, int number)
+{
+    if (piece != NULL && !give_slot(piece, number))
+        PyMem_Free(piece);
+}
+
+static void *
+new_lines_in(memory_t *memory, int number, size_t size)
+{
+    void *lines = take_slot(memory, number);
+    return lines != NULL ? lines : new_lines(size);
+}
+
+static void
+free_lines_in(void *lines, int number)
+{
+    if (lines != NULL && !give_slot(lines, number))
+        free_lines(lines);
+}
+
+/* ------------------------------------------------------------------ rows */
+
+static size_t
+mapped_bytes(uint64_t capacity)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    return (capacity * sizeof(row_t) + page - 1) / page * page;
+}
+
+/* Room for rows where others can read them, at a place that is a multiple of its size; NULL without. */
+static row_t *
+take_rows(memory_t *memory, size_t bytes)
+{
+    size_t wanted = memory == NULL ? 0 : bytes / memory->page_bytes;
+    if (memory == NULL)
+        return NULL;
+    for (size_t first = 0; first + wanted <= memory->pages; first += wanted) {
+        if (memchr(memory->taken + first, 1, wanted) != NULL)
+            continue;
+        memset(memory->taken + first, 1, wanted);
+        size_t end = (first + wanted) * memory->page_bytes / sizeof(row_t);
+        if (end > memory->at->parts[PART_ROWS].used)
+            memory->at->parts[PART_ROWS].used = end;
+        return (row_t *)(part_at(memory, PART_ROWS) + first * memory->page_bytes);
+    }
+    memory->at->parts[PART_ROWS].unseen += bytes / sizeof(row_t);
+    return NULL;
+}
+
+/* Rows are mapped, not allocated: only touched pages cost memory, and what is given up goes back to the system at once,
+ * which the C library does not do with the heap that it keeps for each thread. */
+static row_t *
+map_rows(memory_t *memory, uint64_t capacity)
+{
+    size_t bytes = mapped_bytes(capacity);
+    void *rows = take_rows(memory, bytes);
+    if (rows == NULL)
+        rows = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return rows == MAP_FAILED ? NULL : rows;
+}
+
+/* Give back the rows of whole pages, of which so many bytes have been written. They are zero when they are taken again. */
+static int
+unmap_rows(void *rows, size_t bytes, size_t written)
+{
+    memory_t *memory = memory_of(rows);
+    if (memory == NULL)
+        return munmap(rows, bytes);
+#if defined(MADV_REMOVE)
+    if (memory->is_file || madvise(rows, bytes, MADV_REMOVE) < 0) /* refused for private memory */
+#endif
+        memset(rows, 0, written);
+    memset(memory->taken + ((char *)rows - part_at(memory, PART_ROWS)) / memory->page_bytes, 0, bytes / memory->page_bytes);
+    return 0;
+}
+
+/* ------------------------------------------------------------------ fork */
+
+static THREAD_LOCAL char *fork_copy; /* what a child takes over of all memories, one after another */
+static THREAD_LOCAL size_t fork_copy_bytes;
+
+/* How much of a part a child takes over: all but rows and their details, which it begins without. */
+static size_t
+inherited_bytes(const part_t *part, int number)
+{
+    if (number == PART_ROWS || number == PART_DETAILS)
+        return 0;
+    return (part->used < part->slots ? part->used : part->slots) * part->stride;
+}
+
+/* Copy what a child takes over, from or to where it lies. Gives its length. */
+static size_t
+copy_inherited(memory_t *memory, char *copy, int back)
+{
+    size_t done = 0;
+    char *at = (char *)memory->at;
+    const part_t *parts = memory->at->parts;
+    if (copy != NULL)
+        memcpy(back ? at : copy, back ? copy : at, sizeof(recording_t));
+    done += sizeof(recording_t);
+    for (int number = 0; number < PART_COUNT; number++) {
+        size_t bytes = inherited_bytes(&parts[number], number);
+        char *there = at + parts[number].offset;
+        if (copy != NULL)
+            memcpy(back ? there : copy + done, back ? copy + done : there, bytes);
+        done += bytes;
+    }
+    return done;
+}
+
+static void
+drop_fork_copy(void)
+{
+    if (fork_copy != NULL)
+        munmap(fork_copy, fork_copy_bytes);
+    fork_copy = NULL;
+}
+
+/* In the parent, before it forks. What a child made of the parent's memory later would be what that has become. */
+static void
+before_fork(void)
+{
+    size_t bytes = 0, done = 0;
+    for (memory_t *memory = memories; memory != NULL; memory = memory->next)
+        bytes += copy_inherited(memory, NULL, 0);
+    char *copy = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    fork_copy = copy == MAP_FAILED ? NULL : copy;
+    fork_copy_bytes = bytes;
+    for (memory_t *memory = memories; fork_copy != NULL && memory != NULL; memory = memory->next)
+        done += copy_inherited(memory, fork_copy + done, 0);
+}
+
+static int
+new_memfd(size_t size_bytes)
+{
+#if defined(__linux__) && defined(SYS_memfd_create)
+    struct rlimit limit; /* beyond it the signal would end the process */
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < size_bytes)
+        return -1;
+    int fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U); /* closed by exec, may be sealed */
+    if (fd < 0)
+        return -1;
+    if (ftruncate(fd, (off_t)size_bytes) == 0) {
+        (void)fcntl(fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: it keeps its size, and its seals */
+        int moved = fcntl(fd, F_DUPFD_CLOEXEC, FIRST_FD);
+        if (moved < 0) /* there may not be as many */
+            return fd;
+        close(fd);
+        return moved;
+    }
+    close(fd);
+#else
+    (void)size_bytes;
+#endif
+    return -1;
+}
+
+static int
+know_file(memory_t *memory)
+{
+    struct stat found;
+    if (fstat(memory->fd, &found) < 0)
+        return -1;
+    memory->device = found.st_dev;
+    memory->inode = found.st_ino;
+    return 0;
+}
+
+/* Whether the descriptor is still ours: programs that detach from their terminal close all there are. */
+static int
+has_fd(const memory_t *memory)
+{
+    struct stat found;
+    return memory->fd >= 0 && fstat(memory->fd, &found) == 0 && found.st_dev == memory->device &&
+           found.st_ino == memory->inode;
+}
+
+/* In the child: a memory of its own at the same addresses. Its rows are those that it will write. */
+static void
+after_fork_in_child(void)
+{
+    size_t done = 0;
+    for (memory_t *memory = memories; memory != NULL; memory = memory->next) {
+        int before = memory->fd, fd = memory->core == NULL ? -1 : new_memfd(memory->size_bytes);
+        int shared = fork_copy == NULL ? MAP_PRIVATE : fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
+        if (has_fd(memory) == 0)
+            before = -1;
+        if (fork_copy == NULL && before < 0)
+            continue;
+        void *mapped = mmap(memory->at, memory->size_bytes, PROT_READ | PROT_WRITE, shared | MAP_FIXED | MAP_NORESERVE,
+                            fork_copy == NULL ? before : fd, 0);
+        if (before >= 0)
+            close(before);
+        memory->fd = fork_copy == NULL || mapped == MAP_FAILED ? -1 : fd;
+        memory->is_file = 0;
+        if (memory->fd >= 0)
+            know_file(memory);
+        if (mapped == MAP_FAILED)
+            continue;
+        if (fork_copy != NULL)
+            done += copy_inherited(memory, fork_copy + done, 1);
+        memory->at->pid = (uint32_t)getpid();
+        memory->at->state = STATE_FORKED;
+        memory->at->start_ticks = 0;
+        memory->at->parts[PART_DETAILS].used = 0;
+    }
+    drop_fork_copy();
+}
+
+/* ------------------------------------------------------------------ what a memory is made of */
+
+/* Whether parts lie in a memory of this size one after another, and their slots hold what they are for. */
+static int
+is_sound(const recording_t *head, size_t size_bytes)
+{
+    const uint64_t least[PART_COUNT] = {
+        [PART_TEXT] = 1, [PART_RINGS] = sizeof(Ring), [PART_NODES] = sizeof(node_t), [PART_TOTALS] = sizeof(totals_t),
+        [PART_CHUNKS] = sizeof(chunk_t), [PART_HIGHS] = 64 * sizeof(uint64_t), [PART_FRAMES] = sizeof(frame_t),
+        [PART_FACTS] = 1, [PART_DETAILS] = 1, [PART_ROWS] = sizeof(row_t),
+    };
+    uint64_t end = sizeof *head;
+    if (memcmp(head->magic, RECORDING_MAGIC, sizeof head->magic) != 0 || head->version != RECORDING_VERSION)
+        return 0;
+    for (int number = 0; number < PART_COUNT; number++) {
+        const part_t *part = &head->parts[number];
+        int is_of_bytes = least[number] == 1, is_row = number == PART_ROWS;
+        if (part->offset < end || part->offset % LINE != 0 || part->stride < least[number] || part->slots > size_bytes ||
+            part->stride > 4096 || (is_of_bytes && part->stride != 1) || (is_row && part->stride != sizeof(row_t)))
+            return 0;
+        end = part->offset + part->slots * part->stride;
+    }
+    return head->parts[PART_DETAILS].slots % DETAIL_BLOCK_BYTES == 0 && end <= size_bytes;
+}
+
+/* Map a file whose header says what lies where; it stays the caller's without one. NULL with an exception. */
+static memory_t *
+map_memory(int fd, int is_file)
+{
+    struct stat found;
+    memory_t *memory = PyMem_Calloc(1, sizeof *memory);
+    if (memory == NULL)
+        return (memory_t *)PyErr_NoMemory();
+    memory->fd = fd;
+    memory->is_file = (char)is_file;
+    memory->page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+    if (fstat(fd, &found) < 0 || know_file(memory) < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        goto failed;
+    }
+    memory->size_bytes = (size_t)found.st_size;
+    if (memory->size_bytes < sizeof(recording_t)) {
+        PyErr_SetString(PyExc_ValueError, "a memory too small for a recording");
+        goto failed;
+    }
+    memory->at = mmap(NULL, memory->size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (memory->at == MAP_FAILED) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        goto failed;
+    }
+    const part_t *rows = &memory->at->parts[PART_ROWS];
+    if (!is_sound(memory->at, memory->size_bytes) || rows->offset % memory->page_bytes != 0) {
+        PyErr_SetString(PyExc_ValueError, "a memory whose header is of no recording");
+        goto unmap;
+    }
+    memory->pages = rows->slots * sizeof(row_t) / memory->page_bytes;
+    if ((memory->taken = PyMem_Calloc(memory->pages + 1, 1)) == NULL) {
+        PyErr_NoMemory();
+        goto unmap;
+    }
+    memory->at->address = (uint64_t)(uintptr_t)memory->at;
+    memory->at->object_bytes = sizeof(PyObject);
+    return memory;
+unmap:
+    munmap(memory->at, memory->size_bytes);
+failed:
+    PyMem_Free(memory);
+    return NULL;
+}
+
+/* Nothing is recorded here any more. The mapping stays, for what may point there. */
+static void
+leave_memory(memory_t *memory)
+{
+    memory->core = NULL;
+    memory->at->state = STATE_GOODBYE;
+    if (has_fd(memory))
+        close(memory->fd);
+    memory->fd = -1;
+}
+
+/* The totals and nodes of a memory are about to change hands, or have done so. */
+static void
+mark_moving(const Core *core)
+{
+    if (core->memory == NULL)
+        return;
+    __atomic_store_n(&core->memory->at->moving, core->memory->at->moving + 1, __ATOMIC_SEQ_CST);
+}

@@ -1,0 +1,74 @@
+/* What one process records, as it lies in memory that others can read. `recording/memory_layout.py` says the same to the
+ * readers outside; a test compares both, field by field. What points somewhere holds addresses of the process: less the
+ * `address` of the header they are offsets. One writer; a reader checks what it has copied. */
+
+#ifndef INSTRUMENT_RECORDING_LAYOUT_H
+#define INSTRUMENT_RECORDING_LAYOUT_H
+
+#include <stdint.h>
+
+#define RECORDING_MAGIC "instrrec"
+#define RECORDING_VERSION 1
+#define LABEL_BYTES 64
+#define REASONS_MOST 32
+
+/* The parts of a recording. Slots are taken one after another; those that are given back are zeroed and taken again. */
+enum {
+    PART_TEXT,    /* what Python says of the process and the session: a length and JSON */
+    PART_RINGS,
+    PART_NODES,
+    PART_TOTALS,
+    PART_CHUNKS,  /* of histograms, by the pointers of totals */
+    PART_HIGHS,   /* the upper parts of their counts, by the pointers of chunks */
+    PART_FRAMES,
+    PART_FACTS,   /* of sites, one after another: what they are; a slot is a byte */
+    PART_DETAILS, /* of rows, a ring of blocks: what few have; a slot is a byte, `used` counts those ever written */
+    PART_ROWS,
+    PART_COUNT,
+};
+
+typedef struct {
+    uint64_t offset, stride, slots;
+    uint64_t used;   /* slots that were ever taken */
+    uint64_t unseen; /* what found no room here, and lies where nobody outside sees it */
+} part_t;
+
+enum { STATE_NEW, STATE_RUNNING, STATE_GOODBYE, STATE_FORKED };
+
+/* What is counted beside the spans. */
+typedef struct {
+    uint64_t ended_rows, ended_too_short; /* of rings that were given up */
+    uint64_t reasons[REASONS_MOST];
+} counted_t;
+
+typedef struct {
+    char magic[8];
+    uint32_t version;
+    uint32_t object_bytes; /* what a ring begins with, before its fields */
+    uint64_t size_bytes;
+    uint64_t address;
+    uint32_t pid, state;
+    uint64_t start_ticks; /* when the process began, in clock ticks since the boot: pids are given again */
+    char boot_id[40];
+    int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
+    uint64_t generation;               /* grows with each reset */
+    uint64_t moving;                   /* odd while totals and nodes change hands */
+    uint64_t is_python;                /* the recorder in Python: totals lack the rows from `folded` on */
+    counted_t counted;
+    part_t parts[PART_COUNT];
+} recording_t;
+
+typedef struct {
+    uint64_t site; /* as nodes name it */
+    uint32_t size_bytes, text_bytes;
+} fact_t; /* and JSON behind it */
+
+#define DETAIL_BLOCK_BYTES (64 << 10) /* no record crosses from one into the next */
+
+typedef struct {
+    uint64_t span_id; /* 0: nothing more in this block */
+    int64_t active_ns; /* -1 where that is the span's length */
+    uint32_t size_bytes, text_bytes;
+} detail_t; /* and JSON behind it */
+
+#endif

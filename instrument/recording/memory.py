@@ -1,0 +1,150 @@
+"""The memory that a process records into, for others to read: made here, and said there whose it is.
+
+It is a file without a name (`memfd_create`), which lives as long as any process has it, or one in a directory that the
+profile names, which outlives the machine's processes. `memory_layout` says what lies where.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from instrument.recording import memory_layout as layout
+
+FIRST_FD = 256
+
+_HEAD = struct.Struct("<8sIIQQIIQ40sqqQQQ")
+
+
+class Memory(NamedTuple):
+    """A file for a recording: its descriptor, its length, and its path, "" for one without a name."""
+
+    fd: int
+    size_bytes: int
+    path: str
+
+
+def make(ring_bytes: int, directory: str = "") -> Memory:
+    """A memory for rings of so many bytes, with its header. It is the caller's to close.
+
+    A file on a disk has all its blocks at once: to write to a mapped file where the disk is full would end the process.
+    Raises `OSError` where there can be none.
+    """
+    parts, size_bytes = layout.planned(ring_bytes, is_sparse=not directory)
+    _refuse_beyond_limits(size_bytes, is_sparse=not directory)
+    path = ""
+    if directory:
+        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = str(Path(directory) / f"{os.getpid()}-{start_ticks()}.recording")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    elif hasattr(os, "memfd_create"):
+        fd = os.memfd_create("instrument", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        raise OSError("this system has no memory that other processes could be given")
+    try:
+        fd = _out_of_the_way(fd)
+        if path:
+            os.posix_fallocate(fd, 0, size_bytes)
+        else:
+            os.ftruncate(fd, size_bytes)
+            _seal(fd)
+        table = [number for name in layout.PARTS for number in parts[name]]
+        offset, _ = layout.HEADER.fields["parts"]
+        os.pwrite(fd, struct.pack(f"<{len(table)}Q", *table), offset)
+        os.pwrite(fd, _head(size_bytes, layout.NEW), 0)
+    except BaseException:
+        os.close(fd)
+        if path:
+            Path(path).unlink()
+        raise
+    return Memory(fd, size_bytes, path)
+
+
+def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:
+    try:
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit != resource.RLIM_INFINITY and limit < size_bytes:
+            raise OSError(f"files are limited to {limit} bytes (ulimit -f), a recording takes {size_bytes}")
+    except ImportError:
+        pass
+    # Where memory is promised strictly, what is not there when it is touched would end the process.
+    if is_sparse and _read("/proc/sys/vm/overcommit_memory") == "2":
+        raise OSError(
+            "this system promises memory strictly (vm.overcommit_memory = 2), and a recording takes it by pages"
+        )
+
+
+def _out_of_the_way(fd: int) -> int:
+    """The same file under a high number: the service's own descriptors have those that they would have without us."""
+    try:
+        import fcntl
+
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+    except (ImportError, OSError):
+        return fd  # it may not have as many
+    os.close(fd)
+    return moved
+
+
+def _seal(fd: int) -> None:
+    """Nobody who is given it can take away what is mapped."""
+    try:
+        import fcntl
+
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except (ImportError, AttributeError, OSError):
+        pass  # an old kernel's: readers look at its length themselves
+
+
+def _head(size_bytes: int, state: int) -> bytes:
+    boot_id = _read("/proc/sys/kernel/random/boot_id").encode()
+    return _HEAD.pack(
+        layout.MAGIC, layout.VERSION, 0, size_bytes, 0, os.getpid(), state, start_ticks(), boot_id,
+        time.monotonic_ns(), time.time_ns(), 0, 0, 0,
+    )  # fmt: skip
+
+
+def say_whose(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
+    """Say of a memory, by its first pages, which process this is, and what of it and its session others want to know.
+
+    Facts are JSON; those that are too long for their place are left out.
+    """
+    at = {name: offset for name, (offset, _) in layout.HEADER.fields.items()}
+    struct.pack_into("<I", view, at["pid"], os.getpid())
+    struct.pack_into("<Q", view, at["start_ticks"], start_ticks())
+    struct.pack_into("<qq", view, at["monotonic_ns"], time.monotonic_ns(), time.time_ns())
+    if facts is not None:
+        text = json.dumps(facts, default=str).encode()
+        offset, _, room = struct.unpack_from("<QQQ", view, at["parts"])
+        if len(text) + 4 <= room:
+            struct.pack_into("<I", view, offset, 0)
+            view[offset + 4 : offset + 4 + len(text)] = text
+            struct.pack_into("<I", view, offset, len(text))
+            struct.pack_into("<Q", view, at["parts"] + 24, len(text) + 4)
+    struct.pack_into("<I", view, at["state"], state)
+
+
+def say_state(view: memoryview, state: int) -> None:
+    """Say that a recording has begun, or that its process has said goodbye."""
+    struct.pack_into("<I", view, layout.HEADER.fields["state"][0], state)
+
+
+def start_ticks() -> int:
+    """When this process began, in clock ticks since the boot; 0 unknown. Numbers of processes are given again."""
+    _, _, rest = _read("/proc/self/stat").rpartition(")")
+    fields = rest.split()
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text("ascii", "replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,149 @@
+"""What a recording looks like in memory that others can read: the one description of it for Python.
+
+`native/_recording_layout.h` is the same for the native recorder, whose own structures lie there. A recording has a
+header of one page and parts of equal slots. A slot that was given back is zeroed. What points somewhere holds addresses
+of the process: less the header's `address` they are offsets in the recording. Numbers are little-endian, as on every
+machine that the native recorder is built for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+MAGIC, VERSION = b"instrrec", 1
+HEADER_BYTES = 4096
+LABEL_BYTES = 64
+ALIGNED_BYTES = 64 << 10
+"""Parts begin at multiples of this: of the largest page that there is."""
+DETAIL_BLOCK_BYTES = 64 << 10
+"""No record of a row's details crosses from one such block into the next."""
+CHUNKS = 60
+"""Of 64 buckets each: what a histogram is in."""
+
+NEW, RUNNING, GOODBYE, FORKED = range(4)
+"""States of a recording: nothing was begun; a session runs; it ended and said so; a child has not begun its own."""
+
+PARTS = ("text", "rings", "nodes", "totals", "chunks", "highs", "frames", "facts", "details", "rows")
+"""In their order. The slots of `text`, `facts` and `details` are bytes."""
+
+REASONS = (
+    "scope closed before a scope inside it",
+    "span ended outside the context that began it",
+    "scope ended twice",
+    "time stamp counter given up because it strayed from the monotonic clock",
+    "calls not recorded for want of memory",
+    "calls not tallied for want of memory",
+    "errors, attributes or percentiles not kept for want of memory",
+    "calls not recorded for a fault of instrument",
+    "calls not recorded because their thread was ending",
+    "additions to totals that are as large as they can be",
+    "span renamed that is not open",
+    "span not renamed to a site of another kind",
+    "span annotated that is not open",
+    "attributes beyond the limit of a span",
+)
+"""What the header's `reasons` count, in their order."""
+
+
+class Record(NamedTuple):
+    """A structure: its length, and of each field where it lies and its type as numpy and `struct` write it."""
+
+    size: int
+    fields: Mapping[str, tuple[int, str]]
+
+
+def _in_order(**types: str) -> Record:
+    """A record whose fields lie one after another."""
+    fields, at = {}, 0
+    for name, code in types.items():
+        fields[name] = at, code
+        at += struct.calcsize(f"<{code}")
+    return Record(at, fields)
+
+
+HEADER = _in_order(
+    magic="8s", version="I", object_bytes="I", size_bytes="Q", address="Q", pid="I", state="I", start_ticks="Q",
+    boot_id="40s", monotonic_ns="q", realtime_ns="q", generation="Q", moving="Q", is_python="Q", ended_rows="Q",
+    ended_too_short="Q", reasons="32Q", parts="50Q",
+)  # fmt: skip
+PART = _in_order(offset="Q", stride="Q", slots="Q", used="Q", unseen="Q")
+RING = Record(
+    240,
+    {
+        "rows": (0, "Q"), "mask": (8, "Q"), "head": (16, "Q"), "number": (24, "Q"), "capacity": (80, "Q"),
+        "too_short": (88, "Q"), "thread_id": (96, "q"), "ended": (112, "B"), "generation": (136, "Q"),
+        "folded": (144, "Q"), "label": (152, f"{LABEL_BYTES}s"),
+    },
+)  # fmt: skip
+"""Behind the `object_bytes` that each begins with."""
+NODE = Record(64, {"site": (0, "Q"), "parent": (8, "Q"), "index": (16, "I"), "is_known": (31, "B")})
+TOTALS = Record(
+    640,
+    {
+        "calls": (0, "Q"), "total_ns": (8, "q"), "self_ns": (16, "q"), "min_ns": (24, "q"), "max_ns": (32, "q"),
+        "first_ns": (40, "q"), "waiting": (48, "7H"), "waiting_count": (62, "H"), "errors": (64, "Q"),
+        "moved_bytes": (72, "Q"), "device_ns": (80, "q"), "beyond_ns": (88, "q"), "first_total_ns": (96, "q"),
+        "steps": (104, "Q"), "chunks": (112, f"{CHUNKS}Q"), "ring_number": (592, "Q"), "node": (600, "I"),
+    },
+)  # fmt: skip
+CHUNK = _in_order(low="64H", high="Q")
+HIGH = _in_order(high="64Q")
+FRAME = Record(
+    128,
+    {
+        "node": (8, "Q"), "span_id": (16, "Q"), "parent_id": (24, "Q"), "root_id": (32, "Q"), "task": (40, "Q"),
+        "start_ns": (48, "q"), "children_ns": (64, "q"), "ring": (72, "Q"), "state": (120, "B"),
+    },
+)  # fmt: skip
+ROW = _in_order(
+    span_id="Q", parent_id="Q", root_id="Q", start_ns="q", end_ns="q", children_ns="q", rare="Q", node="I", task="I"
+)
+FACT = _in_order(site="Q", size_bytes="I", text_bytes="I")
+DETAIL = _in_order(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
+
+STRIDES: Mapping[str, int] = {
+    "text": 1, "rings": 256, "nodes": NODE.size, "totals": TOTALS.size, "chunks": CHUNK.size, "highs": HIGH.size,
+    "frames": FRAME.size, "facts": 1, "details": 1, "rows": ROW.size,
+}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """Where a part lies, and how many slots of which length it has."""
+
+    offset: int
+    stride: int
+    slots: int
+    used: int = 0
+    unseen: int = 0
+
+
+TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
+SMALL_RINGS = 4096
+"""Threads that get a ring of the smallest size when the others have used up what there is."""
+
+
+def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
+    """The parts of a recording by their names, and its length. One that is sparse takes what is touched of it."""
+    share = 1 if is_sparse else 4
+    slots = {
+        "text": TEXT_BYTES,
+        "rings": SMALL_RINGS,
+        "nodes": 20_992,  # all call paths that a tally keeps, and one for each site beyond
+        "totals": 131_072 // share,
+        "chunks": 262_144 // share,
+        "highs": 8192 // share,
+        "frames": 32_768 // share,
+        "facts": (16 << 20) // share,
+        "details": (8 << 20) // share,
+        # Rings have sizes of powers of two, which leave holes.
+        "rows": (ring_bytes + ring_bytes // 4) // ROW.size + 64 * SMALL_RINGS // share,
+    }
+    parts, at = {}, HEADER_BYTES
+    for name in PARTS:
+        if name != "text":
+            at = -(-at // ALIGNED_BYTES) * ALIGNED_BYTES
+        parts[name] = Part(at, STRIDES[name], slots[name])
+        at += slots[name] * STRIDES[name]
+    return parts, -(-at // ALIGNED_BYTES) * ALIGNED_BYTES
