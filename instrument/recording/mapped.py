@@ -1,0 +1,434 @@
+"""A recording in memory, read by another process, while its own writes or after it has gone.
+
+The bytes are another's, and may be torn, stale or false: each is copied before it is looked at, what points somewhere
+is followed only to a slot of its part, and what does not fit is left out. The writer knows nothing of it, and waits for
+nobody. Files are read and not mapped, for one that is cut short would end whoever has it mapped.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.errors import TraceError
+from instrument.recording import memory_layout as layout
+from instrument.recording.mapped_facts import (
+    FARTHEST_NS,
+    UNKNOWN,
+    Detail,
+    Header,
+    OpenSpan,
+    Records,
+    RingRows,
+    detail_of,
+    facts_in,
+    label_of,
+    records,
+    site_of,
+)
+from instrument.recording.paths import CallTree, tally_of
+from instrument.recording.spans import Site
+from instrument.recording.tally import LAST_BUCKET, Tally, Totals
+
+LARGEST_BYTES = 1 << 40
+"""No recording is longer."""
+MOST_SLOTS = {"text": 1 << 24, "facts": 1 << 28, "details": 1 << 28, "rows": 1 << 31}
+"""Of other parts `MOST_OTHERS`: so much of a file that lies is read at most."""
+MOST_OTHERS = 1 << 20
+TRIES = 3
+"""Times that what changed while it was copied is copied again."""
+STATES = ("new", "running", "goodbye", "forked")
+
+
+def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np.dtype[np.void]:
+    """A record as numpy takes it apart."""
+
+    def form(code: str) -> Any:
+        count, kind = code[:-1], code[-1]
+        if kind == "s":
+            return f"S{count}"
+        one = f"<{'ui'[kind.islower()]}{ {'b': 1, 'h': 2, 'i': 4, 'q': 8}[kind.lower()] }"
+        return (one, int(count)) if count else one
+
+    names = list(record.fields)
+    return np.dtype({
+        "names": names,
+        "formats": [form(code) for _, code in record.fields.values()],
+        "offsets": [offset + before for offset, _ in record.fields.values()],
+        "itemsize": size or record.size,
+    })  # fmt: skip
+
+
+_HEADER, _PART = _type(layout.HEADER), _type(layout.PART)
+ROWS = _type(layout.ROW)
+"""A row as others read it; `rare` is an address in the process, and of no use elsewhere."""
+_FACT, _DETAIL = _type(layout.FACT), _type(layout.DETAIL)
+_HISTOGRAM = np.dtype([("bucket", "<u4"), ("times", "<u8")])  # as `tally.PACKED`
+
+
+class _Ring(NamedTuple):
+    slot: int
+    number: int
+    rows: int  # of the part, -1 where they are private
+    capacity: int
+    head: int
+    folded: int
+    too_short: int
+    thread_id: int
+    name: str
+
+
+class Mapped:
+    """What a recording says at the moment when it is asked. Raises `TraceError` for a file that is none."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+        try:
+            self._read_head()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    # ---------------------------------------------------------------- bytes
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        """What lies there, as far as the file goes."""
+        found = []
+        while count > 0:
+            try:
+                some = os.pread(self._fd, min(count, 1 << 26), offset)
+            except OSError as problem:
+                raise TraceError(f"cannot read a recording: {problem.strerror or problem}") from problem
+            if not some:
+                break
+            found.append(some)
+            offset, count = offset + len(some), count - len(some)
+        return b"".join(found)
+
+    def _read_head(self) -> Any:
+        data = self._bytes(0, layout.HEADER.size)
+        if len(data) < layout.HEADER.size or data[:8] != layout.MAGIC:
+            raise TraceError(f"asked for a recording in memory, found {data[:8]!r}; it is none, or was cut short")
+        head = np.frombuffer(data, _HEADER)[0]
+        if head["version"] != layout.VERSION:
+            raise TraceError(
+                f"found a recording of layout {head['version']}, allowed: {layout.VERSION}; read it with the version "
+                "of instrument that wrote it"
+            )
+        parts, end = {}, layout.HEADER.size
+        table = np.frombuffer(data, _PART, len(layout.PARTS), layout.HEADER.fields["parts"][0])
+        for name, part in zip(layout.PARTS, table.tolist(), strict=True):
+            parts[name] = layout.Part(*part)
+            offset, stride, slots, *_ = part
+            most = MOST_SLOTS.get(name, MOST_OTHERS)
+            if stride != layout.STRIDES[name] or slots > most or not end <= offset <= LARGEST_BYTES:
+                raise TraceError(f"the part {name!r} of a recording lies where it cannot; it is damaged")
+            end = offset + stride * slots
+        self._parts: Mapping[str, layout.Part] = parts
+        self._base = int(head["address"])
+        self._object_bytes = int(head["object_bytes"])
+        if self._object_bytes > layout.STRIDES["rings"] - layout.RING.size:
+            raise TraceError("the rings of a recording begin where they cannot; it is damaged")
+        self._ring_type = _type(layout.RING, layout.STRIDES["rings"], self._object_bytes)
+        return head
+
+    def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
+        """The slots of a part that were ever taken, as far as they are there."""
+        part = self._parts[name]
+        data = self._bytes(part.offset, min(part.used, part.slots) * part.stride)
+        return np.frombuffer(data, kind, len(data) // part.stride)
+
+    def _slot_of(self, addresses: NDArray[np.uint64], name: str, before: int = 0) -> NDArray[np.int64]:
+        """The slots of a part that addresses are of, -1 for those that are of none."""
+        part = self._parts[name]
+        with np.errstate(over="ignore"):
+            off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset + before) % (1 << 64))
+        slots = off // np.uint64(part.stride)
+        sound = (off % np.uint64(part.stride) == 0) & (slots < np.uint64(min(part.used, part.slots)))
+        found: NDArray[np.int64] = np.where(sound, slots, np.uint64(0)).astype(np.int64) - ~sound
+        return found
+
+    # ---------------------------------------------------------------- facts
+
+    @property
+    def header(self) -> Header:
+        """Whose recording it is, and how it stands now."""
+        head = self._read_head()
+        return Header(
+            pid=int(head["pid"]),
+            started=int(head["start_ticks"]),
+            boot_id=head["boot_id"].decode("ascii", "replace"),
+            state=STATES[head["state"]] if head["state"] < len(STATES) else UNKNOWN,
+            generation=int(head["generation"]),
+            is_moving=bool(head["moving"] % 2),
+            monotonic_ns=int(head["monotonic_ns"]),
+            realtime_ns=int(head["realtime_ns"]),
+            size_bytes=int(head["size_bytes"]),
+            facts=self._text(),
+        )
+
+    def _text(self) -> Mapping[str, Any]:
+        part = self._parts["text"]
+        data = self._bytes(part.offset, min(part.slots, part.used))
+        return facts_in(data[4 : 4 + int.from_bytes(data[:4], "little")])
+
+    def _facts_of_sites(self) -> dict[int, Site]:
+        """The sites by the addresses by which nodes name them."""
+        part = self._parts["facts"]
+        data = self._bytes(part.offset, min(part.used, part.slots))
+        return {int(fact["site"]): site_of(facts_in(text)) for fact, text in records(data, _FACT)}
+
+    def tree(self) -> CallTree:
+        """The call paths that are known by now."""
+        self._read_head()
+        nodes = self._slots("nodes", _type(layout.NODE))
+        known = np.flatnonzero(nodes["is_known"] != 0)
+        index = nodes["index"][known].astype(np.int64)
+        # The nodes of a tree are numbered one after another; of two of one number, as a damaged file has, the first.
+        order = np.argsort(index, kind="stable")
+        index, known = index[order], known[order]
+        first = np.ones(len(index), np.bool_)
+        first[1:] = index[1:] != index[:-1]
+        index, known = index[first], known[first]
+        count = int(np.argmin(index == np.arange(len(index)))) if (index != np.arange(len(index))).any() else len(index)
+        known = known[:count]
+        number_of = np.full(len(nodes) + 1, -1, np.int64)
+        number_of[known] = np.arange(count)
+        parents = number_of[self._slot_of(nodes["parent"][known], "nodes")]
+        parents[parents >= np.arange(count)] = -1  # a parent is known before its children
+        tree = CallTree()
+        told = self._facts_of_sites()
+        addresses, numbers = np.unique(nodes["site"][known], return_inverse=True)
+        tree.sites.extend(told.get(int(address)) or Site(UNKNOWN) for address in addresses)
+        tree.extend(0, array("i", numbers.tolist()).tobytes(), array("i", parents.tolist()).tobytes())
+        self._node_numbers = number_of
+        return tree
+
+    def sites(self) -> list[Site]:
+        """The sites of all call paths."""
+        return self.tree().sites
+
+    def _rings(self) -> list[_Ring]:
+        """The rings that count in the generation of now, by their numbers."""
+        head = self._read_head()
+        found: dict[int, _Ring] = {}
+        rings = self._slots("rings", self._ring_type)
+        rows = self._slot_of(rings["rows"], "rows")
+        part = self._parts["rows"]
+        for slot in np.flatnonzero((rings["generation"] == head["generation"]) & (rings["number"] != 0)).tolist():
+            ring = rings[slot]
+            capacity = int(ring["capacity"])
+            is_held = rows[slot] >= 0 and capacity & (capacity - 1) == 0 and rows[slot] + capacity <= part.slots
+            found[int(ring["number"])] = _Ring(
+                slot, int(ring["number"]), int(rows[slot]) if is_held else -1, capacity if is_held else 0,
+                min(int(ring["head"]), 1 << 62), int(ring["folded"]), int(ring["too_short"]), int(ring["thread_id"]),
+                label_of(ring["label"]) if capacity else "(ended threads)",
+            )  # fmt: skip
+        return [found[number] for number in sorted(found)]
+
+    def threads(self) -> dict[int, str]:
+        """Native ids and names of the threads that have recorded, in the order in which they did first."""
+        return {ring.thread_id: ring.name for ring in self._rings() if ring.thread_id}
+
+    # ---------------------------------------------------------------- spans
+
+    def rows(self, since: Mapping[int, int] | None = None) -> list[RingRows]:
+        """The newest rows of each ring, or of each by its number those from a row's number on.
+
+        The slot that is written next is left out: a process that was ended may have been in the middle of it. `head` of
+        each is where to go on.
+        """
+        known = len(self.tree())
+        found = []
+        for ring in (ring for ring in self._rings() if ring.thread_id):
+            begin = max((since or {}).get(ring.number, 0), 0)
+            oldest = max(ring.head - ring.capacity + 1, 0)
+            first = min(max(begin, oldest), ring.head)
+            rows = self._copied(ring, first, ring.head)
+            now = self._ring_now(ring)
+            late = min(max(now - ring.capacity + 1 - first, 0), len(rows)) if now >= ring.head else len(rows)
+            rows = rows[late:]
+            found.append(
+                RingRows(
+                    ring.number,
+                    ring.thread_id,
+                    rows[_is_row(rows, known)],
+                    first + late,
+                    ring.head,
+                    first + late - begin,
+                )
+            )
+        return found
+
+    def _copied(self, ring: _Ring, first: int, end: int) -> Records:
+        if ring.rows < 0 or end <= first:
+            return np.zeros(0, ROWS)
+        part, mask = self._parts["rows"], ring.capacity - 1
+        at, count = first & mask, end - first
+        pieces = [(at, min(count, ring.capacity - at))]
+        pieces.append((0, count - pieces[0][1]))
+        data = b"".join(
+            self._bytes(part.offset + (ring.rows + begin) * part.stride, length * part.stride).ljust(
+                length * part.stride, b"\0"
+            )
+            for begin, length in pieces
+        )
+        return np.frombuffer(data, ROWS)
+
+    def _ring_now(self, ring: _Ring) -> int:
+        """The head of a ring by now; -1 where it has gone."""
+        part = self._parts["rings"]
+        data = self._bytes(part.offset + ring.slot * part.stride, part.stride)
+        if len(data) < part.stride:
+            return -1
+        now = np.frombuffer(data, self._ring_type)[0]
+        return int(now["head"]) if now["number"] == ring.number else -1
+
+    def open_spans(self) -> list[OpenSpan]:
+        """The spans that have begun and not ended, in the order in which they began."""
+        tree, kind = self.tree(), _type(layout.FRAME)
+        number_of = self._node_numbers
+        rings = {ring.slot: ring for ring in self._rings()}
+        ended = {int(rows["span_id"][0]) for rows in map(self._last_row, rings.values()) if len(rows)}
+        found: dict[int, OpenSpan] = {}
+        for _ in range(TRIES):
+            before, frames = self._slots("frames", kind), self._slots("frames", kind)
+            before, frames = before[: len(frames)], frames[: len(before)]
+            sound = (frames["state"] != 0) & (frames["start_ns"] > 0) & (frames["start_ns"] < FARTHEST_NS)
+            sound &= (frames["span_id"] != 0) & (frames["span_id"] >> np.uint64(63) == 0)
+            open_slots = np.flatnonzero(sound)
+            is_same = before[open_slots] == frames[open_slots]
+            nodes = number_of[self._slot_of(frames["node"][open_slots], "nodes")]
+            of_rings = self._slot_of(frames["ring"][open_slots], "rings")
+            for frame, same, node, slot in zip(
+                frames[open_slots], np.atleast_1d(is_same).tolist(), nodes.tolist(), of_rings.tolist(), strict=True
+            ):
+                span_id, ring = int(frame["span_id"]), rings.get(slot)
+                if same and 0 <= node < len(tree) and ring is not None and span_id not in ended:
+                    found[span_id] = OpenSpan(
+                        tree.site(node), node, span_id, int(frame["parent_id"] & np.uint64((1 << 63) - 1)),
+                        int(frame["root_id"] & np.uint64((1 << 63) - 1)), int(frame["task"]), ring.thread_id,
+                        int(frame["start_ns"]), min(max(int(frame["children_ns"]), 0), FARTHEST_NS),
+                    )  # fmt: skip
+            if np.all(is_same):
+                break
+        return sorted(found.values(), key=lambda span: (span.start_ns, span.span_id))
+
+    def _last_row(self, ring: _Ring) -> Records:
+        """The newest row: its process may have been ended before it could forget that its span was open."""
+        now = self._ring_now(ring)
+        return self._copied(ring, now - 1, now) if now > 0 else np.zeros(0, ROWS)
+
+    def details(self) -> dict[int, Detail]:
+        """What few rows have beside their numbers, by the ids of their spans: of the newest ones."""
+        self._read_head()
+        part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
+        used = part.used
+        if not part.slots or part.slots % block:
+            return {}
+        first = max((used // block + 1) * block - part.slots, 0)
+        blocks = [
+            (at, self._bytes(part.offset + at % part.slots, min(block, used - at))) for at in range(first, used, block)
+        ]
+        self._read_head()  # what was overwritten meanwhile
+        kept = (self._parts["details"].used // block + 1) * block - part.slots
+        return {
+            int(detail["span_id"]): detail_of(int(detail["active_ns"]), facts_in(text))
+            for at, data in blocks
+            if at >= kept
+            for detail, text in records(data, _DETAIL)
+            if detail["span_id"]
+        }
+
+    # ---------------------------------------------------------------- totals
+
+    def tally(self) -> Tally:
+        """The totals of all calls by now, by call path and thread, as the process itself would tell them."""
+        tree, rings = self.tree(), self._rings()
+        books: dict[int, list[tuple[int, Totals]]] = {ring.number: [] for ring in rings}
+        totals = self._slots("totals", _type(layout.TOTALS))
+        own = np.isin(totals["ring_number"], np.array(list(books), np.uint64)) & (totals["calls"] > 0)
+        own &= (totals["node"] < len(tree)) & (totals["waiting_count"] <= totals["waiting"].shape[1])
+        totals = totals[own]
+        packed = self._histograms(totals)
+        for number, one in enumerate(totals):
+            books[int(one["ring_number"])].append((int(one["node"]), _totals(one, packed[number])))
+        ordered = sorted(rings, key=lambda ring: (ring.thread_id == 0, ring.number))
+        return tally_of(tree, [(ring.thread_id, ring.name, _by_node(books[ring.number])) for ring in ordered])
+
+    def _histograms(self, totals: Records) -> list[bytes]:
+        """The histogram of each, packed; a bucket may be there more than once."""
+        chunks = self._slots("chunks", _type(layout.CHUNK))
+        highs = self._slots("highs", _type(layout.HIGH))
+        row, place = np.nonzero(totals["chunks"])
+        slots = self._slot_of(totals["chunks"][row, place], "chunks")
+        sound = (slots >= 0) & (slots < len(chunks))
+        row, place, slots = row[sound], place[sound], slots[sound]
+        times = chunks["low"][slots].astype(np.uint64)
+        above = self._slot_of(chunks["high"][slots], "highs")
+        has_more = np.flatnonzero((chunks["high"][slots] != 0) & (above >= 0) & (above < len(highs)))
+        times[has_more] += highs["high"][above[has_more]] << np.uint64(16)
+        at, bucket = np.nonzero(times)
+        found = np.zeros(len(at), _HISTOGRAM)
+        found["bucket"], found["times"] = place[at] * 64 + bucket, times[at, bucket]
+        # Those that wait to be counted, one by one.
+        waits = np.arange(totals["waiting"].shape[1]) < totals["waiting_count"][:, None]
+        of, which = np.nonzero(waits)
+        more = np.zeros(len(of), _HISTOGRAM)
+        more["bucket"], more["times"] = totals["waiting"][of, which], 1
+        every, owners = np.concatenate([found, more]), np.concatenate([row[at], of])
+        is_bucket = every["bucket"] <= LAST_BUCKET
+        every, owners = every[is_bucket], owners[is_bucket]
+        order = np.argsort(owners, kind="stable")
+        ends = np.searchsorted(owners[order], np.arange(len(totals)), side="right")
+        every = every[order]
+        return (
+            [every[begin:end].tobytes() for begin, end in zip([0, *ends[:-1]], ends, strict=True)] if len(ends) else []
+        )
+
+    def losses(self) -> dict[str, int]:
+        """What is not there, by reason."""
+        head = self._read_head()
+        rings = self._rings()
+        found = {
+            "spans overwritten by newer ones": sum(max(ring.head - ring.capacity, 0) for ring in rings if ring.capacity)
+            + int(head["ended_rows"]),
+            "spans shorter than their rule asks": sum(ring.too_short for ring in rings) + int(head["ended_too_short"]),
+            **dict(zip(layout.REASONS, head["reasons"].tolist(), strict=False)),
+            **{f"{name} that only the process itself could read": part.unseen for name, part in self._parts.items()},
+        }
+        return {reason: count for reason, count in found.items() if count}
+
+
+def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
+    """Which are rows that a recorder writes."""
+    sound = (rows["span_id"] != 0) & (rows["node"] < nodes) & (rows["start_ns"] >= -FARTHEST_NS)
+    for name in ("span_id", "parent_id", "root_id"):
+        sound &= rows[name] >> np.uint64(63) == 0
+    sound &= (rows["end_ns"] >= rows["start_ns"]) & (rows["end_ns"] < FARTHEST_NS)
+    return np.asarray(sound & (rows["children_ns"] >= 0) & (rows["children_ns"] < FARTHEST_NS))
+
+
+def _totals(one: Any, packed: bytes) -> Totals:
+    total_ns, beyond_ns = int(one["total_ns"]), int(one["beyond_ns"])
+    return Totals.of_core((
+        int(one["calls"]), int(one["errors"]), total_ns, int(one["self_ns"]), int(one["device_ns"]),
+        total_ns + beyond_ns, int(one["min_ns"]), int(one["max_ns"]), int(one["moved_bytes"]), int(one["first_ns"]),
+        packed,
+    ))  # fmt: skip
+
+
+def _by_node(book: Iterable[tuple[int, Totals]]) -> list[tuple[int, Totals]]:
+    """Each node once, as a damaged file may not have them."""
+    return list(dict(book).items())

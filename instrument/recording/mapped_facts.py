@@ -1,0 +1,157 @@
+"""What a recording in memory says, as others take it: whose it is, its sites, its open spans, and what few rows have.
+
+It is told by another process, in JSON behind numbers, and may be anything: what is not what it should be counts as not
+said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.spans import Site
+
+Records = NDArray[np.void]
+
+FARTHEST_NS = 1 << 62
+"""No clock reads more."""
+UNKNOWN = "(unknown)"
+
+
+class Header(NamedTuple):
+    """Whose recording it is, and how it stands. `facts` is what its process says of itself and its session."""
+
+    pid: int
+    started: int
+    boot_id: str
+    state: str
+    generation: int
+    is_moving: bool
+    monotonic_ns: int
+    realtime_ns: int
+    size_bytes: int
+    facts: Mapping[str, Any]
+
+    @property
+    def service(self) -> str:
+        """The name of the service, "" where it is not known."""
+        return str(self.origin.get("service", ""))
+
+    @property
+    def profile_digest(self) -> str:
+        """The digest of its profile, "" where it is not known."""
+        return str(self.origin.get("digest", ""))
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """What `spans.Origin` has, as far as it is said."""
+        found = self.facts.get("origin")
+        return found if isinstance(found, dict) else {}
+
+
+class OpenSpan(NamedTuple):
+    """A span that has begun and not ended. `node` is its call path's number."""
+
+    site: Site
+    node: int
+    span_id: int
+    parent_id: int
+    root_id: int
+    task_id: int
+    thread_id: int
+    start_ns: int
+    children_ns: int
+
+
+class RingRows(NamedTuple):
+    """Newest rows of one thread, from number `first` on. `missed` were overwritten before they were read."""
+
+    ring: int
+    thread_id: int
+    rows: Records
+    first: int
+    head: int
+    missed: int
+
+
+class Detail(NamedTuple):
+    """What few rows have: the time in which the span was active (-1: all of it), its error, its attributes."""
+
+    active_ns: int
+    error: str | None
+    attributes: Mapping[str, Any]
+
+
+def records(data: bytes, kind: np.dtype[np.void]) -> Iterator[tuple[Any, bytes]]:
+    """Records one after another, each with the text behind it, up to the first that is none."""
+    at, least = 0, kind.itemsize
+    while at + least <= len(data):
+        record = np.frombuffer(data, kind, 1, at)[0]
+        size, text = int(record["size_bytes"]), int(record["text_bytes"])
+        if size < least + text or size % 8 or at + size > len(data):
+            return
+        yield record, data[at + least : at + least + text]
+        at += size
+
+
+def facts_in(text: bytes) -> dict[str, Any]:
+    """An object, empty for what is none."""
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def site_of(facts: Mapping[str, Any]) -> Site:
+    def word(name: str, otherwise: str = "") -> str:
+        found = facts.get(name)
+        return found if isinstance(found, str) else otherwise
+
+    def whole(name: str) -> int:
+        found = facts.get(name)
+        return found if isinstance(found, int) and 0 <= found < 1 << 62 else 0
+
+    attributes = facts.get("attributes")
+    return Site(
+        name=word("name", UNKNOWN), kind=word("kind", "user"), module=word("module"), qualname=word("qualname"),
+        file=word("file"), line=whole("line"), instance=word("instance"), device=facts.get("device") is True,
+        attributes=tuple(_told(attributes).items()), min_ns=whole("min_ns"), suspends=facts.get("suspends") is True,
+    )  # fmt: skip
+
+
+def _told(attributes: Any) -> dict[str, Any]:
+    """The attributes whose values are such as attributes have."""
+    if not isinstance(attributes, dict):
+        return {}
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, (str, bool, int, float)) or _is_flat(value)
+    }
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, (str, bool, int, float)) for one in value)
+
+
+def detail_of(active_ns: int, facts: Mapping[str, Any]) -> Detail:
+    error = facts.get("error")
+    active_ns = active_ns if -1 <= active_ns < FARTHEST_NS else -1
+    return Detail(active_ns, error if isinstance(error, str) else None, _told(facts.get("attributes")))
+
+
+def label_of(label: bytes) -> str:
+    """A thread's name, which is cut where it is long, and then has no end."""
+    for text in (label, label + b'"'):
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, str):
+            return found
+    return UNKNOWN

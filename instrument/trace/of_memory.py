@@ -1,0 +1,143 @@
+"""A recording in another process's memory as a trace: what it holds now, for reports, files and viewers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from instrument.errors import TraceError
+from instrument.recording import spans
+from instrument.recording.mapped import ROWS, Mapped
+from instrument.recording.mapped_facts import Detail, Header, OpenSpan
+from instrument.recording.spans import REMOTE, Origin, RemoteParent, remote_of
+from instrument.trace.columns import DeviceIntervals, Int64s, Trace
+from instrument.trace.file import Saved
+from instrument.trace.forest import NONE
+from instrument.trace.gathering import GatheredAttributes, written
+
+OPEN = "instrument.open"
+"""The attribute of a span that had not ended when its recording was read: true."""
+
+
+def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
+    """The spans that a recording holds, the open ones cut at the end and marked, and its tally.
+
+    Those that ended before `since_ns` are left out. `end_ns` is when it was read, on the monotonic clock: the newest
+    time in it where it is not given, which is nearly when a process ended that has gone.
+    Raises `TraceError` for a recording that is damaged.
+    """
+    header, tree = mapped.header, mapped.tree()
+    rings, open_spans = mapped.rows(), mapped.open_spans()
+    rows = np.concatenate([np.zeros(0, ROWS), *(ring.rows for ring in rings)])
+    threads = np.repeat([ring.thread_id for ring in rings], [len(ring.rows) for ring in rings]).astype(np.int64)
+    _, first = np.unique(rows["span_id"], return_index=True)
+    kept = np.sort(first)
+    kept = kept[(rows["end_ns"][kept] > since_ns) & (rows["node"][kept] < len(tree))]
+    rows, threads = rows[kept], threads[kept]
+    ended = set(rows["span_id"].tolist())
+    open_spans = [span for span in open_spans if span.span_id not in ended]  # it may have ended since
+    if end_ns is None:
+        newest = [int(rows["end_ns"].max())] if len(rows) else []
+        end_ns = max([*newest, *(span.start_ns for span in open_spans)], default=time.monotonic_ns())
+    open_spans = [span for span in open_spans if span.start_ns <= end_ns]
+    held = [int(ring.rows["end_ns"][0]) for ring in rings if ring.first and len(ring.rows)]
+    begin_ns = min(header.monotonic_ns, end_ns)
+    facts = spans.Trace(
+        origin=_origin(header),
+        start_ns=max(begin_ns, since_ns),
+        end_ns=max(begin_ns, since_ns, end_ns),
+        spans=[],
+        threads=mapped.threads(),
+        losses=mapped.losses(),
+        held_from_ns=max(held, default=0),
+    )
+    columns = _Columns(rows, threads, open_spans, end_ns)
+    try:
+        tally = mapped.tally()
+        return Saved(columns.trace(tree.sites, np.array(tree.site_of, np.int32), mapped.details()), facts, tally)
+    except (ValueError, OverflowError) as problem:
+        raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem
+
+
+def _origin(header: Header) -> Origin:
+    """Which process it was, as far as it said so itself."""
+    said: dict[str, Any] = {}
+    for one in fields(Origin):
+        kind = int if one.type == "int" else str
+        found = header.origin.get(one.name)
+        if isinstance(found, kind):
+            said[one.name] = found
+    said.update(pid=header.pid, monotonic_ns=header.monotonic_ns, realtime_ns=header.realtime_ns, boot=header.boot_id)
+    return Origin(**{"service": "", **said})
+
+
+class _Columns:
+    """Rows, and open spans behind them."""
+
+    def __init__(self, rows: Any, threads: Int64s, open_spans: list[OpenSpan], end_ns: int) -> None:
+        self._rows, self._threads, self._open, self._end_ns = rows, threads, open_spans, end_ns
+
+    def _column(self, name: str, of_open: list[int]) -> Int64s:
+        return np.concatenate([self._rows[name].astype(np.int64), np.array(of_open, np.int64)])
+
+    def trace(self, sites: list[spans.Site], site_of: Any, details: Mapping[int, Detail]) -> Trace:
+        end_ns, count = self._end_ns, len(self._rows)
+        span_id = self._column("span_id", [span.span_id for span in self._open])
+        start_ns = self._column("start_ns", [span.start_ns for span in self._open])
+        ends = self._column("end_ns", [end_ns] * len(self._open))
+        active_ns = ends - start_ns
+        children_ns = self._column("children_ns", self._children_ns())
+        node = self._column("node", [span.node for span in self._open])
+        error = np.full(len(span_id), NONE, np.int32)
+        errors: dict[str, int] = {}
+        remote: dict[int, RemoteParent] = {}
+        attributes = GatheredAttributes()
+        for row, own in enumerate(span_id[:count].tolist()):
+            detail = details.get(own)
+            if detail is None:
+                continue
+            if detail.active_ns >= 0:
+                active_ns[row] = min(detail.active_ns, int(active_ns[row]))
+            if detail.error is not None:
+                error[row] = errors.setdefault(detail.error, len(errors))
+            told = dict(detail.attributes)
+            noted = told.pop(REMOTE, None)
+            caller = remote_of(tuple(noted) if isinstance(noted, list) and len(noted) == 2 else noted)
+            if caller is not None:
+                remote[row] = caller
+            if told:
+                attributes.add(row, written(told))
+        for row in range(count, len(span_id)):
+            attributes.add(row, written({OPEN: True}))
+        return Trace(
+            sites=tuple(sites),
+            errors=tuple(errors),
+            span_id=span_id,
+            parent_id=self._column("parent_id", [span.parent_id for span in self._open]),
+            root_id=self._column("root_id", [span.root_id for span in self._open]),
+            thread_id=np.concatenate([self._threads, np.array([span.thread_id for span in self._open], np.int64)]),
+            task_id=self._column("task", [span.task_id >> 4 & (1 << 32) - 1 for span in self._open]),
+            start_ns=start_ns,
+            end_ns=ends,
+            active_ns=active_ns,
+            self_ns=np.maximum(active_ns - children_ns, 0),
+            site=site_of[node] if len(node) else np.zeros(0, np.int32),
+            error=error,
+            clipped=np.arange(len(span_id)) >= count,
+            device=DeviceIntervals.none(),
+            attributes=attributes.packed(np.arange(len(span_id), dtype=np.int32)),
+            remote=remote,
+        )
+
+    def _children_ns(self) -> list[int]:
+        """What the children of open spans took, those that are open themselves with them."""
+        taken = {span.span_id: span.children_ns for span in self._open}
+        line = {span.span_id: (span.thread_id, span.task_id) for span in self._open}
+        for span in self._open:
+            if line.get(span.parent_id) == line[span.span_id]:
+                taken[span.parent_id] += self._end_ns - span.start_ns
+        return list(taken.values())

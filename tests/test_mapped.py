@@ -1,0 +1,648 @@
+"""A recording in memory: what another process reads there is what the process itself knows, also after it has gone."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from instrument import native
+from instrument.errors import TraceError
+from instrument.recorder.recorder import Recorder
+from instrument.recording import memory, memory_layout
+from instrument.recording.mapped import ROWS, Mapped
+from instrument.recording.spans import REMOTE, Site
+from instrument.recording.tally import Tally
+from instrument.trace.file import load, write
+from instrument.trace.of_memory import OPEN, saved_of
+
+_native = native.find("_recorder")
+
+C_NAMES = {
+    "HEADER": "recording_t", "PART": "part_t", "RING": "Ring", "NODE": "node_t", "TOTALS": "totals_t",
+    "CHUNK": "chunk_t", "FRAME": "frame_t", "ROW": "row_t", "FACT": "fact_t", "DETAIL": "detail_t",
+}  # fmt: skip
+
+
+@pytest.fixture
+def recorder(make_recorder: Any) -> Any:
+    """A recorder whose memory others can read."""
+    made = make_recorder()
+    if made.memory_fd < 0:
+        pytest.skip(f"no memory that others can read: {made.no_memory}")
+    return made
+
+
+SUMS = ("calls", "errors", "total_ns", "self_ns", "min_ns", "max_ns", "first_ns", "elapsed_ns", "moved_bytes")
+
+
+def lines(tally: Tally) -> list[Any]:
+    return [
+        (
+            [site.name for site in row.path],
+            row.thread_id,
+            [getattr(row.totals, name) for name in SUMS],
+            sorted(row.totals.histogram.items()),
+        )
+        for row in tally.rows()
+    ]
+
+
+def read(recorder: Any) -> Mapped:
+    return Mapped(recorder.memory_fd)
+
+
+def ids_of(mapped: Mapped) -> list[int]:
+    return sorted(int(span_id) for ring in mapped.rows() for span_id in ring.rows["span_id"])
+
+
+# -------------------------------------------------------------------- layout
+
+
+@pytest.mark.skipif(_native is None, reason="the recorder in C is not built")
+def test_the_layout_in_python_is_that_of_the_native_recorder() -> None:
+    assert _native is not None
+    found = _native.layout()
+    before = _native.layout()["Ring.rows"][0]
+    wanted = {}
+    for name, kind in C_NAMES.items():
+        record = getattr(memory_layout, name)
+        for field, (offset, code) in record.fields.items():
+            length = int(code[:-1] or 1) * {"Q": 8, "q": 8, "I": 4, "H": 2, "B": 1, "s": 1}[code[-1]]
+            inner = {"ended_rows": "counted.ended_rows", "ended_too_short": "counted.ended_too_short",
+                     "reasons": "counted.reasons"}.get(field, field) if name == "HEADER" else field  # fmt: skip
+            wanted[f"{kind}.{inner}"] = offset + (before if name == "RING" else 0), length
+    assert {field: place for field, place in found.items() if not field.endswith(".")} == wanted
+    sizes = {field.removesuffix("."): size for field, (_, size) in found.items() if field.endswith(".")}
+    assert sizes["recording_t"] == memory_layout.HEADER.size <= memory_layout.HEADER_BYTES
+    kinds = {"rings": "Ring", "nodes": "node_t", "totals": "totals_t", "chunks": "chunk_t", "frames": "frame_t"}
+    for part, kind in kinds.items():
+        assert sizes[kind] <= memory_layout.STRIDES[part], part
+
+
+def test_parts_lie_one_after_another_on_pages_of_every_size() -> None:
+    for ring_bytes in (64 << 10, 64 << 20, 3 << 30):
+        for is_sparse in (True, False):
+            parts, size = memory_layout.planned(ring_bytes, is_sparse=is_sparse)
+            end = memory_layout.HEADER.size
+            for name, part in parts.items():
+                assert end <= part.offset
+                assert name == "text" or part.offset % memory_layout.ALIGNED_BYTES == 0
+                end = part.offset + part.slots * part.stride
+            assert end <= size
+            assert parts["rows"].slots * 64 >= ring_bytes
+
+
+# -------------------------------------------------------------------- what is read
+
+
+def test_another_reads_the_totals_rows_and_threads_that_the_process_itself_knows(recorder: Any) -> None:
+    @lambda f: recorder.wrap(f, Site("outer", "request", "m", "outer", "m.py", 3, "", False, (("rank", 3),)))
+    def outer(depth: int) -> None:
+        with recorder.scope("inner", attributes={"size": depth, "name": 'a "quoted" ü'}):
+            if depth:
+                outer(depth - 1)
+
+    def several() -> None:
+        for _ in range(50):
+            outer(2)
+
+    several()
+    thread = threading.Thread(target=several, name="wörker")
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyError), recorder.scope("failing"):
+        raise KeyError
+    mapped = read(recorder)
+    assert lines(mapped.tally()) == lines(recorder.tally())
+    assert mapped.tally().threads == recorder.tally().threads
+    assert mapped.threads() == recorder.threads()
+    rows = {row[1]: row for _, rows in recorder.take().rings for row in rows}
+    assert ids_of(mapped) == sorted(rows)
+    tree = mapped.tree()
+    for ring in mapped.rows():
+        for row in ring.rows:
+            known = rows[int(row["span_id"])]
+            assert tree.site(int(row["node"])).key == recorder.site_of(known).key
+            assert [int(row[name]) for name in ("parent_id", "root_id", "start_ns", "end_ns", "children_ns")] == [
+                known[2], known[3], known[5], known[6], known[7]
+            ]  # fmt: skip
+    details = mapped.details()
+    told = {span_id: (row[9], row[10] or {}) for span_id, row in rows.items() if row[9] or row[10]}
+    assert {span_id: (one.error, one.attributes) for span_id, one in details.items()} == told
+    assert {site.name: site.attributes for site in mapped.sites()}["outer"] == (("rank", 3),)
+
+
+def test_open_spans_are_named_with_their_parents_threads_and_begins(recorder: Any) -> None:
+    seen: list[Any] = []
+
+    def body() -> Iterator[int]:
+        with recorder.scope("inside"):
+            yield 1
+
+    generator = recorder.wrap(body, Site("generator"))()
+    next(generator)
+
+    def function() -> None:
+        seen.extend(read(recorder).open_spans())
+
+    with recorder.scope("outer"), recorder.scope("inner"):
+        recorder.wrap(function, Site("function"))()
+    by_name = {span.site.name: span for span in seen}
+    assert [span.site.name for span in seen] == ["generator", "inside", "outer", "inner", "function"]
+    assert by_name["function"].parent_id == by_name["inner"].span_id
+    assert by_name["inner"].parent_id == by_name["outer"].span_id
+    assert by_name["inside"].parent_id == by_name["generator"].span_id
+    assert {span.thread_id for span in seen} == {threading.get_native_id()}
+    assert all(0 < before.start_ns <= after.start_ns for before, after in pairwise(seen))
+    generator.close()
+    assert read(recorder).open_spans() == []
+
+
+def test_tasks_that_wait_are_open(recorder: Any) -> None:
+    async def one(name: str, begun: asyncio.Event, go: asyncio.Event) -> None:
+        with recorder.scope(name):
+            begun.set()
+            await go.wait()
+
+    async def main() -> list[str]:
+        go, begun = asyncio.Event(), [asyncio.Event() for _ in range(20)]
+        tasks = [asyncio.ensure_future(one(f"task {number}", event, go)) for number, event in enumerate(begun)]
+        for event in begun:
+            await event.wait()
+        names = [span.site.name for span in read(recorder).open_spans()]
+        go.set()
+        await asyncio.gather(*tasks)
+        return names
+
+    assert asyncio.run(main()) == [f"task {number}" for number in range(20)]
+    assert read(recorder).open_spans() == []
+
+
+def test_a_reader_goes_on_where_it_stood_and_counts_what_was_overwritten(make_recorder: Any) -> None:
+    recorder = make_recorder(1 << 16)
+    if recorder.memory_fd < 0:
+        pytest.skip(recorder.no_memory)
+    function = recorder.wrap(lambda: None, Site("f"))
+    mapped = read(recorder)
+    heads: dict[int, int] = {}
+    seen, missed = set[int](), 0
+    for count in (10, 100, 255, 5000, 3, 0, 1):
+        for _ in range(count):
+            function()
+        for ring in mapped.rows(heads):
+            heads[ring.ring] = ring.head
+            seen.update(ring.rows["span_id"].tolist())
+            missed += ring.missed
+    assert missed > 0
+    assert len(seen) + missed == sum(heads.values()) == 5369
+    capacity = recorder.rings()[0].capacity
+    assert mapped.losses()["spans overwritten by newer ones"] == 5369 - capacity
+
+
+def test_a_reset_begins_another_generation_of_which_alone_is_told(recorder: Any) -> None:
+    function = recorder.wrap(lambda: None, Site("before"))
+    for _ in range(10):
+        function()
+    mapped = read(recorder)
+    first = mapped.header.generation
+    with recorder.scope("open"):
+        recorder.reset()
+        recorder.wrap(lambda: None, Site("after"))()
+        assert mapped.header.generation == first + 1
+        assert [row.path[-1].name for row in mapped.tally().rows()] == ["after"]
+        assert sum(len(ring.rows) for ring in mapped.rows()) == 1
+    assert [site.name for site in mapped.sites()].count("before") == 0
+    assert sorted(row.path[-1].name for row in mapped.tally().rows()) == ["after", "open"]
+
+
+def test_threads_that_have_ended_and_were_given_up_stay_counted(make_recorder: Any) -> None:
+    recorder = make_recorder(1 << 16)
+    if recorder.memory_fd < 0:
+        pytest.skip(recorder.no_memory)
+    function = recorder.wrap(lambda: None, Site("f"))
+    for _ in range(60):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+    mapped = read(recorder)
+    assert sum(row.totals.calls for row in mapped.tally().rows()) == 60
+    assert recorder.ended_rows > 0
+    assert sum(len(ring.rows) for ring in mapped.rows()) + recorder.ended_rows == 60
+
+
+def test_what_is_private_for_want_of_room_is_counted(recorder: Any) -> None:
+    parts, _ = memory_layout.planned(1 << 26, is_sparse=True)
+
+    def deeper(depth: int) -> int:
+        return inner(depth - 1) if depth else len(read(recorder).open_spans())
+
+    inner = recorder.wrap(deeper, Site("deep"))
+    assert inner(300) == 301
+    scopes = [recorder.scope("many") for _ in range(parts["frames"].slots + 100)]
+    for scope in scopes:
+        scope.__enter__()
+    mapped = read(recorder)
+    assert len(mapped.open_spans()) <= parts["frames"].slots
+    assert mapped.losses()["frames that only the process itself could read"] >= 100
+    for scope in reversed(scopes):
+        scope.__exit__(None, None, None)
+    assert sum(row.totals.calls for row in mapped.tally().rows() if row.path[-1].name == "many") == len(scopes)
+
+
+def test_a_recording_says_whose_it_is_and_whether_its_session_ended_in_order(recorder: Any) -> None:
+    recorder.begin(1 << 22, {"origin": {"service": "chat", "digest": "abc"}})
+    header = read(recorder).header
+    assert (header.pid, header.started, header.state) == (os.getpid(), memory.start_ticks(), "running")
+    assert (header.service, header.profile_digest) == ("chat", "abc")
+    recorder.say_goodbye()
+    assert read(recorder).header.state == "goodbye"
+
+
+def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recorder: Any, tmp_path: Path) -> None:
+    def items() -> Iterator[int]:
+        yield 1
+
+    items = recorder.wrap(items, Site("items"))
+    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with recorder.scope("request", kind="request", attributes={"route": "/a", REMOTE: caller}):
+        assert list(items()) == [1]
+    with pytest.raises(KeyError), recorder.scope("failing"):
+        raise KeyError
+    with recorder.scope("outer"), recorder.scope("inner"):
+        saved = saved_of(read(recorder))
+        file = write(tmp_path / "a.npz", saved.columns, saved.facts, saved.tally)
+    loaded = load(file).trace()
+    by_name = {span.site.name: span for span in loaded.spans}
+    assert sorted(by_name) == ["failing", "inner", "items", "outer", "request"]
+    assert {name for name, span in by_name.items() if span.clipped} == {"outer", "inner"}
+    assert {name for name, span in by_name.items() if span.attributes.get(OPEN)} == {"outer", "inner"}
+    assert by_name["inner"].parent_id == by_name["outer"].span_id
+    assert by_name["outer"].self_ns == by_name["outer"].total_ns - by_name["inner"].total_ns
+    assert by_name["failing"].error == "KeyError"
+    assert by_name["request"].attributes["route"] == "/a"
+    remote = by_name["request"].remote
+    assert remote is not None
+    assert f"{remote.trace_id:x}" == "af7651916cd43dd8448eb211c80319c"
+    ours = {span.site.name: span for span in recorder.spans()}
+    for name in ("request", "items", "failing"):
+        for number in ("span_id", "parent_id", "root_id", "start_ns", "end_ns", "active_ns", "self_ns", "thread_id"):
+            assert getattr(by_name[name], number) == getattr(ours[name], number), (name, number)
+    assert loaded.origin.pid == os.getpid()
+
+
+# -------------------------------------------------------------------- forks and ends
+
+
+def in_child(action: Any) -> Any:
+    """What an action returns in a forked child."""
+    back, forth = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(forth, repr(action()).encode())
+        finally:
+            os._exit(0)
+    os.close(forth)
+    with os.fdopen(back) as told:
+        text = told.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return eval(text)
+
+
+def test_a_forked_child_records_into_a_memory_of_its_own(recorder: Any) -> None:
+    function = recorder.wrap(lambda: None, Site("f"))
+    for _ in range(10):
+        function()
+    before = os.fstat(recorder.memory_fd).st_ino
+
+    def child() -> Any:
+        with recorder.scope("before it begins anew"):
+            pass
+        recorder.after_fork_in_child()
+        for _ in range(5):
+            function()
+        mapped = read(recorder)
+        return (
+            os.fstat(recorder.memory_fd).st_ino != before, mapped.header.pid == os.getpid(), mapped.header.state,
+            [(row.path[-1].name, row.totals.calls) for row in mapped.tally().rows()], len(ids_of(mapped)),
+        )  # fmt: skip
+
+    with recorder.scope("around the fork"):
+        assert in_child(child) == (True, True, "running", [("f", 5)], 5)
+        function()
+    mapped = read(recorder)
+    assert mapped.header.pid == os.getpid()
+    assert lines(mapped.tally()) == lines(recorder.tally())
+    assert len(ids_of(mapped)) == 12
+
+
+def test_forks_while_threads_record_leave_parent_and_children_sound(recorder: Any) -> None:
+    """More of them in `test_a_storm_of_forks`."""
+    _fork_in_a_storm(recorder, 10)
+
+
+@pytest.mark.slow
+def test_a_storm_of_forks(recorder: Any) -> None:
+    _fork_in_a_storm(recorder, 200)
+
+
+def _fork_in_a_storm(recorder: Any, forks: int) -> None:
+    function, done = recorder.wrap(lambda: None, Site("f")), threading.Event()
+    calls = [0] * 4
+
+    def storm(number: int) -> None:
+        while not done.is_set():
+            with recorder.scope(f"scope {random.randrange(50)}", attributes={"n": number}):
+                function()
+            calls[number] += 2
+
+    threads = [threading.Thread(target=storm, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+
+    def child() -> Any:
+        recorder.after_fork_in_child()
+        for _ in range(100):
+            with recorder.scope("child"):
+                function()
+        mapped = read(recorder)
+        return lines(mapped.tally()) == lines(recorder.tally()), len(ids_of(mapped)), len(mapped.open_spans())
+
+    try:
+        for _ in range(forks):
+            assert in_child(child) == (True, 200, 0)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    mapped = read(recorder)
+    assert lines(mapped.tally()) == lines(recorder.tally())
+    assert sum(row.totals.calls for row in mapped.tally().rows()) == sum(calls)
+    assert mapped.open_spans() == []
+
+
+def test_descriptors_that_a_service_closes_are_not_mistaken_for_the_memory(recorder: Any) -> None:
+    fd = recorder.memory_fd
+    os.close(fd)
+    try:
+        assert recorder.memory_fd == -1
+        taken = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(taken, fd)
+        os.close(taken)
+        assert recorder.memory_fd == -1
+        recorder.wrap(lambda: None, Site("f"))()
+        assert in_child(lambda: (recorder.after_fork_in_child(), recorder.memory_fd >= 0)[1])
+    finally:
+        os.close(fd)
+
+
+VICTIM = """
+    import asyncio, os, socket, sys, threading, time
+    from instrument.recorder.recorder import RECORDER
+    from instrument.recording.spans import Site
+
+    RECORDER.begin(1 << 20, {"origin": {"service": "victim"}})
+    RECORDER.on = True
+    with socket.socket(fileno=int(sys.argv[1])) as other:
+        socket.send_fds(other, [b"x"], [RECORDER.memory_fd])
+
+    def inner(n):
+        return n
+    inner = RECORDER.wrap(inner, Site("inner"))
+
+    def items(n):
+        for i in range(n):
+            with RECORDER.scope("item"):
+                inner(i)
+                yield i
+    items = RECORDER.wrap(items, Site("items"))
+
+    async def request(number):
+        with RECORDER.scope("request", kind="request", attributes={"number": number}):
+            for i in items(5):
+                await asyncio.sleep(0)
+
+    async def main():
+        with RECORDER.scope("serving"):
+            number = 0
+            while True:
+                await asyncio.gather(*(request(number + i) for i in range(10)))
+                number += 10
+
+    def worker():
+        with RECORDER.scope("working"):
+            while True:
+                for i in items(3):
+                    pass
+                time.sleep(0)
+
+    threading.Thread(target=worker, daemon=True).start()
+    asyncio.run(main())
+"""
+
+
+def _victim() -> tuple[subprocess.Popen[bytes], Mapped]:
+    import socket
+
+    ours, others = socket.socketpair()
+    with ours, others:
+        others.set_inheritable(True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(VICTIM), str(others.fileno())], pass_fds=[others.fileno()]
+        )
+        others.close()
+        ours.settimeout(30)
+        _, fds, _, _ = socket.recv_fds(ours, 1, 1)
+    mapped = Mapped(fds[0])
+    os.close(fds[0])
+    return process, mapped
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory without a name here")
+@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_what_a_process_recorded_that_was_killed_is_all_there(times: int) -> None:
+    for _ in range(times):
+        process, mapped = _victim()
+        try:
+            deadline = random.uniform(0.05, 0.5)
+            threading.Event().wait(deadline)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+        _is_whole(mapped)
+        mapped.close()
+
+
+def _is_whole(mapped: Mapped) -> None:
+    header = mapped.header
+    assert (header.state, header.service, header.is_moving) == ("running", "victim", False)
+    tally, losses = mapped.tally(), mapped.losses()
+    calls = sum(row.totals.calls for row in tally.rows())
+    rings = [ring for ring in mapped.rows() if ring.thread_id]
+    heads, held = sum(ring.head for ring in rings), sum(len(ring.rows) for ring in rings)
+    # A process is ended between any two instructions: the row that it writes, and the totals of one span, may lack.
+    assert 0 <= heads - calls <= 1
+    assert held >= 0.999 * (heads - losses.get("spans overwritten by newer ones", 0)) - len(rings)
+    rows = np.concatenate([ring.rows for ring in rings]) if rings else np.zeros(0, ROWS)
+    tree, open_spans = mapped.tree(), mapped.open_spans()
+    names = {int(row["span_id"]): tree.site(int(row["node"])).name for row in rows}
+    assert len(names) == len(rows)
+    assert set(names.values()) <= {"inner", "item", "items", "request"}
+    for ring in rings:
+        assert (np.diff(ring.rows["end_ns"]) >= 0).all()
+        assert len(ring.rows) == ring.head - ring.first, "a row that is none was read"
+    assert not names.keys() & {span.span_id for span in open_spans}
+    # What is below something is below something that is there, open, or overwritten before it.
+    oldest_ns = max((int(ring.rows["end_ns"][0]) for ring in rings if ring.first), default=0)
+    known = names.keys() | {span.span_id for span in open_spans}
+    late = rows[(rows["start_ns"] > oldest_ns) & (rows["parent_id"] != 0)]
+    lacking = {int(parent) for parent in late["parent_id"]} - known
+    assert len(lacking) <= 1, "a span that is open is not named"
+    if calls:
+        assert "serving" in {span.site.name for span in open_spans}
+
+
+# -------------------------------------------------------------------- damaged recordings
+
+
+def _copied(recorder: Any) -> int:
+    """The descriptor of a copy of a recording with spans, threads, details and open spans: of what is used of it."""
+
+    @lambda f: recorder.wrap(f, Site("function"))
+    def function(depth: int) -> None:
+        with recorder.scope("scope", attributes={"depth": depth}):
+            if depth:
+                function(depth - 1)
+
+    for _ in range(40):
+        function(3)
+    thread = threading.Thread(target=function, args=(2,))
+    thread.start()
+    thread.join()
+    copy = os.memfd_create("copy")
+    os.ftruncate(copy, os.fstat(recorder.memory_fd).st_size)
+    with recorder.scope("open"):
+        for offset, length in [(0, memory_layout.HEADER.size), *_used(recorder.memory_fd)]:
+            os.pwrite(copy, os.pread(recorder.memory_fd, length, offset), offset)
+    return copy
+
+
+def _used(fd: int) -> list[tuple[int, int]]:
+    """What is used of a recording's parts: where, and how much."""
+    table = array.array("Q", os.pread(fd, 400, memory_layout.HEADER.fields["parts"][0]))
+    parts = [memory_layout.Part(*table[at : at + 5]) for at in range(0, 50, 5)]
+    return [(part.offset, min(part.used, part.slots, 1 << 18) * part.stride) for part in parts if part.used]
+
+
+def _changes(fd: int, used: list[tuple[int, int]], rng: random.Random) -> dict[int, bytes]:
+    """Places of a recording and what is to lie there instead: mostly where something lay."""
+    changes = {}
+    for _ in range(rng.choice((1, 1, 2, 8, 64))):
+        offset, length = rng.choice([(0, memory_layout.HEADER.size), *used])
+        at, kind = offset + rng.randrange(length), rng.randrange(4)
+        if kind == 0:
+            changes[at] = bytes([rng.randrange(256)])
+        elif kind == 1:
+            changes[at & ~7] = rng.choice((0, 1, (1 << 64) - 1, 1 << 63, rng.getrandbits(64))).to_bytes(8, "little")
+        elif kind == 2:
+            changes[at] = os.pread(fd, 16, offset + rng.randrange(length))
+        else:
+            near = int.from_bytes(os.pread(fd, 8, at & ~7), "little") + rng.randrange(-64, 65)
+            changes[at & ~7] = (near & (1 << 64) - 1).to_bytes(8, "little")
+    return changes
+
+
+@pytest.mark.parametrize("times", [300, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_damaged_recording_is_read_as_far_as_it_goes_or_refused(recorder: Any, times: int) -> None:
+    fd, rng = _copied(recorder), random.Random(7)
+    try:
+        used, refused = _used(fd), 0
+        for _ in range(times):
+            changes = _changes(fd, used, rng)
+            before = {at: os.pread(fd, len(other), at) for at, other in changes.items()}
+            for at, other in changes.items():
+                os.pwrite(fd, other, at)
+            try:
+                _look_at_all(fd)
+            except TraceError:
+                refused += 1
+            for at, own in reversed(before.items()):
+                os.pwrite(fd, own, at)
+        assert refused < times / 2
+    finally:
+        os.close(fd)
+
+
+def test_a_recording_that_was_cut_short_is_read_as_far_as_it_goes_or_refused(recorder: Any) -> None:
+    fd, rng = _copied(recorder), random.Random(7)
+    ends = [offset + rng.randrange(length) for offset, length in _used(fd)]
+    for length in sorted([0, 7, 100, 799, 800, 4096, *ends], reverse=True):
+        os.ftruncate(fd, length)
+        if length < memory_layout.HEADER.size:
+            with pytest.raises(TraceError):
+                Mapped(fd)
+        else:
+            _look_at_all(fd)
+    os.close(fd)
+
+
+def _look_at_all(fd: int) -> None:
+    mapped = Mapped(fd)
+    try:
+        assert mapped.header.size_bytes >= 0
+        mapped.sites()
+        mapped.threads()
+        mapped.open_spans()
+        mapped.tally()
+        mapped.rows()
+        mapped.details()
+        mapped.losses()
+        with contextlib.suppress(TraceError):
+            saved_of(mapped)
+    finally:
+        mapped.close()
+
+
+def test_where_no_memory_can_be_made_the_recorder_records_all_the_same_and_says_why(
+    make_recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError("refused by a filter of system calls")
+
+    monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
+    recorder = make_recorder()
+    recorder.wrap(lambda: None, Site("f"))()
+    assert recorder.memory_fd == -1
+    assert recorder.no_memory
+    assert recorder.calls == 1
+
+
+@pytest.mark.skipif(_native is None, reason="the recorder in C is not built")
+def test_a_recorder_that_has_had_a_memory_takes_a_larger_one(recorder: Any) -> None:
+    assert isinstance(recorder, Recorder) or not recorder.native
+    function = recorder.wrap(lambda: None, Site("f"))
+    function()
+    before = os.fstat(recorder.memory_fd).st_size
+    recorder.begin(100 << 20, {})
+    function()
+    assert os.fstat(recorder.memory_fd).st_size > before
+    assert lines(read(recorder).tally()) == lines(recorder.tally())
+    recorder.begin(1 << 20, {})
+    function()
+    assert os.fstat(recorder.memory_fd).st_size > before
+    assert lines(read(recorder).tally()) == lines(recorder.tally())
