@@ -64,11 +64,25 @@ def process_start_ns() -> int | None:
 
     `exec` does not change it: what ran in the process before, such as `instrument run`, is part of its time.
     """
+    ticks = start_ticks(STAT)
+    if not ticks:
+        return None
     try:
-        # The name of the program stands in brackets, and may hold blanks and brackets.
-        ticks = int(STAT.read_text("utf-8", "replace").rpartition(")")[2].split()[START_FIELD])
         since_boot_ns = ticks * 10**9 // os.sysconf("SC_CLK_TCK")
         asleep_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
-    except (OSError, ValueError, IndexError, AttributeError):
+    except (OSError, ValueError, AttributeError):
         return None
     return since_boot_ns - asleep_ns
+
+
+def start_ticks(stat: Path) -> int:
+    """When the process of a file such as `/proc/self/stat` was made, in ticks since boot; 0 where it does not tell.
+
+    It tells a process from a later one of the same number. One that has ended and waits for its parent has gone.
+    """
+    try:
+        # The name of the program stands in brackets, and may hold blanks and brackets.
+        words = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
+        return 0 if words[0] in "ZX" else int(words[START_FIELD])
+    except (OSError, ValueError, IndexError):
+        return 0

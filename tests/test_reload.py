@@ -726,7 +726,7 @@ def test_what_is_taken_on_of_a_profile_is_all_but_what_needs_a_start(name: str) 
     now = loads("", environ={})
     other = {
         "clock": "tsc", "limits.ring": "{ring: 1MiB}", "device": "{cuda: off}", "control": "{watch: true}",
-        "startup": "auto", "export.otlp": "{otlp: {}}",
+        "startup": "auto", "export.otlp": "{otlp: {}}", "agent": "off",
     }[name]  # fmt: skip
     wanted = loads(f"service: other\n{name.partition('.')[0]}: {other}", environ={})
     kept = taken_on(wanted, now)

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from instrument.agent import launch
 from instrument.cli.interpreter import interpreter_flags
 from instrument.cli.option_values import Verbs
 from instrument.cli.output import flush
@@ -19,8 +20,8 @@ from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS
 from instrument.recorder.scopes import OFF
 from instrument.recording import board
-from instrument.runtime import environment
-from instrument.sessions import autostart, files, hello
+from instrument.runtime import environment, run_folder
+from instrument.sessions import autostart, files
 
 
 def add(verbs: Verbs) -> None:
@@ -43,25 +44,46 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     path, is_unnamed = wanted(options)
     if not host or host in (["-m"], ["-c"]):
         raise InstrumentError("run: nothing to run; give `-- script.py [argument ...]` or `-- -m module ...`")
-    if not OFF:
-        _refuse_what_cannot_work(load(path), host)  # a broken profile ends here, not in the service
+    profile = None if OFF else load(path)
+    if profile is not None:
+        _refuse_what_cannot_work(profile, host)  # a broken profile ends here, not in the service
     if not host[0].startswith("-"):
         _refuse_what_is_no_script(host[0])
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
-    environ[files.RUN_VARIABLE] = files.new_run()
+    environ[files.RUN_VARIABLE] = name = files.new_run()
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
-    if not OFF:
-        hello.listen(os.getpid())
+    if profile is not None and profile.agent == "auto":
+        _begin_agent(environ, name)
+    else:
+        environ.pop(run_folder.VARIABLE, None)
     if is_unnamed and not OFF:
         print(f"instrument: {WITHOUT_PROFILE}", file=sys.stderr)
     flush(sys.stdout)
     flush(sys.stderr)
     # Becoming the host, not calling it: its own __main__, exit code, signals and tracebacks.
     os.execve(sys.executable, [sys.executable, *interpreter_flags(), *host], environ)  # noqa: S606 - no shell wanted
+
+
+def _begin_agent(environ: dict[str, str], run: str) -> None:
+    """Begin the agent of a run, unless one that serves whoever joins is named from outside; put it in `environ`."""
+    is_inner = "INSTRUMENT_RUN_PID" in os.environ  # a run that a process of another run has begun
+    if os.environ.get(run_folder.VARIABLE) and not is_inner:
+        return
+    environ.pop(run_folder.VARIABLE, None)
+    try:
+        listener = launch.prepare(run)
+        try:
+            environ[run_folder.VARIABLE] = os.fsdecode(listener.getsockname())
+            launch.begin(listener, run, os.getpid())
+        finally:
+            listener.close()
+    except OSError as error:
+        environ.pop(run_folder.VARIABLE, None)
+        print(f"instrument: this run has no agent: {error}", file=sys.stderr)
 
 
 def _environment_of_host() -> dict[str, str]:

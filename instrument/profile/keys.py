@@ -386,6 +386,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "capture": Key("capture", _part("capture", capture)),
         "limits": Key("limits", _part("limits", Limits)),
         "device": Key("device", _part("device", Device)),
+        "agent": Key("agent", one_of("auto", "off")),
         "control": Key("control", _part("control", Control)),
         "export": Key("export", _part("export", Export)),
     },

@@ -367,7 +367,8 @@ class Profile:
 
     `loaders` is `auto`, for the data loaders of the frameworks that the host imports, or `off`; so are `phases`, for
     what a training loop does with torch (forward, backward, optimizer), `comm`, for what torch.distributed does, and
-    `startup`, for the time of imports and what loads and compiles models.
+    `startup`, for the time of imports and what loads and compiles models. `agent` is `auto`, for one of each run, or
+    `off`.
 
     `preset` is the one that the file named; what that gave stands in the other fields, as if the file had said it.
     `source` is the file's path, or the name that `loads` was given. `origins` tells, for each setting that a variable
@@ -395,6 +396,7 @@ class Profile:
     capture: Capture = field(default_factory=Capture)
     limits: Limits = field(default_factory=Limits)
     device: Device = field(default_factory=Device)
+    agent: str = "auto"
     control: Control = field(default_factory=Control)
     export: Export = field(default_factory=Export)
     source: str = field(default="<profile>", compare=False)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording import memory_layout as layout
+from instrument.recording.histogram import LAST_BUCKET
 from instrument.recording.mapped_facts import (
     FARTHEST_NS,
     UNKNOWN,
@@ -33,7 +34,7 @@ from instrument.recording.mapped_facts import (
 )
 from instrument.recording.paths import CallTree, tally_of
 from instrument.recording.spans import Site
-from instrument.recording.tally import LAST_BUCKET, Tally, Totals
+from instrument.recording.tally import Tally, Totals
 
 LARGEST_BYTES = 1 << 40
 """No recording is longer."""

@@ -27,6 +27,7 @@ from typing import Any
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Socket, poll
+from instrument.sessions.membership import Membership
 
 POLL_S = 0.1
 """How often the file is looked at."""
@@ -51,6 +52,9 @@ WAIT_S = 5.0
 AGAIN_S = 0.05
 """How long after a process hung up, or had no room for another caller, it is asked again."""
 
+AGENT_S = 1.0
+"""How often a process whose agent has gone looks for another one in its place."""
+
 Answer = Mapping[str, Any]
 
 
@@ -58,17 +62,25 @@ Answer = Mapping[str, Any]
 class Request:
     """What a caller asks for: to read the profile at `path`, or the process's own file again (None).
 
-    Where `service` is given, only a process of that service is meant; `switch` allows another file than its own.
+    Where `service` is given, only a process of that service is meant; `switch` allows another file than its own. Where
+    `records` is given, it asks for that instead: to record, or to stop recording until it is asked again.
     """
 
     path: str | None = None
     service: str | None = None
     switch: bool = False
+    records: bool | None = None
 
     def line(self) -> bytes:
         """As it goes over the socket."""
+        return json.dumps(self.asked()).encode() + b"\n"
+
+    def asked(self) -> dict[str, Any]:
+        """The same as JSON takes it."""
+        if self.records is not None:
+            return {"record": self.records}
         more = {name: value for name, value in (("service", self.service), ("switch", self.switch)) if value}
-        return json.dumps({"reload": self.path, **more}).encode() + b"\n"
+        return {"reload": self.path, **more}
 
     @classmethod
     def parsed(cls, line: bytes) -> Request | None:
@@ -77,6 +89,8 @@ class Request:
             asked = json.loads(line)
         except (ValueError, RecursionError):
             return None
+        if isinstance(asked, dict) and isinstance(asked.get("record"), bool) and len(asked) == 1:
+            return cls(records=asked["record"])
         if not isinstance(asked, dict) or "reload" not in asked or asked.keys() - {"reload", "service", "switch"}:
             return None
         path, service, switch = asked["reload"], asked.get("service"), asked.get("switch", False)
@@ -127,7 +141,9 @@ class Control:
         reload: Callable[[Request], Answer],
         settle: Callable[[], bool],
         complain: Callable[[str], object],
+        membership: Membership | None = None,
     ) -> None:
+        self._membership = membership
         self._folder = folder
         self._watched = watched
         self._reload = reload
@@ -149,17 +165,30 @@ class Control:
         self._callers: dict[Socket, _Caller] = {}
         self._selector = _selector()
         self._wake = -1
+        self._agent_fd = -1
+        self._agent_at = 0.0
         self._stopping = False
 
+    @property
+    def is_for_agent_alone(self) -> bool:
+        """Whether there is neither a file to watch nor a socket to listen on: there is a thread for the agent alone."""
+        return self._folder is None and self._watched() is None
+
     def start(self) -> str:
-        """Listen, and begin to watch. Returns why it cannot listen, "" where it does or need not; it watches anyway."""
+        """Listen, and begin to watch, unless that has been begun. Returns why it cannot listen, "" where it does or
+        need not; it watches anyway.
+        """
         problem = ""
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)  # it looks for the agent
+            return problem
         if self._folder is not None:
             try:
                 problem = self._listen(self._folder)
             except OSError as error:
                 problem = f"control.socket: {self._folder}: {error.strerror or error}"
-        if self._path is not None or self._watched() is not None:
+        hears = self._membership is not None and self._membership.is_joined
+        if self._path is not None or self._watched() is not None or hears:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._selector.register(self._wake, selectors.EVENT_READ)
             thread = Thread(self._run, "instrument-control", lambda: not self._stopping)
@@ -243,11 +272,17 @@ class Control:
             if self._unsettled:
                 self._unsettled = _attempt(self._settle) is True
                 look_at = min(look_at, now + POLL_S)
+            look_at = min(look_at, _attempt(lambda: self._find_agent(now)) or look_at)  # noqa: B023 - called at once
             waits = [look_at, *(caller.until for caller in self._callers.values())]
             for key, _ in self._selector.select(max(min(waits) - now, 0.0)):
                 ready = key.fileobj
+                if ready == self._agent_fd:
+                    _attempt(self._hear_agent)
+                    continue
+                if ready == self._wake:
+                    os.eventfd_read(self._wake)  # the word to stop, or to look for the agent
                 if not isinstance(ready, Socket):
-                    continue  # the word to stop
+                    continue
                 if ready is self._listener:
                     self._accept(ready)
                 elif ready in self._callers:
@@ -255,6 +290,37 @@ class Control:
             now = time.monotonic()
             for connection in [known for known, caller in self._callers.items() if caller.until <= now]:
                 self._drop(connection)
+
+    def _find_agent(self, now: float) -> float | None:
+        """Hear the run's agent; where it has gone, look for another one now and then. Returns when to look again."""
+        membership = self._membership
+        if membership is None or not membership.path:
+            return None
+        if self._agent_fd >= 0 and membership.fileno() != self._agent_fd:
+            self._selector.unregister(self._agent_fd)  # closed by the service, or connected anew
+            self._agent_fd = -1
+        if self._agent_fd < 0 and now >= self._agent_at:
+            self._agent_at = now + AGENT_S
+            if membership.is_joined or not membership.join():
+                self._agent_fd = membership.fileno()
+                self._selector.register(self._agent_fd, selectors.EVENT_READ)
+        return None if self._agent_fd >= 0 else self._agent_at
+
+    def _hear_agent(self) -> None:
+        membership = self._membership
+        message = None if membership is None else membership.heard()
+        if membership is None or message is None:
+            self._selector.unregister(self._agent_fd)
+            self._agent_fd = -1
+            if membership is not None:
+                membership.close()
+            return
+        if "do" not in message:
+            return
+        request = Request.parsed(json.dumps(message["do"]).encode())
+        refused = {"error": "asked for something that this version does not do"}
+        answer = refused if request is None else self._ask(request)
+        membership.tell({"answer": answer, "number": message.get("number", 0)})
 
     def _accept(self, listener: Socket) -> None:
         try:

@@ -23,6 +23,7 @@ AT_START = {
     "limits.ring": "the rings are made when the session starts",
     "device": "the device is set up when the session starts",
     "control": "it is set up when the session starts",
+    "agent": "the run has one, or has none, from its start",
     "startup": "what it is about has begun by then",
     "export.otlp": "what sending needs is set up when the session starts",
 }
@@ -110,6 +111,7 @@ def taken_on(wanted: Profile, now: Profile) -> Profile:
         clock=now.clock,
         device=now.device,
         control=now.control,
+        agent=now.agent,
         startup=now.startup,
         limits=replace(wanted.limits, ring_bytes=now.limits.ring_bytes),
         export=replace(wanted.export, otlp=now.export.otlp),

@@ -29,7 +29,6 @@ from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import RLock, local, sleep
-from instrument.sessions import hello
 from instrument.sessions.generation import Reload
 from instrument.sessions.session import EXIT_LIMIT_NS, Session, is_main
 
@@ -63,7 +62,6 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     global _session, _fork_hook_registered
     if OFF or _checking:
         return None
-    hello.say()
     if profile is None:
         profile = os.environ.get("INSTRUMENT_PROFILE") or Profile()
     wanted = profile if isinstance(profile, Profile) else load(profile)

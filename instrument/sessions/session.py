@@ -31,7 +31,7 @@ from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.verdict import CHECK_FOLDER, Verdict, marks_of, report_to_check
 from instrument.profile.keys import loads
-from instrument.profile.model import EVERYTHING, Profile, Summary
+from instrument.profile.model import EVERYTHING, Profile, Recordings, Summary
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.recorder.shelf import is_sampled
@@ -64,6 +64,7 @@ from instrument.sessions.control import Control, Request, folder_of
 from instrument.sessions.first_request import taken_for_first
 from instrument.sessions.generation import Reload
 from instrument.sessions.lock import SessionLock
+from instrument.sessions.membership import Membership
 from instrument.sessions.meter import Books, Ended, Meter
 from instrument.sessions.outbox import Outbox
 from instrument.sessions.reader import Reader
@@ -90,6 +91,9 @@ SCRAPE_WAIT_S = 1.0
 
 GAUGES_FOR_NS = 30 * 10**9
 """How old a gauge may be that a scrape is told."""
+
+NOTES_TOLD, NOTE_TOLD = 50, 500
+"""How many notes the run's agent is told at the end, and characters of each."""
 
 DEVICE_SHARE = 8
 """What part of `limits.ring` is there once more for device intervals."""
@@ -125,6 +129,7 @@ class Session:
         self._reloading = RLock()
         self._file = generation.file_of(profile, self._folder)
         self._control: Control | None = None
+        self._membership = Membership(self._told_at_join, lambda: getattr(RECORDER, "memory_fd", -1))
         self._ids: otlp.Ids | None = None
 
         self.selection = Selection(profile)
@@ -210,6 +215,7 @@ class Session:
             raise
         if self._is_of_run and is_main():
             self.make_board()
+        self._join_run()
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
 
@@ -225,6 +231,52 @@ class Session:
             self.account.complain(f"export.recording: {problem}{instead}")
         else:
             saving.prepare()
+
+    def _join_run(self) -> None:
+        """Tell the run's agent of this process, where there is one."""
+        if self.profile.agent == "off":
+            return
+        problem = self._membership.join()
+        if problem:
+            self.account.complain(f"{problem}; what this process records goes with it", log=False)
+
+    def _told_at_join(self) -> dict[str, Any]:
+        recording = self.profile.export.recording or Recordings()
+        return {
+            "run": self._run,
+            "service": self.profile.service,
+            "profile": self.profile.source,
+            "digest": self._digest,
+            "generation": self.generation,
+            "recorder": "native" if RECORDER.native else "pure",
+            "is_first": self._is_of_run and is_main(),
+            "records": self._has_threads,
+            "folder": str(self._folder),
+            "captures": str(self._folder / self._place().path(recording.path)),
+            "disk_bytes": self.profile.limits.disk_bytes,
+            "report": self._report_of_run(),
+        }
+
+    def _report_of_run(self) -> dict[str, Any] | None:
+        """Which views the run's report has, and their options; None where this process has no part in one."""
+        wanted = self.profile.export.summary
+        if wanted is None or wanted.to not in files.STREAMS:
+            return None
+        return {"views": list(self._views(None, {})), "options": asdict(self._options({}))}
+
+    def _told_at_end(self) -> dict[str, Any]:
+        notes = [note[:NOTE_TOLD] for note in self.notes()[:NOTES_TOLD]]
+        return {
+            "calls": RECORDER.calls,
+            "losses": dict(self.losses()),
+            "notes": notes,
+            "cost": asdict(self.cost()),
+            "files": [str(path) for path in self._newest_files],
+        }
+
+    def _save_for_run(self, path: str) -> None:
+        """Save all that is held, for the report of the run."""
+        files.save(path, replace(self.trace(), cost=self.cost()), self.tally())
 
     def make_board(self) -> None:
         """Have this process hold what the processes below it tell one another. At its start, or before it forks."""
@@ -246,13 +298,25 @@ class Session:
         loads("")  # imports what reading a profile needs: not on a thread, for a fork in the middle would spoil it
         if wanted.watch and self._file is None:
             self.account.complain(f"control.watch: there is no file to watch; the profile is {self.profile.source}")
-        self._control = Control(
-            None if wanted.socket is None else folder_of(wanted.socket, self._folder),
+        self._control = self._new_control(None if wanted.socket is None else folder_of(wanted.socket, self._folder))
+        self._listen(self._control)
+
+    def _new_control(self, folder: Path | None) -> Control:
+        return Control(
+            folder,
             lambda: self._file if self.profile.control.watch else None,
             self._told,
             self.selection.settle,
             self._refuse,
+            self._membership,
         )
+
+    def _hear_agent(self) -> None:
+        """Do what the run's agent asks for from now on: on the thread that there is for control, or on one for that."""
+        if not self._membership.is_joined:
+            return
+        if self._control is None:
+            self._control = self._new_control(None)
         self._listen(self._control)
 
     def _listen(self, control: Control) -> None:
@@ -298,9 +362,12 @@ class Session:
             self._exporter.start()
         self._gauges.begin()
         self._start_thread()
+        self._hear_agent()
 
     def _tell_others(self) -> None:
         """Let the other processes of the run know what this one records."""
+        if self._has_threads:
+            self._membership.tell({"records": True})
         if self._is_of_run or self._forked:
             has_recorded = RECORDER.calls or self._begun is not None
             board.put([*marks_of(self.verdicts()), *([board.RECORDED] if has_recorded else [])])
@@ -529,6 +596,9 @@ class Session:
         """What a caller of the control socket, or a changed file, asks for; the answer as JSON takes it."""
         path = request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": self.profile.service}
+        if request.records is not None:
+            RECORDER.on = request.records and not self._stopping.is_set()
+            return {**facts, "generation": self.generation, "records": RECORDER.on}
         try:
             if path is not None and Path(path).exists() and not Path(path).is_file():
                 raise ProfileError([f"{path}: found no regular file; give the path of a profile"])
@@ -801,24 +871,40 @@ class Session:
             if asked:
                 report = partial(report_to_check, asked, RECORDER.calls, self.profile)
                 _attempt("report to check", lambda: report(self.verdicts()))
-            if RECORDER.calls or (self._place().is_first and board.RECORDED not in board.marks()):
+            tells = RECORDER.calls or (self._place().is_first and board.RECORDED not in board.marks())
+            if tells:
                 _attempt("last window", self._deliver)
             elif self._exporter is not None:
                 self._exporter.stop(0)
             RECORDER.say_goodbye()
+            _attempt("goodbye", partial(self._leave_run, tells=bool(tells)))
             # Until here an exit or a SIGTERM has waited for this end.
             while self._last_undos:
                 _attempt("way back", self._last_undos.pop())
 
     def _deliver(self) -> None:
-        """What a session leaves behind: its spans at the collector, its last trace file, its summary."""
+        """What a session leaves behind: its spans at the collector, its last trace file."""
         window = self._reader.stop(self.end_ns or 0)
         if self._exporter is not None:
             self._exporter.stop(EXIT_LIMIT_NS)
         if window is not None:
             _attempt("last trace file", lambda: self._write_window(*window))
-        if self.profile.export.summary is not None:
-            self._print_summary(self.profile.export.summary)
+
+    def _leave_run(self, *, tells: bool) -> None:
+        """Say goodbye to the run, and print the summary: of the whole run, where this is its last process.
+
+        Of several processes that share a standard stream the last one prints one report of all. A process without an
+        agent, and one whose summary is a file, tells of itself.
+        """
+        wanted = self.profile.export.summary
+        shares = wanted is not None and wanted.to in files.STREAMS
+        answer = self._membership.leave(self._told_at_end(), self._save_for_run if shares else None)
+        if wanted is None or answer.get("others"):
+            return
+        if answer.get("report"):
+            self._print(wanted, str(answer["report"]))
+        elif tells:
+            self._print_summary(wanted)
 
     def _at_exit(self) -> None:
         _attempt("exit", self.stop)
@@ -867,6 +953,9 @@ class Session:
         text = self.summary() + f"\nProcess: {os.getpid()}\n"
         for path in self._newest_files:
             text += f"{'Recording' if path.suffix == saving.RECORDING else 'Chrome trace'}: {path}\n"
+        self._print(wanted, text)
+
+    def _print(self, wanted: Summary, text: str) -> None:
         try:
             self._summary_file = self._place().tell(wanted.to, text, EXIT_LIMIT_NS)
         except (OSError, ValueError) as error:
@@ -879,6 +968,7 @@ class Session:
     def _after_fork_in_child(self, whole: bool) -> None:
         """The child records on its own: own rings, ids, threads and files. `whole`: no reload was under way."""
         self._forked = True
+        self._membership.after_fork_in_child()
         self._reloading = RLock()
         self._lock = SessionLock()
         self.selection.after_fork_in_child()
@@ -910,7 +1000,11 @@ class Session:
         self._start_threads_when_needed()
         if self._control is not None:
             self._control.after_fork_in_child()
-            self._listen(self._control)
+            self._join_run()
+            if not self._control.is_for_agent_alone:
+                self._listen(self._control)
+        else:
+            self._join_run()
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             # A multiprocessing child leaves by os._exit and runs only its own finalisers, which it clears first.

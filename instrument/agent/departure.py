@@ -1,0 +1,96 @@
+"""What becomes of processes that have gone: a capture of one that vanished, the report of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from instrument.agent import run_report
+from instrument.agent.processes import PROC, VANISHED, Process, Run
+from instrument.agent.run_report import Part
+
+Answer = Mapping[str, Any]
+
+
+def facts_of(process: Process) -> dict[str, Any]:
+    """What is told of a process to who asks."""
+    told = ("service", "profile", "digest", "generation", "run", "recorder", "folder")
+    return {
+        **{name: process.facts.get(name) for name in told},
+        "pid": process.pid,
+        "started": process.started,
+        "is_first": process.pid == process.run.first,
+        "has_recorded": process.has_recorded,
+        "joined_ns": process.joined_ns,
+        "ended_ns": process.ended_ns,
+        "how": process.how,
+        "status": process.status,
+        "is_connected": process.connection is not None,
+    }
+
+
+def report_of(run: Run) -> Callable[[], Answer]:
+    """What makes the report of a run, of what its processes have saved."""
+    of = next((one.facts["report"] for one in reversed(run.recorded()) if one.facts.get("report")), None)
+    asked = of or {"views": ["brief"], "options": {}}
+    parts = [Part(_line_in_report(process), process.saved) for process in run.recorded()]
+    if run.folded:
+        parts.insert(0, Part(f"{run.folded_count} that ended before them", run.folded))
+    return lambda: run_report.made(parts, asked["views"], asked["options"])
+
+
+def _line_in_report(process: Process) -> str:
+    files = (process.goodbye or {}).get("files", ())
+    return "".join([f"{process.pid} ({end_of(process)})", *(f", {name!s:.200}" for name in files[:2])])
+
+
+def line_of(process: Process) -> str:
+    """The line that says how a process ended."""
+    service = f" of {process.facts['service']}" if process.facts.get("service") else ""
+    how = f"ended without a goodbye{_how(process.status)}"
+    return f"instrument: process {process.pid}{service} {how}; what it recorded is lost"
+
+
+def end_of(process: Process) -> str:
+    """How a process ended, in a word or two."""
+    return f"{process.how}{_how(process.status)}" if process.how == VANISHED else process.how
+
+
+def _how(status: int | None) -> str:
+    if status is None:
+        return ""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f" (exit code {code})"
+    with suppress(ValueError):
+        return f" ({signal.Signals(-code).name})"
+    return f" (signal {-code})"
+
+
+def nobody_joined(pid: int, after_s: float) -> str:
+    """Why no process of a run records, as far as the environment of its first one tells."""
+    return (
+        f"instrument: {after_s:g} s after its start no process of this run records anything{_obstacle(pid)}. "
+        "Give `instrument run ...` to that program as the command that it is to run, or call instrument.start() in the "
+        "service"
+    )
+
+
+def _obstacle(pid: int) -> str:
+    """What keeps our autostart from the program that the process runs now."""
+    try:
+        found = dict(line.partition(b"=")[::2] for line in (PROC / str(pid) / "environ").read_bytes().split(b"\0"))
+    except OSError:
+        return ""
+    own = Path(__file__).parents[1] / "sessions/autostart"
+    for folder in os.fsdecode(found.get(b"PYTHONPATH", b"")).split(os.pathsep):
+        if folder and Path(folder) == own:
+            return ": something on the way keeps our sitecustomize from being loaded"
+        other = Path(folder, "sitecustomize.py")
+        if folder and other.exists():
+            return f": {other} runs in place of ours"
+    return ": something on the way has taken our folder off PYTHONPATH"

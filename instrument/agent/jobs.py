@@ -1,0 +1,135 @@
+"""Work that the agent has done by children of its own, so that it stays small and answers meanwhile.
+
+What reads a recording reads what another process has written as it died: a fault there ends the child alone. Each has
+a limit of time, and of them few run at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+AT_ONCE = 2
+LIMIT_S = 60
+
+RESULT_BYTES = 4 << 20
+
+Answer = Mapping[str, Any]
+Job = Callable[[], Answer]
+
+
+@dataclass(eq=False, slots=True)
+class _Child:
+    pid: int
+    read_fd: int
+    then: Callable[[Answer], object]
+    received: bytearray = field(default_factory=bytearray)
+
+
+class Jobs:
+    """The agent's children. `selector` is its own, which calls what it finds with a descriptor that can be read."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._waiting: deque[tuple[Job, Callable[[Answer], object], int]] = deque()
+        self._running: dict[int, _Child] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being done, nor waits."""
+        return not self._running and not self._waiting
+
+    def start(self, job: Job, then: Callable[[Answer], object], limit_s: int = LIMIT_S, *, first: bool = False) -> None:
+        """Have `job` done, and `then` called with what it returns; with `{"error": ...}` where it fails."""
+        entry = job, then, limit_s
+        if first:
+            self._waiting.appendleft(entry)
+        else:
+            self._waiting.append(entry)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._waiting and len(self._running) < AT_ONCE:
+            job, then, limit_s = self._waiting.popleft()
+            try:
+                child = _begun(job, then, limit_s)
+            except OSError as error:
+                then({"error": f"no process could be made: {error.strerror}"})
+                continue
+            self._running[child.read_fd] = child
+            self._selector.register(child.read_fd, selectors.EVENT_READ, self._read)
+
+    def _read(self, descriptor: int) -> None:
+        child = self._running[descriptor]
+        data = os.read(descriptor, 1 << 16)
+        child.received += data
+        if data and len(child.received) <= RESULT_BYTES:
+            return
+        self._selector.unregister(descriptor)
+        del self._running[descriptor]
+        os.close(descriptor)
+        if data:
+            _kill(child.pid)
+        _, status = os.waitpid(child.pid, 0)
+        child.then(_result(child.received, status))
+        self._go_on()
+
+    def stop(self) -> None:
+        """End all of them."""
+        self._waiting.clear()
+        for child in self._running.values():
+            self._selector.unregister(child.read_fd)
+            os.close(child.read_fd)
+            _kill(child.pid)
+            os.waitpid(child.pid, 0)
+        self._running.clear()
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _begun(job: Job, then: Callable[[Answer], object], limit_s: int) -> _Child:
+    read_fd, write_fd = os.pipe()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(read_fd)
+        os.close(write_fd)
+        raise
+    if pid:
+        os.close(write_fd)
+        return _Child(pid, read_fd, then)
+    code = 1
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(limit_s)
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"
+        try:
+            answer = job()
+        except BaseException as problem:
+            answer = {"error": f"{type(problem).__name__}: {problem!s:.500}"}
+        data = memoryview(json.dumps(answer).encode())
+        while data:
+            data = data[os.write(write_fd, data) :]
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _result(received: bytearray, status: int) -> Answer:
+    if status:
+        return {"error": f"what was to read it ended with {os.waitstatus_to_exitcode(status)}"}
+    try:
+        answer = json.loads(received)
+    except ValueError:
+        return {"error": "what was to read it said nothing"}
+    return answer if isinstance(answer, dict) else {"error": "what was to read it gave no answer"}

@@ -1,0 +1,144 @@
+"""The processes of a run as its agent knows them: what each said of itself, whether it lives, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from instrument import clock
+from instrument.agent.peer import Connection
+
+PROC = Path("/proc")
+
+GOODBYE, VANISHED, REPLACED = "goodbye", "vanished", "replaced"
+"""How a process ended: it said so; without a word; it became another program, or began another recording."""
+
+_IMAGE_BYTES = 4096
+
+
+@dataclass(eq=False, kw_only=True)
+class Process:
+    """One recording of one process. `facts` are what it told as it joined, `goodbye` what it told at its end.
+
+    `memory` is the descriptor of its recording and `exit_fd` one that can be read once it has ended, -1 for none.
+    `saved` is the file with what it has left for the run's report, which is being written while `is_saving`.
+    `ended_ns` is 0 while it lives. `status` is what its parent was told, as `os.waitpid` has it, None if unknown.
+    """
+
+    run: Run
+    pid: int
+    started: int
+    facts: dict[str, Any]
+    joined_ns: int
+    memory: int = -1
+    exit_fd: int = -1
+    connection: Connection | None = None
+    has_recorded: bool = False
+    goodbye: dict[str, Any] | None = None
+    saved: str = ""
+    is_saving: bool = False
+    ended_ns: int = 0
+    how: str = ""
+    status: int | None = None
+    image: bytes = b""
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has neither ended nor said that it will."""
+        return not self.ended_ns and self.goodbye is None
+
+    def has_exited(self) -> bool | None:
+        """Whether the system says that the process has ended; None where it does not tell."""
+        if self.exit_fd >= 0:
+            waiting = select.poll()
+            waiting.register(self.exit_fd, select.POLLIN)
+            return bool(waiting.poll(0))
+        if self.started:
+            return clock.start_ticks(PROC / str(self.pid) / "stat") != self.started
+        return None
+
+    def has_become_another_program(self) -> bool:
+        """Whether it runs another program than when it joined."""
+        now = image_of(self.pid)
+        return bool(self.image and now and now != self.image)
+
+    def release(self) -> None:
+        """Close what is held of it."""
+        for descriptor in (self.memory, self.exit_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.memory = self.exit_fd = -1
+
+
+@dataclass(eq=False)
+class Run:
+    """The processes that one `instrument run` started; `first` is the number of what it became, 0 if unknown.
+
+    `is_told` says that a report of all that was recorded so far has been printed, or is about to be; `waiting` is the
+    connection of the process that waits for it. `folded` is the file with the totals of the `folded_count` processes
+    that ended first.
+    """
+
+    name: str
+    first: int = 0
+    first_fd: int = -1
+    processes: list[Process] = field(default_factory=list)
+    is_told: bool = False
+    waiting: Connection | None = None
+    folded: str = ""
+    folded_count: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+
+    def living(self) -> list[Process]:
+        """Those that have neither ended nor said goodbye."""
+        return [process for process in self.processes if process.lives]
+
+    def is_over(self) -> bool:
+        """Whether nobody is left of it, as far as is known."""
+        return not self.first_lives() and not self.living()
+
+    def first_lives(self) -> bool:
+        """Whether the run's first process has not ended."""
+        if self.first_fd < 0:
+            return False
+        waiting = select.poll()
+        waiting.register(self.first_fd, select.POLLIN)
+        return not waiting.poll(0)
+
+    def is_last(self, leaving: Process) -> bool:
+        """Whether nobody else will be there to print the run's report: the first process, or one that has recorded."""
+        others = [process for process in self.living() if process is not leaving]
+        for process in others:
+            if (process.has_recorded or process.pid == self.first) and not process.has_exited():
+                return False
+        has_left = any(process.pid == self.first and process.goodbye is not None for process in self.processes)
+        return leaving.pid == self.first or has_left or not self.first_lives()
+
+    def recorded(self) -> list[Process]:
+        """Those that have recorded anything, the oldest first."""
+        return [process for process in self.processes if process.has_recorded]
+
+
+def exit_fd_of(pid: int, started: int) -> int:
+    """A descriptor that can be read once the process has ended; -1 where the system has none, or it is not that one."""
+    if pid <= 0:
+        return -1
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1
+    if started and clock.start_ticks(PROC / str(pid) / "stat") != started:
+        os.close(descriptor)  # of another namespace, or of a later process of that number
+        return -1
+    return descriptor
+
+
+def image_of(pid: int) -> bytes:
+    """What tells the program that a process runs from the one that it runs after an exec; b"" where it is not told."""
+    with suppress(OSError), (PROC / str(pid) / "auxv").open("rb") as file:
+        return file.read(_IMAGE_BYTES)
+    return b""

@@ -1,0 +1,69 @@
+"""Where the agent says something: to the standard error of the service, which it does not hold open.
+
+Who waits for the end of a service's output must not wait for the agent. So it opens what a process that lives writes
+its errors to, writes, and closes it again; of what no process has open any more, a file or a terminal can be found by
+its name. A pipe that all have left is closed: then the system's log is told, where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from instrument.agent.processes import PROC, Process, Run
+
+SYSTEM_LOG = Path("/dev/log")
+
+
+def tell(run: Run, text: str, of: Process | None = None) -> bool:
+    """Write to the standard error of the process that it is about, else to that of another one; whether it was."""
+    text = text if text.endswith("\n") else f"{text}\n"
+    data = text.encode(errors="backslashreplace")
+    wanted = dict.fromkeys(str(one.facts.get("stderr", "")) for one in ([of] if of is not None else run.processes))
+    for target in wanted or [""]:
+        for path in _paths_of(run, target):
+            if _written(path, target, data):
+                return True
+    return _logged(text)
+
+
+def _paths_of(run: Run, target: str) -> Iterator[str]:
+    """The names by which a standard error can be opened now."""
+    numbers = {one.pid for one in run.processes if not one.ended_ns} | {run.first}
+    for pid in numbers - {0}:
+        path = PROC / str(pid) / "fd/2"
+        with suppress(OSError):
+            if not target or str(path.readlink()) == target:
+                yield str(path)
+    if target.startswith("/"):
+        yield target
+
+
+def _written(path: str, target: str, data: bytes) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        kind = os.fstat(descriptor).st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or stat.S_ISCHR(kind)):
+            return False
+        return os.write(descriptor, data) == len(data)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _logged(text: str) -> bool:
+    if not SYSTEM_LOG.exists():
+        return False
+    import syslog
+
+    syslog.openlog("instrument", 0, syslog.LOG_DAEMON)
+    for line in text.splitlines():
+        syslog.syslog(syslog.LOG_WARNING, line)
+    return True

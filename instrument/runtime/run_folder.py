@@ -1,0 +1,138 @@
+"""The folder of a run: where its agent listens, for the processes of the run and for who asks about them.
+
+It lies in a folder of the user's own that nobody else can enter, `instrument-UID` below `XDG_RUNTIME_DIR`, `TMPDIR` or
+`/tmp`, and bears the name of the run. Processes learn of the socket by `VARIABLE` in their environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from instrument.runtime import packets
+
+VARIABLE = "INSTRUMENT_AGENT"
+"""The variable that names the agent's socket to the processes of a run."""
+
+SOCKET = "agent.sock"
+
+ADDRESS_BYTES = 107
+"""The longest path that a Unix socket can have."""
+
+WAITING = 512
+"""How many processes may be about to join while the agent is busy."""
+
+_RUN = re.compile(r"[\w.-]{1,64}")
+
+
+def homes() -> list[Path]:
+    """The folders in which runs of this user may lie: where one is made now first."""
+    named = [os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
+    folders = [Path(name) for name in [*named, "/tmp"] if name.startswith("/")]  # noqa: S108 - 0700, and checked
+    return list(dict.fromkeys(folder / f"instrument-{os.geteuid()}" for folder in folders))
+
+
+def make(run: str) -> Path:
+    """Make the folder of a run, for its owner only. Raises `OSError` where no home can have it."""
+    problem: OSError = FileNotFoundError("no folder for runs")
+    for home in homes():
+        if len(os.fsencode(home / run / SOCKET)) > ADDRESS_BYTES:
+            continue
+        try:
+            home.mkdir(mode=0o700, exist_ok=True)
+            refuse_shared(home)
+            folder = home / run
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            problem = error
+        else:
+            return folder
+    raise problem
+
+
+def refuse_shared(folder: Path) -> None:
+    """Raises `PermissionError` for a folder that is not this user's own, or that others may enter."""
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        found = f"mode {stat.filemode(facts.st_mode)} of user {facts.st_uid}"
+        raise PermissionError(f"{folder}: found {found}; it must be a folder of this user's alone, mode 0700")
+
+
+def listen(folder: Path) -> socket.socket:
+    """The socket of the agent in a folder, in place of one that nobody listens on. Raises `OSError`."""
+    path = folder / SOCKET
+    if is_heard(path):
+        raise FileExistsError(f"{path}: an agent listens there already")
+    path.unlink(missing_ok=True)
+    listener = socket.socket(packets.FAMILY, packets.KIND)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # before it has a name, and whatever the umask is
+        listener.bind(os.fspath(path))
+        listener.listen(WAITING)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def is_heard(path: Path) -> bool:
+    """Whether anybody listens on a socket."""
+    with socket.socket(packets.FAMILY, packets.KIND) as caller:
+        caller.setblocking(False)
+        try:
+            caller.connect(os.fspath(path))
+        except BlockingIOError:
+            return True  # its queue is full
+        except OSError:
+            return False
+        return True
+
+
+def found() -> list[Path]:
+    """The folders of this user's runs, the oldest first; also those whose agent has gone."""
+    folders = []
+    for home in homes():
+        with suppress(OSError):
+            refuse_shared(home)
+            folders += [path for path in home.iterdir() if _RUN.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=lambda path: path.name)
+
+
+def first_process(run: str) -> int:
+    """The number of the process that began a run, as its name has it; 0 where it says none."""
+    number = run.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def remove(folder: Path) -> None:
+    """Remove the folder of a run that has ended, with what lies in it."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            path.unlink()
+    with suppress(OSError):
+        folder.rmdir()
+    with suppress(OSError):
+        folder.parent.rmdir()  # the last run of the user; others keep it
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of runs whose first process and agent have both gone."""
+    for folder in found():
+        pid = first_process(folder.name)
+        if not is_heard(folder / SOCKET) and not (pid and Path(f"/proc/{pid}").exists()):
+            remove(folder)
+
+
+@contextmanager
+def called(path: Path, timeout_s: float) -> Iterator[socket.socket]:
+    """A connection to an agent, with a time limit for all that is done on it. Raises `OSError`."""
+    with socket.socket(packets.FAMILY, packets.KIND) as caller:
+        caller.settimeout(timeout_s)
+        caller.connect(os.fspath(path))
+        yield caller

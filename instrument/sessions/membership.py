@@ -1,0 +1,192 @@
+"""How a process joins its run: what it says to the run's agent, and what the agent's answer is when it leaves.
+
+A connection that stays open is the process's sign of life. Nothing here waits for the agent but the goodbye of a
+process that wants to print the run's report, and that not for long: an agent that is gone, stopped or slow costs the
+service nothing. To join takes no thread; what the agent asks for is heard by the session's thread for control.
+"""
+
+from __future__ import annotations
+
+import _socket
+import errno
+import fcntl
+import os
+import select
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from instrument import clock
+from instrument.runtime import packets, run_folder
+from instrument.runtime.unpatched import poll
+
+FIRST_FD = 256
+"""Descriptors below are the service's: its own keep the numbers that they would have without us."""
+
+ALIVE_S = 0.5
+"""How long the agent has to say that it has heard a goodbye."""
+
+REPORT_S = 5.0
+"""The longest that the last process of a run waits for the run's report."""
+
+NOBODY = "nobody listens there"
+
+
+class Membership:
+    """What this process is to the agent that `INSTRUMENT_AGENT` names; nothing where the variable is not set.
+
+    `facts` are told when it joins, and `memory` is the descriptor of its recording, -1 for none. Methods raise nothing.
+    """
+
+    def __init__(self, facts: Callable[[], Mapping[str, Any]], memory: Callable[[], int]) -> None:
+        self._facts = facts
+        self._memory = memory
+        self._fd = -1
+        self._identity = (0, 0)
+        self.path = os.environ.get(run_folder.VARIABLE, "")
+
+    def join(self) -> str:
+        """Tell the agent of this process. Returns why that cannot be, "" where it is done or there is no agent."""
+        self.close()
+        if not self.path:
+            return ""
+        try:
+            connection = _socket.socket(packets.FAMILY, packets.KIND | _socket.SOCK_CLOEXEC)
+            try:
+                connection.setblocking(False)
+                connection.connect(self.path)
+                memory = self._memory()
+                packets.send(connection, {"join": self._told()}, [memory] if memory >= 0 else [])
+                self._fd = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+            finally:
+                connection.close()
+            self._identity = _identity(self._fd)
+        except (OSError, ValueError) as error:
+            self.close()
+            gone = isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)
+            return f"agent: asked to join the run at {self.path}, found that {NOBODY if gone else error}"
+        return ""
+
+    def _told(self) -> dict[str, Any]:
+        return {
+            **self._facts(),
+            "pid": os.getpid(),
+            "started": clock.start_ticks(clock.STAT),
+            "stderr": _target_of(2),
+        }
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the agent holds the other end, as far as is known."""
+        return self.fileno() >= 0
+
+    def fileno(self) -> int:
+        """The connection's descriptor, -1 where there is none: a daemon closes all that it finds open, and a service
+        may have something else under that number by now.
+        """
+        if self._fd >= 0 and _identity(self._fd) != self._identity:
+            self._fd = -1
+        return self._fd
+
+    def tell(self, message: Mapping[str, Any]) -> bool:
+        """Send a message, if there is room for it now; whether it was sent."""
+        connection = self._connection()
+        if connection is None:
+            return False
+        try:
+            packets.send(connection, message)
+        except OSError:
+            return False
+        finally:
+            connection.detach()
+        return True
+
+    def heard(self) -> Mapping[str, Any] | None:
+        """The next message of the agent, {} for none; None where it has gone."""
+        connection = self._connection()
+        if connection is None:
+            return None
+        try:
+            message, descriptors = packets.receive(connection)
+        except (BlockingIOError, packets.PacketError):
+            return {}
+        except OSError:
+            message, descriptors = None, []
+        finally:
+            connection.detach()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return message
+
+    def leave(self, facts: Mapping[str, Any], save: Callable[[str], object] | None) -> Mapping[str, Any]:
+        """Say goodbye. A process that would print a report, and so can `save` a recording, is answered; else {}.
+
+        The answer is `others`, while processes run that will print the run's report; or `report`, which is the caller's
+        to print. It is neither where the process has nobody beside it, or the agent is slow or gone.
+        """
+        if not self.path:
+            return {}
+        goodbye = {"goodbye": dict(facts), "is_answered": save is not None}
+        # Where its agent has gone, or the service has closed the connection, another one may have taken over.
+        if not self.tell(goodbye) and (self.join() or not self.tell(goodbye)):
+            return {}
+        answer = {} if save is None else self._answer(ALIVE_S)
+        try:
+            if save is not None and answer.get("save"):
+                save(str(answer["save"]))
+                self.tell({"saved": True})
+            if answer.get("wait"):
+                answer = self._answer(REPORT_S)
+            return answer
+        finally:
+            self.close()
+
+    def _answer(self, wait_s: float) -> Mapping[str, Any]:
+        """The next answer to the goodbye: messages of another kind may come before it."""
+        end = time.monotonic() + wait_s
+        while (left_s := end - time.monotonic()) > 0:
+            readable = poll()
+            readable.register(self._fd, select.POLLIN)
+            if not readable.poll(1000 * left_s):
+                break
+            message = self.heard()
+            if message is None:
+                break
+            if "goodbye" in message:
+                return dict(message["goodbye"]) if isinstance(message["goodbye"], dict) else {}
+        return {}
+
+    def after_fork_in_child(self) -> None:
+        """Leave the connection to the parent, whose sign of life it is."""
+        self.close()
+
+    def _connection(self) -> _socket.socket | None:
+        descriptor = self.fileno()
+        if descriptor < 0:
+            return None
+        return _socket.socket(packets.FAMILY, packets.KIND, 0, fileno=descriptor)
+
+    def close(self) -> None:
+        """Close the connection, if it is still this one's."""
+        if self.fileno() >= 0:
+            with suppress(OSError):
+                os.close(self._fd)
+        self._fd = -1
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    try:
+        facts = os.fstat(descriptor)
+    except OSError:
+        return (-1, -1)
+    return facts.st_dev, facts.st_ino
+
+
+def _target_of(descriptor: int) -> str:
+    """What a descriptor of this process leads to, "" where that cannot be told."""
+    try:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    except OSError:
+        return ""

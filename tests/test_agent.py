@@ -1,0 +1,398 @@
+"""The agent of a run: who joins it, how it hears of those that leave and vanish, and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instrument.runtime import packets, run_folder
+
+PROFILE = """
+service: shop
+functions:
+  - match: "engine:step"
+export:
+  summary: {to: stderr}
+"""
+
+ENGINE = """
+import time
+
+def step(x):
+    return x + 1
+
+def hang(x):
+    time.sleep(x)
+"""
+
+INSTRUMENT = [sys.executable, "-m", "instrument"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a service, in which runs of this test alone have their homes; none may be left there."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("INSTRUMENT")]:
+        monkeypatch.delenv(name)
+    runs = Path("/tmp") / f"instrument-test-{os.getpid()}"  # short: a socket's path has an end
+    runs.mkdir(mode=0o700, exist_ok=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runs))
+    monkeypatch.setattr(run_folder, "homes", lambda: [runs / f"instrument-{os.geteuid()}"])
+    monkeypatch.setenv("PYTHONPATH", ".")
+    Path("engine.py").write_text(ENGINE)
+    Path("profile.yaml").write_text(PROFILE)
+    yield tmp_path
+    try:
+        until(lambda: not list(runs.iterdir()), 10)
+    finally:
+        shutil.rmtree(runs)
+
+
+def until(found: Callable[[], Any], wait_s: float = 30) -> Any:
+    """What is found once it is true."""
+    end = time.monotonic() + wait_s
+    while time.monotonic() < end:
+        answer = found()
+        if answer:
+            return answer
+        time.sleep(0.01)
+    raise AssertionError("it did not come true")
+
+
+def begin(source: str, *more: str) -> subprocess.Popen[str]:
+    Path("main.py").write_text(textwrap.dedent(source))
+    command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py", *more]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def run(source: str, *more: str) -> subprocess.CompletedProcess[str]:
+    service = begin(source, *more)
+    out, errors = service.communicate(timeout=60)
+    return subprocess.CompletedProcess(service.args, service.returncode, out, errors)
+
+
+def agents() -> list[int]:
+    """The agents of this test's runs."""
+    found = []
+    for path in run_folder.found():
+        try:
+            found.append(asked(path, {"ask": "processes"})[-1]["end"]["agent"])
+        except OSError:
+            pass
+    return found
+
+
+def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
+    answers = []
+    with run_folder.called(folder / run_folder.SOCKET, 10) as caller:
+        packets.send(caller, message)
+        while True:
+            answer, _ = packets.receive(caller)
+            assert answer is not None
+            answers.append(answer)
+            if "end" in answer:
+                return answers
+
+
+def processes() -> list[dict[str, Any]]:
+    """What the agent of the only run says of its processes."""
+    (folder,) = run_folder.found()
+    return [one["process"] for one in asked(folder, {"ask": "processes"}) if "process" in one]
+
+
+ASK = """
+import os, pathlib, time
+from instrument.runtime import packets, run_folder
+
+def ask():
+    with run_folder.called(pathlib.Path(os.environ["INSTRUMENT_AGENT"]), 10) as caller:
+        packets.send(caller, {"ask": "processes"})
+        found = []
+        while True:
+            answer = packets.receive(caller)[0]
+            if "end" in answer:
+                return found, answer["end"]["agent"]
+            found.append(answer["process"])
+"""
+
+
+def test_the_agent_of_a_service_is_no_child_of_it_holds_none_of_its_files_and_goes_with_it() -> None:
+    done = run(f"""{ASK}
+path = pathlib.Path(os.environ["INSTRUMENT_AGENT"])
+assert oct(path.stat().st_mode & 0o777) == "0o600" and oct(path.parent.stat().st_mode & 0o777) == "0o700"
+(own,), agent = ask()
+assert (own["pid"], own["is_first"], own["service"]) == (os.getpid(), True, "shop"), own
+assert os.getsid(agent) == os.getpgid(agent) != os.getsid(0)
+held = [os.readlink(f"/proc/{{agent}}/fd/{{fd}}") for fd in (0, 1, 2)]
+assert held == ["/dev/null"] * 3, held
+status = pathlib.Path(f"/proc/{{agent}}/status").read_text()
+assert int(status.partition("VmRSS:")[2].split()[0]) < 60_000
+try:
+    os.waitpid(-1, 0)
+except ChildProcessError:
+    print(agent)
+""")
+    assert (done.returncode, done.stderr.count("Summary of shop")) == (0, 1), done.stderr
+    until(lambda: not Path(f"/proc/{done.stdout.strip()}").exists())
+
+
+MULTIPROCESSING = """
+import multiprocessing, os, sys
+import engine
+
+def work(x):
+    return engine.step(x), os.getpid()
+
+if __name__ == "__main__":
+    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+        done = pool.map(work, range(16), chunksize=1)
+        pool.close()
+        pool.join()
+    print(*sorted({pid for _, pid in done}))
+"""
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)],
+)
+def test_of_several_processes_the_last_one_prints_one_report_of_all(method: str) -> None:
+    done = run(MULTIPROCESSING, method)
+    assert (done.returncode, done.stderr.count("Summary of shop")) == (0, 1), done.stderr
+    (row,) = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert row.split()[3] == "16"
+    told = done.stderr.partition("Processes:")[2].split()
+    assert set(done.stdout.split()) <= set(told)
+
+
+def test_a_worker_that_ends_before_others_prints_nothing() -> None:
+    service = begin("""
+        import engine, os, subprocess, sys
+        engine.step(1)
+        subprocess.run([sys.executable, "-c", "import engine; engine.step(1)"])
+        print("worker has ended", flush=True)
+        sys.stdin.readline()
+    """)
+    assert service.stdout is not None
+    assert service.stdout.readline() == "worker has ended\n"
+    ended = until(lambda: [one for one in processes() if one["how"] == "goodbye"])
+    assert len(ended) == 1
+    _, errors = service.communicate("\n", timeout=60)
+    assert errors.count("Summary of shop") == 1
+    assert errors.partition("Processes:")[2].count("goodbye") == 2
+
+
+def test_processes_whose_summaries_are_files_of_their_own_write_these() -> None:
+    Path("profile.yaml").write_text(PROFILE.replace("stderr", "'summaries/{pid}.txt'"))
+    done = run(MULTIPROCESSING, "fork")
+    assert "Summary" not in done.stderr
+    assert {path.stem for path in Path("summaries").iterdir()} == set(done.stdout.split())
+
+
+def test_a_program_that_becomes_another_one_ends_without_a_word_and_the_other_joins() -> None:
+    done = run(f"""{ASK}
+import engine, sys
+if len(sys.argv) == 1:
+    engine.step(1)
+    while not ask()[0][0]["has_recorded"]: time.sleep(0.01)
+    os.execv(sys.executable, [sys.executable, "main.py", "again"])
+engine.step(1)
+print(*(one["how"] or "lives" for one in ask()[0]))
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["replaced", "lives"]
+    assert "without a goodbye" not in done.stderr
+
+
+def test_a_daemon_that_closes_all_that_it_finds_open_stays_a_process_of_its_run() -> None:
+    done = run(f"""{ASK}
+import engine
+engine.step(1)
+os.closerange(3, 1 << 16)
+read, write = os.pipe()
+files = [os.open("/dev/null", os.O_RDWR) for _ in range(300)]  # also where our connection was
+(own,), _ = ask()
+assert (own["how"], own["pid"]) == ("", os.getpid()), own
+for file in files: os.fstat(file)
+import instrument
+instrument.stop()
+for file in files: os.fstat(file)
+until = time.monotonic() + 20
+while time.monotonic() < until and not [one for one in ask()[0] if one["how"] == "goodbye"]: time.sleep(0.01)
+print(*(one["how"] for one in ask()[0]))
+""")
+    assert (done.returncode, done.stdout) == (0, "goodbye\n"), done.stderr
+
+
+ENDS = {
+    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "leaves without cleaning up": "os._exit(3)",
+    "reads memory that it has not": "import ctypes; ctypes.string_at(0)",
+}
+
+
+@pytest.mark.parametrize("source", ENDS.values(), ids=ENDS.keys())
+def test_a_worker_that_vanishes_is_named_where_the_service_writes_its_errors(source: str) -> None:
+    service = begin(f"""{ASK}
+import engine, signal, sys
+engine.step(1)
+if os.fork() == 0:
+    engine.step(1)
+    while len([one for one in ask()[0] if one["has_recorded"]]) < 2: time.sleep(0.01)
+    {source}
+os.wait()
+sys.stdin.readline()
+""")
+    assert service.stderr is not None
+    line = service.stderr.readline()
+    assert "of shop ended without a goodbye" in line
+    gone = int(line.split()[2])
+    assert gone != service.pid
+    _, errors = service.communicate("\n", timeout=60)
+    assert errors.count("Summary of shop") == 1
+    assert f"{gone} (vanished)" in errors
+
+
+def test_the_end_of_a_service_s_output_is_its_own_end_also_where_it_was_killed() -> None:
+    service = begin("import engine, os, signal; engine.step(1); os.kill(os.getpid(), signal.SIGKILL)")
+    out, _ = service.communicate(timeout=60)  # waits for the end of both pipes
+    assert (service.returncode, out) == (-signal.SIGKILL, "")
+
+
+def test_an_agent_that_is_stopped_costs_a_service_nothing_but_a_moment_at_its_end() -> None:
+    service = begin("""
+        import engine, sys
+        engine.step(1)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        engine.step(2)
+        print("done", flush=True)
+    """)
+    assert service.stdout is not None
+    assert service.stdout.readline() == "ready\n"
+    (agent,) = agents()
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        out, errors = service.communicate("\n", timeout=60)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert (service.returncode, out, errors.count("Summary of shop")) == (0, "done\n", 1)
+
+
+def test_a_service_whose_agent_is_gone_says_what_it_recorded_by_itself() -> None:
+    service = begin("""
+        import engine, sys
+        engine.step(1)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        engine.step(2)
+    """)
+    assert service.stdout is not None
+    assert service.stdout.readline() == "ready\n"
+    (agent,) = agents()
+    os.kill(agent, signal.SIGKILL)
+    _, errors = service.communicate("\n", timeout=60)
+    assert (service.returncode, errors.count("Summary of shop")) == (0, 1)
+    run_folder.remove_abandoned()
+
+
+def test_a_process_that_finds_no_agent_records_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(run_folder.VARIABLE, str(Path("nobody.sock").absolute()))
+    done = run("import engine; engine.step(1)")
+    assert done.returncode == 0
+    assert "Summary of shop" in done.stderr
+    assert "found that nobody listens there" in done.stderr.replace("\n  ", " ")
+
+
+def test_a_run_whose_profile_wants_no_agent_has_none() -> None:
+    Path("profile.yaml").write_text(f"{PROFILE}agent: off\n")
+    done = run("import os; print(os.environ.get('INSTRUMENT_AGENT'))")
+    assert (done.returncode, done.stdout) == (0, "None\n")
+
+
+HOSTILE = [
+    b"",
+    b"\xff" * 100,
+    b"[]",
+    b"{",
+    b"[" * 60_000,
+    b'{"join": 1}',
+    b'{"join": {}}',
+    b'{"join": {"pid": "x", "started": []}}',
+    b'{"goodbye": {}}',
+    b'{"answer": {}, "number": 1}',
+    b'{"ended": 1, "status": 9}',
+    b'{"ask": "nothing"}',
+    b'{"ask": "do", "do": {}, "pids": "x"}',
+    b"x" * (packets.PACKET_BYTES + 1),
+]
+
+
+def test_what_is_no_packet_is_refused_and_the_agent_goes_on() -> None:
+    service = begin("import sys; print('ready', flush=True); sys.stdin.readline()")
+    assert service.stdout is not None
+    assert service.stdout.readline() == "ready\n"
+    (folder,) = run_folder.found()
+    for data in HOSTILE:
+        with socket.socket(packets.FAMILY, packets.KIND) as caller:
+            caller.settimeout(20)
+            caller.connect(str(folder / run_folder.SOCKET))
+            socket.send_fds(caller, [data or b" "], [0] * 5)
+            assert caller.recv(100) == b""
+    (own,) = processes()
+    (agent,) = agents()
+    assert own["pid"] == service.pid
+    held = [str(path.readlink()) for path in Path(f"/proc/{agent}/fd").iterdir()]
+    assert held.count("/dev/null") == 3
+    service.communicate("\n", timeout=60)
+
+
+def test_nobody_who_records_is_said_with_what_keeps_us_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    from instrument.agent import departure
+
+    own = Path(departure.__file__).parents[1] / "sessions/autostart"
+    other = Path("sitecustomize.py").absolute()
+    other.touch()
+    for path, obstacle in (
+        (f"{other.parent}:{own}", f"{other} runs in place of ours"),
+        (f"/none:{own}:{other.parent}", "something on the way keeps our sitecustomize from being loaded"),
+        ("/none", "something on the way has taken our folder off PYTHONPATH"),
+    ):
+        monkeypatch.setenv("PYTHONPATH", path)
+        process = subprocess.Popen(["sh", "-c", "echo; read line"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert departure.nobody_joined(process.pid, 10).startswith(
+            f"instrument: 10 s after its start no process of this run records anything: {obstacle}. Give "
+        )
+        process.communicate(b"\n")
+
+
+def test_folders_of_runs_that_nobody_looks_after_are_removed() -> None:
+    folder = run_folder.make("20260101T000000-999999999")
+    (folder / "left.npz").touch()
+    mine = run_folder.make(f"20260101T000000-{os.getpid()}")
+    run_folder.remove_abandoned()
+    assert run_folder.found() == [mine]
+    run_folder.remove(mine)
+
+
+def test_a_home_that_others_may_enter_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = run_folder.homes()
+    first.mkdir()
+    first.chmod(0o755)
+    with pytest.raises(PermissionError, match="this user's alone"):
+        run_folder.make("20260101T000000-1")
+    first.rmdir()
