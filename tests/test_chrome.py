@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from raw_spans import counted
 
 from instrument import chrome
-from instrument.chrome import reading, slices
+from instrument.chrome import reading
 from instrument.errors import TraceError
 from instrument.profile.kinds import KINDS
 from instrument.recording.spans import (
@@ -40,11 +40,14 @@ from instrument.recording.spans import (
     Trace,
 )
 from instrument.recording.tally import Tally
+from instrument.trace.of_spans import trace_of
 
 BASE_NS = 123_456_789_012_345
 ORIGIN = Origin(4711, "chat-7b", BASE_NS - 5, 1_763_683_200_000_000_001, "native", "profile.yaml", "node-3")
 SITE = Site("handle", "op", "chat.server", "handle", "chat/server.py", 12)
 HOSTILE = ['a"b', "back\\slash", "new\nline", "\t\x00\x1f\x7f", "</script>", "é 日本 😀", "%s {x}", "a.b/c:d", ""]
+
+LONG_NAMED = Site("n" * 300)
 
 SITES = [
     *(Site(f"{kind}s", kind, "chat.engine", "Engine.run", "chat/engine.py", 7) for kind in KINDS),
@@ -302,20 +305,6 @@ def test_every_arrow_is_drawn_or_counted(tmp_path: Path, spans: list[Span]) -> N
     assert chrome_rules.arrows(found) + found["instrument"]["arrows_left_out"] == wanted
 
 
-@pytest.mark.skipif(slices._native is None, reason="no native writer in use")
-@given(spans_of_a_tree(), st.sampled_from([0, 60]), st.sampled_from([7, 4096]), st.integers(0, 3))
-def test_both_twins_write_the_same_bytes(tmp_path: Path, spans: list[Span], more: int, batch: int, twice: int) -> None:
-    spans += [span(100 + i, i // 3, 40 - i % 4, root_id=100 + i % 5, task_id=i % 7) for i in range(more)]
-    tally = counted(spans)
-    spans += [span(one.span_id, 5, 9, parent=1, task_id=one.task_id + 1) for one in spans[:twice]]
-    path, original = tmp_path / "trace.json", trace(*spans, threads={4712: "worker\n0"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slices, "BATCH", batch)
-        native = chrome.dump(path, original, tally).read_bytes()
-        patch.setattr(slices, "_native", None)
-        assert native == chrome.dump(path, original, tally).read_bytes()
-
-
 def test_a_place_whose_work_is_a_function_of_the_process_comes_back_without_it(tmp_path: Path) -> None:
     site = Site("Linear", "layer", instance="head", device=True, work=lambda: None)  # type: ignore[arg-type, return-value]
     original = trace(Span(site, 1, 0, 1, 1, 0, 0, 10, 10, 10))
@@ -530,7 +519,7 @@ def test_an_event_names_its_parent_and_tree_only_where_it_does_not_lie_in_the_pa
         2: (None, None),
         3: (1, None),  # lies in 2
         4: (0, None),  # has no parent, and lies in 2
-        5: (None, None),
+        5: (2, 1),  # lies in 6, which begins with it and lasts longer
         6: (5, 1),  # its parent lasted no time
         7: (2, 1),  # its parent was over, nothing is around it
         8: (999, 900),
@@ -760,33 +749,15 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file(tmp_path: Path) ->
 
 
 def test_the_text_of_a_long_trace_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
-    long = trace(*(span(i, 10 * i, 10 * i + 9) for i in range(1, 30_001)))
-    path = tmp_path / "trace.json"
-    assert peak_bytes(lambda: chrome.dump(path, long)) < path.stat().st_size
+    long = trace(*(span(i, 10 * i, 10 * i + 9, site=LONG_NAMED) for i in range(1, 60_001)))
+    columns, path = trace_of(long.spans), tmp_path / "trace.json"
+    assert peak_bytes(lambda: chrome.write(path, columns, long)) < path.stat().st_size
 
 
-@pytest.mark.parametrize(
-    ("template", "service", "expected"),
-    [
-        ("traces/{service}-{pid}-{window}.json.gz", "chat-7b", "traces/chat-7b-42-3.json.gz"),
-        ("{service}.json", "../../etc/passwd", "_.._etc_passwd.json"),
-        ("{service}.json", "..", "service.json"),
-        ("{service}.json", "", "service.json"),
-        ("{service}/t.json", "a/b\\c\0d e\n", "a_b_c_d_e_/t.json"),
-        ("{service}.json", "模型" * 60, "模型" * 16 + ".json"),
-        ("{service}.json", "{pid}", "_pid_.json"),
-        ("{service}.json", "\udc80x", "_x.json"),
-        ("plain.json", "x", "plain.json"),
-    ],
-)
-def test_the_service_becomes_a_safe_part_of_a_file_name(template: str, service: str, expected: str) -> None:
-    assert chrome.file_name(template, service=service, pid=42, window=3) == expected
-
-
-@pytest.mark.parametrize("template", ["{host}.json", "{pid!r}", "{}", "{service.x}"])
-def test_an_unknown_name_in_a_path_is_a_trace_error(template: str) -> None:
-    with pytest.raises(TraceError, match=r"known are \{service\}, \{run\}, \{pid\}, \{window\}"):
-        chrome.file_name(template, service="x", pid=1, window=0)
+def test_spans_that_are_no_sound_trace_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"cannot write the trace .*trace.json: two spans in it have one id"):
+        chrome.dump(tmp_path / "trace.json", trace(span(1, 0, 9), span(1, 10, 19)))
+    assert names_in(tmp_path) == []
 
 
 def slice_text(**changes: Any) -> str:
@@ -983,8 +954,11 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) ->
     "parents", [range(2, 3002), [*range(2, 3001), 1], [1] * 3000], ids=["backward", "ring", "self"]
 )
 def test_parents_that_lead_nowhere_are_refused_quickly(tmp_path: Path, parents: Sequence[int]) -> None:
-    spans = [span(i, i, 9000, parent=parent) for i, parent in enumerate(parents, start=1)]
-    path = chrome.dump(tmp_path / "trace.json", trace(*spans))
+    path = chrome.dump(tmp_path / "trace.json", trace(*(span(i, i, 9000) for i in range(1, len(parents) + 1))))
+    found = document(path)
+    for event, parent in zip(slices_in(found), parents, strict=True):
+        event["args"]["parent"] = parent
+    path.write_text(json.dumps(found))
     with pytest.raises(TraceError, match="damaged"):
         chrome.load(path)
 

@@ -1,4 +1,4 @@
-"""Allocations in files: a million of them come back exactly, in little memory, and damage is refused by both twins."""
+"""Allocations in files: a million of them come back exactly, in little memory, and damage is refused."""
 
 from __future__ import annotations
 
@@ -21,15 +21,6 @@ from instrument.trace import allocation_lists
 
 INT64 = 1 << 63
 BASE_NS = 1000
-
-
-@pytest.fixture(params=["native", "twin"], autouse=True)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test runs against both."""
-    if request.param == "twin":
-        monkeypatch.setattr(allocation_lists, "_native_writer", None)
-    elif allocation_lists._native_writer is None:
-        pytest.skip("the loops in C are not in use")
 
 
 def trace_of(found: Any, name: str = "f") -> Trace:
@@ -97,10 +88,7 @@ def test_every_allocation_comes_back(tmp_path: Path, found: list[Allocation], pa
     assert again.allocations == found
     assert isinstance(again.allocations, Allocations)
     text = path.read_bytes()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocation_lists, "_native_writer", None)
-        assert loaded(path).allocations == found
-        assert chrome.dump(tmp_path / "twin.json", again).read_bytes() == text
+    assert chrome.dump(tmp_path / "again.json", again).read_bytes() == text
 
 
 def test_several_batches_come_back_whatever_the_text_beside_them_is(

@@ -15,6 +15,7 @@ import pytest
 
 import instrument
 from instrument import chrome
+from instrument.errors import TraceError
 from instrument.profile.keys import loads
 from instrument.runtime import atomic
 from instrument.sessions import files
@@ -216,3 +217,27 @@ def test_a_trace_is_read_back_from_the_file_that_replaced_a_link(tmp_path: Path)
     assert not (tmp_path / "nowhere.json").exists()
     assert "traceEvents" in json.loads(Path("trace.json").read_text())
     chrome.load("trace.json")
+
+
+@pytest.mark.parametrize(
+    ("template", "service", "expected"),
+    [
+        ("traces/{service}-{pid}-{window}.json.gz", "chat-7b", "traces/chat-7b-42-3.json.gz"),
+        ("{service}.json", "../../etc/passwd", "_.._etc_passwd.json"),
+        ("{service}.json", "..", "service.json"),
+        ("{service}.json", "", "service.json"),
+        ("{service}/t.json", "a/b\\c\0d e\n", "a_b_c_d_e_/t.json"),
+        ("{service}.json", "模型" * 60, "模型" * 16 + ".json"),
+        ("{service}.json", "{pid}", "_pid_.json"),
+        ("{service}.json", "\udc80x", "_x.json"),
+        ("plain.json", "x", "plain.json"),
+    ],
+)
+def test_the_service_becomes_a_safe_part_of_a_file_name(template: str, service: str, expected: str) -> None:
+    assert files.file_name(template, service=service, pid=42, window=3) == expected
+
+
+@pytest.mark.parametrize("template", ["{host}.json", "{pid!r}", "{}", "{service.x}"])
+def test_an_unknown_name_in_a_path_is_a_trace_error(template: str) -> None:
+    with pytest.raises(TraceError, match=r"known are \{service\}, \{run\}, \{pid\}, \{window\}"):
+        files.file_name(template, service="x", pid=1, window=0)

@@ -1,8 +1,8 @@
 """Chrome trace JSON, the file that Perfetto shows: written from a trace, and read back into one.
 
-`lanes` finds the place of every slice and the arrows between them, `writing` makes the file, `reading` takes it back,
-as it does the files of other profilers. Both ways share `text`, the JSON, and `metadata`, the facts beside the events.
-`joining` puts what torch.profiler saw beside our spans.
+`lanes` finds the place of every slice, `arrows` what leads from one to another, `writing` makes the file, `reading`
+takes it back, as it does the files of other profilers. Both ways share `text`, the JSON, and `metadata`, the facts
+beside the events. `joining` puts what torch.profiler saw beside our spans.
 
 Viewers need only the events. What else a trace knows stands in the top-level key `instrument`, which they ignore, so
 that `load` returns what `dump` was given, to the nanosecond. What changes on the way: a lone surrogate becomes the
@@ -17,17 +17,33 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from instrument.chrome.joining import join
-from instrument.chrome.writing import dump, file_name
 from instrument.trace.text import LIMIT_BYTES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from instrument.recording.spans import Trace
     from instrument.recording.tally import Tally
+    from instrument.trace.columns import Trace as Columns
     from instrument.trace.file import Saved
 
-__all__ = ["dump", "file_name", "join", "load", "load_columns", "read"]
+__all__ = ["dump", "join", "load", "load_columns", "read", "write"]
 
-# What reads wants numpy, which a service that only records has no use for.
+# What reads and writes wants numpy, which a service that only records has no use for.
+
+
+def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
+    """See `instrument.chrome.writing.dump`."""
+    from instrument.chrome import writing
+
+    return writing.dump(path, trace, tally)
+
+
+def write(path: str | os.PathLike[str], columns: Columns, facts: Trace, tally: Tally | None = None) -> Path:
+    """See `instrument.chrome.writing.write`."""
+    from instrument.chrome import writing
+
+    return writing.write(path, columns, facts, tally)
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, islice
 from pathlib import Path
 
 from instrument.chrome.lanes import DEVICE_PIDS, Row
-from instrument.chrome.slices import BATCH, slices_of
+from instrument.chrome.ordered import BATCH
+from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import GAUGES, HOST, Gpu, Sample, Trace
 from instrument.recording.tally import Tally
 from instrument.runtime import atomic, compression
+from instrument.trace import columns
 from instrument.trace.metadata import Sites, metadata
+from instrument.trace.of_spans import trace_of
 from instrument.trace.text import clean, encode, is_number, microseconds, safe
 
 ZLIB_LEVEL = 4
@@ -36,55 +38,48 @@ _ADVICE = {
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
     """Write a trace as Chrome JSON, packed with gzip if the name ends in `.gz`.
 
+    As `write`. Raises `TraceError` for spans that are no sound trace, too.
+    """
+    try:
+        columns = trace_of(trace.spans)
+    except ValueError as problem:
+        raise TraceError(f"cannot write the trace {os.fspath(path)}: {problem}") from problem
+    return write(path, columns, trace, tally)
+
+
+def write(path: str | os.PathLike[str], columns: columns.Trace, facts: Trace, tally: Tally | None = None) -> Path:
+    """Write columns; `facts` are what the trace knows beside its spans.
+
     The tally, if given, is saved beside the spans. The file appears complete and with mode 0600 or not at all, and
     replaces an older one; directories above it are made. A process killed while it writes leaves the older file, and
-    a part as `atomic` names it, which the next process to make room removes. The text is never in memory as a whole,
-    only an index of the spans.
+    a part as `atomic` names it, which the next process to make room removes. The text is never in memory as a whole.
 
     Raises `TraceError` when the file cannot be written.
     """
     target = Path(path)
     try:
         with atomic.replacing(target) as file:
-            file.writelines(_packed(_document(trace, tally), target.suffix == ".gz"))
+            file.writelines(_packed(_document(columns, facts, tally), target.suffix == ".gz"))
     except OSError as problem:
         advice = _ADVICE.get(problem.errno or 0, "give a path that can be written")
         raise TraceError(f"cannot write the trace {target}: {problem.strerror or problem}; {advice}") from problem
     return target
 
 
-def file_name(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:
-    """Fill `{service}`, `{run}`, `{pid}` and `{window}` of a path; the service becomes one safe part of a file name.
-
-    Raises `TraceError` for any other name in braces.
-    """
-    safe_service = re.sub(r"[^\w.-]+", "_", clean(service)).encode()[:96].decode(errors="ignore").lstrip(".")
-    values = {"service": safe_service or "service", "run": run, "pid": str(pid), "window": str(window)}
-
-    def value(found: re.Match[str]) -> str:
-        name = found[1]
-        if name not in values:
-            known = ", ".join(f"{{{each}}}" for each in values)
-            raise TraceError(f"the path {template!r} asks for {{{name}}}; known are {known}")
-        return values[name]
-
-    return re.sub(r"\{(.*?)\}", value, template)
-
-
-def _packed(texts: Iterable[str | bytes], gzipped: bool) -> Iterator[bytes]:
+def _packed(texts: Iterable[str], gzipped: bool) -> Iterator[bytes]:
     packer = compression.compressor(ZLIB_LEVEL) if gzipped else None
     for text in texts:
-        data = text if isinstance(text, bytes) else text.encode(errors="replace")
+        data = text.encode(errors="replace")
         yield packer.compress(data) if packer else data
     if packer:
         yield packer.flush()
 
 
-def _document(trace: Trace, tally: Tally | None) -> Iterator[str | bytes]:
+def _document(columns: columns.Trace, trace: Trace, tally: Tally | None) -> Iterator[str]:
     """The file's text in pieces of some thousand events."""
     pid = trace.origin.pid if 0 <= trace.origin.pid < DEVICE_PIDS else 0
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
-    slices = slices_of(trace.spans, since_ns, pid)
+    slices = Slices(columns, since_ns, pid)
     sites = Sites(slices.sites)
     head = metadata(trace, slices.base_ns, sites, tally, slices.left_out)
     service = trace.origin.service or f"process {trace.origin.pid}"

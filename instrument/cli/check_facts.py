@@ -37,7 +37,7 @@ def facts_document(profile: Profile, verdicts: list[Verdict], command: dict[str,
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
         "device": cuda.found() if _asks_for_device_time(profile) else None,
         "nvml": {"why_not_read": _why_no_gpu(profile)},
-        "recording": {"why_not_written": _why_no_recordings(profile)},
+        "files": {"why_not_written": _why_no_files(profile)},
         "rules": [
             {"family": family, "rule": rule.text, "line": rule.line, "targets": targets.get(rule.text, [])}
             for family, rule in rules
@@ -60,9 +60,9 @@ def print_verdicts(profile: Profile, verdicts: list[Verdict], command: dict[str,
         print(f"device: {_device_line(cuda.found())}")
     why = _why_no_gpu(profile)
     print(f"gauges of GPUs: {f'not read ({why})' if why else 'read'}")
-    unwritten = _why_no_recordings(profile)
+    unwritten = _why_no_files(profile)
     if unwritten:
-        print(f"export.recording: {unwritten}")
+        print(f"export: {unwritten}")
     if command is not None:
         count = len(command["processes"])
         print(f"command: exit code {command['exit_code']}, {count} process{'es' * (count > 1)} reported")
@@ -118,11 +118,11 @@ def _why_no_gpu(profile: Profile) -> str:
     return "device.nvml is off" if profile.device.nvml_ns is None else nvml.reason_against()
 
 
-def _why_no_recordings(profile: Profile) -> str:
-    """Why the recordings that a profile asks for cannot be written here, "" where they can, or are not asked for."""
+def _why_no_files(profile: Profile) -> str:
+    """Why the traces that a profile asks for cannot be written here, "" where they can, or are not asked for."""
     from instrument.sessions import saving
 
-    return "" if profile.export.recording is None else saving.why_no_recordings()
+    return saving.why_no_files() if saving.is_asked(profile.export) else ""
 
 
 def _service_told(profile: Profile) -> str:

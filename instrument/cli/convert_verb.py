@@ -71,7 +71,7 @@ def write(target: Path, form: str, saved: Saved) -> None:
 
     ways: dict[str, Callable[[], object]] = {
         "recording": lambda: file.write(target, saved.columns, saved.facts, saved.counted()),
-        "chrome": lambda: chrome.dump(target, saved.trace(), saved.counted()),
+        "chrome": lambda: chrome.write(target, saved.columns, saved.facts, saved.counted()),
         "parquet": lambda: tables.write_parquet(target, saved.columns, saved.facts),
     }
     with_refusals(target, ways[form])

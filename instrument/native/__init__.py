@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-PARTS = ("_recorder", "_spans", "_lines", "_slices")
+PARTS = ("_recorder", "_spans", "_lines")
 """The native modules of the package."""
 
 

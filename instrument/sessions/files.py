@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TextIO
 
 from instrument import chrome
+from instrument.errors import TraceError
 from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
 from instrument.runtime import atomic
 from instrument.runtime.unpatched import poll
+from instrument.trace.text import clean
 
 _NUMBERED = re.compile(r"(\{(?:run|pid|window)\})")
 RUN_VARIABLE = "INSTRUMENT_RUN"
@@ -51,9 +53,27 @@ def run_of_process() -> str:
     return told if _RUN.fullmatch(told) else new_run()
 
 
+def file_name(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:
+    """Fill `{service}`, `{run}`, `{pid}` and `{window}` of a path; the service becomes one safe part of a file name.
+
+    Raises `TraceError` for any other name in braces.
+    """
+    safe_service = re.sub(r"[^\w.-]+", "_", clean(service)).encode()[:96].decode(errors="ignore").lstrip(".")
+    values = {"service": safe_service or "service", "run": run, "pid": str(pid), "window": str(window)}
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1]
+        if name not in values:
+            known = ", ".join(f"{{{each}}}" for each in values)
+            raise TraceError(f"the path {template!r} asks for {{{name}}}; known are {known}")
+        return values[name]
+
+    return re.sub(r"\{(.*?)\}", value, template)
+
+
 def path_of(template: str, folder: Path, service: str, run: str, window: int) -> Path:
     """The file that a template means, below the folder in which the session began."""
-    name = chrome.file_name(template, service=service, run=run, pid=os.getpid(), window=window)
+    name = file_name(template, service=service, run=run, pid=os.getpid(), window=window)
     return Path(name) if folder == working_folder() else folder / name
 
 
@@ -106,7 +126,7 @@ def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
                 of_run = r"(?P=run)" if "(?P<run>" in numbered else r"(?P<run>\d{8}T\d{6}-\d+)"
                 numbered += {"{pid}": of_process, "{run}": of_run}.get(part, r"\d+")
                 continue
-            text = chrome.file_name(part, service=service, run="", pid=0, window=0)
+            text = file_name(part, service=service, run="", pid=0, window=0)
             text = text if pattern else os.path.join(folder, text)  # noqa: PTH118 - keeps the slash where nothing follows
             pattern += glob.escape(text)
             numbered += re.escape(text)

@@ -1,8 +1,6 @@
 """Saving: the files that windows and the end of a session become, as the profile asks for.
 
-A recording takes numpy, which a session imports as it begins where its profile asks for recordings, and else not.
-Where numpy is not to be had, what the recording would have held is written as a Chrome trace, unless one is written
-beside it anyway.
+They take numpy, which a session imports as it begins where its profile asks for any, and else not.
 """
 
 from __future__ import annotations
@@ -19,10 +17,12 @@ from instrument.recording.spans import Trace
 from instrument.recording.tally import Tally
 from instrument.runtime.faults import FAULTS
 
-RECORDING, INSTEAD = ".npz", ".json.gz"
-"""How the names of recordings end, and those of the Chrome traces that take their place."""
+RECORDING = ".npz"
+"""How the names of recordings end."""
 
-WITHOUT_NUMPY = "numpy is not installed, so no recordings are written; install it (pip install numpy)"
+WITHOUT_NUMPY = (
+    "numpy is not installed, so no recordings and no Chrome traces are written; install it (pip install numpy)"
+)
 
 
 class Written(NamedTuple):
@@ -32,8 +32,13 @@ class Written(NamedTuple):
     problems: tuple[str, ...]
 
 
-def why_no_recordings() -> str:
-    """Why this process can write no recording, as far as can be told without importing numpy; "" where it can."""
+def is_asked(export: Export) -> bool:
+    """Whether the profile asks for any file of spans."""
+    return export.chrome is not None or export.recording is not None
+
+
+def why_no_files() -> str:
+    """Why this process can write none, as far as can be told without importing numpy; "" where it can."""
     try:
         return "" if find_spec("numpy") is not None else WITHOUT_NUMPY
     except (ImportError, ValueError):  # somebody put None, or something without a spec, into sys.modules
@@ -41,19 +46,17 @@ def why_no_recordings() -> str:
 
 
 def prepare() -> None:
-    """Import what recordings take: not on a thread, for a fork in the middle would leave the child half a module."""
+    """Import what they take: not on a thread, for a fork in the middle would leave the child half a module."""
     try:
+        from instrument.chrome import writing  # noqa: F401
         from instrument.trace import file  # noqa: F401
     except ImportError:
-        pass  # `why_no_recordings` tells, or what is written
+        pass  # `why_no_files` tells, or what is written
 
 
 def templates(export: Export) -> tuple[str, ...]:
     """The paths of all files that windows may become."""
-    found: tuple[str, ...] = () if export.chrome is None else (export.chrome.path,)
-    if export.recording is not None:
-        found += (export.recording.path, _instead(export.recording.path))
-    return found
+    return tuple(one.path for one in (export.chrome, export.recording) if one is not None)
 
 
 def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: Tally | None) -> Written:
@@ -61,17 +64,14 @@ def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: T
     ways: list[tuple[str, Callable[..., Path]]] = [] if export.chrome is None else [(export.chrome.path, chrome.dump)]
     paths: list[Path] = []
     problems: list[str] = []
+    try:
+        from instrument.trace import file
+    except ImportError as error:
+        if why_no_files():  # which has been told by now
+            return Written((), ())
+        return Written((), (f"export: numpy cannot be imported ({error!s:.100})",))
     if export.recording is not None:
-        template = export.recording.path
-        try:
-            from instrument.trace import file
-
-            ways.append((template, file.dump))
-        except ImportError as error:
-            if not why_no_recordings():  # which has been told by now
-                problems.append(f"export.recording: numpy cannot be imported ({error!s:.100})")
-            if export.chrome is None:
-                ways.append((_instead(template), chrome.dump))
+        ways.append((export.recording.path, file.dump))
     for template, dump in ways:
         try:
             paths.append(dump(path_of(template), trace, tally))
@@ -80,7 +80,3 @@ def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: T
         except Exception as fault:  # the others are written all the same
             FAULTS.note("trace file", fault)
     return Written(tuple(paths), tuple(problems))
-
-
-def _instead(template: str) -> str:
-    return template.removesuffix(RECORDING) + INSTEAD

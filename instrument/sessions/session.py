@@ -200,7 +200,7 @@ class Session:
             self._undos.append(self._ranges.install())  # may import numpy, which a rule may name
             self._undos.append(self._gauges.stop)
             self._gauges.prepare()
-            self._prepare_recordings()
+            self._prepare_files()
             self._choose_clock()
             self._costs.measure(with_ticks=self._ticks.are_used)
             self._undos.append(self._budget.release)
@@ -219,16 +219,14 @@ class Session:
         atexit.register(self._at_exit)
         self._last_undos.append(lambda: atexit.unregister(self._at_exit))
 
-    def _prepare_recordings(self) -> None:
-        """Import what recordings and tallies of windows take, also for the end: what is imported then makes Python
-        forget that a `KeyboardInterrupt` ended the program, which would exit with 1 and not by the signal."""
-        export = self.profile.export
-        if export.recording is None and (export.chrome is None or self.profile.schedule is None):
+    def _prepare_files(self) -> None:
+        """Import what files of spans take, also for the end: what is imported then makes Python forget that a
+        `KeyboardInterrupt` ended the program, which would exit with 1 and not by the signal."""
+        if not saving.is_asked(self.profile.export):
             return
-        problem = saving.why_no_recordings()
-        if problem and export.recording is not None:
-            instead = "" if export.chrome is not None else "; Chrome traces are written in their place"
-            self.account.complain(f"export.recording: {problem}{instead}")
+        problem = saving.why_no_files()
+        if problem:
+            self.account.complain(f"export: {problem}")
         else:
             saving.prepare()
 
@@ -577,8 +575,8 @@ class Session:
             self._budget.change(profile.budget)
         self.profile = profile
         self._watch_generations()
-        if (profile.export, profile.schedule) != (before.export, before.schedule):
-            self._prepare_recordings()
+        if profile.export != before.export:
+            self._prepare_files()
         self.generation += 1
         self._digest = profile.digest
         RECORDER.tell(self._facts())

@@ -1,8 +1,7 @@
 """The allocations of a file: written some thousand at a time, and read back into one piece of memory.
 
 They stand in the key `instrument` as lists of their numbers in the order of the fields. A trace has a million of them,
-which are more text than all else in the key together. To write them has a twin in C (`_slices.c`), which takes a tenth
-of the time.
+which are more text than all else in the key together.
 """
 
 from __future__ import annotations
@@ -10,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from instrument import native
 from instrument.recording.spans import Allocation, Allocations
 from instrument.trace.text import checked, encode
 
 BATCH = 4096
 """How many are in memory as text."""
 
-_native_writer = native.find("_slices")
+_LIST = "[%d,%d,%d,%d,%d,%d,%d],"
 
 
-def texts(allocations: Sequence[Allocation], base_ns: int) -> Iterator[str | bytes]:
+def texts(allocations: Sequence[Allocation], base_ns: int) -> Iterator[str]:
     """The lists as JSON, with commas between them and times counted from the base."""
     for first in range(0, len(allocations), BATCH):
         if first:
@@ -28,21 +26,19 @@ def texts(allocations: Sequence[Allocation], base_ns: int) -> Iterator[str | byt
         yield _text(allocations[first : first + BATCH], base_ns)
 
 
-def _text(allocations: Sequence[Allocation], base_ns: int) -> str | bytes:
-    if _native_writer is not None:
-        try:
-            packed = Allocations.of(allocations)
-            text: bytes | None = _native_writer.allocations(packed.rows, packed.base_ns - base_ns)
-        except OverflowError:
-            text = None
-        if text is not None:
-            return text
-    lists = [
-        [one.device, one.at_ns - base_ns, one.thread_id, one.size_bytes, one.address, one.allocated_bytes,
-         one.reserved_bytes]
-        for one in allocations
-    ]  # fmt: skip
-    return encode(lists)[1:-1]
+def _text(allocations: Sequence[Allocation], base_ns: int) -> str:
+    try:
+        packed = Allocations.of(allocations)
+    except OverflowError:
+        lists = [
+            [one.device, one.at_ns - base_ns, one.thread_id, one.size_bytes, one.address, one.allocated_bytes,
+             one.reserved_bytes]
+            for one in allocations
+        ]  # fmt: skip
+        return encode(lists)[1:-1]
+    numbers, moved_ns = memoryview(packed.rows).cast("q").tolist(), packed.base_ns - base_ns
+    numbers[1::7] = [at_ns + moved_ns for at_ns in numbers[1::7]]
+    return (_LIST * len(packed))[:-1] % tuple(numbers)
 
 
 def rows_of(lists: Iterable[Any]) -> bytes:

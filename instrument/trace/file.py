@@ -125,8 +125,7 @@ def _write(file: Any, columns: Trace, facts: spans.Trace, tally: Tally | None) -
     kernels, names = packed_kernels(facts.kernels, base_ns)
     arrays |= kernels | packed_allocations(facts.allocations, base_ns)
     more["kernel_names"] = names
-    pieces = metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0)
-    known = "".join(piece if isinstance(piece, str) else piece.decode() for piece in pieces)
+    known = "".join(metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0))
     text = f'{{"layout":{LAYOUT},"spans":{encode(safe(more))},"trace":{known}}}'
     arrays["metadata"] = np.frombuffer(text.encode(), dtype=np.uint8)
     write_archive(file, ((f"{name}.npy", _member(column)) for name, column in arrays.items()))

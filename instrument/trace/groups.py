@@ -102,3 +102,12 @@ def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
         return number_of[key], row_of[known]
     _, rows, numbers = np.unique(key, return_index=True, return_inverse=True)
     return numbers.astype(np.int64), rows.astype(np.int64)
+
+
+def by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
+    """As `numbered`, the numbers in the order in which their combinations first come, each with the first row of it."""
+    numbers, rows = numbered(*columns)
+    order = np.argsort(rows)
+    place_of = np.empty(len(rows), dtype=np.int64)
+    place_of[order] = np.arange(len(rows))
+    return place_of[numbers], rows[order]

@@ -134,7 +134,7 @@ def _packed_attributes(
     has[trace.attributes.rows()] = True
     rows = np.flatnonzero(has[order])
     known: dict[str, int] = {}
-    numbers = [known.setdefault(text, len(known)) for text in _texts_of(trace, order[rows].tolist(), text_of)]
+    numbers = [known.setdefault(text, len(known)) for text in attribute_texts(trace, order[rows].tolist(), text_of)]
     texts = [text.encode() for text in known]
     return {
         "attributes_row_steps": steps(rows),
@@ -148,7 +148,7 @@ PLAIN = {str, int, bool}
 """Types of values that are written alike where they are equal, as 0.0 and -0.0 are not."""
 
 
-def _texts_of(
+def attribute_texts(
     trace: Trace, rows: Iterable[int], text_of: Callable[[Mapping[str, AttributeValue]], str]
 ) -> Iterator[str]:
     """The JSON of the rows' attributes; most are the same as others', and are made into text once."""

@@ -111,9 +111,7 @@ class Sites:
         return self.entries.setdefault(encode(_facts(site)), len(self.entries))
 
 
-def metadata(
-    trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int
-) -> Iterator[str | bytes]:
+def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int) -> Iterator[str]:
     """The JSON of the key in pieces. `base_ns` is the time from which the file counts."""
     counted = "null" if tally is None else _tally_text(tally, base_ns, sites)
     read = {sample.name for sample in trace.samples}

@@ -1,0 +1,94 @@
+"""The spans of a trace and their device intervals as they stand in a file: by begin, the longer ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from instrument.recording.spans import Site
+from instrument.trace.columns import Bools, Int32s, Int64s, Trace
+from instrument.trace.forest import NONE
+from instrument.trace.gathering import rank_of
+from instrument.trace.groups import by_first_sight
+from instrument.trace.layout import in_order
+
+BATCH = 4096
+"""How many events are in memory as text."""
+
+
+class Spans(NamedTuple):
+    """The spans in that order: `row` is the row of each in the trace, `place_of` the place of each row.
+
+    Times count from the base of the file, `parent` is the place of the parent, `site` the number of the site among
+    `sites`, which are by first sight.
+    """
+
+    trace: Trace
+    sites: Sequence[Site]
+    row: Int64s
+    place_of: Int32s
+    span_id: Int64s
+    parent: Int32s
+    thread_id: Int64s
+    task_id: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+    site: Int64s
+    is_request: Bools
+    is_async: Bools
+
+    @classmethod
+    def of(cls, trace: Trace, base_ns: int) -> Spans:
+        """Those of a trace."""
+        row = in_order(trace)
+        place_of, parent, task_id = rank_of(row), trace.parent[row], trace.task_id[row]
+        site, firsts = by_first_sight(trace.site[row])
+        sites = [trace.sites[number] for number in trace.site[row[firsts]].tolist()]
+        is_request = np.array([one.kind == "request" for one in sites], dtype=np.bool_)[site]
+        return cls(
+            trace=trace,
+            sites=sites,
+            row=row,
+            place_of=place_of,
+            span_id=trace.span_id[row],
+            parent=np.where(parent == NONE, np.int32(NONE), place_of[parent]) if len(row) else parent,
+            thread_id=trace.thread_id[row],
+            task_id=task_id,
+            start_ns=trace.start_ns[row] - base_ns,
+            end_ns=trace.end_ns[row] - base_ns,
+            site=site,
+            is_request=is_request,
+            is_async=(task_id != 0) | is_request,
+        )
+
+
+class Intervals(NamedTuple):
+    """The device intervals in that order: `owner` is the place of the span that each is of, `number` its number among
+    those of that span."""
+
+    row: Int64s
+    owner: Int64s
+    number: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+
+    @classmethod
+    def of(cls, spans: Spans, base_ns: int) -> Intervals:
+        """Those of these spans."""
+        its = spans.trace.device
+        row = np.lexsort((-its.end_ns, its.start_ns))
+        return cls(
+            row=row,
+            owner=spans.place_of[its.row[row]].astype(np.int64),
+            number=row - np.searchsorted(its.row, its.row[row]),
+            start_ns=its.start_ns[row] - base_ns,
+            end_ns=its.end_ns[row] - base_ns,
+        )
+
+
+def batches(count: int) -> Iterator[tuple[int, int]]:
+    """The begins and ends of batches of so many events."""
+    for first in range(0, count, BATCH):
+        yield first, min(first + BATCH, count)
