@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from instrument.recording.spans import HOST
 from instrument.report.places import places
@@ -78,46 +77,46 @@ def counted(recording: Recording, state: str, apart: bool, wanted: Bools) -> Cou
     rows, times_ns = rows_and_times(facts.allocations)
     is_inside = (first <= times_ns) & (times_ns <= last)
     kept = is_inside if state == "All" else is_inside & ((rows["device"] == HOST) == (state == "CPU"))
-    rows, times_ns = rows[kept], times_ns[kept]
-    where = places(recording, rows["thread_id"], times_ns, wanted)
-    known: dict[str, int] = {}
-    thread, firsts = numbered(rows["thread_id"])
-    names = [facts.threads.get(one) or f"thread {one}" for one in rows["thread_id"][firsts].tolist()]
-    of_name = np.array([known.setdefault(name, len(known)) for name in names], dtype=np.int64)[thread]
-    device, of_device = numbered(rows["device"])
-    follows, is_followed = _at_one_address(rows)
-    held_bytes = np.where(is_followed, 0, np.maximum(rows["size_bytes"], 0))
+    thread_id, at_ns = rows["thread_id"][kept], times_ns[kept]
+    where = places(recording, thread_id, at_ns, wanted)
+    device, size_bytes, address = (rows[name][kept] for name in ("device", "size_bytes", "address"))
+    thread, of_thread = numbered(thread_id)
+    threads = [facts.threads.get(one) or f"thread {one}" for one in thread_id[of_thread].tolist()]
+    names = {name: number for number, name in enumerate(dict.fromkeys(threads))}
+    called = np.array([names[name] for name in threads], dtype=np.int64)[thread] if apart else np.zeros_like(thread)
+    follows, is_followed = _at_one_address(device, address, size_bytes)
+    held_bytes = np.where(is_followed, 0, np.maximum(size_bytes, 0))
 
-    use, of_use = numbered(device, where.number, of_name if apart else np.zeros(len(rows), dtype=np.int64))
-    texts = list(known)
-    sums = list(_sums(rows["size_bytes"], held_bytes, Groups(use, len(of_use))))
+    number, of_device = numbered(device)
+    use, of_use = numbered(number, where.number, called)
+    sums = list(_sums(size_bytes, held_bytes, Groups(use, len(of_use))))
     uses = []
     for row in np.sort(of_use).tolist():
-        (name, kind), of_thread = where.names[where.number[row]], texts[of_name[row]] if apart else ""
-        uses.append(Use(int(rows["device"][row]), name, kind, of_thread, sums[use[row]]))
-    earlier = np.where(follows, 0, np.minimum(rows["size_bytes"], 0))
-    groups = Groups(device, len(of_device))
-    earlier_bytes = (-one for one in groups.sums(earlier).tolist())
+        name, kind = where.names[where.number[row]]
+        uses.append(Use(int(device[row]), name, kind, threads[thread[row]] if apart else "", sums[use[row]]))
+    groups = Groups(number, len(of_device))
+    earlier_bytes = (-one for one in groups.sums(np.where(follows, 0, np.minimum(size_bytes, 0))).tolist())
 
-    def level(its: Int64s, levels: NDArray[Any], begin_bytes: int) -> Level:
+    def level(its: Int64s, levels: Int64s, begin_bytes: int) -> Level:
         at = int(levels.argmax())
         peak_bytes, end_bytes = int(levels[at]), int(levels[-1])
         if peak_bytes <= begin_bytes:
             return Level(begin_bytes, begin_bytes, end_bytes, None, "", "")
-        row = its[at]
+        row = int(its[at])
         place = where.names[where.number[row]][0]
-        return Level(begin_bytes, peak_bytes, end_bytes, int(times_ns[row]), place, texts[of_name[row]])
+        return Level(begin_bytes, peak_bytes, end_bytes, int(at_ns[row]), place, threads[thread[row]])
 
     allocators = []
-    for its, earlier_of, sums_of in zip(
-        groups.members(), earlier_bytes, _sums(rows["size_bytes"], held_bytes, groups), strict=True
+    levels = [rows[name][kept] for name in ("allocated_bytes", "reserved_bytes")]
+    for its, earlier_of, of_it in zip(
+        groups.members(), earlier_bytes, _sums(size_bytes, held_bytes, groups), strict=True
     ):
-        begin = rows[its[0]]
-        allocated = level(its, rows["allocated_bytes"][its], int(begin["allocated_bytes"]) - int(begin["size_bytes"]))
-        reserved = level(its, rows["reserved_bytes"][its], int(begin["reserved_bytes"]))
-        allocators.append(Allocator(int(begin["device"]), allocated, reserved, earlier_of, sums_of))
-    threads = [names[one] for one in np.argsort(firsts).tolist()]
-    return Counted(uses, sorted(allocators), threads, int((~is_inside).sum()))
+        allocated, reserved = (one[its] for one in levels)
+        before_bytes = int(allocated[0]) - int(size_bytes[its[0]])
+        both = level(its, allocated, before_bytes), level(its, reserved, int(reserved[0]))
+        allocators.append(Allocator(int(device[its[0]]), *both, earlier_of, of_it))
+    seen = [threads[one] for one in np.argsort(of_thread).tolist()]
+    return Counted(uses, sorted(allocators), seen, int((~is_inside).sum()))
 
 
 def _sums(sizes: Int64s, held_bytes: Int64s, groups: Groups) -> Iterator[Sums]:
@@ -131,17 +130,16 @@ def _sums(sizes: Int64s, held_bytes: Int64s, groups: Groups) -> Iterator[Sums]:
         yield Sums(allocations, frees, allocated_bytes, -freed_bytes, held)
 
 
-def _at_one_address(rows: NDArray[Any]) -> tuple[Bools, Bools]:
-    """Which rows come next at their address after it was taken, and which have one that comes next there.
+def _at_one_address(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
+    """Which allocations come next at their address after it was taken, and which have one that comes next there.
 
     What comes next gives back what was taken; or takes it again where nobody told that it was given back.
     """
-    order = np.lexsort((rows["address"], rows["device"]))
-    address, device = rows["address"][order], rows["device"][order]
+    order = np.lexsort((address, device))
+    address, device = address[order], device[order]
     is_next = np.zeros(len(order) + 1, dtype=np.bool_)
     is_next[1:-1] = (address[1:] == address[:-1]) & (device[1:] == device[:-1])
+    was_taken = np.concatenate([[False], size_bytes[order[:-1]] >= 0])[: len(order)]
     follows, is_followed = np.empty(len(order), dtype=np.bool_), np.empty(len(order), dtype=np.bool_)
-    was_taken = np.concatenate([[False], rows["size_bytes"][order[:-1]] >= 0])[: len(order)]
-    follows[order] = is_next[:-1] & was_taken
-    is_followed[order] = is_next[1:]
+    follows[order], is_followed[order] = is_next[:-1] & was_taken, is_next[1:]
     return follows, is_followed

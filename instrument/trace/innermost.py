@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.trace.columns import Bools, Int32s, Int64s, Trace
+from instrument.trace.columns import FARTHEST_NS, Bools, Int32s, Int64s, Trace
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import distinct, numbered
 from instrument.trace.layout import in_order
@@ -32,6 +32,34 @@ class _Open(NamedTuple):
     end: Int64s
 
 
+class _Clock(NamedTuple):
+    """Times on threads as one number each: by thread, and those of a thread by time."""
+
+    threads: Int64s
+    least_ns: int
+    width: int
+    known: Int64s | None
+    """The times of which the places stand for them, where not so many threads have room for all between them."""
+
+    @classmethod
+    def of(cls, thread_ids: Int64s, times_ns: Int64s) -> _Clock:
+        """For at least one time."""
+        threads, least_ns, most_ns = distinct(thread_ids), int(times_ns.min()), int(times_ns.max())
+        width = most_ns - least_ns + 2
+        if least_ns > -FARTHEST_NS and most_ns < FARTHEST_NS and len(threads) * width < FARTHEST_NS:
+            return cls(threads, least_ns, width, None)
+        known = distinct(times_ns)
+        return cls(threads, 0, len(known) + 1, known)
+
+    def told(self, thread: Int64s, times_ns: Int64s) -> Int64s:
+        """The numbers of times on threads, of which the places are given. Those before the first of all and after the
+        last are as one of their own each."""
+        if self.known is not None:
+            return np.asarray(thread * self.width + np.searchsorted(self.known, times_ns))
+        within = np.clip(times_ns, self.least_ns, self.least_ns + self.width - 1)
+        return np.asarray(thread * self.width + (within - self.least_ns))
+
+
 def innermost(trace: Trace, wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
     """Of each thread and time the row of the innermost wanted span that was open, `NONE` where none was, and `SEVERAL`
     where those of other tasks were open that are not all around it.
@@ -39,11 +67,12 @@ def innermost(trace: Trace, wanted: Bools, thread_ids: Int64s, times_ns: Int64s)
     Spans are half-open: what happens at a span's end is not in it. Of those that began at once the shorter one is the
     inner one. Takes n log n, however deep spans lie.
     """
-    threads, times = distinct(thread_ids), distinct(times_ns)
-    width = len(times) + 1
-    asked = np.searchsorted(threads, thread_ids) * width + np.searchsorted(times, times_ns)
+    if not len(times_ns):
+        return np.zeros(0, dtype=np.int64)
+    clock = _Clock.of(thread_ids, times_ns)
+    asked = clock.told(np.searchsorted(clock.threads, thread_ids), times_ns)
     moments = distinct(asked)
-    some = _opened(trace, wanted, threads, times, moments)
+    some = _opened(trace, wanted, clock, moments)
     if not len(some.row):
         return np.full(len(asked), NONE, dtype=np.int64)
     last = highest(some.first, some.end, np.arange(len(some.row)), len(moments))
@@ -52,15 +81,13 @@ def innermost(trace: Trace, wanted: Bools, thread_ids: Int64s, times_ns: Int64s)
     return np.asarray(found[np.searchsorted(moments, asked)])
 
 
-def _opened(trace: Trace, wanted: Bools, threads: Int64s, times: Int64s, moments: Int64s) -> _Open:
+def _opened(trace: Trace, wanted: Bools, clock: _Clock, moments: Int64s) -> _Open:
     rows = in_order(trace)
-    rows = rows[(wanted & (trace.active_ns >= trace.total_ns))[rows]]
-    thread = np.searchsorted(threads, trace.thread_id[rows]).clip(max=max(len(threads) - 1, 0))
-    first, end = np.searchsorted(times, trace.start_ns[rows]), np.searchsorted(times, trace.end_ns[rows])
-    kept = np.flatnonzero(first < end)
-    kept = kept[threads[thread[kept]] == trace.thread_id[rows[kept]]]
-    rows, begin = rows[kept], thread[kept] * (len(times) + 1)
-    first, end = np.searchsorted(moments, begin + first[kept]), np.searchsorted(moments, begin + end[kept])
+    thread = np.searchsorted(clock.threads, trace.thread_id).clip(max=len(clock.threads) - 1)
+    wanted = wanted & (trace.active_ns >= trace.total_ns) & (clock.threads[thread] == trace.thread_id)
+    rows = rows[wanted[rows]]
+    thread = thread[rows]
+    first, end = (np.searchsorted(moments, clock.told(thread, times[rows])) for times in (trace.start_ns, trace.end_ns))
     kept = np.flatnonzero(first < end)
     return _Open(rows[kept], first[kept], end[kept])
 
