@@ -9,10 +9,8 @@ by the time of all.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -21,9 +19,11 @@ from instrument.report.places import rows_open
 from instrument.report.table import MISSING, bounded, compact, in_unit, named_table, section_title, share, tenths
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import lengths_below
-from instrument.trace.columns import Trace
+from instrument.trace.columns import Bools, Int64s, Trace
 from instrument.trace.forest import NONE
 from instrument.trace.groups import distinct
+from instrument.trace.innermost import Clock
+from instrument.trace.kernel_columns import KernelColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,10 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
     first, last = recording.facts.held
     having = trace.attributes.having(FLOPS)
     begins = trace.start_ns[having]
-    told = [
-        (number, count)
-        for number in having[(first <= begins) & (begins < last)].tolist()
-        if (count := flops_told(trace.attributes[number]))
-    ]
+    having = having[(first <= begins) & (begins < last)]
+    values = trace.attributes.values(FLOPS, having)
+    counts = [flops_told({FLOPS: value}) for value in values]
+    told = [(row, count) for row, count in zip(having.tolist(), counts, strict=True) if count]
     beside = [one for one in recording.facts.flops if one.flops > 0 and first <= one.at_ns < last]
     elsewhere = 0
     if beside:
@@ -117,11 +116,11 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
         return None
     whole = elsewhere + sum(count for _, count in told)
     tree = _Tree(trace, told, kinds)
-    launched = _launched(recording, {row for calls in tree.calls.values() for row in calls})
+    launched_ns = _launched_ns(recording, [row for calls in tree.calls.values() for row in calls])
 
     def row(name: str, kind: str) -> FlopRow:
         flops, calls = tree.flops[name, kind], tree.calls[name, kind]
-        return FlopRow(name, kind, len(calls), flops, *_time_of(trace, calls, launched), share(flops, whole))
+        return FlopRow(name, kind, len(calls), flops, *_time_of(trace, calls, launched_ns), share(flops, whole))
 
     def rest(rows: Sequence[FlopRow]) -> FlopRow:
         # They may lie in one another: each told number counts once, and times would count some twice.
@@ -217,45 +216,44 @@ def _lines(trace: Trace, some: Sequence[int]) -> tuple[list[int], list[int]]:
     return rows.tolist(), number_of[trace.around[rows]].tolist()
 
 
-def _launched(recording: Recording, calls: Collection[int]) -> dict[int, int]:
-    """How long devices worked for what calls asked for: the kernels that torch.profiler saw, by the thread that asked
-    for them and when, and of a call without any the device intervals of its own and of what is below it on its line."""
-    trace = recording.columns
-    by_thread: dict[int, list[tuple[int, int]]] = {}
-    for one in recording.facts.kernels:
-        if one.thread_id and one.kind == "kernel":
-            by_thread.setdefault(one.thread_id, []).append((one.launched_ns, one.end_ns - one.start_ns))
-    kernels: dict[int, tuple[list[int], list[int]]] = {}
-    for thread_id, its in by_thread.items():
-        its.sort()
-        sums = [0, *accumulate(length_ns for _, length_ns in its)]
-        kernels[thread_id] = [launched_ns for launched_ns, _ in its], sums
-    found: dict[int, int] = {}
-    rows = np.array(sorted(calls), dtype=np.int64)
-    columns = (trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
-    for row, thread_id, start_ns, end_ns in zip(
-        rows.tolist(), *(column.tolist() for column in columns), strict=True
-    ):  # fmt: skip
-        times, sums = kernels.get(thread_id, ([], [0]))
-        launched_ns = sums[bisect_left(times, end_ns)] - sums[bisect_left(times, start_ns)]
-        if launched_ns:
-            found[row] = launched_ns
-    return found | _device_ns(trace, [row for row in rows.tolist() if row not in found])
+def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
+    """By row how long devices worked for what calls asked for, 0 where for nothing: the kernels that torch.profiler
+    saw, by the thread that asked for them and when, and of a call without any the device intervals of its own and of
+    what is below it on its line."""
+    trace, its = recording.columns, KernelColumns.of(recording.facts.kernels)
+    rows = distinct(np.array(calls, dtype=np.int64))
+    kernels = np.flatnonzero((its.thread_id != 0) & (its.kind == its.place_of_kind("kernel")))
+    found = np.zeros(len(trace), dtype=np.int64)
+    if len(kernels):
+        clock = Clock.of(its.thread_id[kernels], its.launched_ns[kernels])
+        launches = clock.told(its.thread_id[kernels], its.launched_ns[kernels])
+        order = np.argsort(launches, kind="stable")
+        sums = np.concatenate([[0], np.cumsum((its.end_ns - its.start_ns)[kernels[order]])])
+        on_known = rows[clock.knows(trace.thread_id[rows])]
+        first, end = (
+            np.searchsorted(launches[order], clock.told(trace.thread_id[on_known], times[on_known]))
+            for times in (trace.start_ns, trace.end_ns)
+        )
+        found[on_known] = sums[end] - sums[first]
+    without = np.zeros(len(trace), dtype=np.bool_)
+    without[rows] = found[rows] == 0
+    with_intervals, lengths_ns = _device_ns(trace, without)
+    found[with_intervals] = lengths_ns
+    return found
 
 
-def _device_ns(trace: Trace, calls: Sequence[int]) -> dict[int, int]:
-    """How long devices worked for each of some rows and what is below it on its line, of those for which they did."""
-    is_call, its = np.zeros(len(trace), dtype=np.bool_), trace.device
-    is_call[np.array(calls, dtype=np.int64)] = True
+def _device_ns(trace: Trace, is_call: Bools) -> tuple[Int64s, Int64s]:
+    """The calls for which and for what is below them on their line devices worked, and for how long."""
+    its = trace.device
     is_timed = np.array([*(label not in UNTIMED for label in its.labels), False])[its.label]
     kept = is_timed & (its.start_ns < its.end_ns)
-    rows, lengths_ns = lengths_below(trace.around, is_call, its.row[kept], its.start_ns[kept], its.end_ns[kept])
-    return dict(zip(rows.tolist(), lengths_ns.tolist(), strict=True))
+    return lengths_below(trace.around, is_call, its.row[kept], its.start_ns[kept], its.end_ns[kept])
 
 
-def _time_of(trace: Trace, calls: Sequence[int], launched: Mapping[int, int]) -> tuple[str, int | None]:
+def _time_of(trace: Trace, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
     """Where some calls took their time, and how long, if that is the same for all."""
-    on_device = [launched[row] for row in calls if row in launched]
-    if len(on_device) == len(calls):
-        return "GPU", sum(on_device)
-    return ("", None) if on_device else ("CPU", int(trace.total_ns[calls].sum()))
+    rows = np.array(calls, dtype=np.int64)
+    on_device = launched_ns[rows][launched_ns[rows] > 0]
+    if len(on_device) == len(rows):
+        return "GPU", int(on_device.sum())
+    return ("", None) if len(on_device) else ("CPU", int(trace.total_ns[rows].sum()))

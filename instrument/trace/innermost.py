@@ -32,7 +32,7 @@ class _Open(NamedTuple):
     end: Int64s
 
 
-class _Clock(NamedTuple):
+class Clock(NamedTuple):
     """Times on threads as one number each: by thread, and those of a thread by time."""
 
     threads: Int64s
@@ -42,7 +42,7 @@ class _Clock(NamedTuple):
     """The times of which the places stand for them, where not so many threads have room for all between them."""
 
     @classmethod
-    def of(cls, thread_ids: Int64s, times_ns: Int64s) -> _Clock:
+    def of(cls, thread_ids: Int64s, times_ns: Int64s) -> Clock:
         """For at least one time."""
         threads, least_ns, most_ns = distinct(thread_ids), int(times_ns.min()), int(times_ns.max())
         width = most_ns - least_ns + 2
@@ -51,9 +51,15 @@ class _Clock(NamedTuple):
         known = distinct(times_ns)
         return cls(threads, 0, len(known) + 1, known)
 
-    def told(self, thread: Int64s, times_ns: Int64s) -> Int64s:
-        """The numbers of times on threads, of which the places are given. Those before the first of all and after the
-        last are as one of their own each."""
+    def knows(self, thread_ids: Int64s) -> Bools:
+        """Which of some threads it has."""
+        places = np.searchsorted(self.threads, thread_ids).clip(max=len(self.threads) - 1)
+        return np.asarray(self.threads[places] == thread_ids)
+
+    def told(self, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
+        """The numbers of times on threads that it knows. Those before the first of all and after the last are as one
+        of their own each."""
+        thread = np.searchsorted(self.threads, thread_ids)
         if self.known is not None:
             return np.asarray(thread * self.width + np.searchsorted(self.known, times_ns))
         within = np.clip(times_ns, self.least_ns, self.least_ns + self.width - 1)
@@ -69,8 +75,8 @@ def innermost(trace: Trace, wanted: Bools, thread_ids: Int64s, times_ns: Int64s)
     """
     if not len(times_ns):
         return np.zeros(0, dtype=np.int64)
-    clock = _Clock.of(thread_ids, times_ns)
-    asked = clock.told(np.searchsorted(clock.threads, thread_ids), times_ns)
+    clock = Clock.of(thread_ids, times_ns)
+    asked = clock.told(thread_ids, times_ns)
     moments = distinct(asked)
     some = _opened(trace, wanted, clock, moments)
     if not len(some.row):
@@ -81,13 +87,12 @@ def innermost(trace: Trace, wanted: Bools, thread_ids: Int64s, times_ns: Int64s)
     return np.asarray(found[np.searchsorted(moments, asked)])
 
 
-def _opened(trace: Trace, wanted: Bools, clock: _Clock, moments: Int64s) -> _Open:
+def _opened(trace: Trace, wanted: Bools, clock: Clock, moments: Int64s) -> _Open:
     rows = in_order(trace)
-    thread = np.searchsorted(clock.threads, trace.thread_id).clip(max=len(clock.threads) - 1)
-    wanted = wanted & (trace.active_ns >= trace.total_ns) & (clock.threads[thread] == trace.thread_id)
+    wanted = wanted & (trace.active_ns >= trace.total_ns) & clock.knows(trace.thread_id)
     rows = rows[wanted[rows]]
-    thread = thread[rows]
-    first, end = (np.searchsorted(moments, clock.told(thread, times[rows])) for times in (trace.start_ns, trace.end_ns))
+    edges = (clock.told(trace.thread_id[rows], times[rows]) for times in (trace.start_ns, trace.end_ns))
+    first, end = (np.searchsorted(moments, edge) for edge in edges)
     kept = np.flatnonzero(first < end)
     return _Open(rows[kept], first[kept], end[kept])
 

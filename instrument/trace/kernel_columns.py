@@ -11,6 +11,7 @@ import numpy as np
 
 from instrument.recording.spans import Kernel
 from instrument.trace.columns import Int32s, Int64s
+from instrument.trace.forest import NONE
 
 AT_ONCE = 20_000
 """KernelColumns of which objects are made together."""
@@ -42,6 +43,10 @@ class KernelColumns(Sequence[Kernel]):
         kind = np.fromiter((kinds.setdefault(one.kind, len(kinds)) for one in found), np.int32, count)
         numbers = [np.fromiter(map(itemgetter(place), found), np.int64, count) for place in range(2, 8)]
         return cls(tuple(names), tuple(kinds), name, kind, *numbers)
+
+    def place_of_kind(self, kind: str) -> int:
+        """The place of a kind, `NONE` where it has no work of it."""
+        return self.kinds.index(kind) if kind in self.kinds else NONE
 
     def __len__(self) -> int:
         return len(self.name)

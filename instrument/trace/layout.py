@@ -170,6 +170,7 @@ def attribute_texts(
 # Unpacked
 
 BYTES_AT_ONCE = 1 << 22
+TEXTS_AT_ONCE = 1000
 
 
 class PackedAttributes:
@@ -185,8 +186,12 @@ class PackedAttributes:
         return {} if place < 0 else self._of(int(self._numbers[place]))
 
     def _of(self, number: int) -> dict[str, Any]:
+        (found,) = decoded([self._text(number)])
+        return found
+
+    def _text(self, number: int) -> bytes:
         first = int(self._ends[number - 1]) if number else 0
-        return decoded(self._texts[first : int(self._ends[number])])
+        return bytes(self._texts[first : int(self._ends[number])])
 
     def rows(self) -> Int64s:
         """The rows that have any."""
@@ -213,9 +218,12 @@ class PackedAttributes:
         places = self._place[rows]
         of_rows = np.full(len(rows), NONE, dtype=np.int64)
         of_rows[places >= 0] = self._numbers[places[places >= 0]]
-        numbers = of_rows.tolist()
-        found = {number: None if number == NONE else self._of(number).get(name) for number in set(numbers)}
-        return [found[number] for number in numbers]
+        known = distinct(of_rows[of_rows != NONE]).tolist()
+        found: dict[int, AttributeValue | None] = {NONE: None}
+        for first in range(0, len(known), TEXTS_AT_ONCE):
+            some = known[first : first + TEXTS_AT_ONCE]
+            found |= zip(some, (each.get(name) for each in decoded(map(self._text, some))), strict=True)
+        return list(map(found.__getitem__, of_rows.tolist()))
 
 
 def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
@@ -228,12 +236,13 @@ def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def decoded(text: bytes | bytearray) -> dict[str, Any]:
-    """Attributes of their JSON, in which lists were tuples; what is none of it is no attribute."""
-    found = json.loads(text)
-    if not isinstance(found, dict):
+def decoded(texts: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Attributes of their JSON, in which lists were tuples; what is none of it is no attribute. Together they take half
+    of the time."""
+    found = json.loads(b"[%b]" % b",".join(texts))
+    if not all(isinstance(one, dict) for one in found):
         raise TypeError("attributes in it are none")
-    return {key: _tuples(value) if isinstance(value, list) else value for key, value in found.items()}
+    return [{key: _tuples(value) if isinstance(value, list) else value for key, value in one.items()} for one in found]
 
 
 def _tuples(value: Any) -> Any:
