@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, Site, Span, length, union
+from interval_lists import length, union
+
+from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, Site, Span
 
 NEVER = 1 << 62
 """Later, and longer, than any time of a span."""

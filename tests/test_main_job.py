@@ -24,7 +24,7 @@ from otlp_receiver import Received, receiver
 
 from instrument import chrome
 from instrument.profile.model import VIEWS
-from instrument.recording.spans import Interval, Span, Trace, length, union
+from instrument.recording.spans import Interval, Span, Trace, covered_ns
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
 
@@ -205,7 +205,7 @@ def named(run: Run, name: str) -> list[Span]:
 
 
 def ms_of(intervals: Iterable[Interval]) -> str:
-    return f"{length(union(intervals)) / 1e6:g}"
+    return f"{covered_ns(intervals) / 1e6:g}"
 
 
 def test_each_instant_of_a_request_has_its_phase_and_the_engine_had_begun_with_it_when_it_left_the_queue(

@@ -10,10 +10,11 @@ import pytest
 from golden_views import is_golden, text_of
 from hypothesis import given
 from hypothesis import strategies as st
+from interval_lists import length, union
 
 import instrument
 from instrument import Profiler, chrome, loader, profiled, scope
-from instrument.recording.spans import Origin, Site, Span, Trace, length, union
+from instrument.recording.spans import Origin, Site, Span, Trace
 from instrument.report.benchmark_view import benchmark
 from instrument.report.loops import Loops, counted, line_of
 from instrument.report.step_counts import Benchmark, Loop, Spread

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from golden_views import is_golden, text_of
 from hypothesis import given
+from interval_lists import union
 from paddle_golden import GOLDEN, golden_trace
 from raw_spans import points, traces
 
 from instrument.recorder.wrapping import wrap
-from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace, union
+from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span, Trace
 from instrument.report.phases_view import OTHERS, PhaseRow, Phases, phases
 from instrument.report.table import columns
 from instrument.report.units import phase_of

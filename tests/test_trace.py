@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interval_lists import union
 from oracle.recordings import any_parents, deep, program, wide
 from raw_spans import points, traces
 
-from instrument.recording import spans as algebra
-from instrument.recording.spans import Site, Span, Trace, assign_self_times
+from instrument.recording.spans import DeviceInterval, Site, Span, Trace, assign_self_times
 from instrument.report.calls import every_place, place_tree
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
@@ -80,7 +80,7 @@ def test_unions_of_groups_keep_these_apart(parts: list[tuple[int, int, int]], is
     expected = []
     for group in range(5):
         its = [(start, end) for one, start, end in zip(groups, starts, ends, strict=True) if one == group]
-        expected += [(group, *one) for one in algebra.union(one for one in its if one[0] < one[1])]
+        expected += [(group, *one) for one in union(one for one in its if one[0] < one[1])]
     assert list(zip(*(one.tolist() for one in found), strict=True)) == expected
     lengths = [sum(end - start for one, start, end in expected if one == group) for group in range(5)]
     assert intervals.lengths_by_group(groups, starts, ends, 5).tolist() == lengths
@@ -284,7 +284,7 @@ def test_what_lies_deep_and_wide_is_held_once() -> None:
     site, depth, leaves = Site("outer", "op"), 1_000, 4_000
     spans = [Span(site, at, at - 1, 1, 7, 0, at, 10**6, 10**6, 0) for at in range(1, depth + 1)]
     for at in range(depth + 1, depth + 1 + leaves):
-        device = (algebra.DeviceInterval(0, 7, 10 * at, 10 * at + 4),)
+        device = (DeviceInterval(0, 7, 10 * at, 10 * at + 4),)
         spans.append(Span(site, at, depth, 1, 7, 0, at, 10**6, 10**6, 0, device=device))
     tree = call_tree(trace_of(spans), OPERATORS)
     assert tree.device.total_ns.tolist() == [4 * leaves] * (depth + 1)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from instrument import native
 from instrument.recording.paths import CallTree
 from instrument.recording.ring import Row, self_ns
-from instrument.recording.spans import REMOTE, Interval, RemoteParent, Site, Span, length, remote_of, union
+from instrument.recording.spans import REMOTE, Interval, RemoteParent, Site, Span, covered_ns, remote_of
 
 _native = native.find("_spans")
 
@@ -141,4 +141,4 @@ def _less_children(spans: Sequence[Span]) -> None:
             inside[span.parent_id].append((span.start_ns, span.end_ns))
     for span_id, parts in inside.items():
         span = clipped[span_id]
-        span.self_ns = min(span.self_ns, span.total_ns - length(union(parts)))
+        span.self_ns = min(span.self_ns, span.total_ns - covered_ns(parts))

@@ -1,4 +1,4 @@
-"""The span model: what a place, one timed execution and a saved set of them are, and the algebra of intervals.
+"""The span model: what a place, one timed execution and a saved set of them are.
 
 Everything here is plain data with integer nanoseconds on the monotonic clock. It knows nothing of how spans are
 recorded or shown, so that a trace saved by one process reads in another.
@@ -249,14 +249,14 @@ class Span:
     @property
     def device_ns(self) -> int:
         """Length of the union of the span's device intervals."""
-        return length(union((d.start_ns, d.end_ns) for d in self.device)) if self.device else 0
+        return covered_ns((d.start_ns, d.end_ns) for d in self.device) if self.device else 0
 
     @property
     def elapsed_ns(self) -> int:
         """Length of the union of the host interval and the device intervals."""
         if not self.device:
             return self.end_ns - self.start_ns
-        return length(union([(self.start_ns, self.end_ns), *((d.start_ns, d.end_ns) for d in self.device)]))
+        return covered_ns([(self.start_ns, self.end_ns), *((d.start_ns, d.end_ns) for d in self.device)])
 
 
 PureSpan, PureDeviceInterval = Span, DeviceInterval
@@ -657,65 +657,20 @@ class Trace:
             yield spans
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals that overlap or touch; the result is sorted and disjoint.
+def covered_ns(parts: Iterable[Interval], within: Interval | None = None) -> int:
+    """How long a few intervals are together, or what of them lies within another one; each instant counts once.
 
-    An empty interval that touches nothing stays, as in the interval lists of `paddle.profiler`.
+    Of many, and of where they lie, `instrument.trace.intervals` tells.
     """
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if end < start:
-            raise ValueError(f"an interval ends at {end}, before its start {start}")
-        if merged and start <= merged[-1][1]:
-            if end > merged[-1][1]:
-                merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def length(disjoint: Iterable[Interval]) -> int:
-    """Summed length of disjoint intervals, as `union` returns them."""
-    return sum(end - start for start, end in disjoint)
-
-
-def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """What two disjoint sorted lists share; empty overlaps are left out."""
-    shared: list[Interval] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+    some = sorted(parts)
+    reached_ns, last_ns = within or (min(some, default=(0, 0))[0], max((end for _, end in some), default=0))
+    found_ns = 0
+    for start, end in some:
+        start, end = max(start, reached_ns), min(end, last_ns)
         if start < end:
-            shared.append((start, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return shared
-
-
-def subtract(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """What remains of the disjoint sorted list `left` outside `right`."""
-    remaining: list[Interval] = []
-    j = 0
-    for start, end in left:
-        while j < len(right) and right[j][1] <= start:
-            j += 1
-        k = j
-        while k < len(right) and right[k][0] < end:
-            if right[k][0] > start:
-                remaining.append((start, right[k][0]))
-            start = max(start, right[k][1])
-            k += 1
-        if start < end:
-            remaining.append((start, end))
-    return remaining
-
-
-def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """The parts of the intervals that lie inside the window."""
-    first, last = window
-    return [(max(start, first), min(end, last)) for start, end in intervals if start < last and end > first]
+            found_ns += end - start
+            reached_ns = end
+    return found_ns
 
 
 def by_start(spans: list[Span]) -> None:
@@ -739,5 +694,5 @@ def assign_self_times(spans: Sequence[Span]) -> None:
         if parent is not None and (parent.thread_id, parent.task_id) == (span.thread_id, span.task_id):
             children.setdefault(parent.span_id, []).append((span.start_ns, span.end_ns))
     for span in spans:
-        inside = clip(union(children.get(span.span_id, ())), (span.start_ns, span.end_ns))
-        span.self_ns = span.total_ns - length(inside)
+        inside_ns = covered_ns(children.get(span.span_id, ()), (span.start_ns, span.end_ns))
+        span.self_ns = span.total_ns - inside_ns

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from instrument.recording.spans import AttributeValue, Interval, Site, Span, Trace, clip, length, union
+from instrument.recording.spans import AttributeValue, Interval, Site, Span, Trace, covered_ns
 from instrument.runtime.unpatched import RLock
 
 STEP = Site("step", "step", "instrument", "Profiler.step")
@@ -217,7 +217,7 @@ def _put(steps: Sequence[Step], spans: Sequence[Span], roots: dict[int, int]) ->
             covered[index].append((span.start_ns, span.end_ns))
     for step, outer, parts in zip(made, around, covered, strict=True):
         step.root_id = step.root_id or step.span_id
-        step.self_ns = step.total_ns - length(clip(union(parts), (step.start_ns, step.end_ns)))
+        step.self_ns = step.total_ns - covered_ns(parts, (step.start_ns, step.end_ns))
         if outer is not None:
             outer.self_ns = max(outer.self_ns - step.self_ns, 0)
     return made

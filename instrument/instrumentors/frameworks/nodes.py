@@ -31,7 +31,7 @@ from instrument.instrumentors.holders import namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.spans import Site, Span, assign_self_times, length, union
+from instrument.recording.spans import Site, Span, assign_self_times, covered_ns
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import RLock
@@ -448,5 +448,5 @@ def _children(parent: Span, run: _Run) -> list[Span]:
         made.append(span)
     assign_self_times(made)
     direct = [s for s in made if s.parent_id == parent.span_id and s.thread_id == parent.thread_id]
-    parent.self_ns = max(parent.self_ns - length(union((span.start_ns, span.end_ns) for span in direct)), 0)
+    parent.self_ns = max(parent.self_ns - covered_ns((span.start_ns, span.end_ns) for span in direct), 0)
     return made
