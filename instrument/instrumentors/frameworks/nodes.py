@@ -31,7 +31,7 @@ from instrument.instrumentors.holders import namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.spans import Site, Span, assign_self_times, covered_ns
+from instrument.recording.spans import Interval, Site, Span, covered_ns
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import RLock
@@ -421,6 +421,7 @@ def _parent(ordered: Sequence[Span], run: _Run) -> Span | None:
 def _children(parent: Span, run: _Run) -> list[Span]:
     """The nodes of a run as spans below its own; those of a subgraph below the node that runs it."""
     made: list[Span] = []
+    below: dict[int, list[Interval]] = {}  # of a span's own thread, by its id
     open_: dict[int, list[Span]] = {}
     for node in sorted(run.nodes, key=lambda node: (node.start_ns, -node.end_ns)):
         if parent.clipped and (node.end_ns <= parent.start_ns or node.start_ns >= parent.end_ns):
@@ -444,9 +445,10 @@ def _children(parent: Span, run: _Run) -> list[Span]:
             attributes={"uncertainty_ns": run.uncertainty_ns},
             clipped=parent.clipped,
         )
+        if above or node.thread_id == parent.thread_id:
+            below.setdefault(span.parent_id, []).append((start_ns, end_ns))
         above.append(span)
         made.append(span)
-    assign_self_times(made)
-    direct = [s for s in made if s.parent_id == parent.span_id and s.thread_id == parent.thread_id]
-    parent.self_ns = max(parent.self_ns - covered_ns((span.start_ns, span.end_ns) for span in direct), 0)
+    for span in (*made, parent):
+        span.self_ns = max(span.self_ns - covered_ns(below.get(span.span_id, ())), 0)
     return made
