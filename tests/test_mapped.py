@@ -411,6 +411,88 @@ def test_descriptors_that_a_service_closes_are_not_mistaken_for_the_memory(recor
         os.close(fd)
 
 
+def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder: Any, tmp_path: Path) -> None:
+    recorder, folder, held = make_recorder(), tmp_path / "rings", list[Any]()
+
+    def child() -> Any:
+        recorder.begin(1 << 16, {"origin": {"service": "in a file"}}, str(folder))
+        for _ in range(10):
+            recorder.wrap(lambda: None, Site("f"))()
+        held.append(recorder.scope("open at the end"))
+        held[0].__enter__()
+        (path,) = folder.iterdir()
+        return (
+            recorder.no_memory,
+            str(path),
+            path.stat().st_mode & 0o777,
+            memory.left(folder),
+            path == Path(recorder.memory_path),
+        )
+
+    no_memory, path, mode, left, is_its = in_child(child)
+    if no_memory:
+        pytest.skip(no_memory)
+    assert (mode, left, is_its) == (0o600, [], True)
+    assert memory.left(folder) == [Path(path)]
+    with Path(path).open("rb") as file:
+        mapped = Mapped(file.fileno())
+    assert (mapped.header.state, mapped.header.service) == ("running", "in a file")
+    assert [(row.path[-1].name, row.totals.calls) for row in mapped.tally().rows()] == [("f", 10)]
+    assert [span.site.name for span in mapped.open_spans()] == ["open at the end"]
+    mapped.close()
+
+    def orderly() -> Any:
+        recorder.begin(1 << 16, {}, str(folder))
+        recorder.wrap(lambda: None, Site("f"))()
+        recorder.say_goodbye()
+        recorder.begin(1 << 16, {}, "")  # as another session would
+        recorder.wrap(lambda: None, Site("g"))()
+        return [str(one) for one in folder.iterdir()], [row.path[-1].name for row in read(recorder).tally().rows()]
+
+    assert in_child(orderly) == ([path], ["g"])
+
+
+def test_files_that_were_left_go_the_oldest_first_where_there_is_no_room_for_all(tmp_path: Path) -> None:
+    for number in range(4):
+        made = memory.make(1 << 16, str(tmp_path))
+        Path(made.path).rename(tmp_path / f"99999{number}-1.recording")
+        os.utime(tmp_path / f"99999{number}-1.recording", (number, number))
+        if number == 1:
+            alive = made.fd
+        else:
+            os.close(made.fd)
+    (tmp_path / "a file of the service's.recording").write_text("")
+    assert [path.name for path in memory.left(tmp_path)] == [f"99999{number}-1.recording" for number in (0, 2, 3)]
+    made = memory.make(1 << 16, str(tmp_path), disk_bytes=2 * made.size_bytes)
+    os.close(made.fd)
+    os.close(alive)
+    assert sorted(path.name[:6] for path in tmp_path.iterdir()) == sorted(
+        ["a file", "999991", "999993", Path(made.path).name[:6]]
+    )
+
+
+def test_a_forked_child_has_a_file_of_its_own(make_recorder: Any, tmp_path: Path) -> None:
+    recorder = make_recorder()
+
+    def parent() -> Any:
+        recorder.begin(1 << 16, {}, str(tmp_path))
+        if recorder.no_memory:
+            return [recorder.no_memory]
+
+        def child() -> Any:
+            recorder.after_fork_in_child()
+            recorder.wrap(lambda: None, Site("f"))()
+            return recorder.memory_path, [row.totals.calls for row in read(recorder).tally().rows()]
+
+        path, calls = in_child(child)
+        return recorder.no_memory, path != recorder.memory_path, calls, len(list(tmp_path.iterdir()))
+
+    no_memory, *found = in_child(parent)
+    if no_memory:
+        pytest.skip(no_memory)
+    assert found == [True, [1], 2]
+
+
 VICTIM = """
     import asyncio, os, socket, sys, threading, time
     from instrument.recorder.recorder import RECORDER

@@ -1100,7 +1100,12 @@ PROFILES = mapping(
         limit=st.builds("{}/{}".format, COUNT, st.sampled_from(["s", "min", "h"])),
         before=DURATION,
     ),
-    limits=mapping(ring=SIZE, spans_per_request=COUNT, disk=SIZE),
+    limits=mapping(
+        ring=SIZE,
+        ring_dir=st.sampled_from(["off", False, "auto", "rings", "./rings", "/dev/shm/rings", "/a/{pid}"]),
+        spans_per_request=COUNT,
+        disk=SIZE,
+    ),
     device=mapping(
         cuda=st.sampled_from(["auto", "off", False]),
         nvml=DURATION | st.sampled_from(["auto", "off", False]),

@@ -725,7 +725,8 @@ def test_the_answer_to_a_caller_names_so_many_and_counts_the_rest() -> None:
 def test_what_is_taken_on_of_a_profile_is_all_but_what_needs_a_start(name: str) -> None:
     now = loads("", environ={})
     other = {
-        "clock": "tsc", "limits.ring": "{ring: 1MiB}", "device": "{cuda: off}", "control": "{watch: true}",
+        "clock": "tsc", "limits.ring": "{ring: 1MiB}", "limits.ring_dir": "{ring_dir: ./a}",
+        "device": "{cuda: off}", "control": "{watch: true}",
         "startup": "auto", "export.otlp": "{otlp: {}}", "agent": "off",
     }[name]  # fmt: skip
     wanted = loads(f"service: other\n{name.partition('.')[0]}: {other}", environ={})

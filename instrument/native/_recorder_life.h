@@ -140,6 +140,7 @@ Core_reset(Core *self, PyObject *argument)
     for (uint32_t i = 0; old_sites != NULL && old_sites[i] != NULL; i++)
         Py_DECREF(old_sites[i]);
     PyMem_Free(old_sites);
+    make_left_private();
     Py_RETURN_NONE;
 }
 

@@ -13,6 +13,7 @@ typedef struct memory {
     int fd; /* -1: nobody outside can read it */
     dev_t device;
     ino_t inode;
+    char is_private; /* which it becomes when nobody records into it any more */
     char is_file; /* whose blocks on the disk are kept, for a full disk would end the process */
     void *free[PART_COUNT]; /* slots that were given back, each with the next one's address */
     unsigned char *taken; /* pages of rows, one by one */
@@ -178,6 +179,8 @@ static size_t
 copy_inherited(memory_t *memory, char *copy, int back)
 {
     size_t done = 0;
+    if (memory->is_private) /* a child has a copy of its own anyway */
+        return 0;
     char *at = (char *)memory->at;
     const part_t *parts = memory->at->parts;
     if (copy != NULL)
@@ -222,7 +225,9 @@ new_memfd(size_t size_bytes)
     struct rlimit limit; /* beyond it the signal would end the process */
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < size_bytes)
         return -1;
-    int fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U); /* closed by exec, may be sealed */
+    int fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U | 8U); /* closed by exec, may be sealed, is no program */
+    if (fd < 0)
+        fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U); /* a kernel before 6.3 */
     if (fd < 0)
         return -1;
     if (ftruncate(fd, (off_t)size_bytes) == 0) {
@@ -266,6 +271,8 @@ after_fork_in_child(void)
 {
     size_t done = 0;
     for (memory_t *memory = memories; memory != NULL; memory = memory->next) {
+        if (memory->is_private)
+            continue;
         int before = memory->fd, fd = memory->core == NULL ? -1 : new_memfd(memory->size_bytes);
         int shared = fork_copy == NULL ? MAP_PRIVATE : fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
         if (has_fd(memory) == 0)
@@ -371,6 +378,29 @@ leave_memory(memory_t *memory)
     if (has_fd(memory))
         close(memory->fd);
     memory->fd = -1;
+}
+
+/* Give back what the files take that nobody records into any more, as soon as no ring has rows there: what may be pointed
+ * to lies in private memory at the same addresses then. */
+static void
+make_left_private(void)
+{
+    for (memory_t *memory = memories; memory != NULL; memory = memory->next) {
+        if (memory->core != NULL || memory->is_private || memchr(memory->taken, 1, memory->pages) != NULL)
+            continue;
+        size_t bytes = copy_inherited(memory, NULL, 0);
+        char *copy = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (copy == MAP_FAILED)
+            continue;
+        copy_inherited(memory, copy, 0);
+        if (mmap(memory->at, memory->size_bytes, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != MAP_FAILED) {
+            copy_inherited(memory, copy, 1);
+            memory->is_private = 1;
+            memory->is_file = 0;
+        }
+        munmap(copy, bytes);
+    }
 }
 
 /* The totals and nodes of a memory are about to change hands, or have done so. */

@@ -90,6 +90,7 @@ from instrument.profile.values import (
     recording_path,
     request_attribute,
     request_name,
+    ring_folder_or_off,
     ring_size,
     share,
     sides,
@@ -462,6 +463,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
     },
     "limits": {
         "ring": Key("ring_bytes", ring_size),
+        "ring_dir": Key("ring_folder", ring_folder_or_off),
         "spans_per_request": Key("spans_per_request", whole(1)),
         "disk": Key("disk_bytes", size("1GiB")),
         "blocked": Key("blocked_ns", duration_or_off),

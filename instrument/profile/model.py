@@ -256,6 +256,8 @@ class Capture:
 class Limits:
     """What the instrumentation may use at most: memory of the rings, spans of one request, disk of its files.
 
+    `ring_folder` is where each process has its recording in a file, which outlives it without anybody's help; None for
+    memory that lives as long as some process has it.
     `disk_bytes` is for the trace and summary files that the profile's paths name, of all processes that share them.
     `blocked_ns` is how long a callback may keep an event loop from open requests before it is recorded; None for any
     time.
@@ -265,6 +267,7 @@ class Limits:
     spans_per_request: int = 10_000
     disk_bytes: int = 2**30
     blocked_ns: int | None = 5_000_000
+    ring_folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,10 @@ def folder_or_off(node: Node) -> str | None:
     return None if node.is_off else _socket_folder(node)
 
 
+def ring_folder_or_off(node: Node) -> str | None:
+    return None if node.is_off else _ring_folder(node)
+
+
 def _with_colon(text: str) -> str:
     """`chat.engine.Engine.step` as `chat.engine:Engine.step`; a class starts with a capital, as a rule."""
     segments = text.split(".")
@@ -140,6 +144,7 @@ REQUEST_ATTRIBUTE_SYNTAX = (
     r"http\.request\.header\.[a-z0-9-]+|url\.path|url\.query|client\.address|user_agent\.original"
 )
 SOCKET_SYNTAX = r"auto|off|(?=[^{}]*/)[^{}]{1,80}"
+RING_FOLDER_SYNTAX = r"off|(?=[^{}]*/)[^{}]{1,1000}"
 URL_SYNTAX = r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:[/?][^\s#]*)?"
 USUAL_SYNTAX = r"p([1-9][0-9]?(?:\.[0-9]{1,3})?)\*([1-9][0-9]{0,2}(?:\.[0-9]{1,3})?)"
 COMPARED_SYNTAX = r"([<>]=?) ?([+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?)"
@@ -186,6 +191,11 @@ _socket_folder = spelled(
     SOCKET_SYNTAX,
     "off, auto, or a folder of the user's, with a '/' in it, at most 80 characters and no braces",
     lambda text: nearest(text, ("auto", "off")),
+)
+_ring_folder = spelled(
+    RING_FOLDER_SYNTAX,
+    "off, or a folder, with a '/' in it, at most 1000 characters and no braces",
+    lambda text: nearest(text, ("off",)),
 )
 summary_target = spelled(
     SUMMARY_SYNTAX,

@@ -7,6 +7,7 @@ which one it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -15,6 +16,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -94,7 +96,7 @@ class _Recording(Muting, Readback):
         self.memory_path = ""
         """The file that it is recorded into, "" for one without a name."""
         self._memory_of: tuple[str, int] | None = None  # the directory, and the process that has a file there
-        self._memory_bytes = 0
+        self._memory_bytes = self._disk_bytes = 0
         self._facts: Mapping[str, Any] = {}
         self._shapes_noted = 0
         # How often a shape had been noted, how many nodes there were; the number of each one's shape, and their names.
@@ -294,12 +296,12 @@ class _Recording(Muting, Readback):
         self._counters.clear()
         self._scope_sites.clear()
 
-    def begin(self, ring_bytes: int, facts: Mapping[str, Any], directory: str = "") -> None:
+    def begin(self, ring_bytes: int, facts: Mapping[str, Any], directory: str = "", disk_bytes: int = 1 << 30) -> None:
         """As `reset`, and record into memory that others can read from now on: see `instrument.recording.memory`.
 
-        With a directory it is a file there, which outlives the process without anybody's help. `facts` are for whoever
-        reads: what the process and its session are. Where there can be no such memory `no_memory` says why, and what is
-        recorded ends with the process.
+        With a directory it is a file there, which outlives the process without anybody's help; those that others have
+        left there take at most `disk_bytes` with it. `facts` are for whoever reads: what the process and its session
+        are. Where there can be no such memory `no_memory` says why, and what is recorded ends with the process.
         """
         from instrument.recording import memory
 
@@ -307,14 +309,14 @@ class _Recording(Muting, Readback):
         wanted = directory, os.getpid() if directory else 0
         if self._memory_of != wanted or room_bytes > self._memory_bytes or self._memory_head is None:
             try:
-                made = memory.make(room_bytes, directory)
+                made = memory.make(room_bytes, directory, disk_bytes)
                 try:
                     self.attach(made.fd, bool(directory))
                 except BaseException:
                     os.close(made.fd)
                     raise
                 self.no_memory, self.memory_path = "", made.path
-                self._memory_of, self._memory_bytes = wanted, room_bytes
+                self._memory_of, self._memory_bytes, self._disk_bytes = wanted, room_bytes, disk_bytes
             except (OSError, ValueError) as problem:
                 self.no_memory = str(problem)
         self.reset(ring_bytes)
@@ -329,17 +331,22 @@ class _Recording(Muting, Readback):
             memory.say_whose(self._memory_head, RUNNING, facts)
 
     def say_goodbye(self) -> None:
-        """Say in the memory that the session has ended in order."""
+        """Say in the memory that the session has ended in order; a file goes, for all was told that was to be."""
         if self._memory_head is not None:
             from instrument.recording import memory
 
             memory.say_state(self._memory_head, GOODBYE)
+        if self.memory_path:
+            with contextlib.suppress(OSError):
+                Path(self.memory_path).unlink()
+            self.memory_path, self._memory_of = "", None
 
     def after_fork_in_child(self) -> None:
         """Start clean in a forked child: own rings, no parents from before the fork."""
         self._reading = RLock()
         if self._memory_of is not None and self._memory_of[0]:
-            self.begin(self._memory_bytes, self._facts, self._memory_of[0])
+            self.memory_path = ""  # the parent's
+            self.begin(self._memory_bytes, self._facts, self._memory_of[0], self._disk_bytes)
         else:
             self.reset()
             if self._memory_of is not None:

@@ -6,8 +6,12 @@ profile names, which outlives the machine's processes. `memory_layout` says what
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import re
+import resource
 import struct
 import time
 from collections.abc import Mapping
@@ -17,6 +21,9 @@ from typing import Any, NamedTuple
 from instrument.recording import memory_layout as layout
 
 FIRST_FD = 256
+
+MFD_NOEXEC_SEAL = 8
+"""It is no program: some systems allow no others (vm.memfd_noexec), and some note those that do not say so."""
 
 _HEAD = struct.Struct("<8sIIQQIIQ40sqqQQQ")
 
@@ -29,10 +36,17 @@ class Memory(NamedTuple):
     path: str
 
 
-def make(ring_bytes: int, directory: str = "") -> Memory:
+SUFFIX = ".recording"
+
+_NAME = re.compile(r"([0-9]+)-([0-9]+)\.recording")
+
+
+def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Memory:
     """A memory for rings of so many bytes, with its header. It is the caller's to close.
 
     A file on a disk has all its blocks at once: to write to a mapped file where the disk is full would end the process.
+    Of those that processes have left in its directory the oldest go where all would be more than `disk_bytes`. A lock
+    on it says that its process lives.
     Raises `OSError` where there can be none.
     """
     parts, size_bytes = layout.planned(ring_bytes, is_sparse=not directory)
@@ -40,15 +54,19 @@ def make(ring_bytes: int, directory: str = "") -> Memory:
     path = ""
     if directory:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = str(Path(directory) / f"{os.getpid()}-{start_ticks()}.recording")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        _make_room(Path(directory), disk_bytes - size_bytes)
+        path = str(Path(directory) / f"{os.getpid()}-{start_ticks()}{SUFFIX}")
+        with contextlib.suppress(OSError):
+            Path(path).unlink()  # an earlier session's, whose file may still be mapped
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     elif hasattr(os, "memfd_create"):
-        fd = os.memfd_create("instrument", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = _without_name()
     else:
         raise OSError("this system has no memory that other processes could be given")
     try:
         fd = _out_of_the_way(fd)
         if path:
+            fcntl.flock(fd, fcntl.LOCK_SH)
             os.posix_fallocate(fd, 0, size_bytes)
         else:
             os.ftruncate(fd, size_bytes)
@@ -65,15 +83,50 @@ def make(ring_bytes: int, directory: str = "") -> Memory:
     return Memory(fd, size_bytes, path)
 
 
-def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:
-    try:
-        import resource
+def left(directory: Path) -> list[Path]:
+    """The recordings in a directory whose processes have gone without a goodbye, the oldest first."""
+    found = []
+    for path in directory.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(OSError):
+            if _NAME.fullmatch(path.name) and not is_alive(path):
+                found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found)]
 
-        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if limit != resource.RLIM_INFINITY and limit < size_bytes:
-            raise OSError(f"files are limited to {limit} bytes (ulimit -f), a recording takes {size_bytes}")
-    except ImportError:
-        pass
+
+def is_alive(path: Path) -> bool:
+    """Whether the process of a recording in a file lives: it holds a lock, in whatever container it runs.
+
+    One that has closed all its descriptors is found by its number and its begin.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    known = _NAME.fullmatch(path.name)
+    return known is not None and known[2] != "0" and start_ticks(known[1]) == int(known[2])
+
+
+def _make_room(directory: Path, room_bytes: int) -> None:
+    sizes = []
+    for path in left(directory):
+        with contextlib.suppress(OSError):
+            sizes.append((path.stat().st_size, path))
+    taken_bytes = sum(size for size, _ in sizes)
+    for size, path in sizes:
+        if taken_bytes <= room_bytes:
+            return
+        with contextlib.suppress(OSError):
+            path.unlink()
+        taken_bytes -= size
+
+
+def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < size_bytes:
+        raise OSError(f"files are limited to {limit} bytes (ulimit -f), a recording takes {size_bytes}")
     # Where memory is promised strictly, what is not there when it is touched would end the process.
     if is_sparse and _read("/proc/sys/vm/overcommit_memory") == "2":
         raise OSError(
@@ -81,13 +134,19 @@ def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:
         )
 
 
+def _without_name() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("instrument", flags | MFD_NOEXEC_SEAL)
+    except OSError:  # a kernel before 6.3
+        return os.memfd_create("instrument", flags)
+
+
 def _out_of_the_way(fd: int) -> int:
     """The same file under a high number: the service's own descriptors have those that they would have without us."""
     try:
-        import fcntl
-
         moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
-    except (ImportError, OSError):
+    except OSError:
         return fd  # it may not have as many
     os.close(fd)
     return moved
@@ -95,12 +154,8 @@ def _out_of_the_way(fd: int) -> int:
 
 def _seal(fd: int) -> None:
     """Nobody who is given it can take away what is mapped."""
-    try:
-        import fcntl
-
+    with contextlib.suppress(OSError):  # an old kernel's: readers look at its length themselves
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except (ImportError, AttributeError, OSError):
-        pass  # an old kernel's: readers look at its length themselves
 
 
 def _head(size_bytes: int, state: int) -> bytes:
@@ -136,9 +191,9 @@ def say_state(view: memoryview, state: int) -> None:
     struct.pack_into("<I", view, layout.HEADER.fields["state"][0], state)
 
 
-def start_ticks() -> int:
-    """When this process began, in clock ticks since the boot; 0 unknown. Numbers of processes are given again."""
-    _, _, rest = _read("/proc/self/stat").rpartition(")")
+def start_ticks(pid: str = "self") -> int:
+    """When a process began, in clock ticks since the boot; 0 unknown. Numbers of processes are given again."""
+    _, _, rest = _read(f"/proc/{pid}/stat").rpartition(")")
     fields = rest.split()
     return int(fields[19]) if len(fields) > 19 else 0
 

@@ -21,6 +21,7 @@ NAMES_TOLD = 100
 AT_START = {
     "clock": "spans that are open now were begun by the other one",
     "limits.ring": "the rings are made when the session starts",
+    "limits.ring_dir": "the rings are made when the session starts",
     "device": "the device is set up when the session starts",
     "control": "it is set up when the session starts",
     "agent": "the run has one, or has none, from its start",
@@ -113,7 +114,7 @@ def taken_on(wanted: Profile, now: Profile) -> Profile:
         control=now.control,
         agent=now.agent,
         startup=now.startup,
-        limits=replace(wanted.limits, ring_bytes=now.limits.ring_bytes),
+        limits=replace(wanted.limits, ring_bytes=now.limits.ring_bytes, ring_folder=now.limits.ring_folder),
         export=replace(wanted.export, otlp=now.export.otlp),
     )
 

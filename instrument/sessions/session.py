@@ -181,7 +181,11 @@ class Session:
         self._snapshot: Snapshot | None = None
 
     def _start(self) -> None:
-        RECORDER.begin(self.profile.limits.ring_bytes, self._facts())
+        limits = self.profile.limits
+        folder = "" if limits.ring_folder is None else str(self._folder / limits.ring_folder)
+        RECORDER.begin(limits.ring_bytes, self._facts(), folder, limits.disk_bytes)
+        if folder and RECORDER.no_memory:
+            self.account.complain(f"limits.ring_dir: nothing outlives this process: {RECORDER.no_memory}")
         if self.profile.export.summary is not None:
             prepare(self.profile.export.summary.views)
         self._begin()
