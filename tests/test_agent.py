@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from instrument.runtime import packets, run_folder
+from instrument.trace import file
 
 PROFILE = """
 service: shop
@@ -257,12 +258,44 @@ sys.stdin.readline()
 """)
     assert service.stderr is not None
     line = service.stderr.readline()
-    assert "of shop ended without a goodbye" in line
+    assert " of shop ended without a goodbye" in line
     gone = int(line.split()[2])
+    path = line.rpartition("; saved as ")[2].strip()
+    saved = file.load(path)
+    assert [span.site.name for span in saved.trace().spans] == ["step"]
+    assert saved.counted().calls == 1
+    assert saved.facts.died == f"Process {gone} ended without a goodbye; no span was open."
+    assert oct(Path(path).stat().st_mode & 0o777) == "0o600"
     assert gone != service.pid
     _, errors = service.communicate("\n", timeout=60)
     assert errors.count("Summary of shop") == 1
     assert f"{gone} (vanished)" in errors
+
+
+def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
+    Path("profile.yaml").write_text(PROFILE.replace("engine:step", "engine:*"))
+    service = begin("""
+        import engine, threading
+        from instrument import scope
+        engine.step(1)
+        threading.Thread(target=engine.hang, args=(600,), daemon=True).start()
+        with scope("POST /generate", kind="request"):
+            with scope("decode"):
+                print("in the middle", flush=True)
+                engine.hang(600)
+    """)
+    assert service.stdout is not None
+    assert service.stdout.readline() == "in the middle\n"
+    service.kill()
+    service.communicate(timeout=60)
+    (path,) = until(lambda: [*Path("traces").glob("*.npz")])
+    assert path.name.endswith(f"-died-{service.pid}.npz")
+    report = subprocess.run([*INSTRUMENT, "report", path], capture_output=True, text=True, check=True).stdout
+    words = " ".join(report.split())
+    assert f"Process {service.pid} ended without a goodbye: it died in `hang` of request `POST /generate`, 0." in words
+    assert " s after it began; also open were what ran in `hang`, 0." in words
+    spans = file.load(path).trace().spans
+    assert {span.site.name for span in spans if span.clipped} == {"hang", "decode", "POST /generate"}
 
 
 def test_the_end_of_a_service_s_output_is_its_own_end_also_where_it_was_killed() -> None:

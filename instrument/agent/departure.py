@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import run_report
+from instrument.agent import crash_capture, run_report
 from instrument.agent.processes import PROC, VANISHED, Process, Run
 from instrument.agent.run_report import Part
 
@@ -48,11 +48,27 @@ def _line_in_report(process: Process) -> str:
     return "".join([f"{process.pid} ({end_of(process)})", *(f", {name!s:.200}" for name in files[:2])])
 
 
-def line_of(process: Process) -> str:
-    """The line that says how a process ended."""
+def capture_of(process: Process, path: str) -> Callable[[], Answer]:
+    """What saves what a process has left in memory; of one that vanished also what it was in the middle of."""
+    how = _way(process) if process.how == VANISHED else ""
+    return lambda: crash_capture.capture(process.memory, path, how=how, end_ns=process.ended_ns or None)
+
+
+def place_of_capture(process: Process) -> str:
+    """The file that a process's capture becomes, beside its recordings."""
+    path = Path(str(process.facts["captures"]))
+    return str(path.with_name(f"{path.stem}-died-{process.pid}.npz"))
+
+
+def line_of(process: Process, answer: Answer) -> str:
+    """The line that says how a process ended, in the middle of what, and what was saved of it."""
     service = f" of {process.facts['service']}" if process.facts.get("service") else ""
-    how = f"ended without a goodbye{_how(process.status)}"
-    return f"instrument: process {process.pid}{service} {how}; what it recorded is lost"
+    saved = f"saved as {answer['path']}" if answer.get("path") else f"nothing of it is saved: {answer.get('error')}"
+    return f"instrument: process {process.pid}{service} {answer.get('died') or _way(process)}; {saved}"
+
+
+def _way(process: Process) -> str:
+    return f"ended without a goodbye{_how(process.status)}"
 
 
 def end_of(process: Process) -> str:

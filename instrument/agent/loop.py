@@ -10,6 +10,7 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +35,9 @@ GRACE_S = 0.3
 
 STATUS_S = 0.3
 """How long after a process vanished the one who reaps it may still tell its exit status."""
+
+CAPTURES = 20
+"""Of so many processes of a run that vanished captures are saved."""
 
 ENDED = 16
 """How many processes that have ended are kept with their spans; then of half of them only the totals are."""
@@ -262,13 +266,14 @@ class Agent:
         name = str(facts.get("run", ""))[:64]
         run = self._run if self._run is not None else self.runs.setdefault(name, Run(name))
         pid, started = connection.pid or int(facts["pid"]), int(facts["started"])
-        memory = descriptors[0] if descriptors else -1
+        memory = descriptors[0] if descriptors and stat.S_ISREG(os.fstat(descriptors[0]).st_mode) else -1
         known = next((one for one in run.processes if one.lives and (one.pid, one.started) == (pid, started)), None)
-        if known is not None and memory >= 0 and _is_same(memory, known.memory):
+        is_back = memory < 0 or (known is not None and _is_same(memory, known.memory))
+        if known is not None and is_back and not known.has_become_another_program():
             known.facts, known.connection, self._connections[connection] = facts, connection, known
             return []  # it has lost its connection, and comes back with the same recording
         if known is not None:
-            self._ended(known, REPLACED)
+            self._replaced(known)
         process = Process(
             run=run, pid=pid, started=started, facts=facts, joined_ns=time.monotonic_ns(), memory=memory,
             exit_fd=exit_fd_of(connection.pid, started), connection=connection, image=image_of(connection.pid),
@@ -280,7 +285,7 @@ class Agent:
             run.first = pid
         if process.exit_fd >= 0:
             self._selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._exited(process))
-        return descriptors[:1]
+        return [memory] if memory >= 0 else []
 
     def _said_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
         """A process leaves. Of several that have recorded, each saves it, and the last one gets the run's report."""
@@ -301,6 +306,8 @@ class Agent:
             run.is_told = run.is_told or is_last
             self._send(connection, {"goodbye": answer})
         self._ended(process, GOODBYE)
+        if not process.is_saving:
+            process.release()
         self._report_if_due(run)
 
     def _report_if_due(self, run: Run) -> None:
@@ -312,8 +319,9 @@ class Agent:
         self._jobs.start(departure.report_of(run), lambda answer: self._send(connection, {"goodbye": answer}))
 
     def _saved(self, process: Process) -> None:
-        """A process that has said goodbye has saved what it recorded, or has gone over it."""
+        """What a process that has ended recorded is saved now, by itself or from its memory, or cannot be."""
         process.is_saving = False
+        process.release()
         self._report_if_due(process.run)
         self._end_of(process.run)
 
@@ -327,19 +335,37 @@ class Agent:
     def _lost(self, process: Process) -> None:
         """Its connection has ended. It may run on: with another program, or having closed all that it found open."""
         if not process.lives:
-            self._saved(process)
+            if process.is_saving and process.how == GOODBYE:  # it has gone over it
+                self._save(process)
             return
         has_exited = process.has_exited()
         if has_exited is None or has_exited:
             self._vanished(process)
         elif process.has_become_another_program():
-            self._ended(process, REPLACED)
+            self._replaced(process)
 
     def _vanished(self, process: Process) -> None:
-        process.is_saving = process.has_recorded
+        process.is_saving = process.look()
         self._ended(process, VANISHED)
         if process.has_recorded:
             self._after(STATUS_S, lambda: self._capture(process))
+
+    def _replaced(self, process: Process) -> None:
+        """Its program has gone without a word, and for a good reason: what it recorded is part of the run's report."""
+        process.is_saving = process.look()
+        self._ended(process, REPLACED)
+        if process.has_recorded:
+            self._save(process)
+
+    def _save(self, process: Process) -> None:
+        """Save for the run's report what a process has left in memory."""
+        process.saved = str(self._folder / f"{process.pid}-{time.monotonic_ns()}.npz")
+
+        def then(answer: Any) -> None:
+            process.saved = str(answer.get("path", ""))
+            self._saved(process)
+
+        self._jobs.start(departure.capture_of(process, process.saved), then)
 
     def _ended(self, process: Process, how: str) -> None:
         process.ended_ns, process.how = time.monotonic_ns(), how
@@ -358,8 +384,19 @@ class Agent:
                     process.status = status
 
     def _capture(self, process: Process) -> None:
-        """Say that a process has vanished."""
-        self._say(process.run, departure.line_of(process), process)
+        """Save what a process that vanished has left, and say so."""
+        run = process.run
+        run.captures += 1
+        if process.memory < 0 or run.captures > CAPTURES:
+            why = "it recorded where nobody else can read" if process.memory < 0 else f"{CAPTURES} others are"
+            self._captured(process, {"error": why})
+            return
+        path = departure.place_of_capture(process)
+        self._jobs.start(departure.capture_of(process, path), partial(self._captured, process))
+
+    def _captured(self, process: Process, answer: Any) -> None:
+        process.saved = str(answer.get("path", ""))
+        self._say(process.run, departure.line_of(process, answer), process)
         self._saved(process)
 
     def _say(self, run: Run, text: str, process: Process | None = None) -> None:
@@ -435,6 +472,7 @@ class Agent:
         if what == "processes":
             for run in self.runs.values():
                 for process in run.processes:
+                    process.look()
                     memory = [process.memory] if message.get("memory") and process.memory >= 0 else []
                     self._send(connection, {"process": departure.facts_of(process)}, memory)
             names = [{"run": run.name, "first": run.first, "lost": run.lost} for run in self.runs.values()]

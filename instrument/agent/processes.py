@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument import clock
+from instrument.agent.glance import holds_anything
 from instrument.agent.peer import Connection
 
 PROC = Path("/proc")
@@ -51,6 +52,11 @@ class Process:
         """Whether it has neither ended nor said that it will."""
         return not self.ended_ns and self.goodbye is None
 
+    def look(self) -> bool:
+        """Whether it has recorded anything by now: it said so, or its recording does."""
+        self.has_recorded = self.has_recorded or (self.memory >= 0 and holds_anything(self.memory))
+        return self.has_recorded
+
     def has_exited(self) -> bool | None:
         """Whether the system says that the process has ended; None where it does not tell."""
         if self.exit_fd >= 0:
@@ -80,7 +86,7 @@ class Run:
 
     `is_told` says that a report of all that was recorded so far has been printed, or is about to be; `waiting` is the
     connection of the process that waits for it. `folded` is the file with the totals of the `folded_count` processes
-    that ended first.
+    that ended first. `captures` counts those that vanished.
     """
 
     name: str
@@ -89,6 +95,7 @@ class Run:
     processes: list[Process] = field(default_factory=list)
     is_told: bool = False
     waiting: Connection | None = None
+    captures: int = 0
     folded: str = ""
     folded_count: int = 0
     lost: dict[str, int] = field(default_factory=dict)
@@ -113,7 +120,7 @@ class Run:
         """Whether nobody else will be there to print the run's report: the first process, or one that has recorded."""
         others = [process for process in self.living() if process is not leaving]
         for process in others:
-            if (process.has_recorded or process.pid == self.first) and not process.has_exited():
+            if (process.pid == self.first or process.look()) and not process.has_exited():
                 return False
         has_left = any(process.pid == self.first and process.goodbye is not None for process in self.processes)
         return leaving.pid == self.first or has_left or not self.first_lives()

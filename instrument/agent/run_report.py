@@ -5,8 +5,8 @@ It imports what reads recordings when it makes one: in a child of the agent, whi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 LONGEST_BYTES = 100_000
@@ -53,7 +53,7 @@ def made(parts: Sequence[Part], views: Sequence[str], options: Mapping[str, Any]
 
 
 def fold(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Put several recordings into one that has their totals and none of their spans, and remove them."""
+    """Put several recordings into one that has their totals and none of their spans, and remove those beside it."""
     from dataclasses import replace
 
     import numpy as np
@@ -67,6 +67,7 @@ def fold(paths: Sequence[str], into: str) -> dict[str, Any]:
     losses[LEFT_OUT] = losses.get(LEFT_OUT, 0) + left_out
     none = saved.columns.only(np.zeros(left_out, dtype=np.bool_))
     file.write(into, none, replace(saved.facts, losses=losses), saved.counted())
-    for path in paths:
-        os.unlink(path)  # noqa: PTH108
+    for path in map(Path, paths):
+        if path.parent == Path(into).parent:
+            path.unlink()
     return {"path": into}

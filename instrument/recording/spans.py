@@ -615,7 +615,7 @@ class Trace:
     overwritten by a newer one, 0 where none was. `kernels` and `allocations`, each in the order of time, are what
     torch.profiler saw in the part of time that is `watched`, None where it saw nothing, and `flops` are those of the
     operators that it saw beside the spans of ours. `startup` is of the process,
-    None where the trace is not of a session.
+    None where the trace is not of a session. `died` says how a process ended that said no goodbye, and within what.
     """
 
     origin: Origin
@@ -635,6 +635,7 @@ class Trace:
     watched: Interval | None = None
     startup: Startup | None = None
     flops: Sequence[Flops] = ()
+    died: str = ""
 
     @property
     def held(self) -> Interval:

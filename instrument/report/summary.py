@@ -11,6 +11,7 @@ from instrument.profile.model import VIEWS
 from instrument.report.events_view import events
 from instrument.report.instrumentation import instrumentation
 from instrument.report.self_times_view import classes, instances, ops
+from instrument.report.table import safe, wrapped
 from instrument.report.view import Options, Recording, View, document
 
 ON_COLUMNS = (
@@ -83,6 +84,8 @@ def summary(views: Sequence[str], recording: Recording, options: Options) -> str
     parts = [view.lines() for view in made(views, recording, options).values()]
     if not {"brief", "cost"}.intersection(views):
         parts.append(_about(recording))
+    if recording.died:
+        parts.insert(0, ["", *wrapped(safe(recording.died))])
     return "\n".join("\n".join(lines).rstrip("\n") + "\n" for lines in parts if lines)
 
 
@@ -91,6 +94,7 @@ def summary_document(views: Sequence[str], recording: Recording, options: Option
     return {
         "window_ns": recording.window_ns,
         "recorder": recording.recorder,
+        **({"died": recording.died} if recording.died else {}),
         "options": document(options),
         "views": {name: document(view) for name, view in made(views, recording, options).items()},
         "cost": document(recording.cost),

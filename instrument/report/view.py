@@ -186,7 +186,7 @@ class Recording:
     `make_held` tells of the spans that are held without making them, None where it cannot. `window_ns` is the length of
     the time that the tally covers, `recorder` is `native`, `pure` or `other`. `collector_ids` gives the trace id and
     the span id under which a span of the trace went to the collector. `benchmark` has counted the steps of a loop as
-    they went by.
+    they went by. `died` says how a process ended that said no goodbye.
     """
 
     def __init__(
@@ -208,6 +208,7 @@ class Recording:
         make_cost: Callable[[], Cost | None] = lambda: None,
         make_columns: Callable[[], columns.Trace] | None = None,
         facts: Facts | None = None,
+        died: str = "",
     ) -> None:
         self._make_tally = make_tally
         self._make_lines = make_lines
@@ -220,6 +221,7 @@ class Recording:
         self.losses = dict(losses or {})
         self.notes = tuple(notes)
         self.window_ns = window_ns
+        self.died = died
         self.recorder = recorder
         self.collector_ids = collector_ids
         self.benchmark = benchmark
@@ -311,6 +313,7 @@ class Recording:
             window_ns=trace.end_ns - trace.start_ns,
             recorder=trace.origin.recorder,
             make_startup=lambda: trace.startup,
+            died=trace.died,
         )
         if make_tally is not None:
             _ = found.columns  # which exist of sound spans alone
@@ -331,6 +334,7 @@ class Recording:
             make_startup=lambda: facts.startup,
             make_columns=lambda: saved.columns,
             facts=facts,
+            died=facts.died,
         )
 
 

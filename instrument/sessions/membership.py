@@ -45,6 +45,7 @@ class Membership:
         self._memory = memory
         self._fd = -1
         self._identity = (0, 0)
+        self._memory_identity: tuple[int, int] | None = None
         self.path = os.environ.get(run_folder.VARIABLE, "")
 
     def join(self) -> str:
@@ -57,8 +58,7 @@ class Membership:
             try:
                 connection.setblocking(False)
                 connection.connect(self.path)
-                memory = self._memory()
-                packets.send(connection, {"join": self._told()}, [memory] if memory >= 0 else [])
+                packets.send(connection, {"join": self._told()}, self._memory_if_there())
                 self._fd = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
             finally:
                 connection.close()
@@ -68,6 +68,16 @@ class Membership:
             gone = isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)
             return f"agent: asked to join the run at {self.path}, found that {NOBODY if gone else error}"
         return ""
+
+    def _memory_if_there(self) -> list[int]:
+        """The recording's descriptor, unless the service has closed it, and perhaps has a file of its own there."""
+        memory = self._memory()
+        if memory < 0:
+            return []
+        identity = _identity(memory)
+        if self._memory_identity is None:
+            self._memory_identity = identity
+        return [memory] if identity == self._memory_identity else []
 
     def _told(self) -> dict[str, Any]:
         return {
@@ -159,7 +169,8 @@ class Membership:
         return {}
 
     def after_fork_in_child(self) -> None:
-        """Leave the connection to the parent, whose sign of life it is."""
+        """Leave the connection to the parent, whose sign of life it is. The child's recording is another one."""
+        self._memory_identity = None
         self.close()
 
     def _connection(self) -> _socket.socket | None:

@@ -129,7 +129,7 @@ class Session:
         self._reloading = RLock()
         self._file = generation.file_of(profile, self._folder)
         self._control: Control | None = None
-        self._membership = Membership(self._told_at_join, lambda: getattr(RECORDER, "memory_fd", -1))
+        self._membership = Membership(self._told_at_join, lambda: RECORDER.memory_fd)
         self._ids: otlp.Ids | None = None
 
         self.selection = Selection(profile)

@@ -101,6 +101,7 @@ def merged_facts(parts: Sequence[Part], numbers: Numbers) -> spans.Trace:
         samples=samples,
         gpus=[replace(gpu, device=device) for device, gpu in gpus.items()],
         startup=_startup(newest[0], numbers) if len(processes) == 1 else None,
+        died=" ".join(part.saved.facts.died for part in newest if part.saved.facts.died),
         **seen,
     )
 

@@ -128,6 +128,7 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
         "threads": safe(list(trace.threads.items())),
         "losses": safe(dict(trace.losses)),
         "notes": safe(list(trace.notes)),
+        **({"died": clean(trace.died)} if trace.died else {}),
         "cost": trace.cost and _facts(trace.cost),
         "arrows_left_out": arrows_left_out,
         "gauges": {name: f"{GAUGES[name].unit} {GAUGES[name].about}" for name in GAUGES if name in read},
@@ -252,6 +253,7 @@ class Metadata:
                 Flops(thread_id, self.base_ns + since_ns, flops)
                 for thread_id, since_ns, flops in map(whole, facts.get("flops", ()))
             ),
+            died=checked(facts.get("died", ""), str),
         )
 
     def _startup(self) -> Startup | None:

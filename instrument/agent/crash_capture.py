@@ -1,0 +1,64 @@
+"""Captures: what the recording of a process holds, saved as a file, with how and within what the process ended.
+
+It imports what reads recordings when it is asked: in a child of the agent, which itself does without, or in a command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from instrument.recording.mapped_facts import OpenSpan
+
+REQUESTS_TOLD = 5
+"""The most requests that were open which the sentence names; the file has all of them."""
+
+
+def capture(fd: int, path: str, *, how: str = "", since_ns: int = 0, end_ns: int | None = None) -> Mapping[str, Any]:
+    """Save what a recording in memory holds, that which ended before `since_ns` left out.
+
+    Where `how` is given its process has gone, in that way, at `end_ns` as far as is known; what was open then is told
+    in the file and in the answer, under `died`. Raises `TraceError` for what is no sound recording.
+    """
+    from dataclasses import replace
+
+    from instrument.recording.mapped import Mapped
+    from instrument.trace import file
+    from instrument.trace.of_memory import saved_of
+
+    mapped = Mapped(fd)
+    try:
+        saved = saved_of(mapped, since_ns, end_ns)
+        facts, died = saved.facts, ""
+        if how:
+            died = death_of(mapped.open_spans(), saved.facts.end_ns, how)
+            facts = replace(facts, died=f"Process {facts.origin.pid} {died}.")
+        file.write(path, saved.columns, facts, saved.tally)
+    finally:
+        mapped.close()
+    return {"path": path, "died": died, "spans": len(saved.columns)}
+
+
+def death_of(open_spans: Sequence[OpenSpan], end_ns: int, how: str) -> str:
+    """How a process ended and in the middle of what: the spans that had not ended, by request, the newest first."""
+    by_root: dict[int, list[OpenSpan]] = {}
+    for span in open_spans:
+        by_root.setdefault(span.root_id, []).append(span)
+    if not by_root:
+        return f"{how}; no span was open"
+    told = [_within(its, end_ns) for its in sorted(by_root.values(), key=lambda its: -its[-1].start_ns)]
+    more = len(told) - REQUESTS_TOLD
+    also = [*told[1:REQUESTS_TOLD], *([f"{more} more"] if more > 0 else [])]
+    return "".join([f"{how}: it died {told[0]}", f"; also open were what ran {', '.join(also)}" if also else ""])
+
+
+def _within(spans: Sequence[OpenSpan], end_ns: int) -> str:
+    """The innermost span of a tree, and the request around it with its age."""
+    last, first = max(spans, key=lambda span: span.start_ns), min(spans, key=lambda span: span.start_ns)
+    age = f"{max(end_ns - first.start_ns, 0) / 1e9:.3g} s after it began"
+    if last is first:
+        kind = "request " if first.site.kind == "request" else ""
+        return f"in {kind}`{first.site.name}`, {age}"
+    kind = "request " if first.site.kind == "request" else ""
+    return f"in `{last.site.name}` of {kind}`{first.site.name}`, {age}"
