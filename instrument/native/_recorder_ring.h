@@ -70,6 +70,41 @@ Ring_newest(Ring *self, PyObject *argument)
     return rows == NULL ? NULL : Py_BuildValue("(NKK)", rows, head, late);
 }
 
+/* (the rows from a number on as they lie in memory, what those have that say more). The latter are as many as there are
+ * rows whose `rare` is not 0. All of one moment: nothing in between can run a finaliser of the host's. */
+static PyObject *
+Ring_copied(Ring *self, PyObject *argument)
+{
+    uint64_t since = PyLong_AsUnsignedLongLong(argument), head = self->head;
+    if (since == (uint64_t)-1 && PyErr_Occurred())
+        return NULL;
+    uint64_t first = head > self->capacity ? head - self->capacity : 0;
+    first = first > since ? first : since;
+    size_t count = first < head ? (size_t)(head - first) : 0, rare = 0;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(row_t)));
+    row_t *rows = bytes == NULL ? NULL : (row_t *)PyBytes_AS_STRING(bytes);
+    size_t begin = (size_t)(first & self->mask), whole = (size_t)self->capacity - begin;
+    whole = whole < count ? whole : count;
+    if (rows != NULL && count != 0) {
+        memcpy(rows, self->rows + begin, whole * sizeof *rows);
+        memcpy(rows + whole, self->rows, (count - whole) * sizeof *rows);
+    }
+    for (size_t i = 0; rows != NULL && i < count; i++)
+        rare += Py_XNewRef(rows[i].rare) != NULL;
+    PyObject *more = rows == NULL ? NULL : PyList_New((Py_ssize_t)rare);
+    rare = 0;
+    for (size_t i = 0; rows != NULL && i < count; i++)
+        if (rows[i].rare != NULL && more != NULL)
+            PyList_SET_ITEM(more, (Py_ssize_t)rare++, rows[i].rare);
+        else if (rows[i].rare != NULL)
+            Py_DECREF(rows[i].rare);
+    if (more == NULL) {
+        Py_XDECREF(bytes);
+        return NULL;
+    }
+    return Py_BuildValue("(NN)", bytes, more);
+}
+
 /* The number of the first row that ended after a time: a ring's rows lie in the order of their ends. */
 static uint64_t
 number_after(const Ring *self, int64_t after_ns)
@@ -187,6 +222,7 @@ Ring_preset_totals(Ring *self, PyObject *args)
 
 static PyMethodDef Ring_methods[] = {
     {"newest", (PyCFunction)Ring_newest, METH_O, "Rows from a number on, the head, and how many came too late."},
+    {"copied", (PyCFunction)Ring_copied, METH_O, "Rows from a number on as bytes, and what some of them have more."},
     {"first_after", (PyCFunction)Ring_first_after, METH_O, "The number of the first row that ended after a time."},
     {"held", (PyCFunction)Ring_held, METH_VARARGS, "Rows that ended after a time, the first end, ids of marked ones."},
     {"usage", (PyCFunction)Ring_usage, METH_NOARGS, "Node index, calls, total ns and steps of each call path."},
