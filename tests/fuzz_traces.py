@@ -234,10 +234,9 @@ def changed_bytes(chance: random.Random, data: bytes) -> bytes:
 def facts(loaded: tuple[Trace, Tally]) -> Any:
     """What was loaded, by value."""
     trace, tally = loaded
-    by_start(trace.spans)
-    spans = [
-        [getattr(span, name) for name in Span.__slots__ if name != "site"] + [span.site.key] for span in trace.spans
-    ]
+    ordered = [*trace.spans]
+    by_start(ordered)
+    spans = [[getattr(span, name) for name in Span.__slots__ if name != "site"] + [span.site.key] for span in ordered]
     rows = [([site.key for site in row.path], row.thread_id, row.totals) for row in tally.rows()]
     others = [getattr(trace, name) for name in Trace.__slots__ if name != "spans"]
     return repr((spans, others, rows, tally.threads))

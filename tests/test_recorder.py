@@ -34,6 +34,8 @@ from instrument.recording.lines import WIDTH, Lines
 from instrument.recording.paths import NOT_BELOW
 from instrument.recording.spans import ATTRIBUTE_LIMIT, REMOTE, RemoteParent, Site
 from instrument.recording.tally import OVERFLOW, Totals
+from instrument.trace.of_rows import columns_of
+from instrument.trace.of_spans import spans_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -949,11 +951,11 @@ def test_spans_at_the_edges_of_a_window_are_clipped(recorder: Any) -> None:
     function()
     (whole,) = recorder.spans()
     middle = (whole.start_ns + whole.end_ns) // 2
-    (first,) = recorder.spans(0, middle)
-    (second,) = recorder.spans(middle)
+    (first,) = spans_of(columns_of(recorder.take(), 0, middle))
+    (second,) = spans_of(columns_of(recorder.take(middle), middle, time.monotonic_ns()))
     assert (first.start_ns, first.end_ns, first.clipped) == (whole.start_ns, middle, True)
     assert (second.start_ns, second.end_ns, second.clipped) == (middle, whole.end_ns, True)
-    assert recorder.spans(whole.end_ns + 1, whole.end_ns + 2) == []
+    assert len(columns_of(recorder.take(whole.end_ns + 1), whole.end_ns + 1, whole.end_ns + 2)) == 0
 
 
 def test_switching_off_in_the_middle_finishes_what_is_open_and_begins_nothing(recorder: Any) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from instrument.recording.spans import Origin
+from instrument.device.interval_columns import CELL
+from instrument.device.interval_ring import INTERVAL_BYTES
+from instrument.native import find
+from instrument.recording.ring import PACKED_ROW
+from instrument.recording.spans import REMOTE, Origin, RemoteParent, Site
 from instrument.sessions.stretch import WINDOWS_THREAD, Stretch
+from instrument.trace.of_rows import ROW
+from instrument.trace.of_spans import spans_of
 
 ORIGIN = Origin(1, "shop", 0, 0)
 
@@ -34,23 +43,90 @@ def test_a_stretch_stays_what_it_was_when_newer_rows_overwrite_its_own(make_reco
     calls(recorder, "old", 3)
     stretch = taken(recorder)
     calls(recorder, "new", 5_000)
-    assert [span.site.name for span in stretch.spans()] == ["old"] * 3
+    assert [span.site.name for span in spans_of(stretch.columns())] == ["old"] * 3
     assert stretch.held_from_ns() == 0
     assert (stretch.window, stretch.origin) == (3, ORIGIN)
+
+
+def test_a_row_is_the_same_64_bytes_in_both_recorders_and_for_who_reads_them() -> None:
+    assert ROW.itemsize == PACKED_ROW.size == 64
+    native = find("_recorder")
+    assert native is None or native.ROW_BYTES == 64
+    assert CELL.itemsize == INTERVAL_BYTES
+
+
+def test_columns_say_of_each_span_what_its_row_does(recorder: Any) -> None:
+    """Among them errors, attributes, times of generators, callers, tasks, and what is open."""
+    request = Site("request", "request")
+
+    def fail() -> None:
+        with recorder.scope("fails", attributes={"n": 1}):
+            raise KeyError
+
+    async def task(number: int) -> None:
+        with recorder.scope("in a task"):
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        await asyncio.gather(*map(task, range(3)))
+
+    for _ in range(2):
+        frame = recorder.open(request, {REMOTE: f"00-{5:032x}-{7:016x}-01", "http.route": "/x"})
+        with contextlib.suppress(KeyError):
+            fail()
+        recorder.close(frame)
+    asyncio.run(main())
+    on_a_thread(lambda: calls(recorder, "worker", 3), "worker")
+    recorder.scope("open").start()
+    expected = {span.span_id: span for span in recorder.spans()}
+    found = {span.span_id: span for span in spans_of(taken(recorder).columns())}
+    assert len(found) == 11
+    assert found[max(found)].clipped
+    for one in (expected, found):  # but for when those that are open were looked at
+        one[max(one)] = dataclasses.replace(one[max(one)], end_ns=0, active_ns=0, self_ns=0)
+    assert found == expected
+    assert {span.remote for span in found.values()} == {None, RemoteParent(5, 7)}
+    assert {span.error for span in found.values()} == {None, "KeyError"}
+
+
+def test_what_a_clipped_span_was_by_itself_is_what_its_children_leave_of_it_in_the_window(recorder: Any) -> None:
+    with recorder.scope("around"):
+        time.sleep(0.002)
+        with recorder.scope("inside"):
+            time.sleep(0.002)
+    inside = next(span for span in recorder.spans() if span.site.name == "inside")
+    window = inside.start_ns - 1_000, inside.end_ns - 1_000
+    cut = {span.site.name: span for span in spans_of(taken(recorder, *window).columns())}
+    assert (cut["around"].start_ns, cut["around"].end_ns) == window
+    assert (cut["around"].self_ns, cut["around"].clipped) == (1_000, True)
+    assert cut["inside"].self_ns == cut["inside"].total_ns == inside.total_ns - 1_000
+
+
+def test_rows_of_a_ring_that_has_wrapped_are_copied_in_their_order(make_recorder: Any) -> None:
+    recorder = make_recorder(1 << 12)
+    for number in range(3_000):
+        with recorder.scope("work", attributes={"n": number} if number % 3 == 0 else None):
+            pass
+    found = taken(recorder).columns()
+    assert (found.end_ns[1:] >= found.end_ns[:-1]).all()
+    assert found.span_id.tolist() == [span.span_id for span in recorder.spans()]
+    numbers = [span.attributes.get("n") for span in spans_of(found)]
+    assert numbers == [span.attributes.get("n") for span in recorder.spans()]
+    assert numbers[-3:] == [2997, None, None]
 
 
 def test_what_the_threads_that_write_windows_have_recorded_is_left_out(recorder: Any) -> None:
     calls(recorder, "service", 2)
     on_a_thread(lambda: calls(recorder, "writing", 2), WINDOWS_THREAD)
     on_a_thread(lambda: calls(recorder, "worker", 2), "worker")
-    assert sorted({span.site.name for span in taken(recorder).spans()}) == ["service", "worker"]
+    assert sorted({span.site.name for span in spans_of(taken(recorder).columns())}) == ["service", "worker"]
 
 
 def test_it_is_whole_from_the_end_of_the_oldest_span_that_a_wrapped_ring_still_holds(make_recorder: Any) -> None:
     recorder = make_recorder(1 << 12)
     calls(recorder, "work", 5_000)
     stretch = taken(recorder)
-    spans = stretch.spans()
+    spans = spans_of(stretch.columns())
     assert 0 < len(spans) < 5_000
     assert stretch.held_from_ns() == min(span.end_ns for span in spans)
     later = taken(recorder, sorted(span.end_ns for span in spans)[len(spans) // 2])

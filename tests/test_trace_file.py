@@ -36,8 +36,9 @@ def saved_and_read(folder: Path, trace: Trace, tally: Tally | None = None) -> fi
 
 def facts(trace: Trace) -> str:
     """All of a trace by value but for its start-up, in the order of its file."""
-    by_start(trace.spans)
-    spans = [[getattr(one, name) for name in Span.__slots__ if name != "site"] + [one.site.key] for one in trace.spans]
+    ordered = [*trace.spans]
+    by_start(ordered)
+    spans = [[getattr(one, name) for name in Span.__slots__ if name != "site"] + [one.site.key] for one in ordered]
     known = {name: getattr(trace, name) for name in Trace.__slots__ if name not in ("spans", "startup")}
     sequences = ("notes", "samples", "gpus", "kernels", "allocations", "flops")
     return repr((spans, known | {name: tuple(known[name]) for name in sequences}))

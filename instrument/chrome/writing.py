@@ -17,7 +17,7 @@ from instrument.recording.tally import Tally
 from instrument.runtime import atomic, compression
 from instrument.trace import columns
 from instrument.trace.metadata import Sites, metadata
-from instrument.trace.of_spans import trace_of
+from instrument.trace.of_spans import columns_of_spans
 from instrument.trace.text import clean, encode, is_number, microseconds, safe
 
 ZLIB_LEVEL = 4
@@ -41,7 +41,7 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
     As `write`. Raises `TraceError` for spans that are no sound trace, too.
     """
     try:
-        columns = trace_of(trace.spans)
+        columns = columns_of_spans(trace.spans)
     except ValueError as problem:
         raise TraceError(f"cannot write the trace {os.fspath(path)}: {problem}") from problem
     return write(path, columns, trace, tally)

@@ -49,6 +49,19 @@ class Intervals:
             _pack_into(self._memory, at, span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
             self.count += 1
 
+    def packed(self) -> bytes:
+        """All of them as they lie in memory, the oldest first; `LABELS` says what the numbers of labels mean."""
+        return bytes(self._since(0))
+
+    def _since(self, number: int) -> bytearray:
+        """Those that are still here and came after the first so many."""
+        with self._lock:
+            first, last = max(number, self.count - self._capacity), self.count
+            if first >= last:
+                return bytearray()
+            begin, end = (number % self._capacity * INTERVAL_BYTES for number in (first, last))
+            return self._memory[begin:end] if begin < end else self._memory[begin:] + self._memory[:end]
+
     def join(self, spans: Iterable[Span], since: int = 0) -> None:
         """Give each span its intervals, those that are still here and came after the first `since`, by time."""
         wanted = {span.span_id: span for span in spans if span.site.device} if self.count > since else {}
@@ -57,14 +70,8 @@ class Intervals:
 
     def of(self, span_ids: Container[int], since: int = 0) -> dict[int, tuple[DeviceInterval, ...]]:
         """The same intervals by the id of their span."""
-        with self._lock:
-            first, last = max(since, self.count - self._capacity), self.count
-            if first == last:
-                return {}
-            begin, end = (number % self._capacity * INTERVAL_BYTES for number in (first, last))
-            block = self._memory[begin:end] if begin < end else self._memory[begin:] + self._memory[:end]
         found: dict[int, list[DeviceInterval]] = {}
-        for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in _CELLS.iter_unpack(block):
+        for span_id, device, stream, start_ns, end_ns, label, uncertainty_ns in _CELLS.iter_unpack(self._since(since)):
             if span_id in span_ids:
                 interval = DeviceInterval(device, stream, start_ns, end_ns, LABELS[label], uncertainty_ns)
                 found.setdefault(span_id, []).append(interval)

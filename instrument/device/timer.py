@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_native_id
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument.device import cuda, streams
 from instrument.device.anchors import Anchors
@@ -33,6 +33,9 @@ from instrument.recording.rows import STREAM
 from instrument.recording.spans import NO_DEVICE_TIME, Site, Span, Work
 from instrument.runtime import imports
 from instrument.runtime.unpatched import Lock
+
+if TYPE_CHECKING:
+    from instrument.trace.columns import DeviceIntervals, Int64s
 
 NO_STREAM_YET = "spans that began before their thread had used numba, whose streams are told by their use"
 NO_CONTEXT_YET = "spans that began before their device had a context"
@@ -402,6 +405,12 @@ class Timing:
     def join(self, spans: Iterable[Span], since: int = 0) -> None:
         """Give spans the intervals that are known by now, those after the first `since`."""
         self.intervals.join(spans, since)
+
+    def columns_of(self, span_id: Int64s) -> DeviceIntervals:
+        """The intervals that are known by now of spans by their ids, as columns."""
+        from instrument.device.interval_columns import device_intervals
+
+        return device_intervals(self.intervals, span_id)
 
     def is_settled(self, at_ns: int) -> bool:
         """Whether the device time of every span that had ended by then is known, or never will be."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from instrument.recording.histogram import unpacked
 from instrument.recording.lines import Lines, Numbers
 from instrument.recording.paths import CallTree, shaped, tally_of
 from instrument.recording.ring import Cursor, Row
-from instrument.recording.rows import Held, Taken, span_of
+from instrument.recording.rows import Block, Held, Taken, span_of
 from instrument.recording.spans import Site, Span
 from instrument.recording.tally import Tally, Totals
 
@@ -136,27 +135,28 @@ class Readback(CoreMethods):
         """The site of a row."""
         return self._paths_with(row).site(row[0])
 
-    def spans(self, start_ns: int = 0, end_ns: int | None = None) -> list[Span]:
-        """The spans that the rings still hold and that lie in or reach into the window, open ones clipped at its end.
+    def spans(self) -> list[Span]:
+        """The spans that the rings still hold, and those that are open as far as they have come. Unordered.
 
-        Unordered. Spans that began before the window are clipped at its start.
+        An object for each, at 2 us: for a look at a few. `take` is for many.
         """
-        taken = self.take(start_ns)
-        return self.spans_of(taken, start_ns, time.monotonic_ns() if end_ns is None else end_ns)
+        open_rows = self.open_rows()
+        found = [self.span(row, ring.thread_id) for ring in self.rings() for row in ring.newest(0)[0]]
+        ended = {span.span_id for span in found}
+        for thread_id, row in open_rows:
+            if row[1] not in ended:  # or it has ended since
+                found.append(self.span(row, thread_id))
+                found[-1].clipped = True
+        return found
 
     def take(self, start_ns: int = 0) -> Taken:
-        """The rows that spans from that time on are made of: 0.3 us a row, where the spans are made later.
+        """The rows that spans from that time on are made of: 10 ns a row, where the spans are made later.
 
         They stay what they are when newer ones overwrite them in the rings.
         """
         open_rows = self.open_rows()
-        rings = [(ring.thread_id, ring.newest(ring.first_after(start_ns))[0]) for ring in self.rings()]
-        return Taken(rings, open_rows, self.paths())
-
-    def spans_of(self, taken: Taken, start_ns: int, end_ns: int) -> list[Span]:
-        """As `spans`, of rows that were taken from that start on; on any thread, at any later time."""
-        tree = taken.tree
-        return taken.spans(list(map(tree.sites.__getitem__, tree.site_of)), start_ns, end_ns)
+        blocks = [Block(ring.thread_id, *ring.copied(ring.first_after(start_ns))) for ring in self.rings()]
+        return Taken(blocks, open_rows, self.paths())
 
     def held(self, start_ns: int, leave_out: Collection[int]) -> Held:
         """What spans the rings hold that ended after a time, and those that are open now, without making them.

@@ -5,6 +5,8 @@ A finished span is a *row*, a tuple of (all but the last two) integers, immutabl
     0 node index   1 span id   2 parent id   3 root id   4 task   5 start ns   6 end ns   7 time of the children ns
     8 active ns, or -1 where that is the total   9 name of the exception or None   10 attributes or None
 
+Rows that are copied to be looked at together are bytes, as `PACKED_ROW` has them.
+
 Only its own thread writes to a ring. Totals are brought up to date from the rows in blocks, by the thread that fills a
 block or by whoever reads first, so that their cost is paid in tight loops instead of once a call.
 """
@@ -15,6 +17,7 @@ import threading
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container
+from struct import Struct
 from typing import Any
 
 from instrument.recording.histogram import bucket, bucket_start
@@ -32,6 +35,11 @@ First = tuple[int, int]
 Waiting = tuple[int, First, list[int], list[Row], Any]
 """Calls that are taken from the ring and not yet counted: node index, the first of all, durations, the rows that have
 more to say (children, a time of their own, an error, attributes), and the `Waiting` of the next node or None."""
+
+PACKED_ROW = Struct("=3Q3qQ2I")
+"""A row in 64 bytes: span id, parent id, root id, start, end, time of the children, 0 or else where what few have is
+noted, node index, task. What few rows have stands beside them: active time or -1, error and attributes, or the
+attributes alone."""
 
 ROW_BYTES = 340
 """Memory of one row with its integers, at most, measured with tracemalloc on CPython 3.11."""
@@ -82,6 +90,16 @@ class Ring:
         known = len(nodes)  # of a row that another thread's reset came in between no node is known here
         kept = [row for row in rows if row[0] >= known or not is_too_short(row, nodes[row[0]].site.min_ns)]
         return kept, head, first - since
+
+    def copied(self, since: int) -> tuple[bytes, list[Any]]:
+        """Rows from number `since` on, packed, and what those have that say more, in their order."""
+        packed, rare = bytearray(), []
+        for node, span_id, parent_id, root_id, task, start, end, children, *more in self.newest(since)[0]:
+            says_more = more != [-1, None, None]
+            if says_more:
+                rare.append(tuple(more))
+            packed += PACKED_ROW.pack(span_id, parent_id, root_id, start, end, children, says_more, node, task)
+        return bytes(packed), rare
 
     def held(self, after_ns: int, marks: bytes) -> tuple[int, int, bytes]:
         """Of the rows that ended after a time: how many, the end of the first, ids of those whose nodes are marked."""

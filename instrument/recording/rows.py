@@ -1,69 +1,41 @@
-"""Rows that were taken from the rings, and the spans that they stand for."""
+"""Rows that were taken from the rings, and the span that a single one stands for."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from instrument import native
 from instrument.recording.paths import CallTree
-from instrument.recording.ring import Row, self_ns
-from instrument.recording.spans import REMOTE, Interval, RemoteParent, Site, Span, covered_ns, remote_of
-
-_native = native.find("_spans")
+from instrument.recording.ring import PACKED_ROW, Row, self_ns
+from instrument.recording.spans import REMOTE, RemoteParent, Site, Span, remote_of
 
 STREAM = object()
 """The key under which a span's attributes hold what its device time is taken on, where that is known: the handle of a
 stream, or `Work`. It is nothing that a reader sees."""
 
 
+class Block(NamedTuple):
+    """Rows of one thread in the order of ends, packed, and what some of them have more."""
+
+    thread_id: int
+    rows: bytes
+    rare: list[Any]
+
+
 class Taken(NamedTuple):
-    """Rows as they were at one moment: the finished ones by thread id, in the order of ends, and the open ones.
+    """Rows as they were at one moment: the finished ones of each ring, and the open ones by thread id.
 
     `tree` has their call paths, also when the recorder has been reset since.
     """
 
-    rings: list[tuple[int, list[Row]]]
+    blocks: list[Block]
     open_rows: list[tuple[int, Row]]
     tree: CallTree
-
-    def oldest_ns(self, start_ns: int, end_ns: int) -> dict[int, int]:
-        """The first end on each thread of a span that lies in or reaches into the window, at most the window's end."""
-        found: dict[int, int] = {}
-        for thread_id, rows in self.rings:  # each in the order of ends
-            first_ns = next((row[6] for row in rows if row[6] > start_ns and row[5] < end_ns), None)
-            if first_ns is not None:
-                found[thread_id] = min(first_ns, end_ns, found.get(thread_id, end_ns))
-        for thread_id, row in self.open_rows:
-            if row[5] < end_ns:
-                found.setdefault(thread_id, end_ns)
-        return found
 
     @property
     def size(self) -> int:
         """How many rows there are."""
-        return sum(len(rows) for _, rows in self.rings) + len(self.open_rows)
-
-    def spans(self, sites: Sequence[Site], start_ns: int, end_ns: int) -> list[Span]:
-        """The spans that lie in or reach into the window, clipped to it; open ones end with it. Unordered.
-
-        `sites` has that of each call path, by its number.
-        """
-        found: list[Span] = []
-        for thread_id, rows in self.rings:
-            found += _spans_within(rows, thread_id, sites, start_ns, end_ns)
-        # One that has ended since is there already.
-        still_open = {row[1]: (row, thread_id) for thread_id, row in self.open_rows if row[5] < end_ns}
-        for span in found if still_open else ():
-            still_open.pop(span.span_id, None)
-        for row, thread_id in still_open.values():
-            span = span_of(row, sites[row[0]], thread_id)
-            span.end_ns = end_ns
-            _clip(span, start_ns, end_ns)
-            found.append(span)
-        _less_children(found)
-        return found
+        return sum(len(block.rows) for block in self.blocks) // PACKED_ROW.size + len(self.open_rows)
 
 
 class Held(NamedTuple):
@@ -98,47 +70,3 @@ def span_of(row: Row, site: Site, thread_id: int) -> Span:
         attributes=attributes or {},
         remote=remote,
     )
-
-
-def _spans_within(rows: list[Row], thread_id: int, sites: Sequence[Site], start_ns: int, end_ns: int) -> list[Span]:
-    if _native is not None:
-        spans: list[Span] = _native.of_rows(rows, thread_id, sites, start_ns, end_ns, REMOTE, STREAM)
-        for span in spans:
-            if span.remote is not None:
-                span.remote = remote_of(span.remote)
-        return spans
-    found = []
-    for row in rows:
-        if row[6] > start_ns and row[5] < end_ns:
-            span = span_of(row, sites[row[0]], thread_id)
-            if row[5] < start_ns or row[6] > end_ns:
-                _clip(span, start_ns, end_ns)
-            found.append(span)
-    return found
-
-
-def _clip(span: Span, start_ns: int, end_ns: int) -> None:
-    """Cut a span to the window and mark it; what it was active and by itself can be no more than what remains."""
-    span.start_ns = max(span.start_ns, start_ns)
-    span.end_ns = max(min(span.end_ns, end_ns), span.start_ns)
-    span.active_ns = min(span.active_ns, span.total_ns)
-    span.self_ns = min(span.self_ns, span.total_ns)
-    span.clipped = True
-
-
-def _less_children(spans: Sequence[Span]) -> None:
-    """Take from what clipped spans were by themselves what their children were within the window.
-
-    What they were by themselves as a whole, which is all that their rows tell, may have lain outside of it.
-    """
-    clipped = {span.span_id: span for span in spans if span.clipped}
-    if not clipped:
-        return
-    inside: dict[int, list[Interval]] = {span_id: [] for span_id in clipped}
-    for span in spans:
-        parent = clipped.get(span.parent_id)
-        if parent is not None and (parent.thread_id, parent.task_id) == (span.thread_id, span.task_id):
-            inside[span.parent_id].append((span.start_ns, span.end_ns))
-    for span_id, parts in inside.items():
-        span = clipped[span_id]
-        span.self_ns = min(span.self_ns, span.total_ns - covered_ns(parts))

@@ -621,7 +621,7 @@ class Trace:
     origin: Origin
     start_ns: int
     end_ns: int
-    spans: list[Span]
+    spans: Sequence[Span]
     threads: Mapping[int, str] = field(default_factory=dict)
     losses: Mapping[str, int] = field(default_factory=dict)
     notes: Sequence[str] = ()

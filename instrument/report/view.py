@@ -260,12 +260,12 @@ class Recording:
     @cached_property
     def columns(self) -> columns.Trace:
         """The same spans as columns. Raises `TraceError` for spans that are no sound trace."""
-        from instrument.trace.of_spans import trace_of
+        from instrument.trace.of_spans import columns_of_spans
 
         if self._make_columns is not None:
             return self._make_columns()
         try:
-            return trace_of(self.trace.spans)
+            return columns_of_spans(self.trace.spans)
         except ValueError as problem:
             raise TraceError(f"cannot report on the trace: {problem}; write or copy it again") from problem
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from instrument import otlp
@@ -17,7 +17,7 @@ from instrument.instrumentors.verdict import Verdict, without_others
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
 from instrument.recording import board
-from instrument.recording.spans import Cost, Span
+from instrument.recording.spans import Cost, Site
 from instrument.report.view import Upkeep
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions.reader import Reader
@@ -90,17 +90,17 @@ class Account:
         cold_ns = mean_ns + self.costs.cold_ns if counted else 0.0
         return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
 
-    def cost_of(self, spans: Sequence[Span], window_ns: int, session_ns: int) -> Cost:
-        """What it has cost in a window, by its spans; its threads are taken to work evenly while the session runs."""
-        sites = Counter(span.site for span in spans)
+    def cost_of(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
+        """What it has cost in a window, by the spans of each site and how many of them were timed on a device; its
+        threads are taken to work evenly while the session runs."""
         shapes: Counter[str] = Counter()
-        for site, calls in sites.items():
-            shapes[self.recorder.shapes.get(site, "scope")] += calls
-        timed = sum(bool(span.device) for span in spans)
+        for site, count in calls.items():
+            shapes[self.recorder.shapes.get(site, "scope")] += count
+        spans = shapes.total()
         probes_ns = self.costs.sum_ns(shapes) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
-        mean_ns = probes_ns / len(spans) if spans else 0.0
+        mean_ns = probes_ns / spans if spans else 0.0
         threads_ns = sum(self.threads_ns().values()) * window_ns // max(session_ns, 1)
-        return Cost(len(spans), mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_ns if spans else 0.0)
+        return Cost(spans, mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_ns if spans else 0.0)
 
     def pairs_ns(self) -> float:
         """What all pairs of events on devices have cost."""

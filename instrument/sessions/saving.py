@@ -54,6 +54,15 @@ def prepare() -> None:
         pass  # `why_no_files` tells, or what is written
 
 
+def prepare_columns() -> None:
+    """Import what makes columns of what a session has recorded, for files and for reports."""
+    try:
+        from instrument.device import interval_columns  # noqa: F401
+        from instrument.trace import of_rows, of_spans  # noqa: F401
+    except ImportError:
+        pass
+
+
 def templates(export: Export) -> tuple[str, ...]:
     """The paths of all files that windows may become."""
     return tuple(one.path for one in (export.chrome, export.recording) if one is not None)
@@ -61,22 +70,18 @@ def templates(export: Export) -> tuple[str, ...]:
 
 def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: Tally | None) -> Written:
     """Write a trace as each of the files that the profile asks for; one that fails keeps no other from it."""
-    ways: list[tuple[str, Callable[..., Path]]] = [] if export.chrome is None else [(export.chrome.path, chrome.dump)]
+    from instrument.trace import file
+
+    ways = [(export.chrome, chrome.dump), (export.recording, file.dump)]
     paths: list[Path] = []
     problems: list[str] = []
-    try:
-        from instrument.trace import file
-    except ImportError as error:
-        if why_no_files():  # which has been told by now
-            return Written((), ())
-        return Written((), (f"export: numpy cannot be imported ({error!s:.100})",))
-    if export.recording is not None:
-        ways.append((export.recording.path, file.dump))
-    for template, dump in ways:
+    for wanted, dump in ways:
+        if wanted is None:
+            continue
         try:
-            paths.append(dump(path_of(template), trace, tally))
+            paths.append(dump(path_of(wanted.path), trace, tally))
         except TraceError as error:
             problems.append(str(error))
-        except Exception as fault:  # the others are written all the same
+        except Exception as fault:  # the other is written all the same
             FAULTS.note("trace file", fault)
     return Written(tuple(paths), tuple(problems))

@@ -162,6 +162,8 @@ def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
 
     Steps of one thread come in order and do not overlap. Spans that a task ran lie beside the steps.
     """
+    if not steps:
+        return trace
     by_thread: dict[int, list[Step]] = {}
     for step in steps:
         by_thread.setdefault(step.thread_id, []).append(step)

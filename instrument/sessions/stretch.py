@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from instrument.device.timer import Timing
 from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import Held, Taken
-from instrument.recording.spans import Origin, Span
+from instrument.recording.spans import Origin
+
+if TYPE_CHECKING:
+    from instrument.trace import columns
+
+# What is made of rows takes numpy, which a service does without whose profile asks for no files and no report.
 
 WINDOWS_THREAD = "instrument-windows"
 """The name of the threads on which the windows of loops are written and sent; what they record is in no stretch."""
@@ -16,14 +22,13 @@ WINDOWS_THREAD = "instrument-windows"
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What a recorder's rings held of the time from `start_ns` to `end_ns` when it was taken, at 0.3 us a row.
+    """What a recorder's rings held of the time from `start_ns` to `end_ns` when it was taken: 64 bytes and 10 ns a row.
 
     `threads` names the threads of the time. `wrapped` and `given_up` are those of which rows are missing that had ended
     after the start: of rings that have wrapped, and of threads that have ended. `window` and `origin` are for the trace
     that is made of it.
     """
 
-    recorder: Recorder
     taken: Taken
     threads: Mapping[int, str]
     wrapped: frozenset[int]
@@ -40,24 +45,32 @@ class Stretch:
         rings = recorder.rings()
         threads = {ring.thread_id: ring.name for ring in rings}
         if WINDOWS_THREAD in threads.values():
-            of_service = [(thread, rows) for thread, rows in taken.rings if threads.get(thread) != WINDOWS_THREAD]
-            taken = taken._replace(rings=of_service)
+            of_service = [block for block in taken.blocks if threads.get(block.thread_id) != WINDOWS_THREAD]
+            taken = taken._replace(blocks=of_service)
         wrapped, given_up = _overwritten(rings, start_ns, bool(recorder.ended_rows))
-        return cls(recorder, taken, threads, wrapped, given_up, start_ns, end_ns, window, origin)
+        return cls(taken, threads, wrapped, given_up, start_ns, end_ns, window, origin)
 
-    def spans(self) -> list[Span]:
-        """Its spans, clipped to it, without device times, at 2 us each; on any thread, at any later time."""
-        return self.recorder.spans_of(self.taken, self.start_ns, self.end_ns)
+    def columns(self, timing: Timing | None = None) -> columns.Trace:
+        """Its spans, clipped to it, with the device times that are known by now, at 0.2 us each; on any thread, at any
+        later time."""
+        from instrument.trace.of_rows import columns_of
+
+        device_of = None if timing is None else timing.columns_of
+        return columns_of(self.taken, self.start_ns, self.end_ns, device_of)
 
     def held_from_ns(self) -> int:
         """From when on none of its spans is missing; 0 where none is."""
-        oldest_ns = self.taken.oldest_ns(self.start_ns, self.end_ns)
-        return _held_from_ns(oldest_ns, self.wrapped, self.given_up)
+        if not (self.wrapped or self.given_up):
+            return 0
+        from instrument.trace.of_rows import oldest_ns
+
+        return _held_from_ns(oldest_ns(self.taken, self.start_ns, self.end_ns), self.wrapped, self.given_up)
 
     def begun_since(self, at_ns: int) -> bool:
         """Whether a span has begun in it after that time."""
-        of_rings = any(row[5] > at_ns for _, rows in self.taken.rings for row in rows if row[5] < self.end_ns)
-        return of_rings or any(at_ns < row[5] < self.end_ns for _, row in self.taken.open_rows)
+        from instrument.trace.of_rows import has_begun
+
+        return has_begun(self.taken, at_ns, self.end_ns)
 
 
 def held_now(recorder: Recorder, start_ns: int) -> tuple[Held, int]:

@@ -147,6 +147,14 @@ class Trace:
         found: Bools = np.array([*wanted, False], dtype=np.bool_)[self.site]
         return found
 
+    def calls(self) -> dict[Site, int]:
+        """How many rows are of each site."""
+        return dict(zip(self.sites, np.bincount(self.site, minlength=len(self.sites)).tolist(), strict=True))
+
+    def timed(self) -> int:
+        """How many rows have device intervals."""
+        return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
+
     def only(self, wanted: Bools) -> Trace:
         """The wanted rows alone, without their attributes."""
         rows = np.flatnonzero(wanted)

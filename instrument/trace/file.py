@@ -30,7 +30,7 @@ from instrument.trace.columns import Trace
 from instrument.trace.counting import tally_of
 from instrument.trace.layout import Column, packed, unpacked
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, metadata
-from instrument.trace.of_spans import spans_of, trace_of
+from instrument.trace.of_spans import LaterSpans, columns_of_spans
 from instrument.trace.text import LIMIT_SPANS, checked, encode, safe
 from instrument.trace.watched import packed_allocations, packed_kernels, unpacked_allocations, unpacked_kernels
 
@@ -53,8 +53,8 @@ class Saved:
     tally: Tally | None
 
     def trace(self) -> spans.Trace:
-        """With an object for each span."""
-        return replace(self.facts, spans=spans_of(self.columns))
+        """With an object for each span, as soon as somebody looks at one."""
+        return replace(self.facts, spans=LaterSpans(self.columns))
 
     def counted(self) -> Tally:
         """The tally, counted from the spans if none was saved. Raises `TraceError` for calls too deep for it."""
@@ -96,7 +96,7 @@ def dump(path: str | os.PathLike[str], trace: spans.Trace, tally: Tally | None =
     made. Raises `TraceError` when it cannot be written, or the spans are no sound trace.
     """
     try:
-        columns = trace_of(trace.spans)
+        columns = columns_of_spans(trace.spans)
     except ValueError as problem:
         raise TraceError(f"cannot write the recording {os.fspath(path)}: {problem}") from problem
     return write(path, columns, trace, tally)

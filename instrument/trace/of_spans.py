@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -168,3 +168,48 @@ def _devices_of(trace: Trace) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]
         made = map(DeviceInterval, *numbers, labels, its.uncertainty_ns[some].tolist())
         for row, group in groupby(zip(its.row[some].tolist(), made, strict=True), itemgetter(0)):
             yield row, tuple(interval for _, interval in group)
+
+
+class LaterSpans(Sequence[Span]):
+    """The spans of columns: objects that are made when somebody first looks at one, and stay.
+
+    Whoever wants columns takes `columns`, which know nothing of what becomes of the objects.
+    """
+
+    def __init__(self, columns: Trace) -> None:
+        self.columns = columns
+        self._made: list[Span] | None = None
+
+    def _all(self) -> list[Span]:
+        made = self._made
+        if made is None:  # two threads may make them, and one of both lists stays
+            made = self._made = spans_of(self.columns)
+        return made
+
+    @overload
+    def __getitem__(self, place: int) -> Span: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Span]: ...
+    def __getitem__(self, place: int | slice) -> Span | list[Span]:
+        return self._all()[place]
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, LaterSpans)):
+            return NotImplemented
+        return self._all() == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+
+def columns_of_spans(spans: Sequence[Span]) -> Trace:
+    """The columns of spans, which are there where the spans are made of them. Raises `ValueError` as `trace_of`."""
+    return spans.columns if isinstance(spans, LaterSpans) else trace_of(spans)

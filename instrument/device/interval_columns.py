@@ -1,0 +1,34 @@
+"""The intervals of a ring as columns, those of a span one after another."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from instrument.device.interval_ring import LABELS, Intervals
+from instrument.trace.columns import DeviceIntervals, Int64s
+from instrument.trace.forest import NONE, rows_of
+
+CELL = np.dtype(
+    [(name, "i8") for name in ("span_id", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")]
+)
+"""One, as `instrument.device.interval_ring` packs it. A stream is an address, or a small number."""
+
+
+def device_intervals(intervals: Intervals, span_id: Int64s) -> DeviceIntervals:
+    """Those of spans by their ids, each one's by time. Those of spans that are not there are left out."""
+    cells = np.frombuffer(intervals.packed(), dtype=CELL)
+    rows = rows_of(span_id, cells["span_id"])
+    order = np.lexsort((cells["start_ns"], rows))
+    order = order[rows[order] != NONE]
+    its = cells[order]
+    return DeviceIntervals(
+        row=rows[order],
+        device=its["device"].copy(),
+        stream=its["stream"].copy(),
+        start_ns=its["start_ns"].copy(),
+        # Where a clock was placed anew between the two, an end may lie before its begin.
+        end_ns=np.maximum(its["start_ns"], its["end_ns"]),
+        label=its["label"].astype(np.int32),
+        uncertainty_ns=its["uncertainty_ns"].copy(),
+        labels=LABELS,
+    )

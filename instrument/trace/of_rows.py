@@ -1,0 +1,191 @@
+"""Rows that were taken from the rings as columns, cut to a stretch of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.recording.rows import STREAM, Taken
+from instrument.recording.spans import REMOTE, AttributeValue, RemoteParent, Site, remote_of
+from instrument.trace.columns import DeviceIntervals, Int32s, Int64s, Trace
+from instrument.trace.forest import NONE
+from instrument.trace.self_times import self_times_of
+
+ROW = np.dtype(
+    [
+        ("span_id", "i8"), ("parent_id", "i8"), ("root_id", "i8"), ("start_ns", "i8"), ("end_ns", "i8"),
+        ("children_ns", "i8"), ("rare", "u8"), ("node", "u4"), ("task_id", "u4"),
+    ]
+)  # fmt: skip
+"""A row, as `instrument.recording.ring.PACKED_ROW` has it. No recorder reaches ids beyond 63 bits."""
+
+Rows = NDArray[Any]
+
+
+class AttributesOfRows:
+    """The attributes of spans by their row, of dicts that nobody changes."""
+
+    def __init__(self, found: Mapping[int, Mapping[str, AttributeValue]]) -> None:
+        self._found = found
+
+    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
+        return self._found.get(row, {})
+
+    def rows(self) -> Int64s:
+        """The rows that have any, in order."""
+        return np.array([*self._found], dtype=np.int64)
+
+    def having(self, name: str) -> Int64s:
+        """The rows that have one of that name, in order."""
+        return np.array([row for row, its in self._found.items() if name in its], dtype=np.int64)
+
+    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
+        """What those of some rows say under a name."""
+        return [self._found.get(row, {}).get(name) for row in rows.tolist()]
+
+
+class _Part(NamedTuple):
+    """Rows of one thread, and what some of them have more: the places of these, and of each what recorders note."""
+
+    thread_id: int
+    rows: Rows
+    places: Int64s
+    more: Sequence[Any]
+
+
+def columns_of(
+    taken: Taken, start_ns: int, end_ns: int, device_of: Callable[[Int64s], DeviceIntervals] | None = None
+) -> Trace:
+    """The spans that lie in or reach into the window, clipped to it; open ones end with it.
+
+    `device_of` tells the device intervals of spans by their ids. What a clipped span was by itself is what remains of
+    it less its children within the window: its row tells of all of it, of which a part may have lain outside.
+    """
+    parts = [*_finished(taken, start_ns, end_ns)]
+    finished = sum(len(part.rows) for part in parts)
+    parts += _still_open(taken, parts, end_ns)
+    columns = {name: np.concatenate([_NO_ROWS[name], *(part.rows[name] for part in parts)]) for name in _WANTED}
+    starts, ends = columns["start_ns"], columns["end_ns"]
+    more = _More(parts)
+    active_ns = ends - starts
+    active_ns[more.active_rows] = more.active_ns
+    self_ns = np.maximum(active_ns - columns["children_ns"], 0)
+    clipped = (starts < start_ns) | (ends > end_ns)
+    clipped[finished:], ends[finished:] = True, end_ns
+    starts = np.maximum(starts, start_ns)
+    ends = np.where(clipped, np.maximum(np.minimum(ends, end_ns), starts), ends)
+    sites, site = _sites(taken, columns["node"])
+    found = Trace(
+        sites=sites,
+        errors=tuple(more.errors),
+        span_id=columns["span_id"],
+        parent_id=columns["parent_id"],
+        root_id=columns["root_id"],
+        thread_id=np.repeat([part.thread_id for part in parts], [len(part.rows) for part in parts]).astype(np.int64),
+        task_id=columns["task_id"].astype(np.int64),
+        start_ns=starts,
+        end_ns=ends,
+        active_ns=np.where(clipped, np.minimum(active_ns, ends - starts), active_ns),
+        self_ns=np.where(clipped, np.minimum(self_ns, ends - starts), self_ns),
+        site=site,
+        error=more.error,
+        clipped=clipped,
+        device=DeviceIntervals.none() if device_of is None else device_of(columns["span_id"]),
+        attributes=AttributesOfRows(more.attributes),
+        remote=more.remote,
+    )
+    cut = np.flatnonzero(clipped)
+    if len(cut):
+        found.self_ns[cut] = np.minimum(found.self_ns[cut], self_times_of(found, cut))
+    return found
+
+
+class _More:
+    """What few rows have more, by the row among all."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self.errors: dict[str, int] = {}
+        self.error = np.full(sum(len(part.rows) for part in parts), NONE, dtype=np.int32)
+        self.active_rows: list[int] = []
+        self.active_ns: list[int] = []
+        self.attributes: dict[int, Mapping[str, AttributeValue]] = {}
+        self.remote: dict[int, RemoteParent] = {}
+        first = 0
+        for part in parts:
+            for row, its in zip((part.places + first).tolist(), part.more, strict=True):
+                self._take(row, *(its if isinstance(its, tuple) else (-1, None, its)))
+            first += len(part.rows)
+
+    def _take(self, row: int, active_ns: int, error: str | None, attributes: Mapping[Any, Any] | None) -> None:
+        if active_ns >= 0:
+            self.active_rows.append(row)
+            self.active_ns.append(active_ns)
+        if error is not None:
+            self.error[row] = self.errors.setdefault(error, len(self.errors))
+        if attributes and (REMOTE in attributes or STREAM in attributes):
+            remote = remote_of(attributes.get(REMOTE))
+            if remote is not None:
+                self.remote[row] = remote
+            attributes = {name: value for name, value in attributes.items() if name is not STREAM and name != REMOTE}
+        if attributes:
+            self.attributes[row] = attributes
+
+
+def _finished(taken: Taken, start_ns: int, end_ns: int) -> Iterator[_Part]:
+    for block in taken.blocks:
+        rows = np.frombuffer(block.rows, dtype=ROW)
+        kept = (rows["end_ns"] > start_ns) & (rows["start_ns"] < end_ns)
+        says_more = rows["rare"] != 0
+        rare: Sequence[Any] = block.rare
+        if not kept.all():
+            rare = [its for its, is_kept in zip(rare, kept[says_more].tolist(), strict=True) if is_kept]
+            rows, says_more = rows[kept], says_more[kept]
+        yield _Part(block.thread_id, rows, np.flatnonzero(says_more), rare)
+
+
+def _still_open(taken: Taken, finished: Sequence[_Part], end_ns: int) -> Iterator[_Part]:
+    """Those that were open and have not ended since: they are among the finished ones then."""
+    rows = {row[1]: (thread_id, row) for thread_id, row in taken.open_rows if row[5] < end_ns}
+    ids = np.array([*rows], dtype=np.int64)
+    for part in finished if rows else ():
+        for span_id in part.rows["span_id"][np.isin(part.rows["span_id"], ids)].tolist():
+            rows.pop(span_id, None)
+    for thread_id, (node, span_id, parent_id, root_id, task_id, start, end, children, *more) in rows.values():
+        row = np.array([(span_id, parent_id, root_id, start, end, children, 0, node, task_id)], dtype=ROW)
+        yield _Part(thread_id, row, np.zeros(1, dtype=np.int64), [tuple(more)])
+
+
+def _sites(taken: Taken, node: NDArray[Any]) -> tuple[tuple[Site, ...], Int32s]:
+    """The sites of rows, and of each row its place among them."""
+    of_nodes, sites = np.array(taken.tree.site_of, dtype=np.int64), taken.tree.sites
+    numbers = of_nodes[node]
+    used = np.bincount(numbers, minlength=len(sites)) > 0
+    places = (np.cumsum(used) - 1).astype(np.int32)
+    return tuple(sites[number] for number in np.flatnonzero(used).tolist()), places[numbers]
+
+
+def oldest_ns(taken: Taken, start_ns: int, end_ns: int) -> dict[int, int]:
+    """The first end on each thread of a span that lies in or reaches into the window, at most the window's end."""
+    found: dict[int, int] = {}
+    for part in _finished(taken, start_ns, end_ns):
+        if len(part.rows):  # each in the order of ends
+            first_ns = int(part.rows["end_ns"][0])
+            found[part.thread_id] = min(first_ns, end_ns, found.get(part.thread_id, end_ns))
+    for thread_id, row in taken.open_rows:
+        if row[5] < end_ns:
+            found.setdefault(thread_id, end_ns)
+    return found
+
+
+def has_begun(taken: Taken, after_ns: int, before_ns: int) -> bool:
+    """Whether a span began between two times."""
+    starts = [np.frombuffer(block.rows, dtype=ROW)["start_ns"] for block in taken.blocks]
+    of_rings = any(bool(((after_ns < its) & (its < before_ns)).any()) for its in starts)
+    return of_rings or any(after_ns < row[5] < before_ns for _, row in taken.open_rows)
+
+
+_NO_ROWS = np.zeros(0, dtype=ROW)
+_WANTED = ("span_id", "parent_id", "root_id", "start_ns", "end_ns", "children_ns", "node", "task_id")
