@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from instrument.chrome.joining import join
+from instrument.chrome.joining import join, join_saved
 from instrument.trace.text import LIMIT_BYTES
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Trace as Columns
     from instrument.trace.file import Saved
 
-__all__ = ["dump", "join", "load", "load_columns", "read", "write"]
+__all__ = ["dump", "join", "join_saved", "load", "load_columns", "read", "write"]
 
 # What reads and writes wants numpy, which a service that only records has no use for.
 

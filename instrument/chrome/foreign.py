@@ -23,12 +23,13 @@ from instrument.chrome.lanes import SPARE_TIDS
 from instrument.chrome.operator_flops import flops_of, is_counted
 from instrument.profile.kinds import KINDS
 from instrument.recording import spans
-from instrument.recording.spans import FLOPS, HOST, Allocation, Allocations, Kernel, Origin, Site, flops_told
+from instrument.recording.spans import FLOPS, HOST, Allocation, Allocations, Origin, Site, flops_told
 from instrument.trace import columns
 from instrument.trace.columns import DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, nearest, tops
 from instrument.trace.gathering import GatheredAttributes, column, rank_of, written
 from instrument.trace.intervals import lengths_by_group
+from instrument.trace.kernel_columns import KernelColumns
 from instrument.trace.text import LIMIT_SPANS, LIMIT_US, checked, end_of, nanoseconds
 
 OPERATOR = "cpu_op"
@@ -129,8 +130,9 @@ class Foreign:
         self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
         self._count = self._unsized = 0
-        # The work of devices: what it is, and five numbers for each: device, stream, begin, end and correlation.
-        self._work: list[_Facts] = []
+        # The work of devices: its names and kinds, and six numbers for each: which of these, device, stream, begin, end
+        # and correlation.
+        self._work: dict[tuple[str, str], int] = {}
         self._work_numbers = array("q")
         self._launches: dict[int, int] = {}
         self._device_rows: set[tuple[Any, ...]] = set()
@@ -289,8 +291,8 @@ class Foreign:
             device = lane.row[0] if args.device is UNSET else args.device
             stream = lane.row[1] if args.stream is UNSET else args.stream
             if isinstance(device, int) and isinstance(stream, int):
-                self._work.append(facts)
-                self._work_numbers.extend((device, stream, start_ns, end_ns, correlation or 0))
+                work = self._work.setdefault((facts.name, facts.work), len(self._work))
+                self._work_numbers.extend((work, device, stream, start_ns, end_ns, correlation or 0))
         elif correlation is not None and facts.launches:
             self._launches[correlation] = row
 
@@ -396,20 +398,21 @@ class Foreign:
             trace.watched = first_ns, last_ns
         return trace
 
-    def _kernels(self) -> list[Kernel]:
+    def _kernels(self) -> KernelColumns:
         """The work of devices by start, each with the call that asked for it, wherever in the file that stood."""
-        found: list[Kernel] = []
-        numbers = column(self._work_numbers).reshape(-1, 5)
-        order = np.argsort(numbers[:, 2], kind="stable")
-        for first in range(0, len(order), AT_ONCE):
-            some = order[first : first + AT_ONCE]
-            for at, (device, stream, start_ns, end_ns, asked) in zip(
-                some.tolist(), numbers[some].tolist(), strict=True
-            ):
-                facts, launch = self._work[at], self._launches.get(asked)
-                by = (0, 0) if launch is None else (self._thread_id[launch], self._start_ns[launch])
-                found.append(Kernel(facts.name, facts.work or "", device, stream, start_ns, end_ns, *by))
-        return found
+        numbers = column(self._work_numbers).reshape(-1, 6)
+        numbers = numbers[np.argsort(numbers[:, 3], kind="stable")]
+        work, device, stream, start_ns, end_ns, asked = numbers.T
+        launch = np.fromiter((self._launches.get(one, NONE) for one in asked.tolist()), np.int64, len(asked))
+        is_known = launch != NONE
+        thread_id, launched_ns = (
+            np.where(is_known, np.append(column(one), 0)[launch], 0) for one in (self._thread_id, self._start_ns)
+        )
+        names, kinds = dict[str, int](), dict[str, int]()
+        tables = [(names.setdefault(name, len(names)), kinds.setdefault(kind, len(kinds))) for name, kind in self._work]
+        name, kind = np.array(tables, dtype=np.int32).reshape(-1, 2)[work].T
+        numbers_of = (np.ascontiguousarray(one) for one in (device, stream, start_ns, end_ns, thread_id, launched_ns))
+        return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
 
     def _close_marks(self, end_ns: Int64s, clipped: columns.Bools) -> tuple[Int64s, int]:
         """End what begins and ends make, by time like a stack; returns where each row stands in the file, those that

@@ -6,12 +6,17 @@ Both files tell the wall clock of their times: torch's by its base, ours by the 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from instrument.errors import TraceError
-from instrument.recording.spans import Allocations, Flops, Kernel, Trace, flops_told
+from instrument.recording.spans import FLOPS, Allocations, Flops, Trace, flops_told
+
+if TYPE_CHECKING:
+    from instrument.trace.file import Saved
 
 OURS = "trace of instrument"
 TORCHS = "trace of torch.profiler"
@@ -23,12 +28,29 @@ def join(trace: Trace, beside: Trace) -> Trace:
 
     Raises `TraceError` where the two are not what they should be, or of other processes or times.
     """
+    its = ((span.thread_id, span.start_ns, flops_told(span.attributes)) for span in beside.spans)
+    return _joined(trace, beside, its)
+
+
+def join_saved(saved: Saved, beside: Saved) -> Saved:
+    """The same of two files, with no object for any span."""
+    columns = beside.columns
+    rows = columns.attributes.having(FLOPS)
+    counts = (flops_told({FLOPS: value}) for value in columns.attributes.values(FLOPS, rows))
+    its = zip(columns.thread_id[rows].tolist(), columns.start_ns[rows].tolist(), counts, strict=True)
+    return replace(saved, facts=_joined(saved.facts, beside.facts, its))
+
+
+def _joined(trace: Trace, beside: Trace, operations: Iterable[tuple[int, int, int]]) -> Trace:
+    """`operations` are what the operators of what is beside did, by their threads and when they began."""
+    from instrument.trace.kernel_columns import KernelColumns  # with numpy, which a service alone has no use for
+
     if trace.origin.recorder == "other" or beside.origin.recorder != "other":
         found = [TORCHS if one.origin.recorder == "other" else OURS for one in (trace, beside)]
         raise TraceError(
             f"asked to join a {OURS} with a {TORCHS}, found a {found[0]} and a {found[1]}; give ours first"
         )
-    flops = _flops(beside)
+    flops = sorted((Flops(*one) for one in operations if one[2]), key=attrgetter("at_ns"))
     if beside.watched is None and not flops:
         raise TraceError(
             "asked to join a trace of torch.profiler, found neither kernels nor allocations nor shapes of operators in "
@@ -45,23 +67,15 @@ def join(trace: Trace, beside: Trace) -> Trace:
             f"torch.profiler's from {_told(trace, first, last)}; give a window that torch.profiler watched"
         )
     first, last = max(first, trace.start_ns), min(last, trace.end_ns)
+    try:
+        kernels = KernelColumns.of(beside.kernels).moved(moved_ns)
+    except OverflowError as problem:
+        raise TraceError("asked to join two traces, found times in them that no clock reads") from problem
     allocations = Allocations.of(beside.allocations).moved(moved_ns)
     at_ns = attrgetter("at_ns")
     return replace(
         trace,
-        kernels=[
-            Kernel(
-                one.name,
-                one.kind,
-                one.device,
-                one.stream,
-                one.start_ns + moved_ns,
-                one.end_ns + moved_ns,
-                one.thread_id,
-                one.launched_ns + moved_ns if one.thread_id else 0,
-            )
-            for one in beside.kernels
-        ],
+        kernels=kernels,
         allocations=allocations[
             bisect_left(allocations, first, key=at_ns) : bisect_right(allocations, last, key=at_ns)
         ],
@@ -70,12 +84,6 @@ def join(trace: Trace, beside: Trace) -> Trace:
             one for one in (Flops(id_, at + moved_ns, count) for id_, at, count in flops) if first <= one.at_ns < last
         ],
     )
-
-
-def _flops(beside: Trace) -> list[Flops]:
-    """What the operators of a trace did, by when they began."""
-    its = (Flops(span.thread_id, span.start_ns, flops_told(span.attributes)) for span in beside.spans)
-    return sorted((one for one in its if one.flops), key=attrgetter("at_ns"))
 
 
 def _told(trace: Trace, *times_ns: int) -> str:

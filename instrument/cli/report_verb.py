@@ -176,7 +176,6 @@ def _recording(path: str, beside: str | None) -> Recording:
     from instrument.report.view import Recording
 
     saved = saved_in(path)
-    recording = Recording.of_saved(saved)
     if beside:
-        recording = Recording.of_trace(chrome.join(recording.trace, chrome.read(beside)[0]), saved.counted)
-    return recording
+        saved = chrome.join_saved(saved, saved_in(beside))
+    return Recording.of_saved(saved)

@@ -369,7 +369,7 @@ def _text(
 ) -> str:
     """The views in Paddle's order; where none is named all of them, that of memory where it was profiled."""
     if views is None:  # memory where it was profiled, as there
-        hidden = () if recording.trace.allocations else (SummaryView.MemoryView,)
+        hidden = () if recording.facts.allocations else (SummaryView.MemoryView,)
         views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]
     elif isinstance(views, SummaryView):
         views = [views]

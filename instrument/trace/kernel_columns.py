@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import overload
 
@@ -43,6 +43,19 @@ class KernelColumns(Sequence[Kernel]):
         kind = np.fromiter((kinds.setdefault(one.kind, len(kinds)) for one in found), np.int32, count)
         numbers = [np.fromiter(map(itemgetter(place), found), np.int64, count) for place in range(2, 8)]
         return cls(tuple(names), tuple(kinds), name, kind, *numbers)
+
+    def moved(self, by_ns: int) -> KernelColumns:
+        """The same, so much later. Raises `OverflowError` where that is a time beyond 64 bits."""
+        launched_ns = self.launched_ns[self.thread_id != 0]
+        for times in (self.start_ns, self.end_ns, launched_ns):
+            if len(times):
+                np.array([int(times.min()) + by_ns, int(times.max()) + by_ns], dtype=np.int64)
+        return replace(
+            self,
+            start_ns=self.start_ns + by_ns,
+            end_ns=self.end_ns + by_ns,
+            launched_ns=np.where(self.thread_id == 0, 0, self.launched_ns + by_ns),
+        )
 
     def place_of_kind(self, kind: str) -> int:
         """The place of a kind, `NONE` where it has no work of it."""
