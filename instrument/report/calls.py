@@ -7,6 +7,7 @@ of those of the calls below it on its line, so that a stretch around the stretch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -45,10 +46,6 @@ class Place:
         of_kinds = parent is not None and parent.site.kind in kinds
         self.inside: bool = of_kinds or (parent is not None and parent.inside)
         self.again = False
-        above = parent if self.inside else None
-        while above is not None and not self.again:
-            self.again = above.site.name == site.name and above.site.kind == site.kind
-            above = above.parent
         self.calls = self.host_ns = self.host_max_ns = 0
         self.device_calls = self.device_ns = self.device_max_ns = 0
         self.first_ns = self.host_min_ns = self.device_min_ns = FARTHEST_NS
@@ -106,7 +103,26 @@ def place_tree(trace: Trace, kinds: Collection[str], window: Interval | None = N
         places.append(place)
     for number, on_device, stream, *sums in tree.streams:
         places[number].streams[on_device, stream] = tuple(sums)
+    for place in places:
+        if place.parent is None:
+            _mark_again(place)
     return root
+
+
+def _mark_again(first: Place) -> None:
+    """Note of the places of a line which have one of their name and kind around them."""
+    around = Counter[tuple[str, str]]()
+    pending = [(first, False)]
+    while pending:
+        place, is_left = pending.pop()
+        key = place.site.name, place.site.kind
+        if is_left:
+            around[key] -= 1
+            continue
+        place.again = place.inside and around[key] > 0
+        around[key] += 1
+        pending.append((place, True))
+        pending += [(child, False) for child in place.children.values()]
 
 
 def every_place(root: Place) -> Iterator[Place]:
