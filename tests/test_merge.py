@@ -22,7 +22,11 @@ from raw_spans import counted, traces
 from instrument import chrome, clock
 from instrument.cli import main
 from instrument.errors import TraceError
-from instrument.recording.spans import LINK, DeviceInterval, Gpu, Origin, Site, Span, Trace
+from instrument.recording.spans import HOST, LINK, Allocation, DeviceInterval, Gpu, Kernel, Origin, Site, Span, Trace
+from instrument.report.kernels_view import kernels
+from instrument.report.memory_view import memory
+from instrument.report.places import UNKNOWN
+from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.file import Saved
 from instrument.trace.merge import merge
@@ -281,3 +285,24 @@ def test_a_merged_trace_is_saved_and_read_back_in_both_forms(tmp_path: Path) -> 
     assert told(again.trace().spans) == told(merged.trace().spans)
     trace, _ = chrome.load(chrome.dump(tmp_path / "m.json", merged.trace(), merged.tally))
     assert told(trace.spans) == told(merged.trace().spans)
+
+
+def test_what_torch_profiler_saw_of_one_process_is_told_of_its_threads_and_devices() -> None:
+    """Both have a thread 7 and a device 0, of GPUs that are not the same."""
+    on_device = DeviceInterval(0, 7, 0, 50)
+    theirs, ours = (Span(Site(name, "op"), 1, 0, 1, 7, 0, 0, 100, 100, 100) for name in ("theirs", "ours"))
+    theirs.device = (on_device,)
+    seen = {
+        "kernels": [Kernel("gemm", "kernel", 0, 7, 20, 30, 7, 10), Kernel("add", "kernel", 0, 7, 30, 40)],
+        "allocations": [Allocation(0, 50, 7, 64, 5, 64), Allocation(HOST, 60, 7, 32, 6, 32)],
+        "watched": (0, 100),
+    }
+    parts = [Trace(Origin(1, "shop", 0, 0), 0, 100, [theirs]), Trace(Origin(2, "shop", 0, 0), 0, 100, [ours], **seen)]
+    gpus = [[Gpu(0, "H200", f"GPU-{number}")] for number in range(2)]
+    files = [saved(replace(one, gpus=its), pid=pid) for pid, (one, its) in enumerate(zip(parts, gpus, strict=True))]
+    recording = Recording.of_saved(merge(files).saved)
+    (device,) = (gpu.device for gpu in recording.facts.gpus if gpu.uuid == "GPU-1")
+    used, held = kernels(recording, Options()), memory(recording, Options())
+    assert [(use.name, use.kernels) for use in used.places] == [(UNKNOWN, 1), ("ours", 1)]
+    assert [(use.device, use.name) for use in held.places] == [(device, "ours"), (HOST, "ours")]
+    assert [one.device for one in used.devices] == [device]

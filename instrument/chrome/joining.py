@@ -69,8 +69,8 @@ def _joined(trace: Trace, beside: Trace, operations: Iterable[tuple[int, int, in
     first, last = max(first, trace.start_ns), min(last, trace.end_ns)
     try:
         kernels = KernelColumns.of(beside.kernels).moved(moved_ns)
-    except OverflowError as problem:
-        raise TraceError("asked to join two traces, found times in them that no clock reads") from problem
+    except (OverflowError, ValueError) as problem:
+        raise TraceError(f"cannot join the traces: {problem}") from problem
     allocations = Allocations.of(beside.allocations).moved(moved_ns)
     at_ns = attrgetter("at_ns")
     return replace(

@@ -127,6 +127,13 @@ class Numbers:
         """The thread of each row."""
         return self._threads.column(part.trace.thread_id, part.process)
 
+    def threads(self, its: NDArray[Any], part: Part) -> Int64s:
+        """What threads are called now; 0 stays what it is, that of which none is known."""
+        found = np.zeros(len(its), dtype=np.int64)
+        of_some = its != 0
+        found[of_some] = self._threads.column(its[of_some], part.process)
+        return found
+
     def streams(self, its: NDArray[Any], part: Part) -> Int64s:
         """What streams are called now."""
         return self._streams.column(its, part.process)

@@ -10,7 +10,7 @@ from typing import overload
 import numpy as np
 
 from instrument.recording.spans import Kernel
-from instrument.trace.columns import Int32s, Int64s
+from instrument.trace.columns import FARTHEST_NS, Int32s, Int64s
 from instrument.trace.forest import NONE
 
 AT_ONCE = 20_000
@@ -45,11 +45,12 @@ class KernelColumns(Sequence[Kernel]):
         return cls(tuple(names), tuple(kinds), name, kind, *numbers)
 
     def moved(self, by_ns: int) -> KernelColumns:
-        """The same, so much later. Raises `OverflowError` where that is a time beyond 64 bits."""
-        launched_ns = self.launched_ns[self.thread_id != 0]
-        for times in (self.start_ns, self.end_ns, launched_ns):
-            if len(times):
-                np.array([int(times.min()) + by_ns, int(times.max()) + by_ns], dtype=np.int64)
+        """The same, so much later. Raises `ValueError` where that is a time that no clock reads."""
+        times_ns = [self.start_ns, self.end_ns, self.launched_ns[self.thread_id != 0]]
+        edges_ns = [int(edge) for one in times_ns if len(one) for edge in (one.min(), one.max())]
+        if not all(-FARTHEST_NS < edge_ns + by_ns < FARTHEST_NS for edge_ns in edges_ns):
+            raise ValueError("it has a time that no clock reads; it is damaged")
+        by_ns = by_ns if edges_ns else 0
         return replace(
             self,
             start_ns=self.start_ns + by_ns,

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from instrument.recording import spans
-from instrument.recording.spans import HOST, Cost, FirstCall, Sample, Startup
+from instrument.recording.spans import HOST, Allocations, Cost, FirstCall, Sample, Startup
 from instrument.recording.tally import Tally
+from instrument.trace.allocation_rows import ROW
 from instrument.trace.apart import Numbers, Part
 from instrument.trace.columns import Trace
 from instrument.trace.counting import tally_of
 from instrument.trace.file import Saved
+from instrument.trace.kernel_columns import KernelColumns
 from instrument.trace.metadata import LIMIT_LINKS
 
 OF_ALL = ("system_cpu",)
@@ -162,20 +164,19 @@ def _samples(parts: Sequence[Part], numbers: Numbers, *, is_one: bool) -> tuple[
 
 
 def _seen(part: Part, numbers: Numbers) -> dict[str, Any]:
-    """What torch.profiler saw in one of the files. Devices and threads of the kernels are as this calls them."""
+    """What torch.profiler saw in one of the files, with devices and threads as they are called now."""
     facts, moved_ns = part.saved.facts, part.moved_ns
+    kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
+    rows = np.frombuffer(allocations.rows, dtype=ROW).copy()
+    rows["device"] = numbers.devices(rows["device"], part)
+    rows["thread_id"] = numbers.threads(rows["thread_id"], part)
     return {
-        "kernels": [
-            one._replace(
-                device=numbers.device(one.device, part),
-                start_ns=one.start_ns + moved_ns,
-                end_ns=one.end_ns + moved_ns,
-                thread_id=numbers.thread(one.thread_id, part),
-                launched_ns=one.launched_ns + moved_ns if one.thread_id else 0,
-            )
-            for one in facts.kernels
-        ],
-        "allocations": spans.Allocations.of(facts.allocations).moved(moved_ns),
+        "kernels": replace(
+            kernels,
+            device=numbers.devices(kernels.device, part),
+            thread_id=numbers.threads(kernels.thread_id, part),
+        ),
+        "allocations": Allocations(rows.tobytes(), allocations.base_ns).moved(moved_ns),
         "watched": facts.watched and (facts.watched[0] + moved_ns, facts.watched[1] + moved_ns),
         "flops": [
             one._replace(thread_id=numbers.thread(one.thread_id, part), at_ns=one.at_ns + moved_ns)
