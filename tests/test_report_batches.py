@@ -76,7 +76,7 @@ def test_a_thousand_batches_are_one_line() -> None:
         ("share of batches", 1000, 5000, 14_995),
         ("unknown", 1, None, 4905),
     ]
-    assert "engine.step x 1000, 33.3% its own of 2" in text_of(life)
+    assert "engine.step x 1000, 50.0% its own of 2" in text_of(life)
 
 
 def test_slow_requests_say_what_made_them_slow() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import subprocess
 import sys
 import types
@@ -88,6 +89,9 @@ class Asked:
     tokens: int = 1
 
 
+ASKED = Asked("r")
+
+
 def of(**values: object) -> types.SimpleNamespace:
     return types.SimpleNamespace(**values)
 
@@ -106,6 +110,7 @@ def of(**values: object) -> types.SimpleNamespace:
         ("match: 'keyed_engine:generate', key: {argument: request_id, cut: '^cmpl-|-[0-9]+$'}",
          ("generate", ("cmpl-r6-0",)), "r6"),
         ("match: 'keyed_engine:generate', key: request_id", ("generate", ("k" * 500,)), "k" * 128),
+        ("match: 'keyed_engine:add', key: request", ("add", (ASKED,)), f"Asked-{os.getpid()}-{id(ASKED):x}"),
     ],
 )  # fmt: skip
 def test_a_key_is_read_of_an_argument_or_a_result(
@@ -129,6 +134,8 @@ def test_a_key_is_read_of_an_argument_or_a_result(
         ("batch: {argument: 'output[]', cut: '-[0-9]$'}", ["a-1", "b-2"], {BATCH_KEYS: ("a", "b")}),
         ("batch: 'return[].id'", [Asked("a")], {BATCH_KEYS: ("a",)}),
         ("batch: output", [], {BATCH_KEYS: ()}),
+        ("batch: output", "r1", {BATCH_KEYS: ("r1",)}),
+        ("batch: output", ASKED, {BATCH_KEYS: (f"Asked-{os.getpid()}-{id(ASKED):x}",)}),
     ],
 )  # fmt: skip
 def test_the_keys_of_a_batch_are_read_with_their_weights(
@@ -152,7 +159,7 @@ class Endless(list[str]):
 
 @pytest.mark.parametrize("rule", ["key: output.id", "batch: output.ids", "batch: 'output[].id'", "key: return.id"])
 @pytest.mark.parametrize(
-    "make", [Hostile, lambda: None, lambda: 5, lambda: [Hostile()], lambda: {"id": Hostile(), "ids": 3}]
+    "make", [Hostile, lambda: None, lambda: 5, lambda: [Hostile()], lambda: {"id": [Hostile()], "ids": None}]
 )
 def test_what_cannot_be_read_is_left_out_and_the_call_goes_on(
     rule: str, make: Callable[[], object], recorded: Callable[..., list[Span]], caplog: pytest.LogCaptureFixture
@@ -179,7 +186,7 @@ def test_scopes_and_bind_name_requests_in_code() -> None:
         instrument.bind(["no key"])  # type: ignore[arg-type]
     with instrument.scope("step", batch={"r1": 2, "r2": 1}):
         pass
-    with instrument.scope("step", batch=iter(["r1", 2])), instrument.scope("odd", key=Hostile(), batch=7):  # type: ignore[arg-type]
+    with instrument.scope("step", batch=iter(["r1", 2])), instrument.scope("odd", key=[], batch=7):  # type: ignore[arg-type]
         pass
     instrument.bind("outside of any span")
     found = [dict(span.attributes) for span in sorted(running.trace().spans, key=lambda span: span.start_ns)]

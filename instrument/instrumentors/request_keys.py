@@ -3,7 +3,8 @@
 A path begins with a parameter, or with `return` for what the call gives. A name after a dot is the key of a mapping or
 an attribute, and `[]` stands for each item of a sequence, or each value of a mapping. Where a path for several keys
 ends at a mapping its keys are meant, and what it holds are their weights if that is numbers. Keys are text or whole
-numbers. Reading never raises: what cannot be read is left out, counted and named.
+numbers, or objects of the service's own classes, which are keys within their process. Reading never raises: what
+cannot be read is left out, counted and named.
 """
 
 from __future__ import annotations
@@ -143,6 +144,10 @@ def _batch_of(wanted: RequestKeys) -> ReadResult:
 
     def read(value: Any) -> Told:
         found = of_keys(value)
+        if found is None:
+            return {}
+        if isinstance(found, (str, int)) or not hasattr(type(found), "__iter__"):
+            found = (found,)  # a batch of one
         weights = of_weights(value) if of_weights is not None else None
         if isinstance(found, Mapping) and weights is None:
             weights = list(islice(found.values(), BATCH_LIMIT))

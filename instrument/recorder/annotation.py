@@ -9,6 +9,7 @@ what it stands for.
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, cast
@@ -60,10 +61,20 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
 
 
 def key_text(value: object) -> str:
-    """A key as text of at most `KEY_LIMIT` characters; "" of what is none: neither text nor a whole number."""
-    if type(value) is int:
-        return str(value) if value.bit_length() <= 256 else ""
-    return (_text(value) or "")[:KEY_LIMIT]
+    """A key as text of at most `KEY_LIMIT` characters; "" of what is none: None, a bool, a float, a container.
+
+    An object of a class of the service's own is a key within its process, by what it is and where it lies.
+    """
+    kind = type(value)
+    if kind is int:
+        whole = cast(int, value)
+        return str(whole) if whole.bit_length() <= 256 else ""
+    text = _text(value)
+    if text is not None:
+        return text[:KEY_LIMIT]
+    if kind.__module__ == "builtins":
+        return ""
+    return f"{kind.__name__[: KEY_LIMIT // 2]}-{os.getpid()}-{id(value):x}"
 
 
 def keys_told(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
@@ -72,12 +83,14 @@ def keys_told(key: object, batch: object, complain: Complain) -> dict[str, Attri
     if key is not None and (text := key_text(key)):
         told[KEY] = text
     elif key is not None:
-        complain(REFUSED, f"asked for a key, found {_kind(key)}; allowed: text, not empty, or a whole number")
+        allowed = "text, not empty, a whole number, or an object of a class of the service's own"
+        complain(REFUSED, f"asked for a key, found {_kind(key)}; allowed: {allowed}")
     if batch is None:
         return told
     try:
         given = list(islice(batch, BATCH_LIMIT))  # type: ignore[call-overload]
-        weights = list(islice(batch.values(), BATCH_LIMIT)) if issubclass(type(batch), Mapping) else None  # type: ignore[attr-defined]
+        is_mapping = issubclass(type(batch), Mapping)
+        weights = list(islice(cast("Mapping[Any, Any]", batch).values(), BATCH_LIMIT)) if is_mapping else None
     except Exception as error:  # of a class of the service's own
         complain(REFUSED, f"asked for a batch, found {_kind(batch)}, {_kind(error)} when reading it")
         return told

@@ -1,6 +1,6 @@
 """One request's life: its ledger, what made it slow, and turn by turn what went on, as text with a bar for each.
 
-Turns in batches one after another, and the stalls between them, are one line where there are many: a request of a
+Turns in batches one after another, and what is short between them, are one line where there are many: a request of a
 thousand tokens is a thousand batches.
 """
 
@@ -26,16 +26,19 @@ from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
 FEW = 40
 """Turns that have a line each."""
 
+SMALL = 200
+"""Where there are many turns, one that is a smaller part of the wall has no line of its own."""
+
 BAR = 32
 """Columns of a bar, which stand for the wall."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What went on from `begin_ns` after the request's begin: `times` turns, of them all if there are several.
+    """What went on from `begin_ns` after the request's begin: several `times` where it was routine.
 
-    `name` is the span's, empty between spans. `own_ns` is the request's share where it is in batches, which had up to
-    `size` requests.
+    `name` is the span's, empty between spans. Of `in_batches_ns`, time in batches of up to `size` requests, the
+    request's share is `own_ns`.
     """
 
     part: str
@@ -45,6 +48,7 @@ class Turn:
     times: int
     own_ns: int | None
     size: int | None
+    in_batches_ns: int
     thread_id: int | None
 
 
@@ -91,7 +95,7 @@ class RequestLife:
         many = f" x {one.times}" if one.times > 1 else ""
         said = one.part if not one.name or one.name == one.part else f"{one.part}: {one.name}"
         if one.own_ns is not None:
-            said = f"{one.name}{many}, {tenths(share(one.own_ns, one.length_ns), 1)} its own of {one.size}"
+            said = f"{one.name}{many}, {tenths(share(one.own_ns, one.in_batches_ns), 1)} its own of {one.size}"
         room = LINE - BAR - 26
         times = f"{_time(one.begin_ns, unit):>10}{_time(one.length_ns, unit):>11}"
         return f"{times}  |{bar}| {shorten(safe(said), room)}".rstrip()
@@ -148,13 +152,18 @@ def _turns(trace: Trace, joined: Joined, found: Ledger, moments: Sequence[Moment
     def name_of(one: Moment) -> str:
         return "" if one.row == NONE else trace.sites[trace.site[one.row]].name
 
+    wall_ns = moments[-1].end_ns - moments[0].start_ns if moments else 0
+
+    def is_routine(one: Moment) -> bool:
+        return one.part in (SHARE, STALL) or (one.end_ns - one.start_ns) * SMALL < wall_ns
+
     groups: list[list[Moment]] = []
-    for in_engine, run in groupby(moments, lambda one: one.part in (SHARE, STALL)):
+    for together, run in groupby(moments, is_routine):
         its = list(run)
-        groups += [its] if in_engine and len(moments) > FEW else [[one] for one in its]
+        groups += [its] if together and len(moments) > FEW else [[one] for one in its]
     for its in groups:
         in_batches = [one for one in its if one.pair != NONE]
-        first = in_batches[0] if in_batches else its[0]
+        first = max(in_batches or its, key=lambda one: one.end_ns - one.start_ns)
         own = size = None
         if in_batches:
             own = sum(min(one.end_ns - one.start_ns, int(found.given_ns[one.pair])) for one in in_batches)
@@ -168,6 +177,7 @@ def _turns(trace: Trace, joined: Joined, found: Ledger, moments: Sequence[Moment
             times=max(1, len(in_batches)),
             own_ns=own,
             size=size,
+            in_batches_ns=sum(one.end_ns - one.start_ns for one in in_batches),
             thread_id=None if first.row == NONE else int(trace.thread_id[first.row]),
         )
 
