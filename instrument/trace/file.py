@@ -1,7 +1,7 @@
 """A saved recording: the columns of a trace, and what is known beside them, in one file of numpy's own format.
 
-`numpy.load` reads it without us: `packing` says what each array is, and `metadata` is JSON in UTF-8. Nothing in it is
-pickled, and nothing that it says is believed before it is checked.
+`numpy.load` reads it without us: `layout` and `watched` say what each array is, and `metadata` is JSON in UTF-8.
+Nothing in it is pickled, and nothing that it says is believed before it is checked.
 """
 
 from __future__ import annotations
