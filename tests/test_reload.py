@@ -650,11 +650,11 @@ def test_slow_silent_and_countless_callers_keep_nobody_else_waiting() -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             flooding.sendall(b"x" * (64 << 20))
         assert generation_told() == 1
-        assert session._control is not None
-        assert len(session._control._callers) <= CALLERS
+        assert session._generations.control is not None
+        assert len(session._generations.control._callers) <= CALLERS
         for caller in slow:  # their time is up by now, or their place was taken
             said(caller)
-    wait_for(lambda: not session._control._callers)  # type: ignore[union-attr]
+    wait_for(lambda: not session._generations.control._callers)  # type: ignore[union-attr]
 
 
 def test_a_caller_that_does_not_read_its_answer_is_dropped_when_its_time_is_up() -> None:
@@ -662,7 +662,7 @@ def test_a_caller_that_does_not_read_its_answer_is_dropped_when_its_time_is_up()
     with connected(own_socket()) as caller:
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         caller.sendall(b'{"reload": null}\n')
-        wait_for(lambda: session._control and not session._control._callers)
+        wait_for(lambda: session._generations.control and not session._generations.control._callers)
 
 
 def test_another_user_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:

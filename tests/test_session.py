@@ -560,7 +560,7 @@ def test_a_child_never_writes_over_its_parents_file_though_the_path_has_no_proce
 def test_a_fork_while_another_thread_stops_the_session_leaves_the_child_without_one() -> None:
     session = begin(CHROME)
     request()
-    session._stopping.set()
+    session._threads.stopping.set()
     child = os.fork()
     if child == 0:
         request()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from instrument.runtime.unpatched import RLock
 
@@ -41,6 +41,13 @@ class Faults:
                 )
             except Exception:
                 pass  # a log handler of the service that raises; the fault stands in the summary
+
+    def attempt(self, place: str, action: Callable[[], object]) -> None:
+        """One of several things to do of which none may keep the others from being done."""
+        try:
+            action()
+        except Exception as fault:
+            self.note(place, fault)
 
     def note_of_rule(self, place: str, words: str) -> None:
         """Count what a rule of the profile asks for and cannot be had; `place` is the rule's. Never raises.

@@ -71,6 +71,12 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
     return re.sub(r"\{(.*?)\}", value, template)
 
 
+def is_main() -> bool:
+    """Whether this is the process that `instrument run` started, or one that called `start` itself."""
+    main = os.environ.get("INSTRUMENT_RUN_PID")
+    return main is None or main == str(os.getpid())
+
+
 def path_of(template: str, folder: Path, service: str, run: str, window: int) -> Path:
     """The file that a template means, below the folder in which the session began."""
     name = file_name(template, service=service, run=run, pid=os.getpid(), window=window)

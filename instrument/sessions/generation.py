@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from instrument.errors import StateError
+from instrument.errors import InstrumentError, ProfileError, StateError
 from instrument.instrumentors.selection import Selection
-from instrument.profile.keys import load, setting
+from instrument.profile.keys import load, loads, setting
 from instrument.profile.model import Profile
+from instrument.recorder.recorder import RECORDER
+from instrument.runtime.unpatched import RLock
 from instrument.sessions import files
-from instrument.sessions.control import Request
+from instrument.sessions.control import Control, Request, folder_of
+from instrument.sessions.membership import Membership
+from instrument.sessions.recorded import Recorded
 
 NAMES_TOLD = 100
 """The most names of a kind in the answer to a caller of the control socket."""
@@ -138,3 +142,127 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
     except Exception as fault:
         selection.change(now, anew=True)
         raise StateError(f"{to.source} could not be put to work: {type(fault).__name__}: {fault}") from fault
+
+
+class Generations:
+    """Takes a session from one profile to the next, as code asks, a caller of the control socket, or a changed file.
+
+    `enter(profile)` has it go by the settings of a profile whose rules are at work; `has_ended()` is whether it has
+    been stopped.
+    """
+
+    def __init__(
+        self,
+        session: Recorded,
+        folder: Path,
+        membership: Membership,
+        enter: Callable[[Profile], None],
+        has_ended: Callable[[], bool],
+    ) -> None:
+        self._session = session
+        self._folder = folder
+        self._membership = membership
+        self._enter = enter
+        self._has_ended = has_ended
+        self._file = file_of(session.profile, folder)
+        self.lock = RLock()
+        """Held while one profile takes the place of another."""
+        self.control: Control | None = None
+
+    def after_fork_in_child(self) -> None:
+        """No reload is under way here, whatever the parent was about."""
+        self.lock = RLock()
+
+    def listen_in_child(self, join: Callable[[], None]) -> None:
+        """Listen and watch here, too, where the parent does. In between, the process is to `join` its run."""
+        if self.control is not None:
+            self.control.after_fork_in_child()
+        join()
+        if self.control is not None and not self.control.is_for_agent_alone:
+            self._listen(self.control)
+
+    def stop(self, limit_s: float) -> None:
+        """Listen and watch no more, and wait for a reload on another thread."""
+        control, self.control = self.control, None
+        if control is not None:
+            control.stop(limit_s)
+        with self.lock:
+            pass  # it ends; there is none from now on
+
+    def start_control(self) -> None:
+        """Listen and watch from now on, where the profile asks for it."""
+        session, wanted = self._session, self._session.profile.control
+        if not wanted.watch and wanted.socket is None:
+            return
+        loads("")  # imports what reading a profile needs: not on a thread, for a fork in the middle would spoil it
+        if wanted.watch and self._file is None:
+            source = session.profile.source
+            session.account.complain(f"control.watch: there is no file to watch; the profile is {source}")
+        self.control = self._new_control(None if wanted.socket is None else folder_of(wanted.socket, self._folder))
+        self._listen(self.control)
+
+    def _new_control(self, folder: Path | None) -> Control:
+        return Control(
+            folder,
+            lambda: self._file if self._session.profile.control.watch else None,
+            self._answer,
+            self._session.selection.settle,
+            self.refuse,
+            self._membership,
+        )
+
+    def hear_agent(self) -> None:
+        """Do what the run's agent asks for from now on: on the thread that there is for control, or on one for that."""
+        if not self._membership.is_joined:
+            return
+        if self.control is None:
+            self.control = self._new_control(None)
+        self._listen(self.control)
+
+    def _listen(self, control: Control) -> None:
+        problem = control.start()
+        if problem:
+            self._session.account.complain(problem)
+
+    def change(self, profile: Profile | str | os.PathLike[str] | None) -> Reload:
+        """Go over to another profile; see `Session.reload`."""
+        session = self._session
+        if profile is None and self._file is None:
+            raise StateError(
+                f"asked to reload, but the session's profile is no file ({session.profile.source}); give one to reload"
+            )
+        with self.lock:  # the file is read within, or of two callers the one that read first might be the last
+            if self._has_ended():
+                raise StateError("asked to reload a session that has been stopped; call instrument.start()")
+            wanted, file = read(profile, self._file)
+            kept = taken_on(wanted, session.profile)
+            attached: list[str] = []
+            undone: list[str] = []
+            if kept != session.profile:
+                attached, undone = change_rules(session.selection, session.profile, kept)
+            refused = session.account.refused = refusals(wanted, kept)
+            self._file = file
+            self._enter(kept)
+            return Reload(session.generation, session.digest, tuple(attached), tuple(undone), refused)
+
+    def refuse(self, error: str) -> None:
+        """Note why a profile was not taken on, until one is."""
+        self._session.account.refuse(f"the profile of generation {self._session.generation} stays in force: {error}")
+
+    def _answer(self, request: Request) -> Mapping[str, Any]:
+        """What a caller of the control socket, or a changed file, asks for; the answer as JSON takes it."""
+        session, path = self._session, request.path
+        facts: dict[str, Any] = {"pid": os.getpid(), "service": session.profile.service}
+        if request.records is not None:
+            RECORDER.on = request.records and not self._has_ended()
+            return {**facts, "generation": session.generation, "records": RECORDER.on}
+        try:
+            if path is not None and Path(path).exists() and not Path(path).is_file():
+                raise ProfileError([f"{path}: found no regular file; give the path of a profile"])
+            other = other_than(request, session.profile, self._file)
+            if other:
+                return {**facts, "generation": session.generation, "digest": session.digest, "other": other}
+            done = self.change(path)
+        except (InstrumentError, ValueError) as error:
+            return {**facts, "generation": session.generation, "digest": session.digest, "error": str(error)}
+        return {**facts, **done.facts()}

@@ -15,12 +15,18 @@ import select
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from instrument import clock
+from instrument.profile.model import Recordings
+from instrument.recorder.recorder import RECORDER
 from instrument.runtime import packets, run_folder
 from instrument.runtime.unpatched import poll
+from instrument.sessions import files
+from instrument.sessions.recorded import Recorded
+from instrument.sessions.saving import Saving
 
 FIRST_FD = 256
 """Descriptors below are the service's: its own keep the numbers that they would have without us."""
@@ -30,6 +36,9 @@ ALIVE_S = 0.5
 
 REPORT_S = 5.0
 """The longest that the last process of a run waits for the run's report."""
+
+NOTES_TOLD, NOTE_TOLD = 50, 500
+"""How many notes the run's agent is told at the end, and characters of each."""
 
 NOBODY = "nobody listens there"
 
@@ -201,3 +210,45 @@ def _target_of(descriptor: int) -> str:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
         return ""
+
+
+class RunFacts:
+    """What the run's agent is told of a session, when it joins and when it leaves."""
+
+    def __init__(self, session: Recorded, saving: Saving, *, is_of_run: bool, has_threads: Callable[[], bool]) -> None:
+        self._session = session
+        self._saving = saving
+        self._is_of_run = is_of_run
+        self._has_threads = has_threads
+
+    def at_join(self) -> dict[str, Any]:
+        session, saving = self._session, self._saving
+        recording = session.profile.export.recording or Recordings()
+        return {
+            "run": saving.run,
+            "service": session.profile.service,
+            "profile": session.profile.source,
+            "digest": session.digest,
+            "generation": session.generation,
+            "recorder": "native" if RECORDER.native else "pure",
+            "is_first": self._is_of_run and files.is_main(),
+            "records": self._has_threads(),
+            "folder": str(saving.folder),
+            "captures": str(saving.folder / saving.place().path(recording.path)),
+            "disk_bytes": session.profile.limits.disk_bytes,
+            "report": session.report_of_run(),
+        }
+
+    def at_end(self) -> dict[str, Any]:
+        notes = [note[:NOTE_TOLD] for note in self._session.notes()[:NOTES_TOLD]]
+        return {
+            "calls": RECORDER.calls,
+            "losses": dict(self._session.losses()),
+            "notes": notes,
+            "cost": asdict(self._session.cost()),
+            "files": [str(path) for path in self._saving.newest],
+        }
+
+    def save(self, path: str) -> None:
+        """Save all that is held, for the report of the run."""
+        files.save(path, replace(self._session.trace(), cost=self._session.cost()), self._session.tally())

@@ -29,8 +29,11 @@ from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import RLock, local, sleep
+from instrument.sessions.files import is_main
 from instrument.sessions.generation import Reload
-from instrument.sessions.session import EXIT_LIMIT_NS, Session, is_main
+from instrument.sessions.recorded import Recorded
+from instrument.sessions.session import EXIT_LIMIT_NS, Session
+from instrument.sessions.session_threads import SessionThreads
 
 FORK_WAIT_S = 1.0
 """The longest that a fork waits for a reload on another thread, so that the child does not find half of it."""
@@ -281,8 +284,9 @@ def _end_by(number: int, frame: FrameType | None) -> bool:
 
 def _is_inside(frame: FrameType | None) -> bool:
     """Whether the session or its selection is at work in a frame or above it. Neither runs code of the service."""
+    rooms = {__name__, *(each.__module__ for each in (Session, Recorded, SessionThreads, Selection))}
     while frame is not None:
-        if frame.f_globals.get("__name__") in (__name__, Session.__module__, Selection.__module__):
+        if frame.f_globals.get("__name__") in rooms:
             return True
         frame = frame.f_back
     return False
@@ -308,14 +312,14 @@ def _before_fork() -> None:
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
         session.make_board()
-    held = session is not None and session._reloading.acquire(timeout=FORK_WAIT_S)
+    held = session is not None and session._generations.lock.acquire(timeout=FORK_WAIT_S)
     _forking.session = session if held else None
 
 
 def _after_fork_in_parent() -> None:
     held, _forking.session = getattr(_forking, "session", None), None
     if held is not None:
-        held._reloading.release()
+        held._generations.lock.release()
 
 
 def _after_fork_in_child() -> None:

@@ -5,17 +5,22 @@ They take numpy, which a session imports as it begins where its profile asks for
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.profile.model import Export
-from instrument.recording.spans import Trace
+from instrument.profile.model import Export, Summary
+from instrument.recording.spans import Origin, Trace
 from instrument.recording.tally import Tally
+from instrument.report.view import Recording
 from instrument.runtime.faults import FAULTS
+from instrument.sessions import files
+from instrument.sessions.recorded import Recorded
 
 RECORDING = ".npz"
 """How the names of recordings end."""
@@ -85,3 +90,95 @@ def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: T
         except Exception as fault:  # the other is written all the same
             FAULTS.note("trace file", fault)
     return Written(tuple(paths), tuple(problems))
+
+
+class Saving:
+    """Writes what a session leaves behind: its windows, as the profile asks for them, and its summary."""
+
+    def __init__(self, session: Recorded, folder: Path, run: str) -> None:
+        self._session = session
+        self.folder = folder
+        self.run = run
+        self._is_child = False
+        self.newest: tuple[Path, ...] = ()
+        """The files of the newest window."""
+        self._summary: Path | None = None
+
+    def after_fork_in_child(self) -> None:
+        """Write files of its own: what has been written is the parent's."""
+        self._is_child = True
+        self.newest, self._summary = (), None
+
+    def write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
+        """Write the spans of that time as the files that the profile asks for; `origin` is that of the window's end."""
+        session, place = self._session, self.place()
+        export = session.profile.export
+        if not is_asked(export) or why_no_files():  # which has been told
+            return
+        session.selection.finish_nodes()
+        trace = session.trace(start_ns, end_ns, index, origin)
+        if start_ns <= session.start_ns and session.end_ns is not None and end_ns >= session.end_ns:
+            trace = replace(trace, cost=session.cost())
+            tally: Tally | None = session.tally()
+        else:
+            tally = self._counted(trace)
+        written = write(export, lambda template: place.path(template, index), trace, tally)
+        for problem in written.problems:
+            session.account.complain(problem)
+        if written.paths:
+            self.newest = written.paths
+            self._make_room()
+
+    def _counted(self, trace: Trace) -> Tally | None:
+        """The tally of a window; None where numpy is not to be had: whoever reads the file then counts its spans."""
+        try:
+            return self._session.charged(Recording.of_trace(trace).tally)
+        except ImportError:
+            return None
+
+    def _make_room(self) -> None:
+        """Keep all that sessions of this service have left in files within `limits.disk`."""
+        profile, export = self._session.profile, self._session.profile.export
+        written = [*templates(export)]
+        written += [export.summary.to] if export.summary is not None and export.summary.to not in files.STREAMS else []
+        kept = [path for path in (*self.newest, self._summary) if path is not None]
+        removed = self.place().make_room(written, [self.folder / path for path in kept], profile.limits.disk_bytes)
+        self._session.account.lose("files removed to stay within limits.disk", removed)
+
+    def place(self) -> files.Destination:
+        """Where files of this process go."""
+        is_first = files.is_main() and not self._is_child
+        return files.Destination(self.folder, self._session.profile.service, self.run, is_first=is_first)
+
+    def print_summary(self, wanted: Summary, limit_ns: int) -> None:
+        """Tell what has been recorded where the profile asks for it; who reads it has so long."""
+        # Workers of one service write to one stream: which of them this is stands in each.
+        text = self._session.summary() + f"\nProcess: {os.getpid()}\n"
+        for path in self.newest:
+            text += f"{'Recording' if path.suffix == RECORDING else 'Chrome trace'}: {path}\n"
+        self.tell(wanted, text, limit_ns)
+
+    def tell(self, wanted: Summary, text: str, limit_ns: int) -> None:
+        """Put a report where the profile asks for it."""
+        try:
+            self._summary = self.place().tell(wanted.to, text, limit_ns)
+        except (OSError, ValueError) as error:
+            # A standard error that takes nothing does not take the complaint either.
+            message = f"the summary could not be written to {wanted.to}: {error}"
+            self._session.account.complain(message, log=wanted.to != "stderr")
+        if self._summary is not None:
+            FAULTS.attempt("room for the summary", self._make_room)
+
+    def prepare_files(self) -> None:
+        """Import what files of spans and the report take, also for the end: what is imported then makes Python forget
+        that a `KeyboardInterrupt` ended the program, which would exit with 1 and not by the signal."""
+        export = self._session.profile.export
+        if export.summary is not None or is_asked(export):
+            prepare_columns()
+        if not is_asked(export):
+            return
+        problem = why_no_files()
+        if problem:
+            self._session.account.complain(f"export: {problem}")
+        else:
+            prepare()

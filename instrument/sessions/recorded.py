@@ -1,0 +1,396 @@
+"""What a session records, as it can be read at any time: its parts, and the traces, totals and reports that they make.
+
+`Session` is one of these that lives: it begins, goes over to other profiles, and ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from instrument import chrome, clock, otlp
+from instrument.device.cuda import CudaDriver
+from instrument.device.gauges import Gauges
+from instrument.device.nvtx import Ranges
+from instrument.device.timer import Timing
+from instrument.instrumentors.import_times import ImportTimes
+from instrument.instrumentors.probe_cost import Costs
+from instrument.instrumentors.selection import Selection
+from instrument.instrumentors.verdict import Verdict
+from instrument.profile.model import EVERYTHING, Profile, Summary
+from instrument.recorder.governor import Budget
+from instrument.recorder.recorder import RECORDER
+from instrument.recorder.shelf import is_sampled
+from instrument.recorder.ticks import Ticks
+from instrument.recording.distributions import Snapshot
+from instrument.recording.spans import (
+    UNTIMED,
+    Cost,
+    FirstCall,
+    Gpu,
+    Origin,
+    Sample,
+    Site,
+    Span,
+    Startup,
+    Trace,
+    remote_of,
+)
+from instrument.recording.tally import Tally
+from instrument.report.coverage import NO_EVENTS
+from instrument.report.summary import made, summary, views_for
+from instrument.report.view import HeldSpans, Options, Recording, View
+from instrument.sessions import files
+from instrument.sessions.account import Account
+from instrument.sessions.first_request import taken_for_first
+from instrument.sessions.meter import Books, Meter
+from instrument.sessions.outbox import Outbox
+from instrument.sessions.reader import Reader
+from instrument.sessions.step_spans import Loop, steps_of_batches, with_steps
+from instrument.sessions.stretch import Stretch, held_now
+
+DEVICE_SHARE = 8
+"""What part of `limits.ring` is there once more for device intervals."""
+
+
+class Recorded:
+    """What one profile has recorded in one process. All methods may be called from any thread."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.generation = 1
+        self.digest = profile.digest
+        self._ticks = Ticks(RECORDER)
+        self._ids: otlp.Ids | None = None
+
+        self.selection = Selection(profile)
+        # To ask for the current span is to begin recording on a thread: not where nothing has been recorded.
+        self._imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
+        self._ranges = Ranges(RECORDER)
+        self._gauges = Gauges(profile.device, self._keep_samples)
+        self._timing: Timing | None = None
+        if profile.device.cuda != "off" and profile.state != "CPU":
+            self._timing = Timing(
+                profile.limits.ring_bytes // DEVICE_SHARE,
+                make_driver=partial(CudaDriver, holds_gil=profile.device.gil == "hold"),
+                ranges=self._ranges,
+            )
+        self._exporter: otlp.Exporter | None = None
+        self._outbox: Outbox | None = None
+        if profile.export.otlp is not None:
+            self._exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
+            self._outbox = Outbox(self._exporter, self._timing)
+        self._costs = Costs(RECORDER)
+        self._budget = Budget(RECORDER, self._costs.usual_ns, lambda: self._costs.passed_ns, self.selection.detach)
+        self._meter = Meter(RECORDER, Books(self.losses, self._costs_ns))
+        self._metered_ns = 0
+        self._reader = Reader(RECORDER, self.selection, self._keep, self.origin, self._meter.count)
+        self.account = Account(
+            recorder=RECORDER,
+            selection=self.selection,
+            reader=self._reader,
+            costs=self._costs,
+            budget=self._budget,
+            gauges=self._gauges,
+            ranges=self._ranges,
+            imports=self._imports,
+            timing=self._timing,
+            exporter=self._exporter,
+            tells_waiting=profile.source != EVERYTHING.source,
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self.start_ns = time.monotonic_ns()
+        self.end_ns: int | None = None
+        self.loop = Loop()
+        self._reader.begin(self.profile, self.start_ns)
+        self._meter.begin(self.start_ns)
+        self._watch_generations()
+        self._metered_ns = self.start_ns
+        self._snapshot: Snapshot | None = None
+
+    # ---------------------------------------------------------------- while it records
+
+    def _keep(self, spans: list[Span]) -> None:
+        if self._outbox is not None:
+            self._outbox.put(spans)
+            # A request comes first among its spans; those that end after it come alone.
+            if spans[0].site.kind == "request" and spans[0].span_id == spans[0].root_id:
+                self._meter.note_kept(spans[0], *self.ids().of(spans[0]))
+
+    def _keep_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
+        if self._exporter is not None:
+            self._exporter.metrics.offer(samples, gpus)
+
+    def _watch_generations(self) -> None:
+        self._meter.generations = tuple(route for rule in self.profile.requests for route in rule.gen_ai)
+        self._meter.watch(functions=any(rule.gen_ai for rule in self.profile.functions))
+
+    def _generators(self) -> set[Site]:
+        """What the rules with `gen_ai` are recorded as."""
+        return self._sites_of({rule.text for rule in self.profile.functions if rule.gen_ai})
+
+    def _costs_ns(self) -> Mapping[str, float]:
+        """What the instrumentation has cost so far, by what for."""
+        cost = self.cost()
+        return {"probes": cost.calls * cost.per_call_ns, **self.account.threads_ns()}
+
+    # ---------------------------------------------------------------- what it tells
+
+    def ids(self) -> otlp.Ids:
+        """What the spans of this session are called at collectors."""
+        if self._exporter is not None:
+            return self._exporter.ids
+        if self._ids is None:
+            self._ids = otlp.Ids()
+        return self._ids
+
+    def _trace_of(self, span_id: int, root_id: int, told: Any) -> tuple[int, int, int, str]:
+        """Trace id, span id, flags and state of a span: those of the caller's trace, or of our own, by the sample."""
+        ids, remote = self.ids(), remote_of(told)
+        if remote is not None:
+            return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
+        return ids.trace_id(root_id), ids.span_id(span_id), int(is_sampled(root_id, self.profile.capture.sample)), ""
+
+    def origin(self) -> Origin:
+        """Which process this is, with a fresh pair of monotonic and wall clock."""
+        monotonic_ns, realtime_ns = clock.pair()
+        return Origin(
+            pid=os.getpid(),
+            service=self.profile.service,
+            monotonic_ns=monotonic_ns,
+            realtime_ns=realtime_ns,
+            recorder="native" if RECORDER.native else "pure",
+            profile=self.profile.source,
+            host=socket.gethostname(),
+            generation=self.generation,
+            digest=self.digest,
+            boot=clock.boot_id(),
+            wall_error_ns=clock.wall_error_ns(),
+        )
+
+    def _facts(self) -> Mapping[str, Any]:
+        """What others are to know who read this process's recording."""
+        return {"origin": asdict(self.origin())}
+
+    def cost(self) -> Cost:
+        """What the instrumentation has cost so far: the spans of each shape of probe at its cost on this machine.
+
+        A generator counts as one step, whatever it made. Device times add what a pair of events costs on this device.
+        """
+        return self.account.cost(self._lasted_ns())
+
+    def _lasted_ns(self) -> int:
+        return (self.end_ns or time.monotonic_ns()) - self.start_ns
+
+    def losses(self) -> Mapping[str, int]:
+        """Everything that was recorded and not kept, by reason."""
+        unseen = self._meter.lost
+        of_meter = {"spans overwritten before it was seen whether a model generated them": unseen} if unseen else {}
+        return {**self.account.losses(), **of_meter}
+
+    def notes(self) -> list[str]:
+        """Everything that could not be observed, and what went wrong, in sentences."""
+        return self.account.notes()
+
+    def verdicts(self) -> list[Verdict]:
+        """What became of every rule and target up to now, with the calls of each target."""
+        return self.account.verdicts()
+
+    def tally(self) -> Tally:
+        """Exact totals of all calls up to now, with what their probes cost."""
+        return self.charged(RECORDER.tally())
+
+    def charged(self, tally: Tally) -> Tally:
+        tally.charge(lambda site: self._costs.of(site).outside_ns)
+        return tally
+
+    def trace(
+        self, start_ns: int | None = None, end_ns: int | None = None, window: int = 0, origin: Origin | None = None
+    ) -> Trace:
+        """The newest spans that the rings still hold, as they lie in the window; open ones are clipped and marked.
+
+        Steps of the outermost `Profiler` that counts any are spans, too, and where nobody says what a step is and the
+        profile wants the phases of training and its loaders, the steps that these show. `origin` is that of the
+        window's end, where it has ended before now.
+        """
+        first = self.start_ns if start_ns is None else start_ns
+        last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
+        trace = self.trace_of(self.take(first, last, window, origin))
+        if self._finds_steps:
+            trace = with_steps(trace, steps_of_batches(trace.spans))
+        else:
+            trace = with_steps(trace, self.loop.within(max(first, trace.held_from_ns), last))
+        if start_ns is None and end_ns is None:
+            trace.cost = self.account.cost(last - first)  # of the very time that the trace says to be its own
+        return trace
+
+    @property
+    def _finds_steps(self) -> bool:
+        """Whether the steps of a training loop are looked for in what is recorded."""
+        profile = self.profile
+        is_wanted = profile.phases == profile.loaders == "auto" and profile.schedule is None
+        return is_wanted and self.loop.is_unused
+
+    def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
+        """What the rings hold of that time, at 10 ns a span; `trace_of` makes a trace of it later."""
+        return Stretch.of(RECORDER, start_ns, end_ns, window, origin or self.origin())
+
+    def trace_of(self, stretch: Stretch) -> Trace:
+        """The trace of what was taken, with the device times that have come by now, and the cost of these spans.
+
+        0.3 us a span; while the session runs, on any thread. Objects of the spans are made for whoever looks at them.
+        """
+        from instrument.trace.of_spans import LaterSpans, spans_of
+
+        columns, window_ns = stretch.columns(self._timing), stretch.end_ns - stretch.start_ns
+        spans: Sequence[Span] = LaterSpans(columns)
+        if self.selection.times_nodes():
+            spans = spans_of(columns)
+            spans += self.selection.nodes_within(spans)
+        return Trace(
+            origin=stretch.origin,
+            start_ns=stretch.start_ns,
+            end_ns=stretch.end_ns,
+            spans=spans,
+            threads=stretch.threads,
+            losses=self.losses(),
+            notes=self.notes(),
+            window=stretch.window,
+            cost=self.account.cost_of(columns.calls(), columns.timed(), window_ns, self._lasted_ns()),
+            held_from_ns=stretch.held_from_ns(),
+            samples=self._gauges.samples(stretch.start_ns, stretch.end_ns),
+            gpus=self._gauges.gpus(),
+            startup=self._startup_in(stretch),
+        )
+
+    def _startup_in(self, stretch: Stretch) -> Startup | None:
+        """How the process came to serve, None where that began before the stretch: its calls do not tell of it."""
+        found = self.startup()
+        return None if any(first.start_ns < stretch.start_ns for first in found.firsts) else found
+
+    def _held(self) -> HeldSpans | None:
+        """What there is to say of the spans that the rings hold now, None where only they themselves tell."""
+        if self.end_ns is not None or self.selection.times_nodes() or self._finds_steps:
+            return None
+        held, from_ns = held_now(RECORDER, self.start_ns)
+        first_ns = max(from_ns, self.start_ns)
+        timing = self._timing if held.asking else None
+        intervals = {} if timing is None else timing.intervals.of(set(held.asking))
+        until_ns = max(time.monotonic_ns(), first_ns)
+        unanswered = Counter(its[0].label for its in intervals.values() if all(one.label in UNTIMED for one in its))
+        unanswered[NO_EVENTS] += len(held.asking) - len(intervals)
+        return HeldSpans(
+            count=held.spans + len(self.loop.within(first_ns, until_ns)),
+            complete=first_ns == self.start_ns,
+            since_ns=first_ns - self.start_ns,
+            until_ns=until_ns - self.start_ns,
+            asked=len(held.asking),
+            unanswered=+unanswered,
+        )
+
+    def startup(self) -> Startup:
+        """How the process came to serve: kept for ever, whatever the rings have overwritten since."""
+        firsts = tuple(FirstCall(site, *first) for site, first in RECORDER.firsts().items())
+        request, why = taken_for_first(RECORDER.firsts_by_node(), RECORDER.paths(), self._named_first())
+        facts = Startup(self.start_ns, clock.process_start_ns(), firsts=firsts, request=request, why=why)
+        if self.profile.startup != "auto":
+            return facts
+        first = facts.first_request
+        return replace(facts, imports=self._imports.packages(None if first is None else first.start_ns))
+
+    def _named_first(self) -> set[Site]:
+        """What the rules with `first_request` are recorded as."""
+        return self._sites_of({rule.text for rule in self.profile.functions if rule.first_request})
+
+    def _sites_of(self, rules: Set[str]) -> set[Site]:
+        """What the targets of these rules are recorded as."""
+        found = self.selection.verdicts() if rules else ()
+        return {verdict.site for verdict in found if verdict.rule in rules and verdict.site is not None}
+
+    def recording(self, beside: str | os.PathLike[str] | None = None) -> Recording:
+        """What reports are made of, as it is now: a tally and a trace that are taken when they are first read."""
+        window_ns = self._lasted_ns()
+        return Recording(
+            self.tally,
+            self.trace if beside is None else lambda: chrome.join(self.trace(), chrome.read(beside)[0]),
+            make_lines=lambda merged: RECORDER.lines(merged=merged),
+            make_held=self._held,
+            make_cost=lambda: self.account.cost(window_ns),
+            losses=self.losses(),
+            notes=self.notes(),
+            window_ns=window_ns,
+            recorder="native" if RECORDER.native else "pure",
+            make_upkeep=lambda: self.account.upkeep(self._ticks.clock, self.profile.limits.ring_bytes),
+            collector_ids=None if self._exporter is None else self._exporter.ids.of,
+            make_startup=self.startup,
+        )
+
+    def summary(
+        self,
+        *,
+        views: Sequence[str] | None = None,
+        beside: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> str:
+        """The views, in the order asked, of everything since the start; what is left out comes from the profile.
+
+        Where neither names any, it is `brief`, one screen, or with `tracer_option` or `threads` given `events`.
+        `options` are those of `instrument.report.view.Options`. Views that are made from the tally are exact for all
+        calls; those of spans are of the ones that the rings still hold, and say from when on these are complete.
+        `brief` takes some 1.3 us of processor time for each span that is held, a second where rings of 64 MiB are full.
+        Those of the tally, and that of costs, with threads merged and some tens of `rows`, take up to some 15 ms of
+        processor time for as many call paths as there may be (16,384), whatever the uptime; the first asks each path
+        and site what it is, 0.3 us each, unless a thread of ours has done so before. A block for each thread adds
+        some 30 us for each of its rows. `beside` is a trace file of `torch.profiler`, recorded meanwhile, whose
+        kernels and allocations the views `kernels` and `memory` are then of, and `operators` tells FLOPs by the
+        shapes in it. Raises `ValueError` for a view or a value that there is not, and `TraceError` for a file that is
+        not of this process and time.
+        """
+        return summary(self._views(views, options), self.recording(beside), self._options(options))
+
+    def views(
+        self, views: Sequence[str] | None = None, *, beside: str | os.PathLike[str] | None = None, **options: Any
+    ) -> dict[str, View]:
+        """The numbers of the same views, by name, as objects. Options and errors as for `summary`."""
+        return made(self._views(views, options), self.recording(beside), self._options(options))
+
+    def _views(self, asked: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
+        if asked is not None:
+            return asked
+        of_profile = (self.profile.export.summary or Summary()).views
+        return views_for(options) if of_profile == Summary().views else of_profile
+
+    def _options(self, asked: Mapping[str, Any]) -> Options:
+        wanted = self.profile.export.summary or Summary()
+        defaults = {
+            "tracer_option": self.profile.tracer_option,
+            "state": self.profile.state,
+            "sorted_by": wanted.sorted_by,
+            "rows": wanted.rows,
+            "threads": "both" if wanted.per_thread else "merged",
+            "least_ns": wanted.least_ns,
+            "unit": wanted.unit,
+            "corrected": wanted.corrected,
+            "skip_first": wanted.skip_first,
+        }
+        return Options.of({**defaults, **{name: value for name, value in asked.items() if value is not None}})
+
+    def dump(self, path: str | os.PathLike[str]) -> Path:
+        """Write what is held now, as a recording (`.npz`) or a Chrome trace; nothing is reset. Raises `TraceError`."""
+        return files.save(path, self.trace(), self.tally())
+
+    def report_of_run(self) -> dict[str, Any] | None:
+        """Which views the run's report has, and their options; None where this process has no part in one."""
+        wanted = self.profile.export.summary
+        if wanted is None or wanted.to not in files.STREAMS:
+            return None
+        return {"views": list(self._views(None, {})), "options": asdict(self._options({}))}

@@ -1,0 +1,140 @@
+"""The threads of a session: its own, which looks through what is recorded, and when it and those of its parts begin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from instrument import otlp
+from instrument.device.gauges import Gauges
+from instrument.recorder.governor import Budget
+from instrument.recorder.recorder import await_first_span
+from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import Thread
+from instrument.runtime.unpatched import Event, start_new_thread
+from instrument.sessions.account import Account
+
+PUMP_S = 0.2
+"""How often finished spans are looked through; a thread's ring must hold what it records in that time."""
+
+BUSY_S = 0.05
+"""The same while the probes are being brought within their budget."""
+
+START_DELAY_S = 0.2
+"""How long after the first span the threads begin that wait for one. What the service does next has nobody beside it
+who wants Python's lock: while a thread gives that up to sleep, a signal may fail to wake it."""
+
+START_LIMIT_S = 1.0
+"""The longest that `stop` waits for threads that are just about to begin."""
+
+
+class SessionThreads:
+    """Begins the threads of a session and ends its own.
+
+    `look` is what the session's own does again and again, where `is_needed()`; `follow` what there is to do once they
+    have begun, and `tell_others` what follows where they began with a span. `waits` is whether they begin with the
+    first span that is recorded.
+    """
+
+    def __init__(
+        self,
+        account: Account,
+        budget: Budget,
+        gauges: Gauges,
+        exporter: otlp.Exporter | None,
+        *,
+        waits: bool,
+        look: Callable[[], object],
+        is_needed: Callable[[], bool],
+        follow: Callable[[], None],
+        tell_others: Callable[[], None],
+    ) -> None:
+        self._account = account
+        self._budget = budget
+        self._gauges = gauges
+        self._exporter = exporter
+        self._waits = waits
+        self._look = look
+        self._is_needed = is_needed
+        self._follow = follow
+        self._tell_others = tell_others
+        self._begin()
+
+    def _begin(self) -> None:
+        self.stopping = Event()
+        self.own: Thread | None = None
+        self._begun: Event | None = None
+        self.have_begun = False
+
+    def after_fork_in_child(self) -> None:
+        """There are none; those of the parent are not here."""
+        self._begin()
+
+    @property
+    def has_met_span(self) -> bool:
+        """Whether a first span, which was waited for, has begun."""
+        return self._begun is not None
+
+    def stop(self, limit_s: float) -> None:
+        """Begin none any more, and wait for the session's own, at most so long."""
+        await_first_span(None)
+        self.stopping.set()
+        if self._begun is not None:
+            self._begun.wait(START_LIMIT_S)  # what has just begun to record is sent, too
+        if self.own is not None:
+            self.own.join(limit_s)
+
+    def start_when_needed(self) -> None:
+        """Those of the exporter, of gauges and the session's own: at once, or when the first span is recorded.
+
+        Processes of `instrument run` begin sessions without being asked, and many never record anything: parents that
+        only start others, and helpers. What the threads need is imported by now.
+        """
+        if self._waits:
+            await_first_span(self._recording_begins)
+        else:
+            self._start_threads()
+
+    def _recording_begins(self) -> None:
+        """The first span is about to be recorded, on this thread of the service: it goes on after some 0.1 ms."""
+        begun = self._begun = Event()
+        rests = Event()
+
+        def start() -> None:
+            rests.set()
+            self.stopping.wait(START_DELAY_S)
+            try:
+                FAULTS.attempt("start of threads", self._start_threads)
+            finally:
+                begun.set()
+            FAULTS.attempt("board of the run", self._tell_others)
+
+        try:
+            start_new_thread(start, ())
+            rests.wait(START_DELAY_S)
+        except BaseException:
+            begun.set()
+            raise
+
+    def _start_threads(self) -> None:
+        self.have_begun = True
+        if self._exporter is not None:
+            self._exporter.start()
+        self._gauges.begin()
+        self.start()
+        self._follow()
+
+    def start(self) -> None:
+        """Begin the session's own, once the others have begun, if there is anything to do for it."""
+        if self.have_begun and self._is_needed() and self.own is None:
+            stopping = self.stopping
+            self.own = Thread(self._run, "instrument", lambda: not stopping.is_set())
+            self.own.start()
+
+    def _run(self) -> None:
+        while not self.stopping.wait(BUSY_S if self._budget.is_busy else PUMP_S):
+            try:
+                self._look()
+            except Exception as fault:
+                FAULTS.note("export thread", fault)
+            self._account.thread_ns = time.thread_time_ns()
