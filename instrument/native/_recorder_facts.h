@@ -23,6 +23,15 @@ put(text_t *text, const char *bytes, size_t count)
 }
 
 static inline void
+put_character(text_t *text, char c)
+{
+    if (text->full || text->at == text->end)
+        text->full = 1;
+    else
+        *text->at++ = c;
+}
+
+static inline void
 put_word(text_t *text, const char *word)
 {
     put(text, word, strlen(word));
@@ -41,17 +50,33 @@ put_escaped(text_t *text, Py_UCS4 c)
     put(text, escaped, (size_t)count);
 }
 
+/* Whether of eight bytes none is escaped: each is from 0x20 to 0x7E, and neither a quote nor a backslash. */
+static inline int
+are_plain(uint64_t eight)
+{
+    const uint64_t ones = 0x0101010101010101u, high = ones << 7;
+    uint64_t quotes = eight ^ ones * '"', slashes = eight ^ ones * '\\';
+    uint64_t found = (eight - ones * 0x20) | (eight + ones) | (quotes - ones) | (slashes - ones) | eight;
+    return (found & high) == 0;
+}
+
 static void
 put_characters(text_t *text, int kind, const void *data, Py_ssize_t length)
 {
-    put(text, "\"", 1);
+    put_character(text, '"');
     Py_ssize_t i = 0;
     if (kind == PyUnicode_1BYTE_KIND && text->end - text->at > length) { /* what most are: up to the first that is not plain */
         const unsigned char *from = data;
-        char *to = text->at;
+        for (; i + 8 <= length; i += 8) {
+            uint64_t eight;
+            memcpy(&eight, from + i, sizeof eight);
+            if (!are_plain(eight))
+                break;
+            memcpy(text->at + i, &eight, sizeof eight);
+        }
         for (; i < length && from[i] >= 0x20 && from[i] <= 0x7E && from[i] != '"' && from[i] != '\\'; i++)
-            *to++ = (char)from[i];
-        text->at = to;
+            text->at[i] = (char)from[i];
+        text->at += i;
     }
     for (; i < length && !text->full; i++) {
         Py_UCS4 c = PyUnicode_READ(kind, data, i);
@@ -62,18 +87,23 @@ put_characters(text_t *text, int kind, const void *data, Py_ssize_t length)
         else
             text->full = 1;
     }
-    put(text, "\"", 1);
+    put_character(text, '"');
 }
 
 static void
 put_number(text_t *text, long long number)
 {
+    static const char pairs[] = "00010203040506070809101112131415161718192021222324252627282930313233343536373839404142434445"
+                                "46474849505152535455565758596061626364656667686970717273747576777879808182838485868788899091"
+                                "9293949596979899";
     char digits[24], *at = digits + sizeof digits;
     unsigned long long left = number < 0 ? 0 - (unsigned long long)number : (unsigned long long)number;
-    do {
-        *--at = (char)('0' + left % 10);
-        left /= 10;
-    } while (left != 0);
+    for (; left >= 100; left /= 100)
+        memcpy(at -= 2, pairs + left % 100 * 2, 2);
+    if (left >= 10)
+        memcpy(at -= 2, pairs + left * 2, 2);
+    else
+        *--at = (char)('0' + left);
     if (number < 0)
         *--at = '-';
     put(text, at, (size_t)(digits + sizeof digits - at));
@@ -113,13 +143,13 @@ put_value(text_t *text, PyObject *value, int depth)
     } else if (PyFloat_CheckExact(value)) {
         put_float(text, PyFloat_AS_DOUBLE(value));
     } else if (depth == 0 && (PyTuple_CheckExact(value) || PyList_CheckExact(value))) {
-        put(text, "[", 1);
+        put_character(text, '[');
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value) && i < VALUES_TOLD; i++) {
             if (i > 0)
-                put(text, ",", 1);
+                put_character(text, ',');
             put_value(text, PySequence_Fast_GET_ITEM(value, i), 1);
         }
-        put(text, "]", 1);
+        put_character(text, ']');
     } else {
         put_word(text, "null");
     }
@@ -129,9 +159,9 @@ static void
 put_pair(text_t *text, PyObject *name, PyObject *value)
 {
     if (text->at[-1] != '{')
-        put(text, ",", 1);
+        put_character(text, ',');
     put_value(text, name, 1);
-    put(text, ":", 1);
+    put_character(text, ':');
     put_value(text, value, 0);
 }
 
@@ -140,11 +170,11 @@ static void
 put_attributes(text_t *text, PyObject *attributes)
 {
     PyObject *name, *value;
-    put(text, "{", 1);
+    put_character(text, '{');
     for (Py_ssize_t at = 0; PyDict_Next(attributes, &at, &name, &value) && !text->full;)
         if (PyUnicode_CheckExact(name))
             put_pair(text, name, value);
-    put(text, "}", 1);
+    put_character(text, '}');
 }
 
 /* The attributes of a site: pairs of both. Makes no object that the collector knows. */
@@ -157,7 +187,7 @@ put_pairs(text_t *text, PyObject *pairs)
         if (PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2 && PyUnicode_CheckExact(PyTuple_GET_ITEM(pair, 0)))
             put_pair(text, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1));
     }
-    put(text, "}", 1);
+    put_character(text, '}');
 }
 
 static size_t

@@ -6,12 +6,15 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument.recorder.chains import CLOSED, Frame, upwards
 from instrument.recording.ring import First, Ring, Rings
 from instrument.recording.spans import Site
 from instrument.recording.tally import Node, Totals
+
+if TYPE_CHECKING:
+    from instrument.recorder.memory_writer import MemoryWriter
 
 NODE_LIMIT = 16_384
 OVERFLOW_SITES = 4_096
@@ -29,6 +32,7 @@ class Counted:
     irregular: Counter[str]
     _lock: Any
     _rings: Rings
+    _writer: MemoryWriter | None
 
     def _begin_tree(self, overflow: Site, frames: Iterable[Frame]) -> None:
         """Begin a new call tree, which has the paths of the frames and no other."""
@@ -58,6 +62,8 @@ class Counted:
         while nodes[node.index] is not node:  # a finaliser or signal handler came in between and made one as well
             node.index += 1
         parent.children.setdefault(site, node)
+        if self._writer is not None:
+            self._writer.add_node(node)
         return node
 
     def _node(self, parent: Node, site: Site) -> Node:
@@ -178,4 +184,7 @@ class Counted:
 
     def count_device(self, ring: Ring, index: int, host_ns: int, device_ns: int, elapsed_ns: int) -> bool:
         """Add the device time of a call that was counted: False where no such call was."""
-        return ring.count_device(index, host_ns, device_ns, elapsed_ns)
+        counted = ring.count_device(index, host_ns, device_ns, elapsed_ns)
+        if counted and self._writer is not None:
+            self._writer.count_device(ring, index, host_ns, device_ns, elapsed_ns)
+        return counted

@@ -151,6 +151,8 @@ def make_function(
                 chain.top = frame
             ring.top = frame
             frame[7] = frame[9] = start = clock()
+            if core._writer is not None:
+                core._writer.begin(frame)
             result = function(*args, **kwargs)
             end = clock()
             if get() is not (chain or frame) or frame[6] is not parent:
@@ -174,15 +176,19 @@ def make_function(
             frame[6] = parent if parent[11] else nearest_open(parent)
             if parent[5] is ring and parent[8] == task:
                 parent[4] += end - start
+                if core._writer is not None:
+                    core._writer.add_children(parent)
         if ring.ended:  # by a reset
             ring = core._ring()
             core._renew(frame)
         head = ring.head
-        ring.rows[head & ring.mask] = (
+        ring.rows[head & ring.mask] = row = (
             frame[16], span_id, frame[2], frame[3], task, start, end, frame[4], -1,
             error_told(frame[10], None) if frame[10] else None, frame[10],
         )  # fmt: skip
         ring.head = head = head + 1
+        if core._writer is not None:
+            core._write(ring, frame, row)
         if not head & ring.fold_mask:
             ring.fold(core._nodes)
         return result

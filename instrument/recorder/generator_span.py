@@ -92,6 +92,8 @@ class Stretch:
             own[9] += gap_ns
             own[5], own[8], own[12] = ring, task, None
         frame[5], frame[8], frame[12] = ring, task, None
+        if core._writer is not None:
+            core._writer.begin(frame)
         ring.steps[frame[16]] = ring.steps.get(frame[16], 0) + 1
         self._resumed_ns = now
         if frame[13] is not None:

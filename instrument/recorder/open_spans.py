@@ -119,6 +119,8 @@ class Opened(Counted):
                 above[0] is node and above[5].thread_id == each[5].thread_id for above in self._all_above(each)
             )
             each[16] = node.inner.index if is_inner else node.index
+            if self._writer is not None:
+                self._writer.begin(each)
 
     def _moved(self, old: Node, above: Frame | None, from_: Node | None, site: Site) -> Node:
         """The node of a site below the frame above, by the path that led from there, at `from_`, to the old node."""
@@ -190,6 +192,8 @@ class Opened(Counted):
         self._begun_in.clear()
         self._chains.clear()
         self._current.set(None)
+        if self._writer is not None:
+            self._writer.end_all()
 
     def innermost_manual(self, name: str | None) -> Frame | None:
         """The innermost open frame of this context that was opened as manual, by name where one is given."""

@@ -11,13 +11,14 @@ Here spans begin and end. Below it are the call tree (`call_nodes`) and what is 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrument.errors import error_name
 from instrument.recorder import chains
@@ -37,10 +38,14 @@ from instrument.recorder.chains import (
 )
 from instrument.recorder.http_status import ANSWER_BYTES, FIRST_OF_SERVER, REQUEST_BYTES, STATUS, status_of
 from instrument.recorder.open_spans import Opened
-from instrument.recording.ring import REQUEST_BIT, Ring, Rings
+from instrument.recording import memory_layout as layout
+from instrument.recording.ring import REQUEST_BIT, Ring, Rings, Row
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import RLock
+
+if TYPE_CHECKING:
+    from instrument.recorder.memory_writer import MemoryWriter
 
 LENGTH_DIGITS = 18
 """Digits of a length that is taken: what fits into 63 bits, however large."""
@@ -85,28 +90,46 @@ class Core(Opened):
         self._next_id = itertools.count(2, 2).__next__
         self._lock = RLock()
         self._chains: weakref.WeakSet[Chain] = weakref.WeakSet()
+        self._writer: MemoryWriter | None = None
         self._begin_tree(overflow, [])
         self._reset(None)
 
-    memory_fd = -1
-    _memory_head: memoryview | None = None
+    @property
+    def memory_fd(self) -> int:
+        """Descriptor of the memory that others can read, or -1."""
+        return -1 if self._writer is None else self._writer.own_fd()
+
+    @property
+    def _memory_head(self) -> memoryview | None:
+        """The memory's header and the text behind it, to be written."""
+        return None if self._writer is None else memoryview(self._writer.map)[: layout.ALIGNED_BYTES]
 
     def attach(self, fd: int, is_file: bool, /) -> None:
-        """Record into a file from the next reset on."""
-        raise OSError("the recorder in Python records into memory of its own")
+        """Record into a file from the next reset on, which is the recorder's from then on."""
+        from instrument.recorder.memory_writer import MemoryWriter
+
+        before, self._writer = self._writer, MemoryWriter(fd)
+        if before is not None and before.own_fd() >= 0:
+            os.close(before.fd)
 
     def _reset(self, ring_bytes: int | None) -> None:
         if ring_bytes is not None:
             self._ring_bytes = ring_bytes
         self._lock = RLock()
+        if self._writer is not None:
+            self._writer.begin_generation()
         before: Rings | None = getattr(self, "_rings", None)
         if before is not None:
             # Not `rings()`: in a forked child a thread that is gone may hold the lock.
-            self._begin_tree(self._overflow.site, self._open_frames(before.unlocked()))
-        self._rings = Rings(self._ring_bytes, self._nodes, self._thread_name)
+            open_frames = self._open_frames(before.unlocked())
+            self._begin_tree(self._overflow.site, open_frames)
+        self._rings = Rings(self._ring_bytes, self._nodes, self._thread_name, self._writer)
+        if self._writer is not None:
+            for frame in open_frames:
+                self._writer.begin(frame)
         self._apart: dict[int, Frame] = {}  # open frames that are in no chain, and innermost ones of suspended bodies
         self._begun_in: dict[int, Frame | None] = {}  # the span above that of a generator, by the id of that
-        self.irregular: Counter[str] = Counter()
+        self.irregular: Counter[str] = Counter() if self._writer is None else self._writer.counter()
 
     def _chain(self, place: Chain | Frame | None, ring: Ring) -> Chain:
         """The chain of this context, which holds none yet, one of another thread, or one from before a reset."""
@@ -155,6 +178,8 @@ class Core(Opened):
                 self._current.set(frame)
             ring.top = frame
             frame[7] = frame[9] = _clock()
+            if self._writer is not None:
+                self._writer.begin(frame)
             if (site.device or self.watches_all) and self.begin_device is not None:
                 self._begin_on_device(frame)
             return frame
@@ -266,6 +291,8 @@ class Core(Opened):
         ring.top = above
         if owner is not None and owner[5] is ring and owner[8] == frame[8]:
             owner[4] += end - frame[9]
+            if self._writer is not None:
+                self._writer.add_children(owner)
         self._store(ring, frame, end, -1, None if error is None else self._error_of(frame, error))
         if frame[13] is not None:
             self._end_on_device(ring, frame, end)
@@ -371,16 +398,25 @@ class Core(Opened):
             frame[10] = {**(frame[10] or {}), STATUS: status}
         return error_name(error) if status is None or status >= FIRST_OF_SERVER else None
 
+    def _write(self, ring: Ring, frame: Frame, row: Row) -> None:
+        """Write the row of a span that has ended to the memory that others can read."""
+        nodes = self._nodes
+        if self._writer is not None and frame[16] < len(nodes):  # or another thread's reset has come in between
+            self._writer.store(ring, row, nodes[frame[16]])
+            self._writer.end(frame)
+
     def _store(self, ring: Ring, frame: Frame, end: int, active_ns: int, error: str | None) -> None:
         if frame[10]:
             error = error_told(frame[10], error)
         if ring is not frame[5]:
             self._renew(frame)
         head = ring.head
-        ring.rows[head & ring.mask] = (
+        ring.rows[head & ring.mask] = row = (
             frame[16], frame[1], frame[2], frame[3], frame[8], frame[7], end, frame[4], active_ns, error,
             frame[10],
         )  # fmt: skip
         ring.head = head = head + 1
+        if self._writer is not None:
+            self._write(ring, frame, row)
         if not head & ring.fold_mask:
             ring.fold(self._nodes)

@@ -344,9 +344,10 @@ class _Recording(Muting, Readback):
     def after_fork_in_child(self) -> None:
         """Start clean in a forked child: own rings, no parents from before the fork."""
         self._reading = RLock()
-        if self._memory_of is not None and self._memory_of[0]:
+        if self._memory_of is not None and (self._memory_of[0] or not self.native):
+            folder, self._memory_of = self._memory_of[0], None
             self.memory_path = ""  # the parent's
-            self.begin(self._memory_bytes, self._facts, self._memory_of[0], self._disk_bytes)
+            self.begin(self._memory_bytes, self._facts, folder, self._disk_bytes)
         else:
             self.reset()
             if self._memory_of is not None:

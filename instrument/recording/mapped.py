@@ -234,7 +234,7 @@ class Mapped:
             found[int(ring["number"])] = _Ring(
                 slot, int(ring["number"]), int(rows[slot]) if is_held else -1, capacity if is_held else 0,
                 min(int(ring["head"]), 1 << 62), int(ring["folded"]), int(ring["too_short"]), int(ring["thread_id"]),
-                label_of(ring["label"]) if capacity else "(ended threads)",
+                label_of(ring["label"]) if ring["thread_id"] else "(ended threads)",
             )  # fmt: skip
         return [found[number] for number in sorted(found)]
 

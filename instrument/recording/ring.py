@@ -16,9 +16,9 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from struct import Struct
-from typing import Any
+from typing import Any, Protocol
 
 from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.tally import Node, Totals
@@ -300,13 +300,22 @@ class _Local(local):
     mark: _Mark
 
 
+class Giver(Protocol):
+    """Is told of rings that go."""
+
+    def give_up(self, ring: Ring, ended: Mapping[int, Totals], ended_rows: int, ended_too_short: int, /) -> None:
+        """A ring has gone; these are the totals and counts of all that have."""
+
+
 class Rings:
     """The rings of one process: one for each thread that records, all together within a budget of rows.
 
     Threads that have ended keep their rows until there are too many of them or the room is needed; their totals stay.
     """
 
-    def __init__(self, ring_bytes: int, nodes: list[Node], thread_name: Callable[[], str]) -> None:
+    def __init__(
+        self, ring_bytes: int, nodes: list[Node], thread_name: Callable[[], str], writer: Giver | None = None
+    ) -> None:
         self.local = _Local()
         self.ended_totals: dict[int, Totals] = {}
         self.ended_firsts: dict[int, First] = {}
@@ -315,6 +324,7 @@ class Rings:
         self._budget = max(ring_bytes // ROW_BYTES, SMALLEST_RING)
         self._nodes = nodes
         self._thread_name = thread_name
+        self._writer = writer
         self._lock = RLock()
         self._rings: list[Ring] = []
 
@@ -355,6 +365,8 @@ class Rings:
             self.ended_rows += ring.head
             self.ended_too_short += ring.too_short
             self._rings.remove(ring)
+            if self._writer is not None:
+                self._writer.give_up(ring, self.ended_totals, self.ended_rows, self.ended_too_short)
 
     def all(self) -> list[Ring]:
         """The rings in the order in which their threads first recorded."""
